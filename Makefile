@@ -1,0 +1,58 @@
+# make quickstart   train an SPD module on the embedded target, decode with it, write out/quickstart
+# make test         lint, type check and tests
+# make venv         .venv with everything the two need
+# make clean        remove caches and build products (.venv and out/ stay)
+
+PYTHON ?= python3
+# What pip installs as torch: a requirement, a wheel, or a URL of one.
+TORCH ?= torch==2.13.0
+# Searched besides the default index. The CPU builds here are called 2.13.0+cpu, which pip ranks
+# above a plain 2.13.0, so an x86 Linux machine gets 0.2 GB instead of CUDA's gigabytes. Where this
+# address cannot be reached pip warns, and takes what its own index or find-links folder has. For a
+# GPU: TORCH_INDEX=https://download.pytorch.org/whl/cu130, or empty for the default index alone.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+STAMP := .venv/installed
+
+.PHONY: venv lint test quickstart clean
+.DEFAULT_GOAL := test
+
+venv: $(STAMP)
+
+# torch goes first and alone, then is held at whatever build that was.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	  f"PYTHON=$(PYTHON) is {sys.version.split()[0]}; give one of 3.11 or later: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(PIP) --no-deps --timeout 20 --retries 2 \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
+	grep -v '^torch==' constraints.txt > .venv/constraints.txt
+	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+	  >> .venv/constraints.txt
+	$(PIP) -c .venv/constraints.txt -e '.[dev]'
+	touch $@
+
+# mypy must find a directory called pipedraft: a symlink to the checkout, kept in mypy's own cache.
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p .mypy_cache/path && ln -sfn "$(CURDIR)" .mypy_cache/path/pipedraft
+	MYPYPATH=.mypy_cache/path $(BIN)/mypy
+
+test quickstart: export HF_HUB_OFFLINE = 1
+
+test: venv lint
+	$(BIN)/pytest -q -m "not slow and not gpu"
+
+# single.yaml: one process, whatever `accelerate config` has stored on this machine.
+quickstart: venv
+	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml \
+	  -m pipedraft.train --config configs/spd/quickstart.yaml --output_dir out/quickstart/train
+	$(BIN)/python -m pipedraft.eval --checkpoint out/quickstart/train \
+	  --benchmarks mt_bench,gsm8k,humaneval --out out/quickstart
+
+clean:
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

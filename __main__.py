@@ -1,0 +1,72 @@
+"""The console script: ``pipedraft <command> ...`` is ``python -m pipedraft.<folder> ...``."""
+
+import difflib
+import runpy
+import sys
+
+from pipedraft import __version__
+
+# Command -> folder that runs it, what it does, an example.
+COMMANDS = {
+    "train": (
+        "train",
+        "train a draft head; launch with accelerate for more than one process",
+        "pipedraft train --config configs/spd/tiny.yaml --optim.lr 3e-4",
+    ),
+    "eval": (
+        "eval",
+        "equivalent acceptance length and speedups of a checkpoint on benchmarks",
+        "pipedraft eval --checkpoint out/spd --benchmarks mt_bench,gsm8k --out out/eval",
+    ),
+    "inference": (
+        "inference",
+        "decode one prompt, text streamed as it is accepted",
+        'pipedraft inference --checkpoint out/spd --prompt "Write a haiku."',
+    ),
+    "data": (
+        "data_recipes",
+        "tokenise conversations, regenerate answers, dump hidden states",
+        "pipedraft data --config configs/data/chat_mix.yaml",
+    ),
+    "models": (
+        "models",
+        "push a checkpoint to the Hub",
+        "pipedraft models push --checkpoint out/spd --repo user/name --dry-run",
+    ),
+}
+
+
+def usage() -> str:
+    """What --help prints: every command with one line and an example."""
+    lines = ["usage: pipedraft [--help] [--version] <command> ...", ""]
+    for name, (_, summary, example) in COMMANDS.items():
+        lines += [f"  {name:<11}{summary}", f"             {example}"]
+    return "\n".join([*lines, "", "`pipedraft <command> --help` lists the options of a command."])
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names; exit status 2 if it names none."""
+    if len(sys.argv) < 2:
+        print(usage(), file=sys.stderr)
+        sys.exit(2)
+    name, *arguments = sys.argv[1:]
+    if name in ("-h", "--help"):
+        print(usage())
+        return
+    if name == "--version":
+        print(f"pipedraft {__version__}")
+        return
+    # A folder's own name works as well: `pipedraft data_recipes` is `python -m` of that folder.
+    folders = {folder: folder for folder, _, _ in COMMANDS.values()}
+    folders |= {command: folder for command, (folder, _, _) in COMMANDS.items()}
+    if name not in folders:
+        nearest = difflib.get_close_matches(name, folders, n=1)
+        mend = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
+        print(f"error: command: {name!r} is unknown; {mend}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [f"pipedraft {name}", *arguments]
+    runpy.run_module(f"pipedraft.{folders[name]}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""CPU time and memory of structural attention against its dense-mask form, forward + backward.
+
+    python benchmarks/structural_attention.py --json
+    python benchmarks/structural_attention.py --n 16 --length 1024 --key-heads 2
+
+Each method runs in its own process at one thread; times are the least CPU time of the repeats.
+`structural` is pipedraft.models.structural; `dense` is torch's scaled_dot_product_attention with a
+boolean [T, (n + 1) T] mask; `causal` is ordinary causal attention over one block, the part of the
+work that no implementation on the same kernel can avoid. Memory is read from /proc (Linux).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from pipedraft.models.structural import dense_structural_mask, structural_attention
+
+METHODS = ("structural", "dense", "causal")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--n", type=int, default=8, help="pipeline stages")
+    parser.add_argument("--length", type=int, default=2048, help="positions")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=4, help="query heads")
+    parser.add_argument("--key-heads", type=int, default=4, help="key heads; divides --heads")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--method", choices=METHODS, help="measure one, in this process")
+    return parser.parse_args()
+
+
+def random_rows(*shape: int) -> torch.Tensor:
+    """[..., heads, T, D] in the memory order [..., T, heads, D], as a projection leaves it."""
+    *batch, heads, T, D = shape
+    return torch.randn(*batch, T, heads, D).transpose(-3, -2).requires_grad_()
+
+
+def build(method: str, args: argparse.Namespace, T: int) -> tuple[list[torch.Tensor], Callable]:
+    """The inputs of one method, and the function from them to the output."""
+    B, N, J, D, n = args.batch, args.heads, args.key_heads, args.head_dim, args.n
+    query = random_rows(B, N, T, D)
+    if method == "structural":
+        inputs = [query, random_rows(n + 1, B, J, T, D), random_rows(n + 1, B, J, T, D)]
+        return inputs, lambda q, k, v: structural_attention(q, k, v, occupancy=[n] * B)
+    num_keys = (n + 1) * T if method == "dense" else T
+    inputs = [query, random_rows(B, J, num_keys, D), random_rows(B, J, num_keys, D)]
+    mask = dense_structural_mask(T, n, n) if method == "dense" else None
+    return inputs, lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=N != J
+    )
+
+
+def memory_kb(field: str) -> int:
+    """VmRSS: resident now; VmHWM: its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
+    """Times are in ms; the extra memory is the peak above the inputs (the mask is an input)."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    small_inputs, attend = build(method, args, T=64)
+    attend(*small_inputs).sum().backward()
+    inputs, attend = build(method, args, args.length)
+    upstream = torch.randn(args.batch, args.length, args.heads, args.head_dim).transpose(1, 2)
+    Path("/proc/self/clear_refs").write_text("5")
+    resident_kb = memory_kb("VmRSS")
+    forward_s, backward_s, total_s = [], [], []
+    for _ in range(args.repeats):
+        for x in inputs:
+            x.grad = None
+        start = time.process_time()
+        out = attend(*inputs)
+        middle = time.process_time()
+        out.backward(upstream)
+        end = time.process_time()
+        del out
+        forward_s.append(middle - start)
+        backward_s.append(end - middle)
+        total_s.append(end - start)
+    return {
+        "forward_ms": 1e3 * min(forward_s),
+        "backward_ms": 1e3 * min(backward_s),
+        "cpu_ms": 1e3 * min(total_s),
+        "peak_extra_mb": (memory_kb("VmHWM") - resident_kb) / 1024,
+    }
+
+
+def measure_apart(method: str) -> dict[str, float]:
+    child = subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], "--method", method],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return json.loads(child.stdout)
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.method:
+        print(json.dumps(measure(args.method, args)))
+        return
+    results = {method: measure_apart(method) for method in METHODS}
+    columns = ("forward_ms", "backward_ms", "cpu_ms", "peak_extra_mb")
+    print(f"{'method':<12}" + "".join(f"{name:>15}" for name in columns))
+    for method, row in results.items():
+        print(f"{method:<12}" + "".join(f"{row[name]:>15.1f}" for name in columns))
+    own, dense, causal = (results[method] for method in METHODS)
+    summary = {
+        "ratio_vs_dense": round(dense["cpu_ms"] / own["cpu_ms"], 2),
+        "ratio_vs_causal": round(own["cpu_ms"] / causal["cpu_ms"], 3),
+        "cpu_ms": round(own["cpu_ms"], 1),
+        "dense_cpu_ms": round(dense["cpu_ms"], 1),
+        "causal_cpu_ms": round(causal["cpu_ms"], 1),
+        "n": args.n,
+        "N": args.length,
+        "peak_extra_mb": round(own["peak_extra_mb"], 1),
+        "dense_peak_extra_mb": round(dense["peak_extra_mb"], 1),
+        "batch": args.batch,
+        "heads": args.heads,
+        "key_heads": args.key_heads,
+        "head_dim": args.head_dim,
+        "dtype": "float32",
+        "threads": 1,
+        "torch": torch.__version__,
+    }
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        print(f"{summary['ratio_vs_dense']} times less CPU time than the dense mask")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Conversations that a chat model makes up by itself: the text a draft for it will have to guess.
+
+    python -m pipedraft.data_recipes.sample --target assets/target --rows 4000 --out answers.jsonl
+
+Every row starts at the beginning of a user turn and is sampled on until the model ends the text.
+User turns are drawn at temperature 1; a share of the rows has greedy answers, the rest sampled
+ones, so that a draft sees both kinds of decoding.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from pipedraft.errors import run_command
+
+# B rows, T positions, V vocabulary
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Token ids that open and close turns, read off the tokenizer's chat template."""
+
+    user: tuple[int, ...]
+    assistant: tuple[int, ...]
+    end_of_turn: int
+    end_of_text: int
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "Markers":
+        content = "CONTENT"
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        before, _, after = rendered.partition(content)
+        opening = after.split(tokenizer.eos_token, 1)[-1].lstrip("\n")
+        if not before or tokenizer.eos_token not in after or not opening:
+            raise ValueError(
+                "target: its chat template does not close a turn with the EOS token; sample from a "
+                "model whose template does"
+            )
+        encode = lambda text: tuple(tokenizer(text, add_special_tokens=False).input_ids)  # noqa: E731
+        return cls(
+            encode(before), encode(opening), tokenizer.eos_token_id, tokenizer.pad_token_id
+        )
+
+
+@torch.inference_mode()
+def sample_batch(
+    model: Any,
+    markers: Markers,
+    *,
+    greedy_B: Tensor,
+    max_tokens: int,
+    generator: torch.Generator,
+) -> list[list[int]]:
+    """Token ids of B texts, sampled in lock-step without padding.
+
+    Args:
+        greedy_B: rows whose assistant turns are greedy.
+    """
+    from transformers import DynamicCache
+
+    num_rows, opening = len(greedy_B), len(markers.assistant)
+    ids_BT = torch.tensor([markers.user] * num_rows)
+    texts: list[list[int]] = [list(markers.user) for _ in range(num_rows)]
+    alive = torch.arange(num_rows)
+    answering_B = torch.zeros(num_rows, dtype=torch.bool)
+    cache = DynamicCache(config=model.config)
+    assistant = torch.tensor(markers.assistant)
+    recent_BT = torch.full((num_rows, opening), -1)
+    step_BT = ids_BT
+    while len(alive) and len(texts[int(alive[0])]) < max_tokens:
+        logits_BV = model(input_ids=step_BT, past_key_values=cache).logits[:, -1].float()
+        drawn_B = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)[:, 0]
+        take_best = answering_B & greedy_B[alive]
+        token_B = torch.where(take_best, logits_BV.argmax(-1), drawn_B)
+        recent_BT = torch.cat([recent_BT[:, 1:], token_B[:, None]], 1)
+        answering_B = (answering_B | (recent_BT == assistant).all(1)) & (
+            token_B != markers.end_of_turn
+        )
+        for row, token in zip(alive.tolist(), token_B.tolist(), strict=True):
+            texts[row].append(token)
+        going = token_B != markers.end_of_text
+        step_BT = token_B[:, None]
+        if not going.all():
+            index = going.nonzero()[:, 0]
+            cache.batch_select_indices(index)
+            alive, answering_B = alive[index], answering_B[index]
+            recent_BT, step_BT = recent_BT[index], step_BT[index]
+    return texts
+
+
+def parse_turns(tokenizer: Any, markers: Markers, ids: list[int]) -> list[dict[str, str]]:
+    """Messages of a sampled text: complete turns, from the user's first to an assistant's last.
+
+    Returns:
+        An empty list when the text does not alternate user and assistant.
+    """
+    openings = {"user": list(markers.user), "assistant": list(markers.assistant)}
+    messages: list[dict[str, str]] = []
+    rest = ids
+    for role in _alternate():
+        opening = openings[role]
+        start = next((i for i in range(3) if rest[i : i + len(opening)] == opening), None)
+        if start is None or markers.end_of_turn not in rest:
+            break
+        body = rest[start + len(opening) : rest.index(markers.end_of_turn)]
+        content = tokenizer.decode(body).strip()
+        if not content or set(body) & {markers.end_of_text, opening[0]}:
+            break
+        messages.append({"role": role, "content": content})
+        rest = rest[rest.index(markers.end_of_turn) + 1 :]
+    return messages if len(messages) % 2 == 0 else messages[:-1]
+
+
+def _alternate() -> Iterator[str]:
+    while True:
+        yield "user"
+        yield "assistant"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="pipedraft.data_recipes.sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--target", required=True, help="folder or Hub id of a chat model")
+    parser.add_argument("--rows", type=int, default=1000, help="texts to sample (default 1000)")
+    parser.add_argument("--batch", type=int, default=128, help="texts at a time (default 128)")
+    parser.add_argument("--max-tokens", type=int, default=512, help="per text (default 512)")
+    parser.add_argument("--greedy-share", type=float, default=0.5, help="rows with greedy answers")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not Path(options.target).exists() and options.target.count("/") != 1:
+        raise ValueError(f"--target: no folder {options.target}; give a chat model")
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    markers = Markers.of(tokenizer)
+    generator = torch.Generator().manual_seed(options.seed)
+    counts = {"written": 0, "malformed": 0}
+    partial = options.out.with_name(f".{options.out.name}.partial")
+    with partial.open("w") as file, tqdm(total=options.rows, unit="row") as bar:
+        for first in range(0, options.rows, options.batch):
+            size = min(options.batch, options.rows - first)
+            greedy_B = torch.rand(size, generator=generator) < options.greedy_share
+            texts = sample_batch(
+                model,
+                markers,
+                greedy_B=greedy_B,
+                max_tokens=options.max_tokens,
+                generator=generator,
+            )
+            for is_greedy, ids in zip(greedy_B.tolist(), texts, strict=True):
+                messages = parse_turns(tokenizer, markers, ids)
+                counts["written" if messages else "malformed"] += 1
+                if messages:
+                    row = {"messages": messages, "greedy_answers": is_greedy}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            bar.update(size)
+    partial.replace(options.out)
+    print(f"{counts['written']} rows written, {counts['malformed']} malformed and dropped")
+
+
+if __name__ == "__main__":
+    run_command(main)

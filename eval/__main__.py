@@ -1,0 +1,323 @@
+"""Evaluate drafts against autoregressive decoding: `python -m pipedraft.eval --help`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipedraft.errors import run_command
+
+EXAMPLE = """\
+example:
+  python -m pipedraft.eval --checkpoint out/spd_tiny --benchmarks mt_bench,gsm8k,humaneval \\
+      --limit 16 --max-new-tokens 128 --temperature 0,1 --out out/eval
+
+writes results.json, report.md, manifest.json and two plots into --out and prints the table.
+The autoregressive baseline is always part of it. Without --data-dir the repository's own small
+prompt files are used; --data-dir hub: downloads the published benchmarks.
+"""
+DEFAULT_STAGES = 4
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad arguments raise ValueError: one line, no usage text, the nearest option named."""
+
+    def error(self, message: str) -> NoReturn:
+        options = [option for action in self._actions for option in action.option_strings]
+        unknown, _, word = message.partition("unrecognized arguments: ")
+        if not unknown and word:
+            near = get_close_matches(word.split()[0].partition("=")[0], options, n=1)
+            hint = f"did you mean {near[0]}? (" if near else "("
+            raise ValueError(f"unknown argument {word.split()[0]!r}; {hint}see --help)")
+        raise ValueError(f"{message.removeprefix('argument ')} (see --help)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up; give e.g. 4")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature; give 0 (greedy) or more")
+    return value
+
+
+def _listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Type of an argument that takes a comma list without repeats."""
+
+    def parse_list(text: str) -> list[Any]:
+        parts = [part.strip() for part in text.split(",")]
+        if not all(parts):
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty entry; write a,b,c")
+        return list(dict.fromkeys(parse(part) for part in parts))
+
+    return parse_list
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="python -m pipedraft.eval",
+        description="Decode benchmarks with drafts and compare them with autoregressive decoding.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--checkpoint",
+        action="append",
+        required=True,
+        metavar="DIR",
+        help="checkpoint folder or Hub repository of a draft; may be given several times",
+    )
+    add("--target", help="folder or Hub name of the target; default: the one the draft names")
+    add(
+        "--benchmarks",
+        type=_listed(str),
+        required=True,
+        metavar="NAMES",
+        help="comma list of mt_bench, gsm8k, humaneval, or paths of .jsonl files with rows of "
+        "prompt, turns or messages",
+    )
+    add(
+        "--data-dir",
+        metavar="D",
+        help="folder with mt_bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl[.gz]"
+        ", or hub: or hub:owner/name; default: the repository's own prompts",
+    )
+    _add_decoding_arguments(parser)
+    add("--out", type=Path, required=True, metavar="OUT", help="folder of the results")
+    return parser
+
+
+def _add_decoding_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add(
+        "--schedule",
+        type=_listed(str),
+        default=["spd"],
+        metavar="NAMES",
+        help="comma list of schedules (default: spd)",
+    )
+    add(
+        "--stages",
+        type=_positive,
+        metavar="N",
+        help="pipeline stages of the target; default: those the draft was trained for, else "
+        f"{DEFAULT_STAGES}",
+    )
+    add(
+        "--temperature",
+        type=_listed(_temperature),
+        default=[0.0],
+        metavar="T",
+        help="comma list; 0 is greedy (default: 0)",
+    )
+    add(
+        "--tree-width",
+        type=_listed(_positive),
+        default=[1],
+        metavar="W",
+        help="comma list of draft tokens per position (default: 1)",
+    )
+    add(
+        "--verifier",
+        choices=["auto", "match", "rejection"],
+        default="auto",
+        help="acceptance rule at temperatures above 0 (default: auto)",
+    )
+    add(
+        "--limit",
+        type=_positive,
+        metavar="P",
+        help="the first P prompts of each benchmark (default: all)",
+    )
+    add(
+        "--max-new-tokens",
+        type=_positive,
+        default=128,
+        metavar="M",
+        help="new tokens of each turn (default: 128)",
+    )
+    add("--seed", type=int, default=0, help="of the sampling and the bootstrap (default: 0)")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="of target and draft (default: float32, for which greedy output is exact)",
+    )
+    add("--device", default="auto", help="e.g. cpu, cuda:0 (default: the accelerator if any)")
+    add(
+        "--no-lossless",
+        action="store_true",
+        help="leave out the comparison of greedy texts with transformers",
+    )
+
+
+def _load_benchmarks(arguments: argparse.Namespace) -> dict[str, list[Any]]:
+    from pipedraft.eval.tasks import load_task
+
+    benchmarks: dict[str, list[Any]] = {}
+    for name in arguments.benchmarks:
+        prompts = load_task(name, arguments.data_dir, arguments.limit)
+        if prompts[0].task in benchmarks:
+            raise ValueError(
+                f"--benchmarks: two are called {prompts[0].task!r}; rename the file {name!r}"
+            )
+        benchmarks[prompts[0].task] = prompts
+    return benchmarks
+
+
+def _read_drafts(arguments: argparse.Namespace) -> tuple[str, dict[Path, dict[str, Any]]]:
+    """Name of the target, and the description of every checkpoint."""
+    from pipedraft.models.draft import read_description, resolve_folder
+
+    drafts = {}
+    for checkpoint in arguments.checkpoint:
+        folder = resolve_folder(checkpoint)
+        drafts[folder] = read_description(folder)
+        missing = [key for key in ("architecture", "target") if key not in drafts[folder]]
+        if missing:
+            raise ValueError(
+                f"--checkpoint: {folder}/config.json has no {missing[0]!r}; copy or train it again"
+            )
+        trained_for = drafts[folder]["architecture"].get("num_stages")
+        if trained_for and arguments.stages and arguments.stages != trained_for:
+            raise ValueError(
+                f"--stages: {arguments.stages}, but {checkpoint} was trained for {trained_for}; "
+                "leave --stages out, or train a draft for that number"
+            )
+    targets = dict.fromkeys(description["target"]["name"] for description in drafts.values())
+    if arguments.target is None and len(targets) > 1:
+        raise ValueError(
+            f"--checkpoint: the drafts name different targets ({', '.join(targets)}); evaluate "
+            "them one by one, or give --target"
+        )
+    return arguments.target or next(iter(targets)), drafts
+
+
+def _method_name(folder: Path, drafts: dict[Path, dict[str, Any]]) -> str:
+    """The draft's type; with the folder if another draft has the same type and stages."""
+
+    def kind(description: dict[str, Any]) -> tuple[str, int | None]:
+        return description["draft_type"], description["architecture"].get("num_stages")
+
+    draft_type = drafts[folder]["draft_type"]
+    alone = [kind(other) for other in drafts.values()].count(kind(drafts[folder])) == 1
+    return draft_type if alone else f"{draft_type} ({folder.parent.name}/{folder.name})"
+
+
+def _make_methods(
+    arguments: argparse.Namespace, drafts: dict[Path, dict[str, Any]], target: Any
+) -> list[Any]:
+    """Every checkpoint x schedule x temperature x tree width."""
+    from pipedraft.eval.run import Method
+    from pipedraft.inference.engine import EngineConfig
+    from pipedraft.models import load_draft
+
+    methods = []
+    for folder, description in drafts.items():
+        draft = load_draft(str(folder), target).to(target.device, target.dtype)
+        stages = description["architecture"].get("num_stages") or arguments.stages
+        name = _method_name(folder, drafts)
+        for schedule in arguments.schedule:
+            methods += [
+                Method(
+                    # One draft may run under several schedules; its type alone would hide which.
+                    name=name if len(arguments.schedule) == 1 else f"{name}: {schedule}",
+                    draft=draft,
+                    checkpoint=str(folder),
+                    config=EngineConfig(
+                        schedule=schedule,
+                        num_stages=stages or DEFAULT_STAGES,
+                        temperature=temperature,
+                        verifier=arguments.verifier,
+                        tree_width=width,
+                        seed=arguments.seed,
+                        max_new_tokens=arguments.max_new_tokens,
+                    ),
+                )
+                for temperature in arguments.temperature
+                for width in arguments.tree_width
+            ]
+    return methods
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    try:
+        return torch.zeros(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"--device: {name!r} cannot be used ({reason}); give cpu or leave it out"
+        ) from error
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out: {str(out)!r} cannot be made ({error.strerror}); give another folder"
+        ) from error
+
+
+def run(argv: Sequence[str]) -> None:
+    """The whole command; bad input raises ValueError, cheap checks before the models load."""
+    arguments = build_parser().parse_args(argv)
+    import torch
+    from transformers.utils import logging
+
+    from pipedraft.eval.manifest import build_manifest
+    from pipedraft.eval.report import format_table, write_report
+    from pipedraft.eval.run import Comparison
+    from pipedraft.models.target import load_target, load_tokenizer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    benchmarks = _load_benchmarks(arguments)
+    target_name, drafts = _read_drafts(arguments)
+    device = _device(arguments.device)
+    _make_folder(arguments.out)
+    tokenizer = load_tokenizer(target_name)
+    target = load_target(target_name, dtype=getattr(torch, arguments.dtype), device=device)
+    comparison = Comparison(
+        target=target,
+        tokenizer=tokenizer,
+        benchmarks=benchmarks,
+        lossless=not arguments.no_lossless,
+    )
+    runs = comparison.run(_make_methods(arguments, drafts, target))
+    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(arguments).items()}
+    manifest = build_manifest(
+        target=target,
+        tokenizer=tokenizer,
+        benchmarks=benchmarks,
+        checkpoints=list(drafts),
+        config=settings | {"target": target_name, "device": str(device)},
+        argv=["python", "-m", "pipedraft.eval", *argv],
+        seed=arguments.seed,
+    )
+    write_report(arguments.out, runs, manifest)
+    print(format_table(runs))
+    print(f"written: {arguments.out}/results.json, report.md, manifest.json and plots")
+
+
+def main() -> None:
+    run_command(lambda: run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

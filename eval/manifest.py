@@ -1,0 +1,131 @@
+"""What a number depended on: versions, seeds, dtype, code, tokenizer, prompts, hardware."""
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import pipedraft
+from pipedraft.eval.tasks import Prompt
+from pipedraft.models.target import target_fingerprint
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 over the system texts and turns, in order; equal hashes mean equal prompts."""
+    return _sha256(json.dumps([[prompt.system, prompt.turns] for prompt in prompts]))
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the whole tokenizer; of its vocabulary where it has no serial form."""
+    if tokenizer.is_fast:
+        return _sha256(tokenizer.backend_tokenizer.to_str())
+    return _sha256(json.dumps(sorted(tokenizer.get_vocab().items())))
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the checkout the code runs from; None for an installed wheel."""
+    root = Path(pipedraft.__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
+            return None
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    """Name of the CPU; platform.processor() is empty on many Linux systems."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _hardware(device: torch.device) -> dict[str, Any]:
+    return {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "device": str(device),
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def build_manifest(
+    *,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    benchmarks: Mapping[str, Sequence[Prompt]],
+    checkpoints: Sequence[Path],
+    config: Mapping[str, Any],
+    argv: Sequence[str],
+    seed: int,
+) -> dict[str, Any]:
+    """Everything needed to repeat a run, or to see why two runs differ.
+
+    Args:
+        checkpoints: folders of the drafts; the SHA-256 of their weights is recorded.
+        config: the settings as resolved.
+        argv: the command line, program first.
+    """
+    template = tokenizer.chat_template
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(argv),
+        "config": dict(config),
+        "seed": seed,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "versions": {
+            "pipedraft": pipedraft.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
+        "git": git_state(),
+        "target": {
+            "name": target.config.name_or_path,
+            "parameters": target.num_parameters(),
+            "fingerprint": target_fingerprint(target),
+        },
+        "tokenizer": {
+            "name": tokenizer.name_or_path,
+            "sha256": tokenizer_hash(tokenizer),
+            "chat_template_sha256": _sha256(json.dumps(template)) if template else None,
+        },
+        "checkpoints": {
+            str(folder): hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+            for folder in checkpoints
+        },
+        "prompts": {
+            name: {
+                "count": len(prompts),
+                "ids": [prompt.id for prompt in prompts],
+                "sha256": prompts_hash(prompts),
+            }
+            for name, prompts in benchmarks.items()
+        },
+        "hardware": _hardware(target.device),
+    }

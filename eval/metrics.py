@@ -1,0 +1,284 @@
+"""The one definition of every reported number. Counts are pooled; ratios are computed at the end.
+
+The unit of resampling is a conversation: steps inside one are dependent, and so are its turns.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from pipedraft.inference.result import DecodeResult
+
+AUTOREGRESSIVE = "autoregressive"
+"""Schedule and method name of the baseline."""
+OVERALL = "overall"
+"""In place of a benchmark: all of them pooled."""
+# P conversations, R bootstrap resamples.
+CONFIDENCE = 0.95
+NUM_RESAMPLES = 2000
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """Quantile of Student's t, from the normal one z.
+
+    z + g1(z) / d + g2(z) / d^2 + g3(z) / d^3 + g4(z) / d^4    Abramowitz and Stegun 26.7.5
+    At 0.975 it is 0.7 % low for d = 2, 0.01 % for d = 5, and exact to six digits from d = 15.
+    """
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / degrees**power for power, term in enumerate(terms))
+
+
+def bootstrap_ratio(
+    numerator_P: np.ndarray,
+    denominator_P: np.ndarray,
+    *,
+    seed: int = 0,
+    num_resamples: int = NUM_RESAMPLES,
+    confidence: float = CONFIDENCE,
+) -> np.ndarray:
+    """Confidence interval of sum(numerator) / sum(denominator), resampling conversations.
+
+    Expanded percentile interval (Hesterberg 2015, arXiv:1411.5279): the percentiles a and 1 - a of
+    the resampled ratio, a = Phi(-sqrt(P / (P - 1)) t), t = 0.975 quantile of Student's t with
+    P - 1 degrees of freedom. The plain 2.5 % percentiles cover too seldom with few conversations.
+    Deviation: none.
+
+    Args:
+        numerator_P: [..., P]; leading axes are independent experiments.
+        denominator_P: same shape, positive.
+
+    Returns:
+        [..., 2]: lower and upper bound; NaN where P < 2, since one prompt has no spread.
+    """
+    numerator_P = np.asarray(numerator_P, dtype=np.float64)
+    denominator_P = np.asarray(denominator_P, dtype=np.float64)
+    size = numerator_P.shape[-1]
+    if size < 2:
+        return np.full((*numerator_P.shape[:-1], 2), np.nan)
+    rng = np.random.default_rng(seed)
+    # How often each conversation is drawn in each resample. Sums stay exact integers.
+    weights_PR = rng.multinomial(size, np.full(size, 1 / size), size=num_resamples).T
+    weights_PR = weights_PR.astype(np.float64)
+    ratio_R = (numerator_P @ weights_PR) / (denominator_P @ weights_PR)
+    t = student_quantile((1 + confidence) / 2, size - 1)
+    tail = NormalDist().cdf(-math.sqrt(size / (size - 1)) * t)
+    return np.moveaxis(np.quantile(ratio_R, [tail, 1 - tail], axis=-1), 0, -1)
+
+
+def _sum_lists(lists: Sequence[Sequence[int]]) -> list[int]:
+    """Element-wise sum of lists of different lengths."""
+    total = [0] * max((len(values) for values in lists), default=0)
+    for values in lists:
+        for index, value in enumerate(values):
+            total[index] += value
+    return total
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """NaN, not an error, where nothing was counted."""
+    return numerator / denominator if denominator else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class WallClock:
+    """Measured times of one process; never derived from steps or a cost model."""
+
+    tokens_per_s: float
+    """N over the time between the first and the last token of each request; prefill excluded."""
+    ttft_ms: float
+    """Median time from the request to its first token."""
+    itl_ms_p50: float
+    """Median time between successive tokens, pooled over requests; 0 inside an accepted burst."""
+    itl_ms_p99: float
+
+    @classmethod
+    def measure(cls, results: Sequence[DecodeResult]) -> "WallClock | None":
+        """None when no request recorded two token times."""
+        times = [np.asarray(r.token_times_s) for r in results if len(r.token_times_s) > 1]
+        if not times:
+            return None
+        gaps = np.concatenate([np.diff(t) for t in times])
+        itl_ms_p50, itl_ms_p99 = np.quantile(gaps, [0.5, 0.99]) * 1e3
+        first = [r.token_times_s[0] for r in results if r.token_times_s]
+        return cls(
+            tokens_per_s=ratio(len(gaps), float(gaps.sum())),
+            ttft_ms=float(np.median(first)) * 1e3,
+            itl_ms_p50=float(itl_ms_p50),
+            itl_ms_p99=float(itl_ms_p99),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a set of conversations says about one method."""
+
+    num_stages: int
+    num_prompts: int
+    """Conversations; the turns of one are pooled."""
+    num_turns: int
+    num_tokens: int
+    """N, the prefill tokens excluded."""
+    num_steps: int
+    """K, idle and rejecting steps included."""
+    pooled: float
+    """L' = n sum(N) / sum(K)."""
+    mean: float
+    """Mean over conversations of n N / K; those that stopped on the prefill token have none."""
+    ci95: tuple[float, float]
+    """Of ``pooled``, bootstrap over conversations; NaN for a single one."""
+    mean_acceptance_length: float
+    """tau: tokens per round, the correction or bonus token included."""
+    draft_acceptance_rate: float
+    """alpha: accepted over tested draft tokens."""
+    theoretical_speedup: float
+    """S = sum(T_AR) / sum(T) under the engine's cost model."""
+    num_rounds: int
+    acceptance_histogram: list[int]
+    """Entry j: rounds that emitted j tokens. Sums to ``num_rounds``."""
+    position_tests: list[int]
+    position_accepts: list[int]
+    num_drafted: int
+    num_draft_forwards: int
+    wallclock: WallClock | None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Entry j: share accepted of the draft tokens tested as j-th token of their round."""
+        pairs = zip(self.position_accepts, self.position_tests, strict=True)
+        return [ratio(accepts, tests) for accepts, tests in pairs]
+
+
+def summarize(
+    results: Sequence[DecodeResult],
+    *,
+    conversations: Sequence[Hashable] | None = None,
+    seed: int = 0,
+) -> Summary:
+    """Pool decoded turns of one method.
+
+    Args:
+        results: one per turn, all with the same number of stages.
+        conversations: which conversation each result belongs to; None: every result is its own.
+        seed: of the bootstrap.
+    """
+    stages = {result.num_stages for result in results}
+    if len(stages) != 1:
+        raise ValueError(f"results: num_stages {sorted(stages)}; pool one number of stages only")
+    num_stages = stages.pop()
+    keys = range(len(results)) if conversations is None else conversations
+    counts: dict[Hashable, tuple[int, int]] = {}
+    for key, result in zip(keys, results, strict=True):
+        tokens, steps = counts.get(key, (0, 0))
+        counts[key] = (tokens + result.num_tokens, steps + result.num_steps)
+    decoded = [(num_stages * tokens, steps) for tokens, steps in counts.values() if steps]
+    numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
+    low, high = bootstrap_ratio(numerator_P, denominator_P, seed=seed)
+    rounds = [length for result in results for length in result.round_lengths]
+    tests = _sum_lists([result.position_tests for result in results])
+    accepts = _sum_lists([result.position_accepts for result in results])
+    time = sum(result.virtual_time for result in results)
+    time_autoregressive = sum(result.virtual_time_autoregressive for result in results)
+    return Summary(
+        num_stages=num_stages,
+        num_prompts=len(counts),
+        num_turns=len(results),
+        num_tokens=sum(tokens for tokens, _ in counts.values()),
+        num_steps=sum(steps for _, steps in counts.values()),
+        pooled=ratio(float(numerator_P.sum()), float(denominator_P.sum())),
+        mean=float((numerator_P / denominator_P).mean()) if decoded else math.nan,
+        ci95=(float(low), float(high)),
+        mean_acceptance_length=ratio(sum(rounds), len(rounds)),
+        draft_acceptance_rate=ratio(sum(accepts), sum(tests)),
+        theoretical_speedup=ratio(time_autoregressive, time),
+        num_rounds=len(rounds),
+        acceptance_histogram=np.bincount(rounds).tolist() if rounds else [],
+        position_tests=tests,
+        # As long as position_tests, also when nothing was accepted at the last positions.
+        position_accepts=accepts + [0] * (len(tests) - len(accepts)),
+        num_drafted=sum(result.num_drafted for result in results),
+        num_draft_forwards=sum(result.num_draft_forwards for result in results),
+        wallclock=WallClock.measure(results),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLabel:
+    """What was run; the part of a results.json entry that is not measured."""
+
+    method: str
+    schedule: str
+    benchmark: str
+    temperature: float
+    tree_width: int
+    checkpoint: str | None = None
+    verifier: str = "match"
+    """The rule that was applied, not "auto"."""
+    seed: int = 0
+    max_new_tokens: int | None = None
+
+
+def run_record(
+    label: RunLabel,
+    summary: Summary,
+    *,
+    autoregressive: Summary | None = None,
+    lossless: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    """One entry of results.json. Values that do not exist are NaN here and null in the file.
+
+    Args:
+        autoregressive: the baseline of the same benchmark and temperature in the same process,
+            for the wall-clock speedup.
+        lossless: {"checked", "mismatches"} of the greedy check; None: nothing was checked.
+    """
+    wallclock: dict[str, float] | None = None
+    if summary.wallclock is not None:
+        wallclock = dict(vars(summary.wallclock), speedup=math.nan)
+        if autoregressive is not None and autoregressive.wallclock is not None:
+            wallclock["speedup"] = ratio(
+                summary.wallclock.tokens_per_s, autoregressive.wallclock.tokens_per_s
+            )
+    return {
+        "method": label.method,
+        "schedule": label.schedule,
+        "benchmark": label.benchmark,
+        "stages": summary.num_stages,
+        "temperature": label.temperature,
+        "tree_width": label.tree_width,
+        "prompts": summary.num_prompts,
+        "tokens": summary.num_tokens,
+        "steps": summary.num_steps,
+        "equivalent_acceptance_length": {
+            "pooled": summary.pooled,
+            "mean": summary.mean,
+            "ci95": list(summary.ci95),
+        },
+        "mean_acceptance_length": summary.mean_acceptance_length,
+        "draft_acceptance_rate": summary.draft_acceptance_rate,
+        "theoretical_speedup": summary.theoretical_speedup,
+        "wallclock": wallclock,
+        "lossless": lossless or {"checked": 0, "mismatches": 0},
+        "turns": summary.num_turns,
+        "rounds": summary.num_rounds,
+        "acceptance_histogram": summary.acceptance_histogram,
+        "acceptance_by_position": summary.acceptance_by_position,
+        "position_tests": summary.position_tests,
+        "position_accepts": summary.position_accepts,
+        "drafted": summary.num_drafted,
+        "draft_forwards": summary.num_draft_forwards,
+        "checkpoint": label.checkpoint,
+        "verifier": label.verifier,
+        "seed": label.seed,
+        "max_new_tokens": label.max_new_tokens,
+    }

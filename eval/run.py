@@ -1,0 +1,269 @@
+"""Decode benchmarks with several methods and compare each with autoregressive decoding."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pipedraft.eval.lossless import GreedyReference
+from pipedraft.eval.metrics import (
+    AUTOREGRESSIVE,
+    OVERALL,
+    RunLabel,
+    Summary,
+    run_record,
+    summarize,
+)
+from pipedraft.eval.tasks import Prompt, encode_turn
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.result import DecodeResult
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One line of the table: a draft and the way it is run."""
+
+    name: str
+    config: EngineConfig
+    draft: nn.Module | None
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One decoded turn."""
+
+    conversation: tuple[str, int]
+    """Benchmark and index of the prompt in it."""
+    prompt: Prompt
+    turn: int
+    result: DecodeResult
+
+
+def prompt_seed(prompt: Prompt, turn: int) -> int:
+    """The ``prompt_index`` of a turn: 31 bits that depend on the prompt's name alone.
+
+    So a prompt draws the same random numbers whatever --limit, the order of the benchmarks and
+    the method are, and two prompts draw different ones.
+    """
+    name = f"{prompt.task}/{prompt.id}/{turn}".encode()
+    return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
+
+
+def evaluate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int | None = None,
+    description: str = "",
+    progress: bool = True,
+) -> list[Record]:
+    """Decode every turn of every prompt; a later turn answers the texts generated before it.
+
+    Args:
+        max_prompt_tokens: a turn with a longer prompt, and the turns after it, are left out: there
+            are fewer records than turns then, and ``compare`` reports how many.
+        description: left of the progress bar.
+    """
+    records = []
+    num_turns = sum(len(prompt.turns) for prompt in prompts)
+    with tqdm(total=num_turns, desc=description, unit="turn", disable=not progress) as bar:
+        for index, prompt in enumerate(prompts):
+            answers: list[str] = []
+            for turn in range(len(prompt.turns)):
+                prompt_ids = encode_turn(tokenizer, prompt, answers)
+                if max_prompt_tokens is not None and len(prompt_ids) > max_prompt_tokens:
+                    bar.update(len(prompt.turns) - turn)
+                    break
+                result = engine.decode(prompt_ids, prompt_index=prompt_seed(prompt, turn))
+                answer = tokenizer.decode(result.token_ids, skip_special_tokens=True)
+                assert isinstance(answer, str)  # a list only for a batch
+                answers.append(answer)
+                records.append(
+                    Record(
+                        conversation=(prompt.task, index), prompt=prompt, turn=turn, result=result
+                    )
+                )
+                bar.update()
+    return records
+
+
+def summarize_records(records: Sequence[Record], *, seed: int = 0) -> Summary:
+    """Pool decoded turns; the turns of a conversation are one unit."""
+    return summarize(
+        [record.result for record in records],
+        conversations=[record.conversation for record in records],
+        seed=seed,
+    )
+
+
+def _per_prompt(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Counts of each conversation, from which two reports can be compared prompt by prompt."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for record in records:
+        row = rows.setdefault(
+            record.conversation,
+            {
+                "benchmark": record.prompt.task,
+                "id": record.prompt.id,
+                "category": record.prompt.category,
+                "turns": 0,
+                "tokens": 0,
+                "steps": 0,
+                "rounds": 0,
+            },
+        )
+        row["turns"] += 1
+        row["tokens"] += record.result.num_tokens
+        row["steps"] += record.result.num_steps
+        row["rounds"] += len(record.result.round_lengths)
+    return list(rows.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decoded:
+    """One method on one benchmark, or on all of them together."""
+
+    records: list[Record]
+    summary: Summary
+    lossless: dict[str, int] | None
+    num_turns: int
+
+    def entry(self, method: Method, benchmark: str, baseline: "_Decoded") -> dict[str, Any]:
+        config = method.config
+        label = RunLabel(
+            method=method.name,
+            schedule=config.schedule,
+            benchmark=benchmark,
+            temperature=config.temperature,
+            tree_width=config.tree_width,
+            checkpoint=method.checkpoint,
+            verifier="rejection" if config.uses_rejection else "match",
+            seed=config.seed,
+            max_new_tokens=config.max_new_tokens,
+        )
+        entry = run_record(
+            label, self.summary, autoregressive=baseline.summary, lossless=self.lossless
+        )
+        entry["skipped_turns"] = self.num_turns - len(self.records)
+        entry["stop_reasons"] = dict(Counter(r.result.stop_reason for r in self.records))
+        entry["per_prompt"] = _per_prompt(self.records)
+        return entry
+
+
+def _pool(parts: Sequence[_Decoded], seed: int) -> _Decoded:
+    records = [record for part in parts for record in part.records]
+    checks = [part.lossless for part in parts if part.lossless is not None]
+    return _Decoded(
+        records=records,
+        summary=summarize_records(records, seed=seed),
+        lossless={key: sum(check[key] for check in checks) for key in checks[0]}
+        if checks
+        else None,
+        num_turns=sum(part.num_turns for part in parts),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs several methods on the same target and prompts, in one process."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    benchmarks: dict[str, list[Prompt]]
+    lossless: bool = True
+    """Compare every greedy text with transformers; costs one more greedy decoding per turn."""
+    progress: bool = True
+
+    def run(self, methods: Sequence[Method]) -> list[dict[str, Any]]:
+        """Entries of results.json: per temperature the baseline first, then each method.
+
+        The autoregressive baseline is decoded once per temperature, on the smallest number of
+        stages asked for: its L' is 1 for every n by construction, and fewer stages are its
+        fastest wall clock. With more than one benchmark each method also gets an entry "overall"
+        that pools them.
+        """
+        for method in methods:
+            self._engine(method)  # refuses what cannot be run before anything is decoded
+        references: dict[int, GreedyReference] = {}
+        entries = []
+        for temperature in sorted({method.config.temperature for method in methods}):
+            chosen = [m for m in methods if m.config.temperature == temperature]
+            smallest = min(chosen, key=lambda method: method.config.num_stages)
+            baseline = Method(
+                name=AUTOREGRESSIVE,
+                draft=None,
+                config=replace(
+                    smallest.config, schedule=AUTOREGRESSIVE, tree_width=1, verifier="auto"
+                ),
+            )
+            chosen = [m for m in chosen if m.config.schedule != AUTOREGRESSIVE]
+            baseline_parts: dict[str, _Decoded] = {}
+            for method in (baseline, *chosen):
+                parts = self._decode(method, references)
+                baseline_parts = baseline_parts or parts
+                entries += [
+                    part.entry(method, name, baseline_parts[name]) for name, part in parts.items()
+                ]
+        return entries
+
+    def _decode(
+        self, method: Method, references: dict[int, GreedyReference]
+    ) -> dict[str, _Decoded]:
+        config = method.config
+        limit = self.target.config.get_text_config().max_position_embeddings
+        max_prompt_tokens = limit - config.max_new_tokens
+        self._warm_up(method, max_prompt_tokens)
+        engine = self._engine(method)
+        parts = {}
+        for name, prompts in self.benchmarks.items():
+            records = evaluate(
+                engine,
+                prompts,
+                self.tokenizer,
+                max_prompt_tokens=max_prompt_tokens,
+                description=f"{method.name} n={config.num_stages} T={config.temperature:g} "
+                f"W={config.tree_width} {name}",
+                progress=self.progress,
+            )
+            if not records:
+                raise ValueError(
+                    f"--max-new-tokens: {config.max_new_tokens} leaves {max_prompt_tokens} of the "
+                    f"target's {limit} positions, too few for any prompt of {name}; lower it"
+                )
+            check = None
+            if self.lossless and config.temperature == 0:
+                reference = references.setdefault(
+                    config.max_new_tokens, GreedyReference(self.target, config.max_new_tokens)
+                )
+                check = reference.check([record.result for record in records])
+            parts[name] = _Decoded(
+                records=records,
+                summary=summarize_records(records, seed=config.seed),
+                lossless=check,
+                num_turns=sum(len(prompt.turns) for prompt in prompts),
+            )
+        if len(parts) > 1:
+            parts[OVERALL] = _pool(list(parts.values()), config.seed)
+        return parts
+
+    def _warm_up(self, method: Method, max_prompt_tokens: int) -> None:
+        """Decode a few tokens untimed: first calls allocate and pick kernels."""
+        prompt = next(iter(self.benchmarks.values()))[0]
+        prompt_ids = encode_turn(self.tokenizer, prompt, [])
+        if len(prompt_ids) > max_prompt_tokens:
+            return
+        num_tokens = min(WARM_UP_TOKENS, method.config.max_new_tokens)
+        short = replace(method, config=replace(method.config, max_new_tokens=num_tokens))
+        self._engine(short).decode(prompt_ids)
+
+    def _engine(self, method: Method) -> Engine:
+        return Engine(self.target, self.tokenizer, method.config, method.draft)

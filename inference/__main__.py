@@ -1,0 +1,112 @@
+"""Decode one prompt: text is streamed as it becomes certain, then the figures."""
+
+import argparse
+import sys
+
+from pipedraft.errors import run_command
+
+EXAMPLE = """example:
+  python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
+  python -m pipedraft.inference --target assets/target --schedule autoregressive --prompt "Hi"
+"""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="pipedraft inference",
+        description=__doc__,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", help="folder or Hub id of a trained draft")
+    parser.add_argument("--target", help="folder or Hub id; default: the one the draft names")
+    parser.add_argument("--prompt", required=True, help="the user's message; - reads stdin")
+    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    parser.add_argument("--schedule", default="spd", help="spd (default) or autoregressive")
+    parser.add_argument("--stages", type=int, help="pipeline stages; default: the draft's")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--tree-width", type=int, default=1, help="guesses per step (default 1)")
+    parser.add_argument("--verifier", default="auto", choices=["auto", "match", "rejection"])
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quiet", action="store_true", help="only the text, no figures")
+    return parser.parse_args(arguments)
+
+
+class Stream:
+    """Prints text as tokens arrive, only up to the last complete character."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer, self.ids, self.printed = tokenizer, [], 0
+
+    def __call__(self, token: int) -> None:
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            sys.stdout.write(text[self.printed :])
+            sys.stdout.flush()
+            self.printed = len(text)
+
+
+def encode(tokenizer, text: str, raw: bool) -> list[int]:
+    if not text.strip():
+        raise ValueError("--prompt: empty; give at least one word")
+    if raw or tokenizer.chat_template is None:
+        return tokenizer(text).input_ids
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer(rendered, add_special_tokens=False).input_ids
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    from pipedraft.inference.engine import Engine, EngineConfig
+    from pipedraft.models import load_draft
+    from pipedraft.models.draft import read_description, resolve_folder
+    from pipedraft.models.target import load_target, load_tokenizer
+
+    if options.checkpoint is None and options.target is None:
+        raise ValueError("--checkpoint: missing; give a trained draft, or --target alone for AR")
+    if options.checkpoint is None and options.schedule != "autoregressive":
+        raise ValueError(
+            f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, or "
+            "--schedule autoregressive"
+        )
+    name, revision = options.target, None
+    if name is None:
+        reference = read_description(resolve_folder(options.checkpoint))["target"]
+        name, revision = reference["name"], reference["revision"]
+    target, tokenizer = (
+        load_target(name, revision=revision),
+        load_tokenizer(name, revision=revision),
+    )
+    draft = load_draft(options.checkpoint, target) if options.checkpoint else None
+    config = EngineConfig(
+        schedule=options.schedule,
+        num_stages=options.stages or (draft.config.num_stages if draft is not None else 1),
+        temperature=options.temperature,
+        verifier=options.verifier,
+        tree_width=options.tree_width,
+        seed=options.seed,
+        max_new_tokens=options.max_new_tokens,
+    )
+    engine = Engine(target, tokenizer, config, draft)
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    result = engine.decode(encode(tokenizer, text, options.raw), on_token=Stream(tokenizer))
+    print()
+    if not options.quiet:
+        elapsed = result.token_times_s[-1] - result.prefill_s
+        print(
+            f"[{config.schedule}, n = {result.num_stages}] {result.num_tokens} tokens after the "
+            f"first in {result.num_steps} steps: equivalent acceptance length "
+            f"{result.equivalent_acceptance_length:.2f}, acceptance rate "
+            f"{result.draft_acceptance_rate:.2f}; {result.num_tokens / max(elapsed, 1e-9):.0f} "
+            f"tokens/s in one process, {result.prefill_s * 1e3:.0f} ms to the first token "
+            f"({result.stop_reason})",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,282 @@
+"""The engine: one target, one draft, one schedule; decodes prompts exactly as the target would."""
+
+import difflib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.pipeline import LocalPipeline
+from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.schedules import SCHEDULES
+from pipedraft.inference.source import DraftSource, Sampling, make_source
+from pipedraft.inference.tree import TokenTree
+from pipedraft.inference.verify import KeyedRandom, MatchVerifier, RejectionVerifier, Verifier
+from pipedraft.models.target import Segment, StagedTarget
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    schedule: str = "spd"
+    num_stages: int = 4
+    temperature: float = 0.0
+    """0 is greedy."""
+    verifier: Literal["auto", "match", "rejection"] = "auto"
+    """auto: rejection for sampled chains (temperature > 0, tree width 1), else match."""
+    tree_width: int = 1
+    """Guesses per step; more than 1 keeps every branch consistent with the text."""
+    seed: int = 0
+    max_new_tokens: int = 128
+    """New tokens at most, the one drawn from the prefill included."""
+    cost: CostModel = field(default_factory=CostModel)
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            near = difflib.get_close_matches(self.schedule, SCHEDULES, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"schedule: {self.schedule!r} is unknown; {hint}known: {', '.join(SCHEDULES)}"
+            )
+        if self.temperature < 0:
+            raise ValueError(f"temperature: {self.temperature} is negative; 0 is greedy")
+        for name in ("num_stages", "tree_width", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is below 1; give at least 1")
+        if self.verifier == "rejection" and (self.temperature == 0 or self.tree_width > 1):
+            raise ValueError(
+                "verifier: 'rejection' needs a sampled chain (temperature above 0 and tree width "
+                "1); use 'match', which is exact for every tree"
+            )
+
+    @property
+    def uses_rejection(self) -> bool:
+        if self.verifier == "auto":
+            return self.temperature > 0 and self.tree_width == 1
+        return self.verifier == "rejection"
+
+
+class Engine:
+    """Decodes prompts one at a time on a ``LocalPipeline`` with a virtual clock."""
+
+    def __init__(
+        self,
+        target: Any,
+        tokenizer: Any,
+        config: EngineConfig,
+        draft: Any | None = None,
+        *,
+        source: DraftSource | None = None,
+    ) -> None:
+        """
+        Args:
+            target: causal LM as returned by ``load_target``.
+            draft: network from ``load_draft``; None only for the autoregressive schedule.
+            source: where guesses come from instead of a network, for example a simulated draft.
+
+        Raises:
+            ValueError: no draft for a schedule that needs one, or a draft for another n.
+        """
+        needs_draft = config.schedule != "autoregressive"
+        if needs_draft and draft is None and source is None:
+            raise ValueError(
+                f"draft: schedule {config.schedule!r} needs one; give --checkpoint DIR"
+            )
+        self.config, self.tokenizer = config, tokenizer
+        self.draft = draft if needs_draft else None
+        self._source = source
+        cut: Any = config.num_stages
+        if self.draft is not None:
+            trained = self.draft.config.num_stages
+            if trained != config.num_stages:
+                raise ValueError(
+                    f"num_stages: {config.num_stages}, but this draft was trained for {trained}; "
+                    f"give --stages {trained} or another draft"
+                )
+            cut = self.draft.config.boundaries or cut
+        self.target = StagedTarget(target, cut)
+        if self.target.is_chain_only and config.tree_width > 1:
+            raise ValueError(
+                f"tree_width: {config.tree_width}, but this target has recurrent layers, which "
+                "carry one state per sequence; give 1"
+            )
+
+    def make_source(self) -> DraftSource | None:
+        if self._source is not None:
+            return self._source
+        return make_source(self.draft) if self.draft is not None else None
+
+    @property
+    def draft_cost(self) -> float:
+        """Modelled time of one draft forward, in target passes of one token."""
+        if self.config.cost.draft_forward is not None or self.draft is None:
+            return self.config.cost.draft_forward or 0.0
+        return self.draft.config.num_layers / self.target.num_layers
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        prompt_ids: list[int],
+        *,
+        prompt_index: int = 0,
+        on_token: Callable[[int], None] | None = None,
+    ) -> DecodeResult:
+        """Decode one prompt to its end.
+
+        Args:
+            prompt_ids: token ids, chat template applied.
+            prompt_index: part of the key of the random numbers.
+            on_token: called with each new token as soon as it is certain.
+
+        Raises:
+            ValueError: the prompt is empty or does not fit the target's positions.
+        """
+        if not prompt_ids:
+            raise ValueError("prompt: empty; give at least one token of text")
+        if len(prompt_ids) >= self.target.max_positions:
+            raise ValueError(
+                f"prompt: {len(prompt_ids)} tokens leave no room in the target's "
+                f"{self.target.max_positions} positions; shorten it"
+            )
+        session = Session(self, prompt_ids, prompt_index, on_token)
+        SCHEDULES[self.config.schedule](session)
+        return session.finish()
+
+
+class Session:
+    """One prompt on its way: text, token tree, pipeline, draft, clock. Schedules call its verbs."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt_ids: list[int],
+        prompt_index: int,
+        on_token: Callable[[int], None] | None,
+    ) -> None:
+        config = engine.config
+        self.engine, self.config, self.on_token = engine, config, on_token
+        self.started = time.perf_counter()
+        self.random = KeyedRandom(config.seed, prompt_index)
+        rule = RejectionVerifier if config.uses_rejection else MatchVerifier
+        self.verifier: Verifier = rule(config.temperature, self.random)
+        self.sampling = Sampling(config.temperature, config.uses_rejection, self.random)
+        self.source = engine.make_source()
+        self.pipeline = LocalPipeline(engine.target, self.source.taps if self.source else ())
+        self.clock = VirtualClock(config.cost, engine.target.num_stages, engine.draft_cost)
+        self.result = DecodeResult(
+            prompt_ids=list(prompt_ids),
+            token_ids=[],
+            text="",
+            stop_reason="",
+            num_stages=engine.target.num_stages,
+        )
+        self.num_rounds = 0
+        self.round_length = 0
+        self.pending_forwards = 0
+        logits_V, features = self.pipeline.prefill(torch.tensor(prompt_ids))
+        if self.source is not None:
+            self.source.begin(features)
+        first = MatchVerifier(config.temperature, self.random).walk(
+            TokenTree(prompt_ids[-1], len(prompt_ids) - 1), logits_V[None]
+        )
+        self.result.prefill_s = time.perf_counter() - self.started
+        self.tree = TokenTree(first.next_token, len(prompt_ids))
+        self._emit(first.next_token)
+
+    # -- verbs ------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        return bool(self.result.stop_reason)
+
+    def inject(self) -> None:
+        """Hand the rows that the pipeline has not seen yet to its first stage."""
+        tree = self.tree
+        if tree.num_injected < len(tree):
+            self.pipeline.inject(tree.segment(tree.num_injected, len(tree)))
+            tree.num_injected = len(tree)
+
+    def grow_layer(self) -> None:
+        """Let the draft add guesses below the deepest rows, from what is known now."""
+        assert self.source is not None
+        before = self.source.num_forwards
+        self.result.num_drafted += self.source.grow_layer(
+            self.tree,
+            self.pipeline.features.view(),
+            width=self.config.tree_width,
+            sampling=self.sampling,
+            attempt=self.num_rounds,
+        )
+        self.pending_forwards += self.source.num_forwards - before
+
+    def step(self, *, overlap: bool = False) -> Segment | None:
+        """One pipeline step, with the drafting since the last one beside it or after it."""
+        returned = self.pipeline.tick()
+        self.clock.step(
+            self.pipeline.last_rows, draft_forwards=self.pending_forwards, overlap=overlap
+        )
+        self.pending_forwards = 0
+        return returned
+
+    def resolve(self, returned: Segment) -> bool:
+        """Verify a returned segment, emit, commit and prune.
+
+        Returns:
+            True when the next token is a row of the tree (nothing has to restart).
+        """
+        assert returned.hidden is not None
+        walk = self.verifier.walk(self.tree, self.pipeline.logits(returned.hidden))
+        emitted = [self.tree.tokens[row] for row in walk.path[1:]] + [walk.next_token]
+        keep = self.tree.keep_for(walk.path, walk.next_token)
+        committed = self.pipeline.keep(keep)
+        next_position = self.tree.position(walk.path[-1]) + 1
+        hit = len(keep.rows) > keep.num_committed
+        self.tree = self.tree.reroot(keep) if hit else TokenTree(walk.next_token, next_position)
+        for index, token in enumerate(emitted):
+            if self.done:
+                break
+            if index < len(walk.tests):
+                self._count_test(walk.tests[index])
+            self.round_length += 1
+            self._emit(token)
+        if not hit or self.done:
+            self.result.round_lengths.append(self.round_length)
+            self.round_length = 0
+            self.num_rounds += 1
+        if self.source is not None and not self.done:
+            self.source.observe(committed)
+        return hit
+
+    def finish(self) -> DecodeResult:
+        result = self.result
+        result.text = self.engine.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        result.num_steps = self.clock.num_steps
+        result.virtual_time = self.clock.time
+        result.virtual_time_autoregressive = self.clock.autoregressive_time(result.num_tokens)
+        result.num_draft_forwards = self.source.num_forwards if self.source else 0
+        return result
+
+    # -- bookkeeping ------------------------------------------------------------------------
+
+    def _count_test(self, accepted: bool) -> None:
+        tests, accepts = self.result.position_tests, self.result.position_accepts
+        if self.round_length == len(tests):
+            tests.append(0)
+            accepts.append(0)
+        tests[self.round_length] += 1
+        accepts[self.round_length] += int(accepted)
+
+    def _emit(self, token: int) -> None:
+        result = self.result
+        result.token_ids.append(token)
+        result.token_times_s.append(time.perf_counter() - self.started)
+        if self.on_token is not None:
+            self.on_token(token)
+        if token in self.engine.target.eos_token_ids:
+            result.stop_reason = "eos"
+        elif len(result.token_ids) >= self.config.max_new_tokens:
+            result.stop_reason = "max_new_tokens"
+        elif len(result.prompt_ids) + len(result.token_ids) >= self.engine.target.max_positions:
+            result.stop_reason = "max_length"

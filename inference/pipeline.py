@@ -1,0 +1,108 @@
+"""A pipelined target in one process: stages step together, one segment each."""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
+
+
+class FeatureStore:
+    """Hidden states of the rows in flight, per layer index, in the order of the token tree.
+
+    Rows enter and leave the stages first-in first-out, so the rows that have passed a layer are
+    always a prefix of the tree's rows, and a Keep acts on them as on a stage's cache.
+    """
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.rows: dict[int, Tensor | None] = dict.fromkeys(layers)
+
+    def append(self, layer: int, hidden_RH: Tensor) -> None:
+        stored = self.rows[layer]
+        self.rows[layer] = hidden_RH if stored is None else torch.cat([stored, hidden_RH])
+
+    def view(self) -> dict[int, Tensor]:
+        """Layer index -> [r, H] for the first r rows of the tree, r falling with the layer."""
+        return {layer: rows for layer, rows in self.rows.items() if rows is not None}
+
+    def keep(self, keep: Keep) -> dict[int, Tensor]:
+        """Prune; returns the committed rows [a, H] of every layer."""
+        committed = {}
+        for layer, rows in self.rows.items():
+            if rows is None:
+                continue
+            index = torch.tensor(keep.cached(len(rows)), dtype=torch.int64, device=rows.device)
+            kept = rows[index]
+            committed[layer] = kept[: keep.num_committed]
+            self.rows[layer] = kept[keep.num_committed :]
+        return committed
+
+
+class LocalPipeline:
+    """All stages of a target in this process; one ``tick`` is one pipeline step."""
+
+    def __init__(self, target: StagedTarget, taps: tuple[int, ...]) -> None:
+        self.target, self.taps = target, taps
+        self.features = FeatureStore(taps)
+        self._entrance: deque[Segment] = deque()
+        self._waiting: list[Segment | None] = [None] * target.num_stages
+        self.last_rows: list[int] = [0] * target.num_stages
+        """Rows that each stage processed in the last tick."""
+
+    @property
+    def num_stages(self) -> int:
+        return self.target.num_stages
+
+    def prefill(self, input_ids: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Commit a prompt; returns the last row's logits [V] and the tapped states [P, H]."""
+        self.features = FeatureStore(self.taps)
+        self._entrance.clear()
+        self._waiting = [None] * self.num_stages
+        return self.target.prefill(input_ids, self.taps)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.target.embed(ids)
+
+    def inject(self, segment: Segment) -> None:
+        """Queue rows at the first stage; one segment enters per step."""
+        self._entrance.append(segment)
+        if 0 in self.features.rows:
+            assert segment.ids is not None
+            self.features.append(0, self.embed(segment.ids))
+
+    def tick(self) -> Segment | None:
+        """Every stage processes what waits at its input; returns what leaves the last one."""
+        returned = None
+        if self._entrance:
+            self._waiting[0] = self._entrance.popleft()
+        deeper = [layer for layer in self.taps if layer > 0]
+        for index in reversed(range(self.num_stages)):
+            segment, self._waiting[index] = self._waiting[index], None
+            self.last_rows[index] = 0 if segment is None else segment.num_rows
+            if segment is None:
+                continue
+            output = self.target.stages[index].forward(segment, deeper)
+            start, end = self.target.boundaries[index : index + 2]
+            for layer in deeper:
+                if start < layer <= end:
+                    self.features.append(layer, output.taps[layer])
+            if index == self.num_stages - 1:
+                returned = output
+            else:
+                self._waiting[index + 1] = output
+        return returned
+
+    def keep(self, keep: Keep) -> dict[int, Tensor]:
+        """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
+        for index, segment in enumerate(self._waiting):
+            if segment is not None:
+                self._waiting[index] = prune_segment(segment, keep, segment.lo)
+        pruned = [prune_segment(segment, keep, segment.lo) for segment in self._entrance]
+        self._entrance = deque(segment for segment in pruned if segment is not None)
+        for stage in self.target.stages:
+            stage.keep(keep)
+        return self.features.keep(keep)
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        return self.target.logits(hidden_RH)

@@ -1,0 +1,77 @@
+"""What one decoded prompt reports. Counts are stored; every ratio is computed from them."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DecodeResult:
+    """One prompt, decoded by one schedule.
+
+    N and K follow the definition of the equivalent acceptance length: the token drawn from the
+    prefill is neither in ``num_tokens`` nor in ``num_steps``.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    """Every new token, the one drawn from the prefill included; ends with the EOS token if one was drawn."""
+    text: str
+    stop_reason: str
+    """"eos", "max_new_tokens" or "max_length"."""
+    num_stages: int
+    num_steps: int = 0
+    """K: elapsed pipeline steps (one step = one stage time), idle and rejecting ones included."""
+    round_lengths: list[int] = field(default_factory=list)
+    """Tokens emitted by each round (restart to restart), the correction or bonus token included."""
+    position_tests: list[int] = field(default_factory=list)
+    """Entry j: how often a draft token was tested as the j-th token of its round."""
+    position_accepts: list[int] = field(default_factory=list)
+    """Entry j: how many of these tests accepted the draft token."""
+    num_drafted: int = 0
+    """Draft tokens proposed (tree rows, the root excluded), tested or not."""
+    num_draft_forwards: int = 0
+    virtual_time: float = 0.0
+    """T: modelled time of the steps, in units of one full target pass of one token."""
+    virtual_time_autoregressive: float = 0.0
+    """Modelled time of the same N tokens decoded autoregressively on the same pipeline."""
+    prefill_s: float = 0.0
+    token_times_s: list[float] = field(default_factory=list)
+    """Wall-clock seconds after the start of the request at which each new token was emitted."""
+
+    @property
+    def num_tokens(self) -> int:
+        """N: tokens emitted after the prefill token."""
+        return max(len(self.token_ids) - 1, 0)
+
+    @property
+    def num_tested(self) -> int:
+        return sum(self.position_tests)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.position_accepts)
+
+    @property
+    def equivalent_acceptance_length(self) -> float:
+        """L' = n N / K; NaN when no step was needed."""
+        return (
+            self.num_stages * self.num_tokens / self.num_steps if self.num_steps else float("nan")
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """tau: tokens emitted per round."""
+        if not self.round_lengths:
+            return float("nan")
+        return sum(self.round_lengths) / len(self.round_lengths)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """alpha: accepted draft tokens per tested draft token."""
+        return self.num_accepted / self.num_tested if self.num_tested else float("nan")
+
+    @property
+    def theoretical_speedup(self) -> float:
+        """S: modelled autoregressive time over modelled time, for the same tokens."""
+        if not self.virtual_time:
+            return float("nan")
+        return self.virtual_time_autoregressive / self.virtual_time

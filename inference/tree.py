@@ -1,0 +1,114 @@
+"""The controller's ordered token tree: what is pending, what is guessed, who descends from whom."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipedraft.models.target import Keep, Segment
+
+
+class TokenTree:
+    """Rows in the order in which they enter the pipeline; row 0 is the pending root.
+
+    The root is a token of the text that no stage has committed yet. Every other row is a guess
+    below it. Rows are append-only between Keeps, parents come before children, and no parent has
+    two children with the same token. The key-value rows of every stage follow the same order.
+    """
+
+    def __init__(self, root_token: int, root_position: int) -> None:
+        self.root_position = root_position
+        self.tokens = [root_token]
+        self.parents = [-1]
+        self.depths = [0]
+        """Distance from the root."""
+        self.scores = [0.0]
+        """Cumulative log-probability of the draft, 0 at the root."""
+        self.draft_probabilities: list[Tensor | None] = [None]
+        """q over the target's vocabulary, for rows that were sampled from it."""
+        self.num_injected = 0
+        """Rows [0, num_injected) have been handed to the pipeline."""
+        self._children: list[dict[int, int]] = [{}]
+        self._ancestors = np.zeros((16, 16), dtype=bool)
+        self._ancestors[0, 0] = True
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int, score: float, q: Tensor | None = None) -> int:
+        """Append a guess below ``parent``; returns its row (the existing one if it is there)."""
+        existing = self._children[parent].get(token)
+        if existing is not None:
+            return existing
+        row = len(self.tokens)
+        if row == len(self._ancestors):
+            self._ancestors = np.pad(self._ancestors, (0, row))
+        self._ancestors[row, :row] = self._ancestors[parent, :row]
+        self._ancestors[row, row] = True
+        self._children[parent][token] = row
+        self._children.append({})
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.scores.append(score)
+        self.draft_probabilities.append(q)
+        return row
+
+    def child(self, row: int, token: int) -> int | None:
+        return self._children[row].get(token)
+
+    def children(self, row: int) -> list[int]:
+        return list(self._children[row].values())
+
+    def position(self, row: int) -> int:
+        """Absolute position in the text."""
+        return self.root_position + self.depths[row]
+
+    def positions(self, start: int, stop: int) -> Tensor:
+        return torch.tensor(self.depths[start:stop], dtype=torch.int64) + self.root_position
+
+    def visible(self, start: int, stop: int) -> Tensor:
+        """Ancestors-or-self among all rows up to ``stop``: bool [stop - start, stop]."""
+        return torch.from_numpy(self._ancestors[start:stop, :stop].copy())
+
+    def segment(self, start: int, stop: int) -> Segment:
+        """Rows [start, stop) as the pipeline's input."""
+        return Segment(
+            positions=self.positions(start, stop),
+            visible=self.visible(start, stop),
+            ids=torch.tensor(self.tokens[start:stop], dtype=torch.int64),
+        )
+
+    def keep_for(self, path: list[int], next_token: int) -> Keep:
+        """Keep that commits ``path`` (root first) and retains the subtree that ``next_token`` opens.
+
+        Without such a child nothing is retained: a miss.
+        """
+        child = self.child(path[-1], next_token)
+        retained = [] if child is None else np.flatnonzero(self._column(child)).tolist()
+        return Keep(rows=(*path, *retained), num_committed=len(path))
+
+    def _column(self, row: int) -> np.ndarray:
+        """Descendants-or-self of a row, as a mask over all rows."""
+        return self._ancestors[: len(self), row]
+
+    def reroot(self, keep: Keep) -> TokenTree:
+        """The tree that is left after a Keep with retained rows; the first of them is the root."""
+        rows = list(keep.rows[keep.num_committed :])
+        root = rows[0]
+        place = {row: index for index, row in enumerate(rows)}
+        tree = TokenTree(self.tokens[root], self.position(root))
+        tree.tokens = [self.tokens[row] for row in rows]
+        tree.parents = [place.get(self.parents[row], -1) for row in rows]
+        tree.depths = [self.depths[row] - self.depths[root] for row in rows]
+        tree.scores = [self.scores[row] - self.scores[root] for row in rows]
+        tree.draft_probabilities = [self.draft_probabilities[row] for row in rows]
+        tree.num_injected = sum(1 for row in rows if row < self.num_injected)
+        tree._children = [
+            {token: place[child] for token, child in self._children[row].items()} for row in rows
+        ]
+        size = max(16, len(rows))
+        tree._ancestors = np.zeros((size, size), dtype=bool)
+        tree._ancestors[: len(rows), : len(rows)] = self._ancestors[np.ix_(rows, rows)]
+        return tree

@@ -1,0 +1,147 @@
+"""What every draft network shares: its checkpoint folder, its tie to one target, its vocabulary."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.target import fingerprint_mismatch, target_fingerprint
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetReference:
+    """Which target a draft was trained for. The fingerprint decides, the name only finds it."""
+
+    name: str
+    revision: str | None = None
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, target: Any) -> None:
+        """Raise ValueError when ``target`` is not the one the draft was trained for."""
+        difference = fingerprint_mismatch(self.fingerprint, target_fingerprint(target))
+        if difference is not None:
+            raise ValueError(
+                f"target: does not match this draft, which was trained for {self.name}: "
+                f"{difference}; give that target or train a draft for this one"
+            )
+
+
+class Draft(nn.Module):
+    """Base of the draft networks.
+
+    A subclass has a config dataclass, is built as ``cls(config, layer, reference)`` from shapes
+    alone, and registers itself in ``DRAFTS`` of ``pipedraft.models``.
+    """
+
+    draft_type: ClassVar[str]
+    config_class: ClassVar[type]
+
+    def __init__(self, config: Any, layer: LayerConfig, reference: TargetReference) -> None:
+        super().__init__()
+        self.config, self.layer_config, self.reference = config, layer, reference
+
+    def save(self, folder: Path, *, training: dict[str, Any] | None = None) -> None:
+        """Write config.json and model.safetensors (fp32) into an existing folder."""
+        description = {
+            "draft_type": self.draft_type,
+            "target": asdict(self.reference),
+            "architecture": asdict(self.config),
+            "layer": self.layer_config.to_dict(),
+            "training": training or {},
+        }
+        (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
+        weights = {name: value.contiguous() for name, value in self.state_dict().items()}
+        save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+    @classmethod
+    def load(cls, folder: Path, description: dict[str, Any]) -> "Draft":
+        try:
+            config = cls.config_class(**description["architecture"])
+            layer = LayerConfig(**description["layer"])
+            reference = TargetReference(**description["target"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"checkpoint: {folder / CONFIG_FILE} is damaged ({error}); train or copy it again"
+            ) from error
+        draft = cls(config, layer, reference)
+        try:
+            draft.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        except (SafetensorError, FileNotFoundError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"checkpoint: {folder / WEIGHTS_FILE} is missing or damaged ({reason}); "
+                "use another checkpoint of the run or train it again"
+            ) from error
+        return draft.eval().requires_grad_(False)
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder, with ValueErrors a user can act on."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"checkpoint: no {CONFIG_FILE} in {folder}; give a folder written by pipedraft train"
+        )
+    try:
+        description = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"checkpoint: {path} is not valid JSON ({error}); train or copy it again"
+        ) from error
+    if "draft_type" not in description:
+        raise ValueError(
+            f"checkpoint: {path} names no draft_type; this looks like a target, not a draft: "
+            "give it as --target"
+        )
+    return description
+
+
+def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
+    """Folder of a checkpoint: itself, the best one of a run's output folder, or a Hub download."""
+    folder = Path(path_or_repo)
+    if folder.is_dir():
+        if not (folder / CONFIG_FILE).exists() and (folder / "best" / CONFIG_FILE).exists():
+            return folder / "best"
+        return folder
+    if path_or_repo.count("/") != 1 or path_or_repo.startswith((".", "/")):
+        raise ValueError(
+            f"checkpoint: no folder {path_or_repo}; give a folder written by pipedraft train, "
+            "or user/name on the Hub"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        downloaded = snapshot_download(
+            path_or_repo, revision=revision, allow_patterns=["*.json", "*.safetensors", "README.md"]
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"checkpoint: {path_or_repo} is no folder and could not be downloaded from the Hub "
+            f"({type(error).__name__}); check the name, the network or HF_TOKEN"
+        ) from error
+    return Path(downloaded)
+
+
+def draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:
+    """Ids of the ``size`` most frequent tokens, ascending; ties go to the smaller id.
+
+    Args:
+        token_counts_V: how often each target token is a label in the training data.
+    """
+    if not 0 < size <= len(token_counts_V):
+        raise ValueError(
+            f"model.draft_vocab_size: {size} is not between 1 and the target's vocabulary "
+            f"{len(token_counts_V)}; leave it out for the full vocabulary"
+        )
+    order = torch.argsort(token_counts_V, descending=True, stable=True)
+    return order[:size].sort().values

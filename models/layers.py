@@ -1,0 +1,163 @@
+"""The pre-norm decoder layer that every head uses: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Attention itself is not here: each head has its own pattern. A layer offers its projections and its
+second half, so that one set of weights serves training and decoding.
+"""
+
+# ... any leading axes, H hidden, N query heads, J key heads, D head size, I intermediate size
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Shape of a decoder layer, taken from the target so that the draft is of its family."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_positions: int
+    has_query_key_norm: bool = False
+    """Qwen3 normalises each query and key head before the rotation."""
+    has_attention_bias: bool = False
+
+    @classmethod
+    def from_target(cls, config: Any) -> "LayerConfig":
+        """Read a target's text configuration (a transformers configuration object)."""
+        rope = config.rope_parameters
+        if "rope_type" not in rope:  # one entry per layer type
+            rope = next(iter(rope.values()))
+        allowed = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings"}
+        allowed |= {
+            "low_freq_factor",
+            "high_freq_factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+        }
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_parameters={key: rope[key] for key in sorted(rope) if key in allowed},
+            max_positions=config.max_position_embeddings,
+            has_query_key_norm=config.model_type.startswith(("qwen3", "qwen3_5")),
+            has_attention_bias=config.model_type == "qwen2",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of the rotary positions; frequencies by transformers, so scaled variants agree."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        source = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_heads,
+                head_dim=config.head_size,
+                max_position_embeddings=config.max_positions,
+                rope_parameters=dict(config.rope_parameters),
+            )
+        )
+        self.scale = float(source.attention_scaling)
+        self.register_buffer("frequencies", source.inv_freq.clone(), persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions [...] -> cos, sin [..., D], computed in fp32 and returned in ``dtype``."""
+        angles = positions[..., None].float() * self.frequencies.float()
+        angles = torch.cat([angles, angles], -1)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def rotate(x_ND: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
+    """Apply rotary positions to heads: x [..., D], cos and sin broadcastable to it."""
+    left, right = x_ND.chunk(2, -1)
+    return x_ND * cos_D + torch.cat([-right, left], -1) * sin_D
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention, with the parameter names of transformers."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads = config.num_heads, config.num_key_value_heads
+        self.head_size = config.head_size
+        hidden, bias = config.hidden_size, config.has_attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_heads * config.head_size, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * config.head_size, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * config.head_size, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_size, hidden, bias=False)
+        if config.has_query_key_norm:
+            self.q_norm: nn.Module = RMSNorm(config.head_size, config.rms_norm_eps)
+            self.k_norm: nn.Module = RMSNorm(config.head_size, config.rms_norm_eps)
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+
+    def query(self, x_H: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
+        """Rotated queries [..., N, D] of normed rows [..., H]; cos and sin are [..., 1, D]."""
+        heads = self.q_proj(x_H).unflatten(-1, (self.num_heads, self.head_size))
+        return rotate(self.q_norm(heads), cos_D, sin_D)
+
+    def key_value(self, x_H: Tensor, cos_D: Tensor, sin_D: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, both [..., J, D], of normed rows [..., H]."""
+        shape = (self.num_key_value_heads, self.head_size)
+        keys = self.k_norm(self.k_proj(x_H).unflatten(-1, shape))
+        return rotate(keys, cos_D, sin_D), self.v_proj(x_H).unflatten(-1, shape)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Parameters named as in transformers, so that a target's layer can be copied into it."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def finish(self, x_H: Tensor, attended_ND: Tensor) -> Tensor:
+        """Residual rows after attention and MLP; attended [..., N, D]."""
+        x_H = x_H + self.self_attn.o_proj(attended_ND.flatten(-2))
+        return x_H + self.mlp(self.post_attention_layernorm(x_H))

@@ -1,0 +1,343 @@
+"""SPD's multi-depth speculation module (arXiv:2605.30852).
+
+While a pipeline of n stages decodes, the token that entered last has passed 0 stages, the one
+before it 1 stage, and so on: every token has the depth of what the pipeline knows about it. The
+module reads, for each earlier position, the features of exactly that depth and predicts the token
+that should enter next, so that the pipeline never runs empty.
+"""
+
+# B batch, T positions, H hidden, N query heads, J key heads, D head size, U draft vocabulary
+# R rows of a decode call, P committed positions, Q query rows, k feature block (depths 0..n)
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
+from pipedraft.models.structural import structural_attention
+from pipedraft.models.target import stage_boundaries
+
+
+@dataclass(frozen=True, kw_only=True)
+class SPDConfig:
+    """Architecture of the module."""
+
+    num_stages: int = 4
+    """n: pipeline stages of the target; the module runs beside them."""
+    num_layers: int = 2
+    """Decoder layers of the module (Ls)."""
+    features: Literal["paper", "thirds", "anchors"] = "paper"
+    """Which hidden states make the feature of depth k; see feature_layers."""
+    anchors: tuple[int, ...] = ()
+    """Layer indices for ``features: anchors``, ascending."""
+    query: Literal["newest", "all"] = "newest"
+    """newest: only the depth-0 stream passes the layers. all: every depth does."""
+    boundaries: tuple[int, ...] = ()
+    """Stage boundaries 0..L when the split is uneven on purpose; empty: as even as possible."""
+    num_target_layers: int = 0
+    """L; filled in from the target."""
+    draft_vocab_size: int | None = None
+    """U: most frequent tokens of the training data; None: the target's vocabulary."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "anchors", tuple(self.anchors))
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))
+        if self.num_stages < 1 or self.num_layers < 1:
+            raise ValueError(
+                f"model.num_stages, model.num_layers: {self.num_stages}, {self.num_layers}; "
+                "both must be at least 1"
+            )
+        if (self.features == "anchors") != bool(self.anchors):
+            raise ValueError(
+                f"model.anchors: {list(self.anchors)} with features {self.features!r}; anchors are "
+                "given exactly when features is 'anchors'"
+            )
+        if list(self.anchors) != sorted(set(self.anchors)):
+            raise ValueError(f"model.anchors: {list(self.anchors)} are not ascending and distinct")
+
+
+def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
+    """Layer indices whose raw hidden states make the feature of each depth 0..n.
+
+    Index 0 is the embedding, index i the raw output of layer i - 1, never the final norm's.
+    With l the last layer index that a token of depth k has passed:
+      paper    (0, l // 2, l)                              Eq. 1
+      thirds   (0, l) and (0, lps, l) at depths 1 and 2, then (0, l // 3, 2 * (l // 3), l), as in
+               the authors' first release. Deviation: they clamp l to L - 1 because their index L
+               is post-norm; here index L is the raw output and is used.
+      anchors  0 and every anchor <= l, as in the authors' later release.
+    """
+    ends = config.boundaries or stage_boundaries(config.num_target_layers, config.num_stages)
+    depths: list[tuple[int, ...]] = []
+    for depth, last in enumerate(ends):
+        if config.features == "paper":
+            chosen = {0, last // 2, last}
+        elif config.features == "anchors":
+            chosen = {0, *(anchor for anchor in config.anchors if anchor <= last)}
+        elif depth <= 2:
+            chosen = set(ends[: depth + 1])
+        else:
+            chosen = {0, last // 3, 2 * (last // 3), last}
+        depths.append(tuple(sorted(chosen)))
+    return depths
+
+
+@dataclass
+class SPDState:
+    """Keys and values of the committed positions, per layer: [J, P, D]."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    num_rows: int = 0
+
+
+class SPD(Draft):
+    """The speculation module: features per depth, Ls decoder layers, own LM head.
+
+    Train and decode compute the same function: ``forward`` for every position of a sequence at a
+    given occupancy, ``extend`` and ``propose`` for one moment of a running pipeline.
+    """
+
+    draft_type: ClassVar[str] = "spd"
+    config_class: ClassVar[type] = SPDConfig
+
+    def __init__(self, config: SPDConfig, layer: LayerConfig, reference: TargetReference) -> None:
+        super().__init__(config, layer, reference)
+        hidden = layer.hidden_size
+        vocabulary = reference.fingerprint["vocab_size"]
+        self.feature_layers = feature_layers(config)
+        shared = {}  # depths that read the same layers share one projection and one key block
+        for layers in self.feature_layers:
+            shared.setdefault(layers, len(shared))
+        # Depth 0 is the query stream and keeps its own block even where depth 1 reads the same.
+        self.block_of_depth = [shared[layers] for layers in self.feature_layers]
+        self.projections = nn.ModuleList(
+            nn.Linear(len(layers) * hidden, hidden, bias=False) for layers in shared
+        )
+        self.layers = nn.ModuleList(DecoderLayer(layer) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden, layer.rms_norm_eps).requires_grad_(False)
+        self.rotary = RotaryEmbedding(layer)
+        size = config.draft_vocab_size or vocabulary
+        self.lm_head = nn.Linear(hidden, size, bias=False)
+        self.register_buffer("draft_ids", torch.arange(size))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layer indices of the target that the module reads."""
+        return tuple(sorted(set().union(*self.feature_layers)))
+
+    @torch.no_grad()
+    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+        """Start from the target: its final norm and LM head; features start as the deepest state.
+
+        Each projection starts as the identity on its deepest checkpoint and zero on the others,
+        so that the residual stream begins in the space the norm and the LM head know.
+        """
+        decoder = target.get_decoder()
+        self.norm.weight.copy_(decoder.norm.weight)
+        if draft_ids is not None:
+            self.draft_ids.copy_(draft_ids)
+        self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids])
+        hidden = self.layer_config.hidden_size
+        for projection in self.projections:
+            projection.weight.zero_()
+            projection.weight[:, -hidden:] = torch.eye(hidden)
+        for layer in self.layers:
+            for name, parameter in layer.named_parameters():
+                if parameter.ndim == 2:
+                    is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+                    scale = (2 * len(self.layers)) ** -0.5 if is_output else 1.0
+                    nn.init.normal_(parameter, std=0.5 * scale * parameter.shape[1] ** -0.5)
+
+    def feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
+        """g^k = FC_k(concat of the hidden states at the checkpoints of depth k): [..., H]."""
+        hidden = torch.cat([taps[index] for index in self.feature_layers[depth]], -1)
+        return self.projections[self.block_of_depth[depth]](hidden)
+
+    # -- training ---------------------------------------------------------------------------
+
+    def forward(self, taps: Mapping[int, Tensor], occupancy: Sequence[int]) -> Tensor:
+        """Output rows of the depth-0 stream for every position at once (structural attention).
+
+        Args:
+            taps: hidden states [B, T, H] of the target, by layer index.
+            occupancy: for each example the tokens in flight, 1..n (simulated pipeline fill).
+
+        Returns:
+            [B, T, H], before the final norm; row t predicts the token at position t + 1.
+        """
+        if self.config.query == "all":
+            return self._forward_all(taps, occupancy)
+        stream_BTH = self.feature(taps, 0)
+        depths = self._static_depths()
+        static_kBTH = torch.stack([self.feature(taps, depth) for depth in depths])
+        block_of_depth = self._block_order(depths)
+        # One normalisation serves every layer: its weight is folded into the projections.
+        normed_kBTH = F.rms_norm(static_kBTH, static_kBTH.shape[-1:], None, self.norm.eps)
+        cos, sin = self._rotation(stream_BTH)
+        for layer in self.layers:
+            query_BNTD, keys_BJTD, values_BJTD = self._project(layer, stream_BTH, cos, sin)
+            scaled = normed_kBTH * layer.input_layernorm.weight.to(normed_kBTH.dtype)
+            static_keys, static_values = layer.self_attn.key_value(scaled, cos, sin)
+            attended_BNTD = structural_attention(
+                query_BNTD,
+                torch.cat([keys_BJTD[None], static_keys.transpose(-3, -2)]),
+                torch.cat([values_BJTD[None], static_values.transpose(-3, -2)]),
+                occupancy=occupancy,
+                block_of_depth=block_of_depth,
+            )
+            stream_BTH = layer.finish(stream_BTH, attended_BNTD.transpose(1, 2))
+        return stream_BTH
+
+    def _static_depths(self) -> list[int]:
+        """Depths 1..n, one for each distinct feature (anchors make several depths share one)."""
+        seen: dict[int, int] = {}
+        for depth in range(1, self.config.num_stages + 1):
+            seen.setdefault(self.block_of_depth[depth], depth)
+        return list(seen.values())
+
+    def _block_order(self, depths: list[int]) -> list[int]:
+        """Key block of each depth 0..n: block 0 is the query stream, then the static ones."""
+        place = {self.block_of_depth[depth]: 1 + i for i, depth in enumerate(depths)}
+        return [0] + [place[block] for block in self.block_of_depth[1:]]
+
+    def _rotation(self, like_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(like_BTH.shape[1], device=like_BTH.device)
+        cos, sin = self.rotary(positions, like_BTH.dtype)
+        return cos[:, None], sin[:, None]
+
+    @staticmethod
+    def _project(
+        layer: DecoderLayer, stream: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads-first queries, keys and values of one stream [..., T, H]."""
+        normed = layer.input_layernorm(stream)
+        keys, values = layer.self_attn.key_value(normed, cos, sin)
+        query = layer.self_attn.query(normed, cos, sin)
+        return query.transpose(-3, -2), keys.transpose(-3, -2), values.transpose(-3, -2)
+
+    def _forward_all(self, taps: Mapping[int, Tensor], occupancy: Sequence[int]) -> Tensor:
+        """Every depth is a stream of its own: row (depth d, position t) is the module's view of
+        position t while the newest token is d positions later."""
+        num_stages = self.config.num_stages
+        streams_kBTH = torch.stack([self.feature(taps, k) for k in range(num_stages + 1)])
+        cos, sin = self._rotation(streams_kBTH[0])
+        for index, layer in enumerate(self.layers):
+            last = index == len(self.layers) - 1
+            queries, keys, values = self._project(layer, streams_kBTH, cos, sin)
+            depths = [0] if last else range(num_stages + 1)
+            attended = [
+                structural_attention(queries[d], keys, values, occupancy=occupancy, depth=d)
+                for d in depths
+            ]
+            streams_kBTH = layer.finish(
+                streams_kBTH[:1] if last else streams_kBTH, torch.stack(attended).transpose(-3, -2)
+            )
+        return streams_kBTH[0]
+
+    # -- decoding ---------------------------------------------------------------------------
+
+    def logits(self, stream_H: Tensor) -> Tensor:
+        """Draft logits [..., U] of output rows [..., H]; entry u is target token draft_ids[u]."""
+        return self.lm_head(self.norm(stream_H))
+
+    def extend(self, state: SPDState, taps: Mapping[int, Tensor], first_position: int) -> None:
+        """Append committed positions (depth n) to the key-value state.
+
+        Args:
+            taps: hidden states [r, H] of consecutive positions from ``first_position`` on.
+        """
+        stream_RH = self.feature(taps, self.config.num_stages)
+        num_rows = len(stream_RH)
+        positions = torch.arange(num_rows, device=stream_RH.device) + first_position
+        cos, sin = (part[:, None] for part in self.rotary(positions, stream_RH.dtype))
+        static = self.config.query == "newest"
+        for index, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(stream_RH)
+            keys, values = (x.transpose(0, 1) for x in layer.self_attn.key_value(normed, cos, sin))
+            if len(state.keys) == index:
+                state.keys.append(keys)
+                state.values.append(values)
+            else:
+                state.keys[index] = torch.cat([state.keys[index], keys], 1)
+                state.values[index] = torch.cat([state.values[index], values], 1)
+            if static or index == len(self.layers) - 1:
+                continue
+            query = layer.self_attn.query(normed, cos, sin).transpose(0, 1)
+            visible = torch.ones(num_rows, state.num_rows + num_rows, dtype=torch.bool)
+            visible = visible.tril(state.num_rows).to(query.device)
+            stream_RH = self._attend(
+                layer, stream_RH, query, state.keys[index], state.values[index], visible
+            )
+        state.num_rows += num_rows
+
+    def propose(
+        self,
+        state: SPDState,
+        taps: Mapping[int, Tensor],
+        *,
+        depths: Sequence[int],
+        positions: Tensor,
+        visible_RR: Tensor,
+    ) -> Tensor:
+        """Logits of the tokens that should follow the depth-0 rows.
+
+        Args:
+            taps: layer index -> hidden states [r, H] of the first r rows; a row of depth k needs
+                the layers of depth k only, so deeper layers may hold fewer rows.
+            depths: depth under which each of the R rows in flight is presented, oldest first,
+                non-increasing. A row may be presented less deep than it is.
+            positions: absolute positions [R].
+            visible_RR: ancestors-or-self among the rows in flight.
+
+        Returns:
+            [Q, U] for the Q rows of depth 0 (the last ones).
+        """
+        blocks = []
+        starts = [i for i in range(len(depths)) if i == 0 or depths[i] != depths[i - 1]]
+        for start, stop in pairwise([*starts, len(depths)]):
+            rows = {index: taps[index][start:stop] for index in self.feature_layers[depths[start]]}
+            blocks.append(self.feature(rows, depths[start]))
+        rows_RH = torch.cat(blocks)
+        num_queries = sum(1 for depth in depths if depth == 0)
+        cos, sin = (part[:, None] for part in self.rotary(positions, rows_RH.dtype))
+        committed = torch.ones(len(depths), state.num_rows, dtype=torch.bool, device=rows_RH.device)
+        seen_RK = torch.cat([committed, visible_RR], 1)
+        static = self.config.query == "newest"
+        for index, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(rows_RH)
+            keys, values = (x.transpose(0, 1) for x in layer.self_attn.key_value(normed, cos, sin))
+            if state.num_rows:
+                keys = torch.cat([state.keys[index], keys], 1)
+                values = torch.cat([state.values[index], values], 1)
+            first = len(depths) - num_queries if static or index == len(self.layers) - 1 else 0
+            query = layer.self_attn.query(normed[first:], cos[first:], sin[first:])
+            moved = self._attend(
+                layer, rows_RH[first:], query.transpose(0, 1), keys, values, seen_RK[first:]
+            )
+            rows_RH = torch.cat([rows_RH[:first], moved]) if first else moved
+        return self.logits(rows_RH[len(rows_RH) - num_queries :])
+
+    @staticmethod
+    def _attend(
+        layer: DecoderLayer,
+        rows_RH: Tensor,
+        query_NRD: Tensor,
+        keys_JKD: Tensor,
+        values_JKD: Tensor,
+        visible_RK: Tensor,
+    ) -> Tensor:
+        attended_NRD = F.scaled_dot_product_attention(
+            query_NRD[None],
+            keys_JKD[None],
+            values_JKD[None],
+            attn_mask=visible_RK,
+            enable_gqa=query_NRD.shape[0] != keys_JKD.shape[0],
+        )[0]
+        return layer.finish(rows_RH, attended_NRD.transpose(0, 1))

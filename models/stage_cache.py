@@ -1,0 +1,278 @@
+"""What a pipeline stage receives (segments, Keeps) and what it remembers (its cache).
+
+A stage mirrors the controller's text in one order: the committed prefix, then the speculative rows
+S[0:m). A segment is data; ``Keep(I, a)`` is the only control message: it commits, prunes, rolls
+back and flushes, and its arithmetic is defined here once.
+
+Shape suffixes: l rows of a segment, S mask columns, H hidden, C rows in use, N key/value heads,
+D head size, W channels of the short convolution, T rows of one call.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+MIN_CAPACITY = 128  # rows; buffers double from here, so that n appends cost O(n) copied rows
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Retain the rows I of the ordered token tree S; the first a of them become committed text.
+
+    For a holder of the rows S[lo:hi) this means: keep its rows [i - lo for i in I if lo <= i < hi];
+    mask columns [i for i in I[a:] if i < hi], because committed rows are visible to everything and
+    need no column. Positions never change. S itself becomes S[I[a:]].
+    """
+
+    rows: tuple[int, ...]
+    """I: indices into S as it was before this message, strictly ascending."""
+    num_committed: int
+    """a: the accepted path; its rows precede every retained row, as parents precede children."""
+
+    def __post_init__(self) -> None:
+        ascending = all(i < j for i, j in zip(self.rows, self.rows[1:], strict=False))
+        assert ascending and all(i >= 0 for i in self.rows[:1]), f"rows {self.rows} must ascend"
+        assert 0 <= self.num_committed <= len(self.rows), f"{self} commits rows it does not keep"
+
+    def cached(self, num_cached: int) -> tuple[int, ...]:
+        """Retained rows among the first ``num_cached`` rows of S."""
+        return tuple(i for i in self.rows if i < num_cached)
+
+    def segment_rows(self, lo: int, hi: int) -> tuple[int, ...]:
+        """Retained rows of the segment S[lo:hi), counted from its first row."""
+        return tuple(i - lo for i in self.rows if lo <= i < hi)
+
+    def columns(self, hi: int) -> tuple[int, ...]:
+        """Retained columns of a mask over S[0:hi)."""
+        return tuple(i for i in self.rows[self.num_committed :] if i < hi)
+
+    def check_committed(self, num_cached: int) -> None:
+        """Committed rows must be in the cache already.
+
+        Schedules commit a row only after it has left the last stage, hence after every stage has
+        cached it. A committed row that still waited would have lost its own mask column.
+        """
+        committed = self.rows[: self.num_committed]
+        assert not committed or committed[-1] < num_cached, (
+            f"Keep commits row {committed[-1]}, but this stage holds only {num_cached} speculative "
+            f"rows; commit a row after it has left the last stage"
+        )
+
+
+@dataclass
+class Segment:
+    """Rows S[lo:hi) of the controller's ordered token tree, on their way through the stages."""
+
+    positions: Tensor
+    """int64 [l]: absolute positions (committed length + depth of the row)."""
+    visible: Tensor
+    """bool [l, hi]: ancestors-or-self among the speculative rows. Committed rows are always
+    visible and have no column."""
+    ids: Tensor | None = None
+    """int64 [l]: tokens, before stage 0."""
+    hidden: Tensor | None = None
+    """[l, H]: output of the stage just left, after stage 0."""
+    taps: dict[int, Tensor] = field(default_factory=dict)
+    """Layer index -> [l, H]: hidden states collected on the way."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def lo(self) -> int:
+        return self.hi - self.num_rows
+
+    @property
+    def hi(self) -> int:
+        return self.visible.shape[1]
+
+
+def prune_segment(segment: Segment, keep: Keep, num_cached: int) -> Segment | None:
+    """Apply a Keep to a segment that waits at the input of a stage.
+
+    Args:
+        num_cached: speculative rows ahead of the segment before the Keep: the stage's cached ones
+            plus those of segments that wait in front of this one.
+
+    Returns:
+        The surviving rows, or None when none survive.
+    """
+    assert num_cached == segment.lo, f"{num_cached} rows precede S[{segment.lo}:{segment.hi})"
+    keep.check_committed(num_cached)
+    kept = keep.segment_rows(segment.lo, segment.hi)
+    if not kept:
+        return None
+    rows = torch.tensor(kept, device=segment.positions.device)
+    columns = torch.tensor(keep.columns(segment.hi), device=segment.visible.device)
+    return Segment(
+        positions=segment.positions[rows],
+        visible=segment.visible[rows.to(columns.device)][:, columns],
+        ids=None if segment.ids is None else segment.ids[rows.to(segment.ids.device)],
+        hidden=None if segment.hidden is None else segment.hidden[rows.to(segment.hidden.device)],
+        taps={i: rows_lH[rows.to(rows_lH.device)] for i, rows_lH in segment.taps.items()},
+    )
+
+
+def additive_mask(
+    visible_lS: Tensor, positions_C: Tensor, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """0 where a row may look, the dtype's minimum elsewhere; [1, 1, l, C].
+
+    The S columns of ``visible_lS`` are the last of the C rows; all earlier rows are visible. A
+    sliding window also hides keys at positions <= own position - window (Mistral's rule).
+
+    A mask is built even for one row that sees everything: a missing mask means "causal" or
+    "everything" depending on the kernel and the number of rows, and an additive float mask is the
+    only form that sdpa and eager read alike (a boolean one is *added* by eager).
+    """
+    num_rows, num_columns = visible_lS.shape
+    hidden_lC = torch.zeros(
+        num_rows, positions_C.shape[0], dtype=torch.bool, device=positions_C.device
+    )
+    hidden_lC[:, positions_C.shape[0] - num_columns :] = ~visible_lS
+    if window is not None:
+        hidden_lC |= positions_C <= positions_C[-num_rows:, None] - window
+    mask_lC = torch.zeros(hidden_lC.shape, dtype=dtype, device=positions_C.device)
+    return mask_lC.masked_fill_(hidden_lC, torch.finfo(dtype).min)[None, None]
+
+
+class StageCache:
+    """Keys, values and recurrent states of some layers of one model, for one sequence.
+
+    It is handed to the Hugging Face layers as ``past_key_values``; ``update`` and the five
+    ``*_state``/``is_recording_past`` methods are what the attention and gated-delta-net modules of
+    transformers 5.23 call. Rows are announced with ``begin`` (which fixes where the layers write)
+    and counted with ``advance``; a forward that fails in between leaves the cache as it was.
+
+    Recurrent layers cannot drop rows from their state, so the state after every speculative row is
+    remembered and a Keep goes back to the one of the last retained row.
+    """
+
+    def __init__(self, recurrent_layers: Collection[int]):
+        self.num_committed = 0
+        self.num_speculative = 0
+        self.recurrent_layers = frozenset(recurrent_layers)
+        self._capacity = 0
+        self._num_new = 0
+        self._positions_C = torch.empty(0, dtype=torch.long)
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        # State tensors in the history are never written again, so entries share them freely.
+        self._conv: dict[int, Tensor] = {}
+        self._recurrent: dict[int, Tensor] = {}
+        self._history: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = [({}, {})]
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_committed + self.num_speculative
+
+    def reset(self) -> None:
+        """Forget every row; the buffers stay allocated."""
+        self.num_committed = self.num_speculative = 0
+        self._history = [({}, {})]
+
+    def begin(self, positions_l: Tensor) -> Tensor:
+        """Make room for rows at these positions; returns the positions of all rows."""
+        self._num_new = positions_l.shape[0]
+        end = self.num_rows + self._num_new
+        if end > self._capacity:
+            self._grow(max(end, 2 * self._capacity, MIN_CAPACITY), positions_l.device)
+        self._positions_C[self.num_rows : end] = positions_l
+        self._conv, self._recurrent = (dict(states) for states in self._history[-1])
+        return self._positions_C[:end]
+
+    def advance(self, *, committed: bool) -> None:
+        """Count the rows that the layers have written since ``begin``."""
+        states = (self._conv, self._recurrent)
+        if committed:
+            assert self.num_speculative == 0, "committed rows must precede all speculative rows"
+            self.num_committed += self._num_new
+            self._history = [states]
+            return
+        self.num_speculative += self._num_new
+        if self.recurrent_layers:
+            assert self._num_new == 1, "recurrent layers take speculative rows one at a time"
+            self._history.append(states)
+
+    def keep(self, keep: Keep) -> None:
+        """Gather the retained rows in place; a prefix that stays where it is costs nothing."""
+        keep.check_committed(self.num_speculative)
+        rows = keep.cached(self.num_speculative)
+        first_moved = next((j for j, i in enumerate(rows) if i != j), len(rows))
+        if first_moved < len(rows):
+            assert not self.recurrent_layers, "rows of a recurrent chain are kept as a prefix"
+            source = torch.tensor(rows[first_moved:], device=self._positions_C.device)
+            source += self.num_committed
+            to = slice(self.num_committed + first_moved, self.num_committed + len(rows))
+            self._positions_C[to] = self._positions_C[source]
+            for buffer_1NCD in (*self._keys.values(), *self._values.values()):
+                buffer_1NCD[:, :, to] = buffer_1NCD[:, :, source]
+        if self.recurrent_layers:
+            self._history = self._history[keep.num_committed : len(rows) + 1]
+        self.num_committed += keep.num_committed
+        self.num_speculative = len(rows) - keep.num_committed
+
+    def _grow(self, capacity: int, device: torch.device) -> None:
+        used = self.num_rows
+        positions_C = torch.empty(capacity, dtype=torch.long, device=device)
+        positions_C[:used] = self._positions_C[:used]
+        self._positions_C = positions_C
+        for buffers in (self._keys, self._values):
+            for layer_idx, small_1NCD in buffers.items():
+                _, num_heads, _, head_size = small_1NCD.shape
+                large_1NCD = small_1NCD.new_empty(1, num_heads, capacity, head_size)
+                large_1NCD[:, :, :used] = small_1NCD[:, :, :used]
+                buffers[layer_idx] = large_1NCD
+        self._capacity = capacity
+
+    # Called by the attention modules.
+
+    def update(
+        self, keys_1NlD: Tensor, values_1NlD: Tensor, layer_idx: int
+    ) -> tuple[Tensor, Tensor]:
+        """Append the rows announced by ``begin`` and return all rows of the layer."""
+        if layer_idx not in self._keys:
+            for buffers, rows in ((self._keys, keys_1NlD), (self._values, values_1NlD)):
+                _, num_heads, _, head_size = rows.shape
+                buffers[layer_idx] = rows.new_empty(1, num_heads, self._capacity, head_size)
+        start, end = self.num_rows, self.num_rows + self._num_new
+        keys_1NCD, values_1NCD = self._keys[layer_idx], self._values[layer_idx]
+        keys_1NCD[:, :, start:end] = keys_1NlD
+        values_1NCD[:, :, start:end] = values_1NlD
+        return keys_1NCD[:, :, :end], values_1NCD[:, :, :end]
+
+    # Called by the gated delta net modules.
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """False: the modules keep a convolution state of fixed size."""
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A private copy: the one-row convolution kernel writes the next state into it."""
+        if layer_idx not in self._conv:
+            return None
+        self._conv[layer_idx] = self._conv[layer_idx].clone()
+        return self._conv[layer_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A copy, because fused kernels may reuse the memory of their initial state."""
+        return self._recurrent[layer_idx].clone() if layer_idx in self._recurrent else None
+
+    def update_conv_state(
+        self, inputs_1WT: Tensor, layer_idx: int, *, conv_kernel_size: int
+    ) -> Tensor:
+        """Remember the last ``conv_kernel_size`` inputs; returns old state and inputs in a row."""
+        if layer_idx in self._conv:
+            inputs_1WT = torch.cat([self._conv[layer_idx], inputs_1WT], dim=-1)
+        else:
+            padding = max(conv_kernel_size - inputs_1WT.shape[-1], 0)
+            inputs_1WT = torch.nn.functional.pad(inputs_1WT, (padding, 0))
+        self._conv[layer_idx] = inputs_1WT[..., -conv_kernel_size:].clone()
+        return inputs_1WT
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int) -> Tensor:
+        self._recurrent[layer_idx] = state
+        return state

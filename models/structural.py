@@ -1,0 +1,328 @@
+"""Structural attention: every past position is seen through exactly one of its n + 1 versions.
+
+B batch, N query heads, J key heads, G query heads per key head (N = J G), T positions, D head size
+R key blocks, W diagonals of the band (tokens ahead of the query that are still in flight)
+
+A token in flight has a hidden state at every depth it has passed; a finished token has the deepest
+one. So the key of position T' that a query at position t may use depends only on t - T': the
+nearest W positions appear at increasing depth (a band of W diagonals, one key each), all earlier
+ones at depth n. The second part is ordinary causal attention against one block and runs in a fused
+kernel; the band is elementwise; both are merged by their log-sum-exp. No mask and no score matrix
+is ever stored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+aten = torch.ops.aten
+
+
+def structural_attention(
+    query_BNTD: Tensor,
+    keys_RBJTD: Tensor,
+    values_RBJTD: Tensor,
+    *,
+    occupancy: Sequence[int],
+    depth: int = 0,
+    block_of_depth: Sequence[int] | None = None,
+) -> Tensor:
+    """Attention of the rows of one depth d over the versions visible with a tokens in flight.
+
+    k(t, T') = d + t - T'  if d + t - T' < a  else n            SPD (arXiv:2605.30852), Eqs. 2 and 3
+    out_t    = softmax over T' <= t of q_t . K[block_of_depth[k], T'] / sqrt(D), times V
+             = causal attention over block n with T' <= t - W, plus W = a - d diagonals
+
+    d = n is plain causal attention over block n. Deviation: the fill rule is generalised to d > 0
+    by the distance to the newest token, which is what decoding computes.
+
+    Fastest memory: rows [B, T, heads, D] for queries and [R, B, T, J, D] for keys and values (what
+    one GEMM over rows [R, B, T] leaves), passed as transposed views. Any strides with a contiguous
+    last axis are used without a copy. Results and gradients come back in those two layouts.
+    Adjacent examples of equal occupancy share one kernel call: sort a batch by occupancy.
+    Under autocast all three inputs are cast to its dtype. CUDA needs float16 or bfloat16.
+
+    Args:
+        query_BNTD: query head h uses key head h // (N // J).
+        keys_RBJTD: block r holds the keys of one depth (or of several, see `block_of_depth`).
+        values_RBJTD: as the keys.
+        occupancy: B integers a in 1..n, the tokens in flight of each example.
+        depth: d in 0..n, the same for all rows of the query.
+        block_of_depth: the block of depth 0..n; default 0..R-1. Depths may share a block.
+
+    Returns:
+        out_BNTD. Examples with a <= d < n have no such row: zeros, and no gradient.
+
+    Raises:
+        ValueError: heads, occupancy, depth, blocks or dtype do not fit together.
+    """
+    blocks = tuple(range(len(keys_RBJTD)) if block_of_depth is None else block_of_depth)
+    _check(query_BNTD, keys_RBJTD, occupancy, depth, blocks)
+    device_type = query_BNTD.device.type
+    inputs: tuple[Tensor, ...] = (query_BNTD, keys_RBJTD, values_RBJTD)
+    if torch.is_autocast_enabled(device_type):
+        inputs = tuple(x.to(torch.get_autocast_dtype(device_type)) for x in inputs)
+    if device_type == "cuda" and inputs[0].dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"query: dtype {inputs[0].dtype} has no fused attention on CUDA; "
+            "run under torch.autocast or pass bfloat16"
+        )
+    return _StructuralAttention.apply(*inputs, _group(occupancy, depth, blocks))
+
+
+def dense_structural_mask(
+    T: int, n: int, occupancy: int, depth: int = 0, block_of_depth: Sequence[int] | None = None
+) -> Tensor:
+    """The same rule as a boolean mask: the reference for tests and benchmarks.
+
+    Returns:
+        mask [T, R T], R = 1 + the largest block: entry (t, r T + T') is True if the query at
+        position t sees position T' in block r.
+    """
+    blocks = torch.tensor(range(n + 1) if block_of_depth is None else block_of_depth)
+    distance_TT = torch.arange(T)[:, None] - torch.arange(T)
+    k_TT = torch.where(depth + distance_TT < occupancy, depth + distance_TT, n)
+    visible_TT = (distance_TT >= 0) & (depth < occupancy or depth == n)
+    mask_TRT = torch.zeros(T, int(blocks.max()) + 1, T, dtype=torch.bool)
+    mask_TRT.scatter_(1, blocks[k_TT.clamp(0, n)][:, None], visible_TT[:, None])
+    return mask_TRT.flatten(1)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Adjacent examples with the same band."""
+
+    examples: slice
+    band: tuple[int, ...]
+    """Block of diagonal 0 (the query's own position), 1, ... W - 1."""
+    deepest: int
+    """Block n, which holds every position at a distance of W or more."""
+
+
+def _group(occupancy: Sequence[int], depth: int, blocks: tuple[int, ...]) -> list[_Group]:
+    n = len(blocks) - 1
+    groups, start = [], 0
+    for width, run in groupby(a - depth if depth < n else 0 for a in occupancy):
+        stop = start + len(list(run))
+        if width > 0 or depth == n:
+            groups.append(
+                _Group(slice(start, stop), blocks[depth : depth + width], deepest=blocks[n])
+            )
+        start = stop
+    return groups
+
+
+def _check(
+    query_BNTD: Tensor,
+    keys_RBJTD: Tensor,
+    occupancy: Sequence[int],
+    depth: int,
+    blocks: tuple[int, ...],
+) -> None:
+    n, R = len(blocks) - 1, len(keys_RBJTD)
+    B, N, J = len(query_BNTD), query_BNTD.shape[1], keys_RBJTD.shape[2]
+    if N % J:
+        raise ValueError(f"query: {N} heads cannot share {J} key heads; use a multiple of {J}")
+    if len(occupancy) != B or not all(1 <= a <= n for a in occupancy):
+        raise ValueError(
+            f"occupancy: {list(occupancy)} does not hold {B} integers in 1..{n}; "
+            "give one count of tokens in flight per example"
+        )
+    if not 0 <= depth <= n:
+        raise ValueError(f"depth: {depth} is outside 0..{n}; block_of_depth has {n + 1} entries")
+    if not all(0 <= r < R for r in blocks):
+        raise ValueError(f"block_of_depth: {list(blocks)} names a block outside 0..{R - 1}")
+
+
+class _StructuralAttention(torch.autograd.Function):
+    """Forward merges band and fused part; backward needs only the merged output and log-sum-exp.
+
+    With L the merged log-sum-exp, every probability is P = exp(S - L), and dS = P (dP - delta),
+    delta = rowsum(dO O). The fused backward computes exactly this from the O and L it is given,
+    so handing it the merged pair makes its part exact (as in ring attention, arXiv:2310.01889).
+    Autograd cannot do it: the fused op's log-sum-exp carries no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, query_BNTD, keys_RBJTD, values_RBJTD, groups):
+        inputs = tuple(_dense_rows(x) for x in (query_BNTD, keys_RBJTD, values_RBJTD))
+        B, N, T, D = query_BNTD.shape
+        exact = torch.promote_types(query_BNTD.dtype, torch.float32)
+        out_BTND = query_BNTD.new_zeros(B, T, N, D, dtype=exact)
+        lse_BTN = query_BNTD.new_zeros(B, T, N, dtype=exact)
+        bands = [
+            _attend(g, _select(inputs, g), out_BTND[g.examples], lse_BTN[g.examples])
+            for g in groups
+        ]
+        out_BNTD = out_BTND.to(query_BNTD.dtype).transpose(1, 2)
+        ctx.save_for_backward(*inputs, out_BNTD, lse_BTN, *bands)
+        ctx.groups = groups
+        return out_BNTD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BNTD):
+        *inputs, out_BNTD, lse_BTN = ctx.saved_tensors[:5]
+        bands = ctx.saved_tensors[5:]
+        grad_BNTD = _dense_rows(grad_BNTD)
+        gradients = tuple(_zeros_by_row(x) for x in inputs)
+        for g, probs_WBTN in zip(ctx.groups, bands, strict=True):
+            rows = g.examples
+            saved = (grad_BNTD[rows], out_BNTD[rows], lse_BTN[rows], probs_WBTN)
+            _attend_backward(g, _select(inputs, g), saved, _select(gradients, g))
+        return *gradients, None
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """The fused kernels take any strides, but read the last axis as a contiguous row."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _zeros_by_row(x: Tensor) -> Tensor:
+    """Zeros shaped as x [..., heads, T, D] in the memory order [..., T, heads, D]."""
+    return x.new_zeros(x.transpose(-3, -2).shape).transpose(-3, -2)
+
+
+def _select(tensors: Sequence[Tensor], group: _Group) -> tuple[Tensor, Tensor, Tensor]:
+    """The group's examples of (query, keys, values) or of their gradients."""
+    query_BNTD, keys_RBJTD, values_RBJTD = tensors
+    rows = group.examples
+    return query_BNTD[rows], keys_RBJTD[:, rows], values_RBJTD[:, rows]
+
+
+def _query_rows(x_BNTD: Tensor, J: int) -> Tensor:
+    """View [B, T, J, G, D]: a key row [B, T, J, 1, D] broadcasts over its G query heads."""
+    return x_BNTD.transpose(1, 2).unflatten(2, (J, -1))
+
+
+def _key_rows(x_BJTD: Tensor) -> Tensor:
+    return x_BJTD.transpose(1, 2).unsqueeze(3)
+
+
+def _attend(
+    group: _Group, inputs: tuple[Tensor, Tensor, Tensor], out_BTND: Tensor, lse_BTN: Tensor
+) -> Tensor:
+    """Fills out and lse, both zero on entry; returns the band's probabilities [W, B, T, N].
+
+    One diagonal at a time: at T = 2048, N D = 256 its product stays in the last-level cache;
+    cutting T into chunks of 64 to 512, or all diagonals in one strided view, measured no faster.
+    """
+    query_BNTD, keys_RBJTD, values_RBJTD = inputs
+    W, J = len(group.band), keys_RBJTD.shape[2]
+    T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
+    lse_BTN[:, :W] = -torch.inf
+    if T > W:
+        key_BJMD, value_BJMD = (x[group.deepest, :, :, : T - W] for x in inputs[1:])
+        fused = _fused_forward(query_BNTD[:, :, W:], key_BJMD, value_BJMD, scale)
+        out_BTND[:, W:] = fused[0].transpose(1, 2)
+        lse_BTN[:, W:] = fused[1].transpose(1, 2)
+
+    probs_WBTN = out_BTND.new_full((W, *lse_BTN.shape), -torch.inf)
+    if not W:
+        return probs_WBTN
+    q_BTJGD = _query_rows(query_BNTD, J).to(out_BTND.dtype)
+    probs_WBTJG = probs_WBTN.unflatten(3, (J, -1))
+    for i, r in enumerate(group.band[:T]):
+        products = q_BTJGD[:, i:] * _key_rows(keys_RBJTD[r, :, :, : T - i])
+        torch.sum(products, -1, out=probs_WBTJG[i, :, i:])
+    probs_WBTN *= scale
+    merged_BTN = torch.logaddexp(lse_BTN, probs_WBTN.logsumexp(0))
+    out_BTND *= (lse_BTN - merged_BTN).exp_()[..., None]
+    probs_WBTN.sub_(merged_BTN).exp_()
+    lse_BTN.copy_(merged_BTN)
+    out_BTJGD = out_BTND.unflatten(2, (J, -1))
+    for i, r in enumerate(group.band[:T]):
+        value_BTJ1D = _key_rows(values_RBJTD[r, :, :, : T - i])
+        out_BTJGD[:, i:].addcmul_(probs_WBTJG[i, :, i:, :, :, None], value_BTJ1D)
+    return probs_WBTN
+
+
+def _attend_backward(
+    group: _Group,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Adds to `gradients`, zero on entry; blocks may repeat in the band, so everything adds."""
+    query_BNTD, keys_RBJTD, values_RBJTD = inputs
+    grad_BNTD, out_BNTD, lse_BTN, probs_WBTN = saved
+    dquery_BNTD, dkeys_RBJTD, dvalues_RBJTD = gradients
+    W, J = len(group.band), keys_RBJTD.shape[2]
+    T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
+    if T > W:
+        far = (group.deepest, slice(None), slice(None), slice(T - W))
+        dquery, dkey, dvalue = _fused_backward(
+            grad_BNTD[:, :, W:],
+            (query_BNTD[:, :, W:], keys_RBJTD[far], values_RBJTD[far]),
+            out_BNTD[:, :, W:],
+            lse_BTN[:, W:].transpose(1, 2),
+            scale,
+        )
+        dquery_BNTD[:, :, W:] += dquery
+        dkeys_RBJTD[far] += dkey
+        dvalues_RBJTD[far] += dvalue
+    if not W:
+        return
+    q_BTJGD, grad_BTJGD, out_BTJGD = (_query_rows(x, J) for x in (query_BNTD, grad_BNTD, out_BNTD))
+    grad_BTJGD = grad_BTJGD.to(probs_WBTN.dtype)
+    dq_BTJGD = torch.zeros_like(grad_BTJGD)
+    delta_BTJG = (grad_BTJGD * out_BTJGD).sum(-1)
+    for i, r in enumerate(group.band[:T]):
+        key, value, dkey, dvalue = (
+            _key_rows(x[r, :, :, : T - i])
+            for x in (keys_RBJTD, values_RBJTD, dkeys_RBJTD, dvalues_RBJTD)
+        )
+        grad, probs = grad_BTJGD[:, i:], probs_WBTN.unflatten(3, (J, -1))[i, :, i:]
+        dscores = (grad * value).sum(-1).sub_(delta_BTJG[:, i:]).mul_(probs).mul_(scale)
+        dq_BTJGD[:, i:].addcmul_(dscores[..., None], key)
+        for g in range(q_BTJGD.shape[3]):
+            one = slice(g, g + 1)
+            dkey.addcmul_(dscores[..., one, None], q_BTJGD[:, i:, :, one])
+            dvalue.addcmul_(probs[..., one, None], grad[..., one, :])
+    dquery_BNTD += dq_BTJGD.flatten(2, 3).transpose(1, 2)
+
+
+def _fused_forward(
+    query_BNMD: Tensor, key_BJMD: Tensor, value_BJMD: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention and its natural log-sum-exp [B, N, M]; key heads are not repeated."""
+    attend = (
+        aten._scaled_dot_product_flash_attention
+        if query_BNMD.is_cuda
+        else aten._scaled_dot_product_flash_attention_for_cpu
+    )
+    return attend(query_BNMD, key_BJMD, value_BJMD, 0.0, True, scale=scale)[:2]
+
+
+def _fused_backward(
+    grad_BNMD: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out_BNMD: Tensor,
+    lse_BNM: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not grad_BNMD.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BNMD, *inputs, out_BNMD, lse_BNM, 0.0, True, scale=scale
+        )
+    M = grad_BNMD.shape[2]
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_BNMD.device)
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad_BNMD,
+        *inputs,
+        out_BNMD,
+        lse_BNM.contiguous(),
+        None,
+        None,
+        M,
+        M,
+        0.0,
+        True,
+        no_dropout,
+        no_dropout[:0],
+        scale=scale,
+    )

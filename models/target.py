@@ -1,0 +1,504 @@
+"""The target model, cut into pipeline stages.
+
+Layer index, everywhere in this package: 0 = embeddings, i = raw output of decoder layer i - 1.
+This is the Hugging Face ``hidden_states`` convention, except that index L is before the final norm.
+
+Shape suffixes: l rows of a segment, P prompt rows, C rows in use (new ones included), S speculative
+rows up to and including the segment, H hidden, V vocabulary, B batch, T positions.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from pipedraft.models.stage_cache import Keep, Segment, StageCache, additive_mask, prune_segment
+
+__all__ = [
+    "Keep",
+    "Segment",
+    "Stage",
+    "StagedTarget",
+    "capture_hidden",
+    "fingerprint_mismatch",
+    "load_target",
+    "load_tokenizer",
+    "prune_segment",
+    "stage_boundaries",
+    "target_fingerprint",
+]
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_5", "qwen3_5_text")
+ATTENTION_KERNELS = ("sdpa", "eager")  # those that honour an explicit additive mask
+HASH_ROWS = 4096  # weight rows cast to float32 at a time, so that hashing needs no second copy
+
+
+def load_target(
+    name_or_path: str,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    attention: str = "sdpa",
+) -> PreTrainedModel:
+    """Load a frozen decoder-only model for inference, from safetensors weights only.
+
+    Args:
+        name_or_path: a folder, or a repository name on the Hub.
+        attention: "sdpa" or "eager"; other kernels ignore the tree mask or reject it.
+
+    Raises:
+        ValueError: nothing there, a family that cannot be staged, or no safetensors weights.
+    """
+    _check_attention(attention)
+    _check_family(_config_dict(name_or_path, revision).get("model_type"), name_or_path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            revision=revision,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention,
+            use_safetensors=True,
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"target: {str(name_or_path)!r} has no loadable safetensors weights "
+            f"({_first_line(error)}); pickled weights are never opened, convert them with "
+            f"model.save_pretrained(folder)"
+        ) from error
+    model.eval().requires_grad_(False)
+    return model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of `to` hides self
+
+
+def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that belongs to a target.
+
+    Raises:
+        ValueError: no tokenizer files there.
+    """
+    _check_exists(name_or_path)
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer: {str(name_or_path)!r} has no tokenizer that loads "
+            f"({_first_line(error)}); give a folder with tokenizer.json or a Hub repository"
+        ) from error
+
+
+def _check_attention(attention: str) -> None:
+    if attention not in ATTENTION_KERNELS:
+        raise ValueError(
+            f"attention: {attention!r} does not honour tree masks; "
+            f"choose one of {', '.join(ATTENTION_KERNELS)}"
+        )
+
+
+def _check_family(model_type: str | None, name: str) -> None:
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"target: {str(name)!r} has model_type {model_type!r}, which cannot be cut into "
+            f"stages; supported: {', '.join(FAMILIES)}"
+        )
+
+
+def _check_exists(name_or_path: str) -> None:
+    """Refuse what can only be a path and is not there, before the Hub is asked for it."""
+    text = str(name_or_path)
+    names_path = text.startswith(("/", ".", "~")) or text.count("/") > 1
+    if names_path and not Path(text).exists():
+        raise ValueError(
+            f"target: no folder {text!r}; give an existing folder or a Hub name (owner/model)"
+        )
+
+
+def _config_dict(name_or_path: str, revision: str | None) -> dict:
+    _check_exists(name_or_path)
+    try:
+        config_dict, _ = PreTrainedConfig.get_config_dict(name_or_path, revision=revision)
+        if not config_dict:
+            raise OSError("no such file")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"target: {str(name_or_path)!r} has no config.json that can be read "
+            f"({_first_line(error)}); give a model folder or a Hub name (owner/model)"
+        ) from error
+    return config_dict
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
+
+
+def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Cut L layers into n contiguous stages: (0, b1, .., L).
+
+    Sizes differ by at most one and the longer stages come last: the first stage also embeds.
+
+    Raises:
+        ValueError: n is not in [1, L].
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"num_stages: {num_stages} stages do not fit a target of {num_layers} layers; "
+            f"choose 1 to {num_layers}"
+        )
+    size, num_longer = divmod(num_layers, num_stages)
+    first_longer = num_stages - num_longer
+    return tuple(k * size + max(k - first_longer, 0) for k in range(num_stages + 1))
+
+
+def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
+    """Identify the weights a draft shares with its target.
+
+    ``hash`` is SHA-256 over the float32 bytes of embedding, final norm and LM head (a tied head
+    once). It is the same for a bf16 checkpoint loaded in bf16 or fp32, not for an fp32 one.
+    """
+    decoder = model.get_decoder()
+    weights = [decoder.embed_tokens.weight, decoder.norm.weight]
+    if model.lm_head.weight is not decoder.embed_tokens.weight:
+        weights.append(model.lm_head.weight)
+    digest = hashlib.sha256()
+    for weight in weights:
+        for rows in weight.detach().split(HASH_ROWS):
+            digest.update(rows.float().cpu().contiguous().view(-1).numpy())
+    return {
+        "hidden_size": decoder.config.hidden_size,
+        "vocab_size": decoder.config.vocab_size,
+        "num_layers": decoder.config.num_hidden_layers,
+        "hash": digest.hexdigest(),
+    }
+
+
+def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> str | None:
+    """Name the first field in which two fingerprints differ, with both values."""
+    for name in ("hidden_size", "vocab_size", "num_layers", "hash"):
+        if a[name] != b[name]:
+            return f"{name}: {a[name]} != {b[name]}"
+    return None
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Per layer "full_attention", "sliding_attention" or "linear_attention"."""
+    if config.model_type == "llama":
+        return ("full_attention",) * config.num_hidden_layers
+    if config.model_type in ("mistral", "mixtral"):
+        is_full = config.sliding_window is None
+        kind = "full_attention" if is_full else "sliding_attention"
+        return (kind,) * config.num_hidden_layers
+    return tuple(config.layer_types)
+
+
+class Stage:
+    """Layers [start, end) of a target and what they remember of one sequence.
+
+    A stage holds its own layers, the rotary tables and, if it is the first, the embedding; nothing
+    else of the model, so a process that keeps one stage can drop the rest.
+    """
+
+    def __init__(self, model: PreTrainedModel, start: int, end: int):
+        decoder = model.get_decoder()
+        self.start = start
+        self.end = end
+        self.layers = list(decoder.layers[start:end])
+        self.rotary = decoder.rotary_emb
+        self.embedding = decoder.embed_tokens if start == 0 else None
+        kinds = layer_kinds(decoder.config)
+        self.kinds = kinds[start:end]
+        self.is_chain_only = "linear_attention" in kinds
+        recurrent = [start + i for i, kind in enumerate(self.kinds) if kind == "linear_attention"]
+        self.window = decoder.config.sliding_window if "sliding_attention" in self.kinds else None
+        self.device = next(self.layers[0].parameters()).device
+        self.cache = StageCache(recurrent)
+
+    @property
+    def num_committed(self) -> int:
+        return self.cache.num_committed
+
+    @property
+    def num_speculative(self) -> int:
+        return self.cache.num_speculative
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+    @torch.inference_mode()
+    def keep(self, keep: Keep) -> None:
+        """Apply a Keep to the cached rows; see ``prune_segment`` for waiting ones."""
+        self.cache.keep(keep)
+
+    @torch.inference_mode()
+    def forward(self, segment: Segment, taps: Collection[int] = ()) -> Segment:
+        """Run a segment and append its rows as speculative.
+
+        Returns:
+            The segment with ``hidden`` after layer ``end`` and the tapped indices in (start, end]
+            (the first stage also fills index 0) added to its taps.
+
+        Raises:
+            ValueError: the segment branches and the target has recurrent layers.
+        """
+        assert segment.lo == self.num_speculative, (
+            f"stage [{self.start}, {self.end}) holds {self.num_speculative} speculative rows, "
+            f"the segment starts at row {segment.lo}"
+        )
+        visible_lS = segment.visible.to(self.device)
+        positions_l = segment.positions.to(self.device)
+        if self.is_chain_only:
+            _check_chain(segment)
+        hidden_lH = self._enter(segment.ids if self.embedding is not None else segment.hidden)
+        if not self.cache.recurrent_layers:
+            hidden_lH, collected = self._run(hidden_lH, positions_l, visible_lS, taps)
+            self.cache.advance(committed=False)
+        else:
+            parts = []
+            for row in range(segment.num_rows):
+                rows = slice(row, row + 1)
+                visible_1S = visible_lS[rows, : segment.lo + row + 1]
+                parts.append(self._run(hidden_lH[rows], positions_l[rows], visible_1S, taps))
+                self.cache.advance(committed=False)
+            hidden_lH = torch.cat([part_1H for part_1H, _ in parts])
+            collected = {i: torch.cat([part[i] for _, part in parts]) for i in parts[0][1]}
+        return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
+
+    @torch.inference_mode()
+    def prefill(
+        self, hidden_or_ids: Tensor, positions: Tensor, taps: Collection[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run rows of committed text, each seeing all before it.
+
+        Args:
+            hidden_or_ids: int64 [P] for the first stage, [P, H] for the others.
+            positions: int64 [P], continuing those committed so far.
+
+        Returns:
+            hidden_PH after layer ``end``, and the tapped states as in ``forward``.
+        """
+        assert self.num_speculative == 0, "committed text cannot follow speculative rows"
+        positions_P = positions.to(self.device)
+        num_rows = positions_P.shape[0]
+        causal_PP = torch.ones(num_rows, num_rows, dtype=torch.bool, device=self.device).tril_()
+        hidden_PH, collected = self._run(self._enter(hidden_or_ids), positions_P, causal_PP, taps)
+        self.cache.advance(committed=True)
+        return hidden_PH, collected
+
+    def _enter(self, hidden_or_ids: Tensor | None) -> Tensor:
+        assert hidden_or_ids is not None, "stage 0 needs token ids, later stages hidden states"
+        rows = hidden_or_ids.to(self.device)
+        return rows if self.embedding is None else self.embedding(rows)
+
+    def _run(
+        self, hidden_lH: Tensor, positions_l: Tensor, visible_lS: Tensor, taps: Collection[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        positions_C = self.cache.begin(positions_l)
+        build = partial(additive_mask, visible_lS, positions_C, dtype=hidden_lH.dtype)
+        masks = {
+            "full_attention": build(window=None) if "full_attention" in self.kinds else None,
+            "sliding_attention": build(window=self.window) if self.window is not None else None,
+            "linear_attention": None,
+        }
+        hidden_1lH = hidden_lH[None]
+        rotary = self.rotary(hidden_1lH, positions_l[None])
+        collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
+        for index, (layer, kind) in enumerate(
+            zip(self.layers, self.kinds, strict=True), start=self.start + 1
+        ):
+            hidden_1lH = layer(
+                hidden_1lH,
+                attention_mask=masks[kind],
+                position_embeddings=rotary,
+                past_key_values=self.cache,
+            )
+            if index in taps:
+                collected[index] = hidden_1lH[0]
+        return hidden_1lH[0], collected
+
+
+def _check_chain(segment: Segment) -> None:
+    rows = torch.arange(segment.lo, segment.hi, device=segment.visible.device)
+    columns = torch.arange(segment.hi, device=segment.visible.device)
+    if not torch.equal(segment.visible, columns <= rows[:, None]):
+        raise ValueError(
+            "segment: a row does not descend from all speculative rows before it, but this target "
+            "has recurrent layers with one state per sequence; draft a chain (tree width 1)"
+        )
+
+
+class StagedTarget:
+    """A decoder-only model as n contiguous stages in one process.
+
+    Chained, the stages compute what the model's own forward computes, also after any Keep.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_stages: int | Sequence[int]):
+        """``num_stages``: a count (near-even cut) or the boundaries (0, b1, .., L) themselves."""
+        decoder = model.get_decoder()
+        config = decoder.config
+        _check_family(config.model_type, type(model).__name__)
+        _check_attention(config._attn_implementation)
+        if isinstance(num_stages, int):
+            self.boundaries = stage_boundaries(config.num_hidden_layers, num_stages)
+        else:
+            self.boundaries = _checked_boundaries(num_stages, config.num_hidden_layers)
+        self.model = model
+        self.num_layers: int = config.num_hidden_layers
+        self.num_stages = len(self.boundaries) - 1
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+        self.eos_token_ids = _eos_token_ids(model)
+        self.is_chain_only = "linear_attention" in layer_kinds(config)
+        """Recurrent layers hold one state per sequence, so branching segments are refused."""
+        self.stages = [
+            Stage(model, start, end)
+            for start, end in zip(self.boundaries, self.boundaries[1:], strict=False)
+        ]
+        self._norm = decoder.norm
+        self._lm_head = model.lm_head
+
+    def reset(self) -> None:
+        for stage in self.stages:
+            stage.reset()
+
+    def prefill(
+        self, input_ids: Tensor, taps: Collection[int] = (), *, chunk_rows: int = 512
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Forget everything and commit a prompt.
+
+        Args:
+            input_ids: int64 [P].
+            chunk_rows: rows per forward; bounds the [chunk_rows, P] mask.
+
+        Returns:
+            logits_V of the last row (float32), and tapped states {layer index: [P, H]}.
+
+        Raises:
+            ValueError: the prompt is empty or longer than the target's positions.
+        """
+        num_rows = input_ids.shape[0]
+        if not 1 <= num_rows <= self.max_positions:
+            raise ValueError(
+                f"prompt: {num_rows} tokens do not fit the target's {self.max_positions} "
+                f"positions; give 1 to {self.max_positions} tokens"
+            )
+        self.reset()
+        parts: dict[int, list[Tensor]] = {index: [] for index in taps}
+        for ids, positions in zip(
+            input_ids.split(chunk_rows), torch.arange(num_rows).split(chunk_rows), strict=True
+        ):
+            rows = ids
+            for stage in self.stages:
+                rows, collected = stage.prefill(rows, positions, taps)
+                for index, tapped_lH in collected.items():
+                    parts[index].append(tapped_lH)
+        return self.logits(rows[-1:])[0], {index: torch.cat(part) for index, part in parts.items()}
+
+    @torch.inference_mode()
+    def embed(self, ids_l: Tensor) -> Tensor:
+        """Layer index 0 of tokens: [l, H]."""
+        return self.model.get_input_embeddings()(ids_l)
+
+    @torch.inference_mode()
+    def logits(self, hidden_lH: Tensor) -> Tensor:
+        """Final norm and LM head of raw hidden states (index L); float32 [l, V]."""
+        return self._lm_head(self._norm(hidden_lH)).float()
+
+
+def _checked_boundaries(boundaries: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    cuts = tuple(boundaries)
+    ascending = all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
+    if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != num_layers or not ascending:
+        raise ValueError(
+            f"num_stages: boundaries {cuts} do not cut {num_layers} layers; "
+            f"give strictly ascending numbers from 0 to {num_layers}"
+        )
+    return cuts
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The generation config decides, as in ``generate``; the model config stands in for it."""
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = model.config.eos_token_id
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+@torch.no_grad()
+def capture_hidden(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    layers: Collection[int],
+    *,
+    position_ids_BT: Tensor | None = None,
+) -> dict[int, Tensor]:
+    """Raw hidden states of a batch, for training; no cache and no logits.
+
+    Rows may be padded on the right only: every layer is causal, so padding cannot reach the text.
+    The call goes through the model's root, so sharded (FSDP, ZeRO-3) targets gather their weights.
+
+    Args:
+        layers: indices in [0, L]; index L is before the final norm.
+        position_ids_BT: positions that restart at 0 where a packed row starts another text; each
+            text then sees only itself.
+
+    Returns:
+        {index: hidden_BTH}, detached, in the model's dtype.
+
+    Raises:
+        ValueError: an index outside [0, L], or packing for a target with recurrent layers.
+    """
+    decoder = model.get_decoder()
+    num_layers = decoder.config.num_hidden_layers
+    outside = sorted(index for index in layers if not 0 <= index <= num_layers)
+    if outside:
+        raise ValueError(
+            f"layers: index {outside[0]} is outside this target; choose 0 (embeddings) to "
+            f"{num_layers} (last layer)"
+        )
+    if position_ids_BT is not None and "linear_attention" in layer_kinds(decoder.config):
+        raise ValueError(
+            "position_ids: packed rows leak through this target's recurrent layers; "
+            "give one text per row"
+        )
+    captured: dict[int, Tensor] = {}
+
+    def capture_as(index: int) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
+            captured[index] = output
+
+        return hook
+
+    handles = [
+        (decoder.layers[index - 1] if index else decoder.embed_tokens).register_forward_hook(
+            capture_as(index)
+        )
+        for index in set(layers)
+    ]
+    no_rows = torch.empty(0, dtype=torch.long, device=input_ids_BT.device)
+    try:
+        model(
+            input_ids=input_ids_BT,
+            position_ids=position_ids_BT,
+            use_cache=False,
+            logits_to_keep=no_rows,
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    return captured

@@ -1,0 +1,148 @@
+"""Tiny random targets, built in code, and the paths that tests need. Nothing is downloaded."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+# Read by these libraries when they are imported; child processes inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def tiny_model(
+    config_class: Any,
+    model_class: Any,
+    *,
+    layers: int,
+    hidden: int,
+    vocab: int,
+    heads: int,
+    kv_heads: int,
+    seed: int,
+    **extra: Any,
+) -> PreTrainedModel:
+    """A random fp32 causal LM in eval mode, the same for the same arguments.
+
+    Weights are drawn with standard deviation 0.2 instead of the usual 0.02: at this width 0.02
+    gives nearly uniform logits, and greedy tests would hang on ties and rounding.
+    """
+    config = config_class(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab_size=vocab,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **extra,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)
+    return model.float().eval().requires_grad_(False)
+
+
+def tiny_llama(
+    layers: int = 4,
+    hidden: int = 32,
+    *,
+    vocab: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    **extra: Any,
+) -> PreTrainedModel:
+    sizes = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
+    return tiny_model(LlamaConfig, LlamaForCausalLM, **sizes, kv_heads=kv_heads, seed=seed, **extra)
+
+
+def tiny_qwen3(
+    layers: int = 4,
+    hidden: int = 32,
+    *,
+    vocab: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    **extra: Any,
+) -> PreTrainedModel:
+    """As tiny_llama, with RMSNorm on queries and keys."""
+    sizes = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
+    return tiny_model(Qwen3Config, Qwen3ForCausalLM, **sizes, kv_heads=kv_heads, seed=seed, **extra)
+
+
+def tiny_mistral(
+    layers: int = 4,
+    hidden: int = 32,
+    *,
+    vocab: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    sliding_window: int | None = None,
+    **extra: Any,
+) -> PreTrainedModel:
+    """As tiny_llama; with ``sliding_window`` its cache keeps that many tokens per layer."""
+    sizes = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
+    return tiny_model(
+        MistralConfig,
+        MistralForCausalLM,
+        **sizes,
+        kv_heads=kv_heads,
+        seed=seed,
+        sliding_window=sliding_window,
+        **extra,
+    )
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    return tiny_llama()
+
+
+@pytest.fixture(
+    scope="session", params=[tiny_llama, tiny_qwen3, tiny_mistral], ids=lambda f: f.__name__
+)
+def target_model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Each family in turn. Shared by all tests of the session: do not change its weights."""
+    return request.param()
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The checkout, which is also the package."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder `shared` beside the checkout; tests that use it are skipped where it is absent."""
+    folder = REPOSITORY.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"needs {folder}, a folder of models and data beside the checkout")
+    return folder

@@ -1,0 +1,613 @@
+"""Data recipes: masks, counts, split, packing, batches. All tokenizers are trained in the test."""
+
+import gzip
+import json
+from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedraft.data_recipes.__main__ import main
+from pipedraft.data_recipes.batch import collate, length_bucketed_batches
+from pipedraft.data_recipes.chat import (
+    ChatRenderer,
+    mark_tokens,
+    normalise_conversation,
+    tokenize_conversation,
+)
+from pipedraft.data_recipes.recipe import DataConfig, Source, load_data, split_rows
+from pipedraft.data_recipes.sources import list_files
+from pipedraft.data_recipes.tokenizer import CHAT_TEMPLATE, train_tokenizer
+
+TURN = "'<|im_start|>' + m['role'] + '\n' + {content} + '<|im_end|>\n'"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+PLAIN = "{% for m in messages %}{{ " + TURN.format(content="m['content']") + " }}{% endfor %}"
+PLAIN += PROMPT
+# Cuts thinking from every assistant turn that a later user turn follows, as Qwen3's template does.
+STRIPS_THINKING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set text = m['content'] %}"
+    "{% if m['role'] == 'assistant' and loop.index0 < ns.last and '</think>' in text %}"
+    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ " + TURN.format(content="text") + " }}{% endfor %}" + PROMPT
+)
+# The generation prompt opens the thinking block that finished turns do not have.
+OPENS_THINKING = (
+    PLAIN.removesuffix(PROMPT)
+    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a duck.<|im_end|>\n' }}{% endif %}" + PLAIN
+)
+# Llama 2's shape: no header of its own for the assistant, spaces around the content.
+INSTRUCT = (
+    "{{ '<|endoftext|>' }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
+    "{{ ' ' + m['content'].strip() + ' <|im_end|>' }}{% endif %}{% endfor %}"
+)
+# Puts an empty thinking block before the last answer, as Qwen3's template does.
+EMPTY_THINKING = (
+    "{% for m in messages %}{% set empty = '<think>\n\n</think>\n\n' if loop.last and "
+    "m['role'] == 'assistant' else '' %}{{ "
+    + TURN.format(content="empty + m['content']")
+    + " }}{% endfor %}"
+    + PROMPT
+)
+# As OPENS_THINKING, and no finished turn keeps its thinking (DeepSeek R1's way).
+NEVER_THINKS = OPENS_THINKING.replace("m['content']", "m['content'].split('</think>')[-1]")
+NO_CLOSING = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+REFUSES_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
+    "{% endif %}{% endfor %}" + PLAIN
+)
+CHAT = [
+    {"role": "user", "content": "Say ok."},
+    {"role": "assistant", "content": "ok"},
+    {"role": "user", "content": "Count: ok, 12, 345?"},
+    {"role": "assistant", "content": "\u00e9t\u00e9 12 345, \u65e5\u672c ok"},
+    {"role": "user", "content": "ok"},
+    {"role": "assistant", "content": "def f(x):\n    return x\n\n# ok \U0001f600"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("Say ok. Count the ducks: 12, 345.\ndef f(x):\n    return x\n\n" * 20)
+    return train_tokenizer(DataConfig(sources=[Source(path=str(path), kind="text")]), 400)
+
+
+@pytest.fixture
+def with_template(tokenizer):
+    def set_template(template):
+        tokenizer.chat_template = template
+        return tokenizer
+
+    yield set_template
+    tokenizer.chat_template = CHAT_TEMPLATE
+
+
+def supervised_runs(tokenizer, messages, max_length=10_000):
+    """The text of each unbroken run of supervised tokens."""
+    ids, mask = tokenize_conversation(tokenizer, messages, max_length)
+    assert len(ids) == len(mask) <= max_length
+    runs, previous = [], 0
+    for token, marked in zip(ids, mask, strict=True):
+        if marked and not previous:
+            runs.append([])
+        if marked:
+            runs[-1].append(token)
+        previous = marked
+    return [tokenizer.decode(run) for run in runs]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Source(path=str(path))
+
+
+def chat_row(index, answer="an answer"):
+    question = {"role": "user", "content": f"question {index}"}
+    return {"messages": [question, {"role": "assistant", "content": f"{answer} {index}"}]}
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(*sources, **values):
+        return DataConfig(sources=list(sources), cache_dir=str(tmp_path / "cache"), **values)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "template", [CHAT_TEMPLATE, PLAIN, DEFAULT_SYSTEM, OPENS_THINKING, EMPTY_THINKING, NEVER_THINKS]
+)
+def test_the_mask_decodes_to_every_assistant_turn_and_its_closing_token(with_template, template):
+    runs = supervised_runs(with_template(template), CHAT)
+    assert runs == [turn["content"] + "<|im_end|>" for turn in CHAT[1::2]]
+
+
+def test_templates_with_and_without_generation_marks_give_the_same_mask(with_template):
+    marked = tokenize_conversation(with_template(CHAT_TEMPLATE), CHAT, 1000)
+    assert marked == tokenize_conversation(with_template(PLAIN), CHAT, 1000)
+
+
+def test_a_generation_block_without_the_closing_token_is_extended_to_it(with_template):
+    inner = "{% generation %}{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"
+    outer = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    template = CHAT_TEMPLATE.replace(outer, inner)
+    assert template != CHAT_TEMPLATE
+    runs = supervised_runs(with_template(template), CHAT)
+    assert runs == [turn["content"] + "<|im_end|>" for turn in CHAT[1::2]]
+
+
+def test_stripped_thinking_is_absent_and_kept_thinking_is_supervised(with_template):
+    thinking = [
+        {"role": "user", "content": "two plus two, 4?"},
+        {"role": "assistant", "content": "<think>\nsum\n</think>\n\n4"},
+        {"role": "user", "content": "4 again"},
+        {"role": "assistant", "content": "<think>\nagain\n</think>\n\n4"},
+    ]
+    runs = supervised_runs(with_template(STRIPS_THINKING), thinking)
+    assert runs == ["4<|im_end|>", "<think>\nagain\n</think>\n\n4<|im_end|>"]
+    runs = supervised_runs(with_template(NEVER_THINKS), thinking)
+    assert [run.strip() for run in runs] == ["4<|im_end|>", "4<|im_end|>"]
+
+
+@pytest.mark.parametrize("answer", ["think", "user", "assistant", "im_end", "<think>"])
+def test_an_answer_that_looks_like_the_template_is_found_in_its_place(with_template, answer):
+    chat = [
+        {"role": "user", "content": "user"},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": answer},
+        {"role": "assistant", "content": answer},
+    ]
+    for template in (CHAT_TEMPLATE, PLAIN, EMPTY_THINKING, OPENS_THINKING):
+        runs = supervised_runs(with_template(template), chat)
+        assert runs == [answer + "<|im_end|>"] * 2
+
+
+def test_an_answer_that_the_user_already_said_is_marked_in_the_assistant_turn(with_template):
+    """Searching from the previous span would find the user's words: the prefix must be used."""
+    chat = [
+        {"role": "user", "content": "echo"},
+        {"role": "assistant", "content": "echo"},
+    ]
+    for template in (OPENS_THINKING, STRIPS_THINKING, PLAIN):
+        tokenizer = with_template(template)
+        ids, mask = tokenize_conversation(tokenizer, chat, 100)
+        before = tokenizer.decode(ids[: mask.index(1)])
+        assert before.endswith("<|im_start|>assistant\n")
+
+
+def test_a_rewritten_turn_is_not_looked_for_beyond_the_next_turn(with_template):
+    thought = "<think>\nsum\n</think>\n\n4"
+    chat = [
+        {"role": "user", "content": "sum"},
+        {"role": "assistant", "content": thought},
+        {"role": "user", "content": thought},
+        {"role": "assistant", "content": "right"},
+    ]
+    assert supervised_runs(with_template(STRIPS_THINKING), chat) == [
+        "4<|im_end|>",
+        "right<|im_end|>",
+    ]
+
+
+def test_a_template_with_spaces_around_the_content_closes_the_turn(with_template):
+    runs = supervised_runs(with_template(INSTRUCT), CHAT)
+    assert [run.strip() for run in runs] == [t["content"] + " <|im_end|>" for t in CHAT[1::2]]
+
+
+def test_a_template_without_closing_token_marks_the_content_alone(with_template):
+    """A token that holds the space before the content counts as the assistant's."""
+    runs = supervised_runs(with_template(NO_CLOSING), CHAT)
+    assert [run.strip() for run in runs] == [turn["content"] for turn in CHAT[1::2]]
+
+
+def test_the_ids_are_those_of_the_rendered_text_with_one_bos(with_template):
+    from tokenizers.processors import TemplateProcessing
+
+    bos = TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    tokenizer = deepcopy(with_template(INSTRUCT))
+    tokenizer.backend_tokenizer.post_processor = bos
+    assert tokenizer("x")["input_ids"][0] == tokenizer.pad_token_id
+    ids, _ = tokenize_conversation(tokenizer, CHAT, 1000)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert ids.count(tokenizer.pad_token_id) == 1
+
+
+def test_truncation_cuts_ids_and_mask_alike(tokenizer):
+    ids, mask = tokenize_conversation(tokenizer, CHAT, 1000)
+    for max_length in (1, 20, len(ids) - 1, len(ids)):
+        cut = tokenize_conversation(tokenizer, CHAT, max_length)
+        assert cut == (ids[:max_length], mask[:max_length])
+
+
+@settings(max_examples=20, deadline=None)
+@given(answers=st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=4))
+def test_any_answer_round_trips_through_ids_and_mask(tokenizer, answers):
+    if any("<|" in answer for answer in answers):
+        return
+    messages = []
+    for answer in answers:
+        messages += [{"role": "user", "content": "go"}, {"role": "assistant", "content": answer}]
+    runs = supervised_runs(tokenizer, messages)
+    assert runs == [answer + "<|im_end|>" for answer in answers]
+
+
+def test_offsets_trimmed_of_whitespace_still_mark_the_whitespace_token():
+    """As byte-level post-processors report "a", "<newline>", "b": the middle one is empty."""
+    offsets = [(0, 1), (2, 2), (2, 3)]
+    assert mark_tokens(offsets, [(0, 3)]) == [1, 1, 1]
+    assert mark_tokens(offsets, [(0, 2)]) == [1, 1, 0]
+    assert mark_tokens(offsets, [(2, 3)]) == [0, 0, 1]
+    assert mark_tokens(offsets, []) == [0, 0, 0]
+
+
+def test_openai_and_sharegpt_rows_become_the_same_messages():
+    expected = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert normalise_conversation({"messages": expected}) == expected
+    assert normalise_conversation({"conversations": expected}) == expected
+    assert normalise_conversation({"conversations": sharegpt, "id": 3}) == expected
+    nulls = [turn | {"role": None, "content": None} for turn in sharegpt]
+    assert normalise_conversation({"messages": None, "conversations": nulls}) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([], "row is not an object"),
+        ({"text": "x"}, "no messages"),
+        ({"messages": "x"}, "not a list"),
+        ({"messages": []}, "no assistant turn"),
+        ({"messages": ["x"]}, "turn is not an object"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no assistant turn"),
+        ({"messages": [{"role": "assistant", "content": " "}]}, "empty content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "not a string"),
+        ({"messages": [{"role": "parrot", "content": "x"}]}, "unknown role"),
+    ],
+)
+def test_a_bad_row_names_its_reason(row, reason):
+    with pytest.raises(ValueError, match=reason):
+        normalise_conversation(row)
+
+
+def test_bad_rows_reach_the_side_file_and_the_counts_add_up(tokenizer, tmp_path, config):
+    good = [chat_row(i) for i in range(10)]
+    late = {"messages": [{"role": "user", "content": "x " * 200}, *chat_row(99)["messages"]]}
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [*good, {"text": 1}, {"messages": [{"role": "user", "content": "q"}]}, late])
+    with path.open("ab") as lines:
+        lines.write(b'{"messages": [\n\xff\xfe\n')
+    side_file = tmp_path / "side" / "bad.jsonl"
+    data = load_data(config(Source(path=str(path)), max_length=64), tokenizer, side_file=side_file)
+    report = data.report
+    assert report.rows_read == 15
+    assert report.rows_kept == 10 == len(data.train) + len(data.valid)
+    assert report.rows_read == report.rows_kept + sum(report.bad_rows.values()) + 1
+    assert report.empty_mask_rows == 1
+    records = [json.loads(line) for line in side_file.read_text().splitlines()]
+    assert Counter(record["reason"] for record in records) == Counter(
+        report.bad_rows | {"empty mask": 1}
+    )
+    assert [record["location"].rpartition(":")[2] for record in records] == list(
+        ["11", "12", "13", "14", "15"]
+    )
+    assert json.loads(records[2]["row"]) == late
+    assert "5" not in report.summary().splitlines()[0].split("bad")[0].split("kept")[1]
+
+
+def test_truncated_rows_tokens_and_lengths_are_counted(tokenizer, tmp_path, config):
+    rows = [chat_row(i) for i in range(9)] + [chat_row(9, "long " * 100)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    data = load_data(config(source, max_length=64), tokenizer)
+    both = [*data.train, *data.valid]
+    lengths = [len(tokenize_conversation(tokenizer, r["messages"], 10**6)[0]) for r in rows]
+    assert data.report.truncated_rows == 1
+    assert data.report.length_max == max(lengths)
+    assert data.report.length_p50 == sorted(lengths)[5]
+    assert data.report.tokens == sum(min(n, 64) for n in lengths)
+    assert data.report.supervised_tokens == sum(sum(row["loss_mask"]) for row in both)
+    assert json.loads(json.dumps(data.report.to_dict()))["rows_read"] == 10
+
+
+def test_a_template_that_drops_the_assistant_is_an_error_that_says_so(
+    with_template, tmp_path, config
+):
+    template = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    source = write_rows(tmp_path / "rows.jsonl", [chat_row(i, "reply") for i in range(3)])
+    with pytest.raises(ValueError, match="3 masks empty: 3 assistant turns left no trace"):
+        load_data(config(source), with_template(template))
+
+
+def test_rows_without_assistant_are_an_error_that_says_so(tokenizer, tmp_path, config):
+    rows = [{"messages": [{"role": "user", "content": "q"}]}] * 3
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(ValueError, match="none of 3 rows is usable; bad rows: 3 no assistant turn"):
+        load_data(config(source), tokenizer)
+
+
+def test_a_row_that_the_template_refuses_is_a_bad_row(with_template, tmp_path, config):
+    refused = {"messages": [{"role": "system", "content": "s"}, *chat_row(0)["messages"]]}
+    source = write_rows(tmp_path / "rows.jsonl", [refused, chat_row(1), chat_row(2)])
+    report = load_data(config(source), with_template(REFUSES_SYSTEM)).report
+    assert report.bad_rows == {"chat template refused: no system role": 1}
+
+
+def test_the_side_of_a_row_depends_on_its_content_and_the_seed_only(tokenizer, tmp_path, config):
+    rows = [chat_row(i) for i in range(200)]
+    whole = write_rows(tmp_path / "a.jsonl", [row | {"id": i} for i, row in enumerate(rows)])
+    other = write_rows(tmp_path / "b.jsonl", rows[150:20:-1])
+
+    def valid_texts(source, **values):
+        data = load_data(config(source, valid_fraction=0.2, **values), tokenizer)
+        return {tokenizer.decode(ids) for ids in data.valid["input_ids"]}
+
+    first = valid_texts(whole)
+    assert 20 < len(first) < 60
+    questions = {text.split("\n")[1] for text in valid_texts(other)}
+    assert questions == {
+        text.split("\n")[1]
+        for text in first
+        if 20 < int(text.split("\n")[1].split()[1].removesuffix("<|im_end|>")) <= 150
+    }
+    assert valid_texts(whole, seed=1) != first
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 10])
+def test_few_rows_still_give_both_sets(num_rows):
+    hashes = np.arange(num_rows, dtype=np.int64) + 2**62
+    for fraction in (0.02, 0.98):
+        assert 1 <= split_rows(hashes, fraction).sum() < num_rows
+    assert not split_rows(hashes, 0.0).any()
+    assert not split_rows(hashes[:1], 0.9).any()
+
+
+def test_packing_keeps_every_token_and_separates_documents(tokenizer, tmp_path, config):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = [f"document {i} " + "words " * i for i in range(30)]
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_text(text)
+    chats = [chat_row(i) for i in range(10)]
+    sources = (write_rows(tmp_path / "c.jsonl", chats), Source(path=str(folder), kind="text"))
+    data = load_data(config(*sources, max_length=32, pack=True, valid_fraction=0.3), tokenizer)
+    documents, supervised = Counter(), 0
+    for part in (data.train, data.valid):
+        assert {len(ids) for ids in part["input_ids"][:-1]} == {32}
+        ids = [token for row in part["input_ids"] for token in row]
+        supervised += sum(sum(row) for row in part["loss_mask"])
+        assert ids[-1] == tokenizer.pad_token_id
+        pieces = tokenizer.decode(ids).split("<|endoftext|>")
+        documents.update(pieces[:-1])
+    rendered = [tokenizer.apply_chat_template(r["messages"], tokenize=False) for r in chats]
+    assert documents == Counter([*texts, *rendered])
+    in_text = sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)
+    in_chat = sum(sum(tokenize_conversation(tokenizer, r["messages"], 99)[1]) for r in chats)
+    assert data.report.supervised_tokens == supervised == in_text + in_chat
+    assert data.report.tokens == sum(
+        len(r) for p in (data.train, data.valid) for r in p["input_ids"]
+    )
+    assert data.report.train_rows == len(data.train)
+
+
+def test_json_gzip_parquet_and_folders_give_the_rows_of_the_jsonl(tokenizer, tmp_path, config):
+    from datasets import Dataset
+
+    rows = [chat_row(i) for i in range(6)]
+    expected = load_data(config(write_rows(tmp_path / "r.jsonl", rows)), tokenizer).train[:]
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress((tmp_path / "r.jsonl").read_bytes()))
+    Dataset.from_list(rows).to_parquet(tmp_path / "r.parquet")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_rows(folder / "1.jsonl", rows[:2])
+    (folder / "2.json").write_text(json.dumps(rows[2:]))
+    (folder / "notes.txt").write_text("not a row")
+    for name in ("array.json", "r.jsonl.gz", "r.parquet", "folder"):
+        found = load_data(config(Source(path=str(tmp_path / name))), tokenizer).train[:]
+        assert found["input_ids"] == expected["input_ids"], name
+        assert found["loss_mask"] == expected["loss_mask"], name
+
+
+def test_a_hub_id_is_loaded_with_its_split_and_a_failure_names_it(tokenizer, config, monkeypatch):
+    import datasets
+
+    rows = datasets.Dataset.from_list([chat_row(i) for i in range(6)])
+
+    def load_dataset(path, split):
+        if path != "user/name":
+            raise FileNotFoundError(f"Dataset {path} does not exist")
+        return rows.select(range(4)) if split == "small" else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for split, count in (("train", 6), ("small", 4)):
+        found = load_data(config(Source(path="user/name", split=split)), tokenizer)
+        assert found.report.rows_read == count
+    with pytest.raises(ValueError, match="'user/other' is neither a file nor a Hub data set"):
+        load_data(config(Source(path="user/other")), tokenizer)
+
+
+def test_a_second_call_tokenises_nothing_and_a_changed_file_is_read_again(
+    tokenizer, tmp_path, config, monkeypatch
+):
+    source = write_rows(tmp_path / "r.jsonl", [chat_row(i) for i in range(5)])
+    first = load_data(config(source), tokenizer)
+    calls = []
+    tokenize = ChatRenderer.tokenize
+    monkeypatch.setattr(ChatRenderer, "tokenize", lambda *args: calls.append(1) or tokenize(*args))
+    again = load_data(config(source), tokenizer)
+    assert not calls and again.train[:] == first.train[:]
+    write_rows(tmp_path / "r.jsonl", [chat_row(i) for i in range(7)])
+    assert load_data(config(source), tokenizer).report.rows_read == 7
+    assert calls
+
+
+def test_two_processes_give_the_rows_of_one(tokenizer, tmp_path, config):
+    source = write_rows(tmp_path / "r.jsonl", [chat_row(i) for i in range(40)])
+    one = load_data(config(source), tokenizer)
+    two_config = replace(config(source, num_proc=2), cache_dir=str(tmp_path / "second"))
+    two = load_data(two_config, tokenizer)
+    assert one.train[:] == two.train[:] and one.valid[:] == two.valid[:]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (dict(path="data/absent.jsonl"), "does not exist"),
+        (dict(path="absent/folder/x"), "does not exist"),
+        (dict(path="absent", kind="text"), "does not exist"),
+        (dict(path="{tmp}/rows.csv"), "unknown extension"),
+        (dict(path="{tmp}/rows.csv", kind="text"), "unknown extension"),
+        (dict(path="{tmp}/empty"), "no .jsonl, .json, .parquet file"),
+        (dict(path="{tmp}/empty.jsonl"), "holds no rows"),
+        (dict(path="{tmp}/broken.json"), "not valid JSON"),
+        (dict(path="{tmp}/broken.parquet"), "not a readable parquet"),
+    ],
+)
+def test_an_unreadable_source_is_named_with_its_value(tokenizer, tmp_path, config, source, words):
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "broken.json").write_text("[{")
+    (tmp_path / "broken.parquet").write_text("PAR")
+    (tmp_path / "empty").mkdir()
+    source["path"] = source["path"].format(tmp=tmp_path)
+    with pytest.raises(ValueError, match=words) as error:
+        load_data(config(Source(**source)), tokenizer)
+    assert source["path"] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values", [dict(max_length=1), dict(valid_fraction=1.0), dict(num_proc=0), dict(sources=[])]
+)
+def test_an_impossible_configuration_names_the_field(values):
+    with pytest.raises(ValueError, match="data." + next(iter(values))):
+        DataConfig(**{"sources": [Source(path="x")]} | values)
+
+
+def test_the_standard_library_source_is_sorted_and_without_tests():
+    files = list_files(Source(kind="python_stdlib"))
+    assert files == sorted(files) and len(files) > 100
+    assert not [f for f in files if {"test", "tests", "site-packages"} & set(f.parts[-4:])]
+    assert any(f.name == "textwrap.py" for f in files)
+
+
+def test_a_trained_tokenizer_is_deterministic_of_exact_size_and_splits_digits(tmp_path):
+    source = write_rows(tmp_path / "r.jsonl", [chat_row(i) for i in range(50)])
+    config = DataConfig(sources=[source])
+    first, second = train_tokenizer(config, 300), train_tokenizer(config, 300)
+    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+    assert len(first) == 300 and len(train_tokenizer(config, 2000)) == 2000
+    assert (first.eos_token, first.pad_token, first.bos_token) == (
+        "<|im_end|>",
+        "<|endoftext|>",
+        None,
+    )
+    text = "123 \u65e5 \U0001f600\t\n  x"
+    assert first.decode(first(text)["input_ids"]) == text
+    assert [first.decode([i]) for i in first("123")["input_ids"]] == ["1", "2", "3"]
+    first.save_pretrained(tmp_path / "tokenizer")
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert tokenize_conversation(loaded, CHAT, 999) == tokenize_conversation(first, CHAT, 999)
+    with pytest.raises(ValueError, match="vocab_size: 100"):
+        train_tokenizer(config, 100)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=150),
+    world_size=st.integers(1, 4),
+    epoch=st.integers(0, 3),
+)
+def test_batches_fit_and_cover_every_row_once_across_ranks(lengths, world_size, epoch):
+    ranks = [
+        length_bucketed_batches(lengths, 60, 7, epoch, rank, world_size)
+        for rank in range(world_size)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    batches = [batch for rank in ranks for batch in rank]
+    assert all(max(lengths[i] for i in batch) * len(batch) <= 60 for batch in batches)
+    times = Counter(i for batch in batches for i in batch)
+    assert set(times) == set(range(len(lengths)))
+    if any(len(batch) > 1 for batch in batches):
+        assert set(times.values()) == {1}
+    else:
+        assert len(batches) - len(lengths) < world_size
+
+
+def test_batches_change_with_the_epoch_and_pad_little():
+    lengths = np.random.default_rng(0).integers(10, 500, 3000).tolist()
+    first = length_bucketed_batches(lengths, 4096, 0, 0, 0, 1)
+    assert first == length_bucketed_batches(lengths, 4096, 0, 0, 0, 1)
+    assert first != length_bucketed_batches(lengths, 4096, 0, 1, 0, 1)
+    padded = sum(max(lengths[i] for i in batch) * len(batch) for batch in first)
+    assert sum(lengths) / padded > 0.9
+
+
+def test_a_row_above_the_batch_budget_is_an_error():
+    with pytest.raises(ValueError, match="batch_tokens: 10 is below the longest row"):
+        length_bucketed_batches([3, 11], 10, 0, 0, 0, 1)
+
+
+def test_collate_pads_ids_and_leaves_padding_unsupervised():
+    rows = [
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+        {"input_ids": [8], "loss_mask": [1]},
+    ]
+    batch = collate(rows, pad_id=9)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch["loss_mask"].tolist() == [[False, True, True], [True, False, False]]
+    assert batch["lengths"].tolist() == [3, 1]
+
+
+def test_the_command_writes_sets_and_report_and_refuses_bad_input(tokenizer, tmp_path, capsys):
+    from datasets import load_from_disk
+
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    source = write_rows(tmp_path / "r.jsonl", [chat_row(i) for i in range(8)])
+    config = {
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "data": {"sources": [{"path": source.path}], "cache_dir": str(tmp_path / "cache")},
+    }
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    arguments = ["--config", str(tmp_path / "c.yaml"), "--out", str(out)]
+    main(arguments)
+    assert "rows: 8 read, 8 kept" in capsys.readouterr().out
+    assert len(load_from_disk(out / "train")) + len(load_from_disk(out / "valid")) == 8
+    assert json.loads((out / "report.json").read_text())["rows_read"] == 8
+    assert (out / "config.yaml").is_file() and (out / "bad_rows.jsonl").read_text() == ""
+    for extra, words in (
+        (["--data.sources", '[{"path": "absent.jsonl"}]'], "absent.jsonl"),
+        (["--data.sources", '[{"pth": "absent.jsonl"}]'], "pth"),
+        (["--data.max_lenght", "3"], "max_lenght"),
+        (["--data.max_length", "0"], "data.max_length: 0"),
+        (["--tokenizer", str(tmp_path / "absent")], "tokenizer"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, *extra])
+        stderr = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert len(stderr.strip().splitlines()) == 1 and words in stderr
+
+
+def test_the_shipped_configuration_parses(monkeypatch, capsys):
+    path = Path(__file__).parents[1] / "configs" / "data" / "chat_mix.yaml"
+    with pytest.raises(SystemExit) as stop:
+        main(["--config", str(path), "--out", "unused", "--print_config"])
+    assert stop.value.code == 0
+    assert "path: data/train.jsonl" in capsys.readouterr().out

@@ -1,0 +1,156 @@
+"""Files written for a comparison: keys, tables, plots, atomic replacement."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, RunLabel, run_record, summarize
+from pipedraft.eval.report import format_table, write_atomically, write_report
+from pipedraft.inference.result import DecodeResult
+
+MANIFEST = {
+    "command": "python -m pipedraft.eval --out x",
+    "dtype": "float32",
+    "seed": 0,
+    "target": {"name": "tiny"},
+    "tokenizer": {"chat_template_sha256": None},
+    "hardware": {"processor": "test", "torch_threads": 1},
+}
+
+
+def draw_result(rng: np.random.Generator, stages: int, alpha: float) -> DecodeResult:
+    """A chain draft with acceptance alpha: geometric rounds, n - 1 steps lost per round."""
+    rounds = (rng.geometric(1 - alpha, size=12) if alpha else np.ones(40, int)).tolist()
+    tests = [sum(length > j for length in rounds) for j in range(max(rounds))]
+    accepts = [sum(length > j + 1 for length in rounds) for j in range(max(rounds))]
+    tokens = sum(rounds)
+    return DecodeResult(
+        prompt_ids=[1],
+        token_ids=[0] * (tokens + 1),
+        text="",
+        stop_reason="eos",
+        num_stages=stages,
+        num_steps=tokens + (stages - 1) * len(rounds),
+        round_lengths=rounds,
+        position_tests=tests if alpha else [],
+        position_accepts=accepts if alpha else [],
+        virtual_time=1.0,
+        virtual_time_autoregressive=2.0,
+        token_times_s=np.linspace(0.1, 1.0, tokens + 1).tolist(),
+    )
+
+
+def make_runs(benchmarks=("mt_bench", "gsm8k", "humaneval"), stages=(4, 8, 16)) -> list[dict]:
+    rng = np.random.default_rng(0)
+    runs = []
+    settings = [(AUTOREGRESSIVE, stages[0], 0.0)] + [("spd", n, 0.7) for n in stages]
+    for method, n, alpha in settings:
+        parts = {name: [draw_result(rng, n, alpha) for _ in range(16)] for name in benchmarks}
+        if len(parts) > 1:
+            parts[OVERALL] = [result for results in parts.values() for result in results]
+        for name, results in parts.items():
+            label = RunLabel(
+                method=method, schedule=method, benchmark=name, temperature=0.0, tree_width=1
+            )
+            check = {"checked": len(results), "mismatches": 0}
+            entry = run_record(label, summarize(results), lossless=check)
+            runs.append(entry | {"skipped_turns": 0, "stop_reasons": {}, "per_prompt": []})
+    return runs
+
+
+@pytest.fixture
+def written(tmp_path):
+    write_report(tmp_path, make_runs(), MANIFEST)
+    return tmp_path
+
+
+def test_results_keep_benchmarks_and_their_pool_apart(written) -> None:
+    results = json.loads((written / "results.json").read_text())
+    assert len(results["runs"]) == 12 and len(results["overall"]) == 4
+    agreed = (
+        "method schedule benchmark stages temperature tree_width prompts tokens steps "
+        "equivalent_acceptance_length mean_acceptance_length draft_acceptance_rate "
+        "theoretical_speedup wallclock lossless"
+    )
+    for run in results["runs"]:
+        assert set(agreed.split()) <= set(run)
+        assert run["benchmark"] in ("mt_bench", "gsm8k", "humaneval")
+
+
+def test_values_that_do_not_exist_are_null(written) -> None:
+    text = (written / "results.json").read_text()
+    assert "NaN" not in text
+    baseline = json.loads(text)["runs"][0]
+    assert baseline["method"] == AUTOREGRESSIVE
+    assert baseline["draft_acceptance_rate"] is None
+    assert baseline["wallclock"]["speedup"] is None
+
+
+def test_report_has_a_table_per_benchmark_with_the_baseline(written) -> None:
+    report = (written / "report.md").read_text()
+    for name in ("mt_bench", "gsm8k", "humaneval", OVERALL):
+        section = report.partition(f"## {name}\n")[2].partition("\n## ")[0]
+        rows = [line for line in section.splitlines() if line.startswith("| autoregressive |")]
+        assert len(rows) == 1 and "| 1.000 | [1.000, 1.000] | 1.000 |" in rows[0]
+        assert section.count("| spd |") == 3
+    assert "16/16" in report and "no chat template" in report
+
+
+@pytest.mark.parametrize("name", ["equivalent_acceptance_length.png", "acceptance_by_position.png"])
+def test_plot_is_a_picture_with_ink(written, name: str) -> None:
+    from matplotlib.image import imread
+
+    picture = imread(written / name)
+    assert picture.shape[0] > 400 and picture.shape[1] > 600
+    assert np.unique(picture.reshape(-1, picture.shape[-1]), axis=0).shape[0] > 50
+
+
+def test_baseline_alone_still_makes_a_report(tmp_path) -> None:
+    runs = [run for run in make_runs(("gsm8k",)) if run["method"] == AUTOREGRESSIVE]
+    write_report(tmp_path, runs, MANIFEST)
+    assert json.loads((tmp_path / "results.json").read_text())["overall"] == []
+    assert "Tokens per round" not in (tmp_path / "report.md").read_text()
+
+
+def test_mismatches_and_left_out_turns_are_said_in_the_report(tmp_path) -> None:
+    runs = make_runs(("gsm8k",), stages=(4,))
+    runs[1]["lossless"]["mismatches"] = 3
+    runs[1]["skipped_turns"] = 2
+    write_report(tmp_path, runs, MANIFEST)
+    report = (tmp_path / "report.md").read_text()
+    assert "**Not lossless** (gsm8k, spd, T=0): 13/16 turns agree" in report
+    assert "2 turns left out" in report
+
+
+def test_histogram_shares_sum_to_one(written) -> None:
+    lines = (written / "report.md").read_text().partition("## Tokens per round")[2].splitlines()
+    rows = [line for line in lines if line.startswith("| spd |")]
+    assert len(rows) == 3
+    for row in rows:
+        shares = [float(cell) for cell in row.strip("| ").split("|")[4:]]
+        assert math.isclose(sum(shares), 1, abs_tol=0.006)  # ten values rounded to 0.001
+
+
+def test_terminal_table_is_aligned_and_has_the_baseline() -> None:
+    lines = format_table(make_runs()).splitlines()
+    assert lines[0].split()[:3] == ["benchmark", "method", "n"]
+    assert len(lines) == 2 + 16
+    column = lines[0].index("lossless")
+    assert all(len(line) == column + len("lossless") for line in lines)
+    assert any(AUTOREGRESSIVE in line for line in lines)
+
+
+def test_failed_write_leaves_the_file_before_it(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "results.json"
+    write_atomically(path, b"first")
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,369 @@
+"""Multi-turn evaluation, the baseline, the greedy check and the command line, on a stub engine.
+
+The stub replays the target's greedy text and counts steps as a draft that emits two tokens per
+round would; end-to-end tests with the real engine are elsewhere.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_eval_tasks import byte_tokenizer
+from torch import nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from pipedraft.errors import run_command
+from pipedraft.eval.__main__ import run
+from pipedraft.eval.lossless import GreedyReference, generate_greedy
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+from pipedraft.eval.run import Comparison, Method, evaluate, prompt_seed
+from pipedraft.eval.tasks import Prompt
+from pipedraft.inference.engine import EngineConfig
+from pipedraft.inference.result import DecodeResult
+
+MAX_NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+class StubEngine:
+    wrong_last_token = False
+    log: list = []
+
+    def __init__(self, target, tokenizer, config, draft=None):
+        if config.num_stages > 16:
+            raise ValueError(f"num_stages: {config.num_stages} is more than 16; give fewer")
+        self.target, self.config, self.draft = target, config, draft
+
+    def decode(self, prompt_ids, *, prompt_index=0, on_token=None):
+        config = self.config
+        self.log.append((config, list(prompt_ids), prompt_index))
+        tokens = generate_greedy(self.target, prompt_ids, max_new_tokens=config.max_new_tokens)
+        if self.wrong_last_token and config.schedule == "spd":
+            tokens[-1] = (tokens[-1] + 1) % 200
+        per_round = 1 if config.schedule == AUTOREGRESSIVE else 2
+        num = len(tokens) - 1
+        rounds = [per_round] * (num // per_round) + [1] * (num % per_round)
+        return DecodeResult(
+            prompt_ids=list(prompt_ids),
+            token_ids=tokens,
+            text="not used",
+            stop_reason="max_new_tokens",
+            num_stages=config.num_stages,
+            num_steps=config.num_stages * len(rounds),
+            round_lengths=rounds,
+            position_tests=[len(rounds)] * (config.schedule == "spd"),
+            position_accepts=[len(rounds) - num % 2] * (config.schedule == "spd"),
+            token_times_s=[0.1 + 0.01 * i / per_round for i in range(num + 1)],
+        )
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setattr("pipedraft.eval.run.Engine", StubEngine)
+    monkeypatch.setattr(StubEngine, "log", [])
+    return StubEngine
+
+
+def make_prompts(task: str, *conversations: list[str]) -> list[Prompt]:
+    return [
+        Prompt(task=task, id=str(i), category="c", turns=turns)
+        for i, turns in enumerate(conversations)
+    ]
+
+
+def make_method(**settings) -> Method:
+    config = EngineConfig(**{"max_new_tokens": MAX_NEW_TOKENS, "num_stages": 4} | settings)
+    return Method(name="spd", config=config, draft=nn.Identity(), checkpoint="out/spd")
+
+
+def compare(target, tokenizer, methods, *, lossless=True, prompts=None):
+    prompts = prompts or {
+        "one": make_prompts("one", ["hello", "again"], ["bye", "now"]),
+        "two": make_prompts("two", ["what"], ["who"], ["why"]),
+    }
+    comparison = Comparison(
+        target=target, tokenizer=tokenizer, benchmarks=prompts, lossless=lossless, progress=False
+    )
+    return comparison.run(methods)
+
+
+def test_second_turn_answers_the_generated_text(target, tokenizer, engine) -> None:
+    stub = engine(target, tokenizer, make_method().config)
+    prompts = make_prompts("one", ["hello", "again"])
+    first, second = evaluate(stub, prompts, tokenizer, progress=False)
+    answer = tokenizer.decode(first.result.token_ids, skip_special_tokens=True)
+    rendered = tokenizer.decode(second.result.prompt_ids)
+    assert rendered == (
+        f"<|user|>hello<|end|><|assistant|>{answer}<|end|><|user|>again<|end|><|assistant|>"
+    )
+
+
+def test_random_numbers_of_a_prompt_do_not_depend_on_the_others(target, tokenizer, engine) -> None:
+    prompts = make_prompts("one", ["hello", "again"], ["bye", "now"])
+    stub = engine(target, tokenizer, make_method().config)
+    evaluate(stub, prompts, tokenizer, progress=False)
+    all_seeds = [index for _, _, index in engine.log]
+    engine.log.clear()
+    evaluate(stub, prompts[1:], tokenizer, progress=False)
+    assert [index for _, _, index in engine.log] == all_seeds[2:]
+    assert len(set(all_seeds)) == 4
+    assert all(0 <= seed < 2**31 for seed in all_seeds)
+    assert prompt_seed(prompts[0], 0) != prompt_seed(make_prompts("two", ["hello"])[0], 0)
+
+
+def test_baseline_is_decoded_once_per_temperature_on_the_smallest_n(
+    target, tokenizer, engine
+) -> None:
+    methods = [
+        make_method(num_stages=n, temperature=t, tree_width=w)
+        for n in (8, 4)
+        for t in (0.0, 1.0)
+        for w in (1, 4)
+    ]
+    entries = compare(target, tokenizer, methods, lossless=False)
+    baselines = [e for e in entries if e["schedule"] == AUTOREGRESSIVE and e["benchmark"] == "one"]
+    assert [(e["temperature"], e["stages"], e["tree_width"]) for e in baselines] == [
+        (0.0, 4, 1),
+        (1.0, 4, 1),
+    ]
+    assert all(e["equivalent_acceptance_length"]["pooled"] == 1 for e in baselines)
+    assert len(entries) == 3 * (2 + len(methods))
+
+
+def test_asking_for_the_baseline_by_name_gives_it_once(target, tokenizer, engine) -> None:
+    entries = compare(target, tokenizer, [make_method(schedule=AUTOREGRESSIVE)], lossless=False)
+    assert [e["benchmark"] for e in entries] == ["one", "two", OVERALL]
+
+
+def test_overall_pools_the_counts_of_the_benchmarks(target, tokenizer, engine) -> None:
+    entries = [e for e in compare(target, tokenizer, [make_method()]) if e["method"] == "spd"]
+    one, two, overall = entries
+    assert overall["benchmark"] == OVERALL
+    for key in ("prompts", "turns", "tokens", "steps", "rounds"):
+        assert overall[key] == one[key] + two[key]
+    assert (one["prompts"], one["turns"]) == (2, 4)
+    pooled = 4 * overall["tokens"] / overall["steps"]
+    assert overall["equivalent_acceptance_length"]["pooled"] == pytest.approx(pooled)
+    assert overall["lossless"] == {"checked": 7, "mismatches": 0}
+    assert sum(row["tokens"] for row in overall["per_prompt"]) == overall["tokens"]
+    assert overall["wallclock"]["speedup"] == pytest.approx(2)
+
+
+def test_a_single_benchmark_has_no_overall_entry(target, tokenizer, engine) -> None:
+    prompts = {"two": make_prompts("two", ["what"])}
+    entries = compare(target, tokenizer, [make_method()], prompts=prompts)
+    assert [e["benchmark"] for e in entries] == ["two", "two"]
+
+
+def test_greedy_check_finds_a_wrong_last_token(target, tokenizer, engine, monkeypatch) -> None:
+    """Known-bad engine."""
+    monkeypatch.setattr(StubEngine, "wrong_last_token", True)
+    entries = compare(target, tokenizer, [make_method()])
+    assert [e["lossless"] for e in entries if e["benchmark"] == "two"] == [
+        {"checked": 3, "mismatches": 0},
+        {"checked": 3, "mismatches": 3},
+    ]
+
+
+def test_sampled_texts_are_not_compared_with_greedy_ones(target, tokenizer, engine) -> None:
+    entries = compare(target, tokenizer, [make_method(temperature=1.0)])
+    assert all(e["lossless"] == {"checked": 0, "mismatches": 0} for e in entries)
+    assert entries[-1]["verifier"] == "rejection"
+
+
+def test_turns_that_do_not_fit_the_context_are_left_out_and_counted(
+    target, tokenizer, engine
+) -> None:
+    prompts = {"one": make_prompts("one", ["short"], ["short", "long " * 60, "never"])}
+    entries = compare(target, tokenizer, [make_method()], prompts=prompts)
+    assert [(e["turns"], e["skipped_turns"]) for e in entries] == [(2, 2), (2, 2)]
+    with pytest.raises(ValueError, match="too few for any prompt of one; lower it"):
+        compare(target, tokenizer, [make_method(max_new_tokens=250)], prompts=prompts)
+
+
+def test_a_method_that_cannot_run_is_refused_before_anything_is_decoded(
+    target, tokenizer, engine
+) -> None:
+    with pytest.raises(ValueError, match="num_stages: 17"):
+        compare(target, tokenizer, [make_method(), make_method(num_stages=17)])
+    assert engine.log == []
+
+
+def greedy_by_hand(target, prompt_ids, max_new_tokens, eos=()) -> list[int]:
+    ids = list(prompt_ids)
+    for _ in range(max_new_tokens):
+        with torch.inference_mode():
+            ids.append(int(target(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in eos:
+            break
+    return ids[len(prompt_ids) :]
+
+
+def test_reference_is_plain_greedy_whatever_the_targets_own_settings(target, monkeypatch) -> None:
+    expected = greedy_by_hand(target, [5, 6, 7], 12)
+    own = GenerationConfig(
+        do_sample=True, temperature=0.7, top_k=3, repetition_penalty=5.0, min_new_tokens=3
+    )
+    monkeypatch.setattr(target, "generation_config", own)
+    assert generate_greedy(target, [5, 6, 7], max_new_tokens=12) == expected
+    assert target.generation_config is own
+
+
+def test_reference_stops_at_any_of_a_list_of_eos_tokens(target, monkeypatch) -> None:
+    free = greedy_by_hand(target, [5, 6, 7], 12)
+    eos = [255, free[4]]
+    monkeypatch.setattr(target, "generation_config", GenerationConfig(eos_token_id=eos))
+    got = generate_greedy(target, [5, 6, 7], max_new_tokens=12)
+    assert got == greedy_by_hand(target, [5, 6, 7], 12, eos)
+    assert got[-1] == free[4]
+
+
+def test_a_text_cut_by_the_context_is_compared_as_far_as_it_goes(target) -> None:
+    text = greedy_by_hand(target, [5, 6], 8)
+    result = DecodeResult([5, 6], text[:5], "", "max_length", 4)
+    reference = GreedyReference(target, 8)
+    assert reference.check([result]) == {"checked": 1, "mismatches": 0}
+    result.stop_reason = "max_new_tokens"
+    assert reference.check([result]) == {"checked": 1, "mismatches": 1}
+
+
+@pytest.fixture
+def folders(tmp_path, target, tokenizer, monkeypatch):
+    """A saved target, a checkpoint folder that names it, and a prompt file."""
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    draft = tmp_path / "run" / "spd"
+    draft.mkdir(parents=True)
+    description = {
+        "draft_type": "spd",
+        "architecture": {"num_stages": 4},
+        "target": {"name": str(tmp_path / "target")},
+    }
+    (draft / "config.json").write_text(json.dumps(description))
+    (draft / "model.safetensors").write_bytes(b"weights")
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n{"prompt": "bye"}\n{"prompt": "why"}\n')
+    monkeypatch.setattr("pipedraft.models.load_draft", lambda folder, target: nn.Identity())
+    return SimpleNamespace(draft=draft, prompts=prompts, out=tmp_path / "out", root=tmp_path)
+
+
+def status(arguments: list[str]) -> int:
+    """Exit status of the command with these arguments."""
+    try:
+        run_command(lambda: run(arguments))
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def command(folders, *more: str, benchmarks: str | None = None) -> list[str]:
+    benchmarks = benchmarks or str(folders.prompts)
+    return [
+        "--checkpoint", str(folders.draft), "--benchmarks", benchmarks, "--out", str(folders.out),
+        "--max-new-tokens", "6", *more,
+    ]  # fmt: skip
+
+
+def test_command_writes_every_file_and_prints_the_table(folders, engine, capsys) -> None:
+    assert status(command(folders, "--limit", "2", "--temperature", "0,1")) == 0
+    results = json.loads((folders.out / "results.json").read_text())
+    assert [(r["method"], r["temperature"]) for r in results["runs"]] == [
+        (AUTOREGRESSIVE, 0.0),
+        ("spd", 0.0),
+        (AUTOREGRESSIVE, 1.0),
+        ("spd", 1.0),
+    ]
+    assert all(r["prompts"] == 2 and r["stages"] == 4 for r in results["runs"])
+    assert results["runs"][1]["lossless"] == {"checked": 2, "mismatches": 0}
+    manifest = json.loads((folders.out / "manifest.json").read_text())
+    assert manifest["prompts"]["mine"]["count"] == 2
+    assert manifest["dtype"] == "float32"
+    assert "--temperature 0,1" in manifest["command"]
+    assert len(manifest["tokenizer"]["sha256"]) == 64
+    assert AUTOREGRESSIVE in (folders.out / "report.md").read_text()
+    assert AUTOREGRESSIVE in capsys.readouterr().out
+
+
+def test_two_checkpoints_make_one_table_with_one_baseline(folders, engine) -> None:
+    second = folders.root / "other" / "spd"
+    second.mkdir(parents=True)
+    for file in folders.draft.iterdir():
+        (second / file.name).write_bytes(file.read_bytes())
+    assert status(command(folders, "--checkpoint", str(second), "--no-lossless")) == 0
+    results = json.loads((folders.out / "results.json").read_text())
+    methods = [r["method"] for r in results["runs"]]
+    assert methods == [AUTOREGRESSIVE, "spd (run/spd)", "spd (other/spd)"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--benchmarks", "gms8k"], ["--benchmarks", "'gms8k'", "did you mean 'gsm8k'"]),
+        (["--limit", "0"], ["--limit", "'0'", "from 1 up"]),
+        (["--limit", "many"], ["--limit", "'many'"]),
+        (["--temperature", "0,hot"], ["--temperature", "'hot'", "0 (greedy)"]),
+        (["--temperature", "nan"], ["--temperature", "'nan'"]),
+        (["--tree-width", "1,,4"], ["--tree-width", "empty entry"]),
+        (["--stages", "8"], ["--stages", "8", "trained for 4", "leave --stages out"]),
+        (["--limt", "3"], ["'--limt'", "did you mean --limit"]),
+        (["--data-dir", "absent", "--benchmarks", "gsm8k"], ["--data-dir", "'absent'"]),
+        (["--device", "abacus"], ["--device", "'abacus'", "give cpu"]),
+        (["--schedule", "spdd"], ["schedule", "'spdd'", "known"]),
+        (["--verifier", "guess"], ["--verifier", "'guess'", "match"]),
+        (["--checkpoint", "./absent"], ["checkpoint", "./absent"]),
+        (["--target", "./absent"], ["target", "absent"]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(folders, engine, capsys, change, words) -> None:
+    assert status(command(folders, *change)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+def test_output_path_that_is_a_file_is_refused(folders, engine, capsys) -> None:
+    folders.out.write_text("")
+    assert status(command(folders)) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_empty_prompt_is_refused_with_its_line(folders, engine, capsys) -> None:
+    folders.prompts.write_text('{"prompt": "x"}\n{"prompt": ""}\n')
+    assert status(command(folders)) == 2
+    assert "mine.jsonl:2: prompt is ''" in capsys.readouterr().err
+
+
+def test_damaged_checkpoint_is_refused(folders, engine, capsys) -> None:
+    (folders.draft / "config.json").write_text('{"draft_type": "spd"}')
+    assert status(command(folders)) == 2
+    assert "no 'architecture'" in capsys.readouterr().err
+
+
+def test_help_shows_an_example(capsys) -> None:
+    assert status(["--help"]) == 0
+    assert "python -m pipedraft.eval --checkpoint" in capsys.readouterr().out

@@ -1,0 +1,198 @@
+"""The layout is a contract: import direction, sizes, dependencies, the wheel, the configs."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAY_IMPORT = {
+    "models": set(),
+    "data_recipes": set(),
+    "inference": {"models"},
+    "eval": {"models", "data_recipes", "inference"},
+    "train": {"models", "data_recipes", "inference", "eval"},
+}
+VAGUE_NAMES = {"utils", "helpers", "common", "misc", "core", "manager"}
+ROOT_FILES = sorted(ROOT.glob("*.py"))
+SOURCES = ROOT_FILES + [f for folder in MAY_IMPORT for f in sorted((ROOT / folder).rglob("*.py"))]
+SCRIPTS = [f for folder in ("benchmarks", "tests") for f in sorted((ROOT / folder).glob("*.py"))]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every absolute module name that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            assert node.module
+            yield node.module
+            if node.module == "pipedraft":
+                yield from (f"pipedraft.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
+    folder = path.relative_to(ROOT).parts[0]
+    for module in imported_modules(path):
+        top, _, rest = module.partition(".")
+        assert top not in MAY_IMPORT, f"write pipedraft.{module}, not {module}"
+        used = rest.partition(".")[0]
+        if top == "pipedraft" and used in MAY_IMPORT and used != folder:
+            assert used in MAY_IMPORT.get(folder, set()), f"{folder} must not import {used}"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=label)
+def test_scripts_and_tests_import_through_the_package(path: Path) -> None:
+    tops = {module.partition(".")[0] for module in imported_modules(path)}
+    assert not tops & MAY_IMPORT.keys(), "write `from pipedraft.models import ...`"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 500, "split by responsibility"
+    assert path.stem not in VAGUE_NAMES, "name the file after what is in it"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert num_lines < 80, f"{node.name} has {num_lines} lines"
+            arguments = [a for a in node.args.args if a.arg not in ("self", "cls")]
+            assert len(arguments) <= 6, f"{node.name} takes {len(arguments)} positional arguments"
+
+
+def requirement_name(requirement: str) -> str:
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert name
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+def test_every_imported_library_is_declared() -> None:
+    project = PYPROJECT["project"]
+    declared = [*project["dependencies"]]
+    declared += [r for extra in project["optional-dependencies"].values() for r in extra]
+    names = {requirement_name(requirement) for requirement in declared}
+    installed = packages_distributions()
+    for path in SOURCES:
+        for top in {module.partition(".")[0] for module in imported_modules(path)}:
+            if top == "pipedraft" or top in sys.stdlib_module_names:
+                continue
+            distributions = {requirement_name(d) for d in installed.get(top, [top])}
+            assert distributions & names, f"{label(path)} imports {top}: add it to pyproject.toml"
+
+
+def test_constraints_pin_every_declared_library_within_its_bounds() -> None:
+    from packaging.requirements import Requirement
+
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = {requirement_name(name): version for name, version in pins.items()}
+    project = PYPROJECT["project"]
+    extras = [r for extra in project["optional-dependencies"].values() for r in extra]
+    for text in [*project["dependencies"], *extras]:
+        requirement = Requirement(text)
+        name = requirement_name(requirement.name)
+        if name != "pipedraft":
+            assert name in pins, f"constraints.txt does not pin {name}"
+            assert requirement.specifier.contains(pins[name]), f"{text} excludes {pins[name]}"
+
+
+def test_the_package_itself_imports_without_torch() -> None:
+    code = "import sys, pipedraft, pipedraft.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    """Build a wheel from a copy of the package's files, without network and build isolation."""
+    copy = folder / "any_name"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", *(f.name for f in ROOT_FILES)):
+        shutil.copy(source / name, copy / name)
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in (*MAY_IMPORT, "configs", "tests"):
+        shutil.copytree(source / name, copy / name, ignore=ignore)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(folder), str(copy)], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_holds_the_package_and_runs_from_another_directory(tmp_path: Path) -> None:
+    wheel = wheel_of(ROOT, tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        archive.extractall(tmp_path / "site")
+    assert held == {f"pipedraft/{label(path)}" for path in SOURCES}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = (
+        "import runpy, sys, pipedraft; print(pipedraft.__file__);"
+        "sys.argv = ['pipedraft', '--version']; runpy.run_module('pipedraft', run_name='__main__')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=elsewhere, env=environment, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    module_file, version = done.stdout.splitlines()
+    assert Path(module_file).is_relative_to(tmp_path / "site")
+    assert re.fullmatch(r"pipedraft \d+\.\d+\.\d+", version)
+
+
+@pytest.mark.parametrize(
+    "arguments, status, expected",
+    [
+        (["--help"], 0, "usage: pipedraft"),
+        (["--version"], 0, "pipedraft 0."),
+        ([], 2, "usage: pipedraft"),
+        (["evl"], 2, "error: command: 'evl' is unknown; did you mean eval?"),
+        (["zzz"], 2, "error: command: 'zzz' is unknown; give one of train, eval,"),
+    ],
+)
+def test_the_console_script_answers(arguments: list[str], status: int, expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipedraft", *arguments], text=True, capture_output=True
+    )
+    assert done.returncode == status
+    output = done.stderr if status else done.stdout
+    assert output.startswith(expected)
+    if expected.startswith("error"):
+        assert output.count("\n") == 1
+
+
+def test_the_console_script_names_a_folder_that_exists() -> None:
+    from pipedraft.__main__ import COMMANDS
+
+    for command, (folder, _, example) in COMMANDS.items():
+        assert (ROOT / folder / "__main__.py").is_file(), f"{command}: no {folder}/__main__.py"
+        assert example.startswith(f"pipedraft {command} ")
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp2", "zero2", "zero3"])
+def test_accelerate_reads_the_launch_configuration(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
+    kind = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(name, "DEEPSPEED")
+    assert config.distributed_type == kind
+    assert config.num_machines == 1
+    assert not config.use_cpu
+    if name == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+    if kind == "DEEPSPEED":
+        assert config.deepspeed_config["zero_stage"] == int(name[-1])

@@ -1,0 +1,191 @@
+import itertools
+
+import pytest
+import torch
+
+from pipedraft.train.losses import chunked_distillation
+
+torch.set_num_threads(1)
+KINDS = ("kl", "tv", "lk")
+
+
+def make_inputs(M=11, H=5, teacher_H=7, V=13, U=None, dtype=torch.float64, seed=0):
+    """(hidden, head, teacher hidden, teacher head) and the target ids of the draft tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    ids = None if U is None else torch.randperm(V, generator=generator)[:U]
+    hidden, head = randn(M, H).requires_grad_(), randn(V if U is None else U, H).requires_grad_()
+    return (hidden, head, randn(M, teacher_H), randn(V, teacher_H)), ids
+
+
+def plain(hidden, head, teacher_hidden, teacher_head, *, kind, ids=None, weights=None):
+    """Oracle: the formulas on whole matrices, gradients by autograd."""
+    p_full = (teacher_hidden @ teacher_head.t()).softmax(-1)
+    kept = p_full if ids is None else p_full[:, ids]
+    p = kept / kept.sum(-1, keepdim=True)
+    q = (hidden @ head.t()).softmax(-1)
+    loss = {
+        "kl": lambda: (p * (p.log() - q.log())).sum(-1),
+        "tv": lambda: 1 - torch.minimum(p, q).sum(-1),
+        "lk": lambda: -torch.minimum(p, q).sum(-1).log(),
+    }[kind]()
+    top = q.argmax(-1) if ids is None else ids[q.argmax(-1)]
+    return (loss if weights is None else loss * weights).sum(), {
+        "acceptance_sum": torch.minimum(kept, q).sum(),
+        "agreement_sum": (top == p_full.argmax(-1)).sum(),
+        "mass_outside_sum": (1 - kept.sum(-1)).sum(),
+    }
+
+
+def gradients(loss, inputs):
+    return torch.autograd.grad(loss, inputs[:2])
+
+
+@pytest.mark.parametrize(
+    "kind, U, weighted", list(itertools.product(KINDS, (None, 6), (False, True)))
+)
+def test_loss_gradients_and_metrics_equal_the_plain_formula(kind, U, weighted):
+    inputs, ids = make_inputs(U=U)
+    weights = torch.linspace(0, 2, len(inputs[0]), dtype=torch.float64) if weighted else None
+    expected, metrics = plain(*inputs, kind=kind, ids=ids, weights=weights)
+    result = chunked_distillation(
+        *inputs, kind=kind, teacher_rows_U=ids, weights_M=weights, chunk_rows=4
+    )
+    torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=1e-12)
+    for name, value in metrics.items():
+        actual = getattr(result, name)
+        assert not actual.requires_grad
+        torch.testing.assert_close(actual, value.double().detach(), rtol=1e-10, atol=1e-12)
+    assert result.count == len(inputs[0])
+    actual = gradients(3 * result.loss, inputs)
+    for x, y in zip(actual, gradients(3 * expected, inputs), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_chunk_size_does_not_matter(kind):
+    inputs, _ = make_inputs(M=20)
+    results = [chunked_distillation(*inputs, kind=kind, chunk_rows=c) for c in (1, 7, 20, 1000)]
+    reference = gradients(results[0].loss, inputs)
+    for result in results[1:]:
+        torch.testing.assert_close(result.loss, results[0].loss, rtol=1e-12, atol=0)
+        for x, y in zip(gradients(result.loss, inputs), reference, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_give_zero_loss_and_zero_gradients(kind):
+    inputs, _ = make_inputs(M=0)
+    result = chunked_distillation(*inputs, kind=kind)
+    assert result.loss.item() == 0 and result.count == 0
+    dhidden, dhead = gradients(result.loss, inputs)
+    assert dhidden.shape == (0, 5) and not dhead.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_equal_to_the_target_has_no_loss_and_full_acceptance(kind):
+    (hidden, head, *_), _ = make_inputs()
+    result = chunked_distillation(hidden, head, hidden, head, kind=kind)
+    assert abs(result.loss.item()) < 1e-12
+    assert abs(result.acceptance_sum.item() - 11) < 1e-12
+    assert result.agreement_sum.item() == 11
+    for gradient in gradients(result.loss, (hidden, head)):
+        assert gradient.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_disjoint_distributions_stay_finite(kind):
+    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    head = torch.tensor([[300.0, 0.0], [-300.0, 0.0]], requires_grad=True)
+    result = chunked_distillation(hidden, head, -hidden, head, kind=kind)
+    assert result.loss.isfinite() and result.loss > 0.99
+    assert all(x.isfinite().all() for x in gradients(result.loss, (hidden, head)))
+
+
+def test_a_frozen_head_gets_no_gradient_and_leaves_the_other_unchanged():
+    inputs, _ = make_inputs()
+    expected = gradients(chunked_distillation(*inputs).loss, inputs)[0]
+    hidden, head, *teacher = inputs
+    result = chunked_distillation(hidden, head.detach(), *teacher)
+    result.loss.backward()
+    assert head.grad is None
+    torch.testing.assert_close(hidden.grad, expected)
+
+
+def test_without_gradients_the_sums_are_the_same_and_nothing_is_kept():
+    inputs, _ = make_inputs()
+    with torch.no_grad():
+        result = chunked_distillation(*inputs)
+    assert not result.loss.requires_grad
+    torch.testing.assert_close(result.loss, chunked_distillation(*inputs).loss.detach())
+
+
+def test_a_second_backward_is_refused_instead_of_scaled_twice():
+    inputs, _ = make_inputs()
+    loss = chunked_distillation(*inputs).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already handed"):
+        loss.backward()
+
+
+def test_float32_is_close_to_float64_on_a_large_vocabulary():
+    inputs, ids = make_inputs(M=40, H=16, V=3000, U=1000)
+    expected = chunked_distillation(*inputs, teacher_rows_U=ids)
+    lower = [x.detach().float().requires_grad_(x.requires_grad) for x in inputs]
+    actual = chunked_distillation(*lower, teacher_rows_U=ids)
+    torch.testing.assert_close(actual.loss.double(), expected.loss, rtol=1e-5, atol=0)
+    for x, y in zip(gradients(actual.loss, lower), gradients(expected.loss, inputs), strict=True):
+        assert x.dtype is torch.float32
+        assert (x - y).abs().max() < 1e-5 * y.abs().max()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_bfloat16_is_close_and_gradients_have_the_dtype_of_their_inputs(autocast):
+    inputs, _ = make_inputs(M=64, H=32, V=300)
+    inputs = [x.detach() / 4 for x in inputs]
+    dtype = torch.float32 if autocast else torch.bfloat16
+    lower = [x.to(dtype) for x in inputs]
+    for x in (*inputs[:2], *lower[:2]):
+        x.requires_grad_()
+    expected = chunked_distillation(*inputs)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        actual = chunked_distillation(*lower, chunk_rows=16)
+    assert actual.loss.dtype is torch.float32
+    torch.testing.assert_close(actual.loss.double(), expected.loss, rtol=2e-2, atol=0)
+    actual.loss.backward()
+    for x, y in zip(lower[:2], gradients(expected.loss, inputs), strict=True):
+        assert x.grad.dtype is dtype
+        assert (x.grad - y).norm() < 0.03 * y.norm()
+
+
+def test_renormalising_matters_with_a_draft_vocabulary():
+    """Known-bad: forgetting to renormalise the restricted target is a different gradient."""
+    inputs, ids = make_inputs(U=6)
+    hidden, head, teacher_hidden, teacher_head = inputs
+    kept = (teacher_hidden @ teacher_head.t()).softmax(-1)[:, ids]
+    wrong = -(kept * (hidden @ head.t()).log_softmax(-1)).sum()
+    right = chunked_distillation(*inputs, teacher_rows_U=ids).loss
+    difference = gradients(wrong, inputs)[1] - gradients(right, inputs)[1]
+    assert difference.abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "change, field",
+    [
+        (dict(kind="js"), "kind"),
+        (dict(teacher_rows_U=torch.arange(6)), "head_weight"),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name(change, field):
+    inputs, _ = make_inputs()
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        chunked_distillation(*inputs, **change)
+
+
+def test_rows_that_do_not_match_are_refused():
+    (hidden, head, teacher_hidden, teacher_head), _ = make_inputs()
+    with pytest.raises(ValueError, match="^teacher_hidden: 10 rows for 11"):
+        chunked_distillation(hidden, head, teacher_hidden[:10], teacher_head)

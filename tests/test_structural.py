@@ -1,0 +1,236 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedraft.models.structural import dense_structural_mask, structural_attention
+
+torch.set_num_threads(1)
+
+
+def rows(*shape, dtype=torch.float64, seed=0):
+    """Random [..., heads, T, D] in the memory order [..., T, heads, D]."""
+    *batch, heads, T, D = shape
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*batch, T, heads, D, generator=generator, dtype=torch.float64)
+    return x.to(dtype).transpose(-3, -2).requires_grad_()
+
+
+def make_inputs(B=1, N=2, J=2, T=9, D=4, R=4, dtype=torch.float64):
+    return (
+        rows(B, N, T, D, dtype=dtype, seed=1),
+        rows(R, B, J, T, D, dtype=dtype, seed=2),
+        rows(R, B, J, T, D, dtype=dtype, seed=3),
+    )
+
+
+def dense_attention(query, keys, values, *, occupancy, depth=0, block_of_depth=None):
+    """Oracle: one masked softmax per example over all R T keys."""
+    R, _, J, T, D = keys.shape
+    blocks = tuple(range(R) if block_of_depth is None else block_of_depth)
+    n, G, outs = len(blocks) - 1, query.shape[1] // J, []
+    for b, a in enumerate(occupancy):
+        mask = dense_structural_mask(T, n, a, depth, blocks)
+        mask = F.pad(mask, (0, R * T - mask.shape[1]))
+        if not mask.any():
+            outs.append(query[b] * 0)
+            continue
+        key, value = (
+            x[:, b].transpose(0, 1).flatten(1, 2).repeat_interleave(G, 0) for x in (keys, values)
+        )
+        scores = (query[b] @ key.mT / D**0.5).masked_fill(~mask, -torch.inf)
+        outs.append(scores.softmax(-1) @ value)
+    return torch.stack(outs)
+
+
+def output_and_gradients(attend, inputs, **options):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*inputs, **options)
+    weight = rows(*out.shape, seed=4).detach().to(out.dtype)
+    gradients = torch.autograd.grad((out * weight).sum(), inputs, allow_unused=True)
+    return [out.detach()] + [
+        torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)
+    ]
+
+
+def assert_equals_dense(inputs, **options):
+    expected = output_and_gradients(dense_attention, inputs, **options)
+    actual = output_and_gradients(structural_attention, inputs, **options)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10, msg=lambda m, k=name: f"{k}: {m}")
+
+
+def visible(t, depth, occupancy, n):
+    """The rule, spelled out: {(block, T')} for one query."""
+    if occupancy <= depth < n:
+        return set()
+    distances = {T: t - T for T in range(t + 1)}
+    return {(depth + x if depth + x < occupancy else n, T) for T, x in distances.items()}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_mask_is_the_rule_for_every_occupancy_and_depth(n):
+    T = 6
+    for occupancy in range(1, n + 1):
+        for depth in range(n + 1):
+            mask = dense_structural_mask(T, n, occupancy, depth).view(T, n + 1, T)
+            seen = [{tuple(x) for x in mask[t].nonzero().tolist()} for t in range(T)]
+            assert seen == [visible(t, depth, occupancy, n) for t in range(T)]
+
+
+@st.composite
+def cases(draw):
+    n = draw(st.integers(1, 5))
+    R = draw(st.integers(1, n + 1))
+    blocks = draw(
+        st.none() if n + 1 == R else st.lists(st.integers(0, R - 1), min_size=n + 1, max_size=n + 1)
+    )
+    J = draw(st.sampled_from([1, 2]))
+    occupancy = draw(st.lists(st.integers(1, n), min_size=1, max_size=4))
+    shape = dict(B=len(occupancy), N=J * draw(st.sampled_from([1, 3])), J=J, R=R)
+    shape["T"] = draw(st.integers(1, 12))
+    return shape, dict(occupancy=occupancy, depth=draw(st.integers(0, n)), block_of_depth=blocks)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cases())
+def test_output_and_gradients_equal_the_dense_reference(case):
+    shape, options = case
+    assert_equals_dense(make_inputs(**shape), **options)
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5])
+def test_rows_that_have_only_diagonals_are_right_when_T_is_near_n(T):
+    assert_equals_dense(make_inputs(T=T, R=5), occupancy=[4])
+
+
+def test_mixed_occupancy_in_one_batch_equals_each_example_alone():
+    query, keys, values = make_inputs(B=5, N=4, T=11)
+    occupancy = [1, 3, 3, 2, 3]
+    together = structural_attention(query, keys, values, occupancy=occupancy)
+    for b, a in enumerate(occupancy):
+        alone = structural_attention(
+            query[b : b + 1], keys[:, b : b + 1], values[:, b : b + 1], occupancy=[a]
+        )
+        torch.testing.assert_close(together[b : b + 1], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_several_kernel_blocks_agree_with_the_dense_reference():
+    """The fused kernel cuts its input into tiles of up to 512 rows: cross one boundary."""
+    assert_equals_dense(make_inputs(T=600, N=2, J=1, R=3), occupancy=[2])
+
+
+def test_the_deepest_rows_are_plain_causal_attention_whatever_the_occupancy():
+    query, keys, values = make_inputs(B=2)
+    out = structural_attention(query, keys, values, occupancy=[1, 3], depth=3)
+    torch.testing.assert_close(
+        out, F.scaled_dot_product_attention(query, keys[3], values[3], is_causal=True)
+    )
+
+
+def test_a_row_that_does_not_exist_gives_zeros_and_no_gradient():
+    inputs = make_inputs(B=2)
+    out, *gradients = output_and_gradients(structural_attention, inputs, occupancy=[2, 3], depth=2)
+    assert not out[0].any() and out[1].any()
+    for gradient, batch_axis in zip(gradients, (0, 1, 1), strict=True):
+        assert not gradient.select(batch_axis, 0).any()
+        assert gradient.select(batch_axis, 1).any()
+
+
+def test_gradcheck_on_a_tiny_case():
+    inputs = make_inputs(B=2, N=2, J=1, T=4, D=2, R=3)
+    assert torch.autograd.gradcheck(
+        lambda *x: structural_attention(*x, occupancy=[1, 2], block_of_depth=[1, 1, 2]),
+        inputs,
+    )
+
+
+def test_an_unused_block_gets_zero_gradient_and_a_strided_input_the_same_result():
+    query, keys, values = make_inputs(R=5)
+    options = dict(occupancy=[2], block_of_depth=[0, 1, 3, 4])
+    keys_strided = keys.detach().mT.contiguous().mT.requires_grad_()
+    assert keys_strided.stride(-1) != 1
+    out = structural_attention(query, keys_strided, values, **options)
+    out.sum().backward()
+    torch.testing.assert_close(out, structural_attention(query, keys, values, **options))
+    used = [bool(x.any()) for x in keys_strided.grad]
+    assert used == [True, True, False, False, True]
+
+
+def test_gradients_come_back_in_the_memory_order_of_rows():
+    inputs = make_inputs(B=2, N=4, J=2, T=7)
+    out, dquery, dkeys, dvalues = output_and_gradients(
+        structural_attention, inputs, occupancy=[3, 3]
+    )
+    for x in (out, dquery, dkeys, dvalues):
+        assert x.transpose(-3, -2).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)], ids=["fp32", "bf16"]
+)
+def test_lower_precision_is_close_to_float64(dtype, tolerance):
+    inputs = make_inputs(B=2, N=4, J=2, T=70, D=16, R=5, dtype=dtype)
+    options = dict(occupancy=[4, 2], block_of_depth=[0, 1, 2, 3, 4])
+    expected = output_and_gradients(dense_attention, [x.double() for x in inputs], **options)
+    actual = output_and_gradients(structural_attention, inputs, **options)
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype is dtype
+        assert (x - y).abs().max() < tolerance * y.abs().max()
+
+
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs_dtype():
+    query, keys, values = make_inputs(T=20, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = structural_attention(query, keys.bfloat16(), values, occupancy=[2])
+    assert out.dtype is torch.bfloat16
+    out.float().sum().backward()
+    assert query.grad.dtype is values.grad.dtype is torch.float32
+
+
+def attention_through_an_undifferentiated_lse(query, keys, values, *, occupancy):
+    """Known-bad: merges as the real one does, but leaves the backward to autograd.
+
+    The fused op's log-sum-exp is a constant to autograd, so the weights get no gradient from it.
+    """
+    W, T, scale = occupancy[0], query.shape[2], query.shape[3] ** -0.5
+    far, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query[:, :, W:], keys[-1, :, :, : T - W], values[-1, :, :, : T - W], 0.0, True, scale=scale
+    )
+    far, lse = F.pad(far, (0, 0, W, 0)), F.pad(lse, (W, 0), value=-torch.inf)
+    shifted = [[F.pad(x[i, :, :, : T - i], (0, 0, i, 0)) for i in range(W)] for x in (keys, values)]
+    band = torch.stack([(query * key).sum(-1) * scale for key in shifted[0]], -1)
+    band = band.masked_fill(torch.arange(T)[:, None] < torch.arange(W), -torch.inf)
+    weights = torch.cat([lse[..., None], band], -1).softmax(-1)
+    near = sum(weights[..., i + 1, None] * value for i, value in enumerate(shifted[1]))
+    return weights[..., :1] * far + near
+
+
+def test_a_merge_left_to_autograd_has_the_right_output_and_wrong_gradients():
+    inputs = make_inputs(T=12)
+    right = output_and_gradients(structural_attention, inputs, occupancy=[3])
+    wrong = output_and_gradients(attention_through_an_undifferentiated_lse, inputs, occupancy=[3])
+    torch.testing.assert_close(wrong[0], right[0])
+    assert (wrong[1] - right[1]).abs().max() > 0.1 * right[1].abs().max()
+    assert (wrong[2][-1] - right[2][-1]).abs().max() > 0.1 * right[2][-1].abs().max()
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        (dict(occupancy=[4]), "occupancy"),
+        (dict(occupancy=[0]), "occupancy"),
+        (dict(occupancy=[1, 1]), "occupancy"),
+        (dict(occupancy=[1], depth=4), "depth"),
+        (dict(occupancy=[1], block_of_depth=[0, 4]), "block_of_depth"),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name(options, field):
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        structural_attention(*make_inputs(), **options)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"^query: 3 heads cannot share 2"):
+        structural_attention(*make_inputs(N=3, J=2), occupancy=[1])

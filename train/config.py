@@ -1,0 +1,174 @@
+"""The configuration of one training run, and how YAML files and flags become it."""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+
+from pipedraft.data_recipes.recipe import DataConfig
+from pipedraft.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: orthogonalised momentum for the weight matrices inside the layers, AdamW for the rest."""
+    lr: float = 1e-4
+    """Peak learning rate; for muon the update is scaled to AdamW's root mean square."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 switches clipping off."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_fraction: float = 0.03
+    """Share of all optimizer steps in which the rate rises linearly from 0."""
+    final_fraction: float = 0.0
+    """Rate at the last step, as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"optim.lr: {self.lr} is not positive; give for example 1e-4")
+        if not 0 <= self.warmup_fraction < 1:
+            raise ValueError(f"optim.warmup_fraction: {self.warmup_fraction} is outside [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    every_steps: int = 200
+    """Optimizer steps between evaluations on the validation rows; 0: only at the end."""
+    max_rows: int = 64
+    """Validation rows used, the first ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run. The network itself is configured under ``model``, by its method."""
+
+    method: str
+    output_dir: Path
+    data: DataConfig
+    target: str | None = None
+    """Frozen target of a draft: a folder or a Hub id."""
+    target_revision: str | None = None
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    batch_tokens: int = 4096
+    """Padded tokens in one forward pass of one process."""
+    accumulation: int = 1
+    """Forward passes per optimizer step; the loss is the mean over all their counted tokens."""
+    epochs: float = 1.0
+    max_steps: int | None = None
+    """Optimizer steps, instead of epochs."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Autocast dtype; weights and optimizer state stay fp32. auto: bf16 where the processor computes in it."""
+    seed: int = 0
+    save_every_steps: int = 500
+    """Optimizer steps between checkpoints that a run can resume from."""
+    keep_checkpoints: int = 2
+    resume: bool = True
+    """Go on from the newest complete checkpoint under output_dir, if there is one."""
+    trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    """Besides metrics.jsonl, which is always written."""
+    log_every_steps: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "accumulation", "keep_checkpoints", "log_every_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is below 1")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps: {self.max_steps} is below 1; leave it out to use epochs")
+        if self.epochs <= 0:
+            raise ValueError(f"epochs: {self.epochs} is not positive")
+
+
+def _fail(message: str) -> NoReturn:
+    raise UsageError(" ".join(message.split()))
+
+
+def _peek_method(arguments: Sequence[str], methods: Sequence[str]) -> str:
+    """The method named by ``--method`` or by the last ``--config`` file that names one."""
+    method = None
+    words = [part for word in arguments for part in word.split("=", 1)]
+    for flag, value in zip(words, words[1:], strict=False):
+        if flag == "--method":
+            method = value
+            break
+        if flag == "--config":
+            path = Path(value)
+            if not path.is_file():
+                _fail(
+                    f"--config: no file {value}; give a YAML file, for example configs/spd/tiny.yaml"
+                )
+            try:
+                layer = yaml.safe_load(path.read_text())
+            except yaml.YAMLError as error:
+                _fail(f"--config: {value} is not valid YAML: {error}")
+            if not isinstance(layer, dict):
+                _fail(f"--config: {value} holds no mapping; see configs/spd/tiny.yaml")
+            method = layer.get("method", method)
+    if method is None:
+        _fail(f"method: missing; give --config FILE or --method, one of {', '.join(methods)}")
+    if method not in methods:
+        near = difflib.get_close_matches(str(method), methods, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        _fail(f"method: {method!r} is unknown; {hint}known: {', '.join(methods)}")
+    return method
+
+
+def _known_keys(parser: Any) -> list[str]:
+    return [action.dest for action in parser._actions if action.dest not in ("help", "config")]
+
+
+def _explain(error: Exception, parser: Any) -> str:
+    """jsonargparse's message on one line, with the nearest known key for an unknown one."""
+    text = " ".join(str(error).split())
+    words = text.replace('"', "'").split("'")
+    for candidate in words[1::2]:
+        key = candidate.lstrip("-").split("=")[0]
+        known = _known_keys(parser)
+        if key and key not in known and ("nrecognized" in text or "does not accept" in text):
+            near = difflib.get_close_matches(key, known + [k.split(".")[-1] for k in known], 1)
+            return f"{text} (nearest known key: {near[0]})" if near else text
+    return text
+
+
+def parse_run(
+    arguments: Sequence[str], methods: dict[str, type], example: str
+) -> tuple[RunConfig, Any, str]:
+    """Read ``--config`` layers and ``--a.b value`` flags.
+
+    Args:
+        methods: method name -> dataclass that configures its network.
+        example: shown at the end of ``--help``.
+
+    Returns:
+        The run, the network's configuration, and the resolved YAML.
+
+    Raises:
+        UsageError: one line that names the field, the value and the mend.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    wants_help = any(word in ("-h", "--help") for word in arguments)
+    method = next(iter(methods)) if wants_help else _peek_method(arguments, list(methods))
+    parser = ArgumentParser(
+        prog="pipedraft train", description=__doc__, epilog=example, exit_on_error=False
+    )
+    parser.add_argument("--config", action="config", help="YAML file; later ones override earlier")
+    parser.add_class_arguments(RunConfig, as_group=False)
+    parser.add_class_arguments(methods[method], "model")
+    if wants_help:
+        print(parser.format_help())
+        sys.exit(0)
+    try:
+        parsed = parser.parse_args(list(arguments))
+        instance = parser.instantiate_classes(parsed)
+    except (ArgumentError, ValueError, TypeError) as error:
+        _fail(_explain(error, parser))
+    values = {key: value for key, value in vars(instance).items() if key not in ("config", "model")}
+    resolved = parser.dump(parsed, skip_none=False)
+    return RunConfig(**values), instance.model, resolved

@@ -1,0 +1,135 @@
+"""Training of a small target from scratch: plain next-token cross-entropy on a packed corpus."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from pipedraft.train.loop import LossOutput
+
+# B batch, T positions, V vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig:
+    architecture: Literal["llama", "qwen3"] = "llama"
+    tokenizer: str | None = None
+    """Folder or Hub id; None trains a byte-level BPE of vocab_size on the same data."""
+    vocab_size: int = 4096
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_layers: int = 16
+    num_heads: int = 3
+    num_key_value_heads: int = 1
+    max_positions: int = 1024
+    rope_theta: float = 10000.0
+    init_from: str | None = None
+    """Folder of a model to go on from (its shape and tokenizer are used), e.g. with longer rows."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Kernel while training; eager is the faster one on CPUs for rows of a few hundred tokens."""
+    loss_on: Literal["all", "assistant"] = "all"
+    save_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of the weights in the finished folder."""
+    card: str | None = None
+    """Markdown file put into the finished folder as README.md."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"model.num_heads: {self.num_heads} does not divide model.hidden_size "
+                f"{self.hidden_size}; choose a divisor"
+            )
+
+
+def build_language_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A randomly initialised causal LM with tied embeddings."""
+    if config.init_from is not None:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.init_from, dtype=torch.float32, attn_implementation=config.attention
+        )
+        return model.train()
+    family, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[config.architecture]
+    shape = family(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        max_position_embeddings=config.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation=config.attention,
+    )
+    return model_class(shape)
+
+
+class LanguageModelObjective(nn.Module):
+    """Cross-entropy of the next token; rows count when the next token is inside the example."""
+
+    def __init__(self, config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
+        self.config, self.tokenizer = config, tokenizer
+        self.model = build_language_model(config, tokenizer)
+
+    def counted(self, batch: dict[str, Tensor]) -> Tensor:
+        """Rows whose next token is a label: bool [B, T-1]."""
+        next_position = torch.arange(1, batch["input_ids"].shape[1], device=batch["lengths"].device)
+        inside_BT = next_position[None] < batch["lengths"][:, None]
+        if self.config.loss_on == "assistant":
+            inside_BT = inside_BT & batch["loss_mask"][:, 1:].bool()
+        return inside_BT
+
+    def num_counted(self, batch: dict[str, Tensor]) -> int:
+        return int(self.counted(batch).sum())
+
+    def forward(
+        self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
+    ) -> LossOutput:
+        ids_BT, counted_BT = batch["input_ids"], self.counted(batch)
+        hidden_BTH = self.model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        logits_MV = self.model.lm_head(hidden_BTH[:, :-1][counted_BT])
+        labels_M = ids_BT[:, 1:][counted_BT]
+        loss = F.cross_entropy(logits_MV.float(), labels_M, reduction="sum")
+        agreement = (logits_MV.argmax(-1) == labels_M).sum()
+        return LossOutput(loss, counted_BT.sum(), {"agreement": agreement})
+
+    def evaluation_passes(self) -> list[dict[str, Any]]:
+        return [{}]
+
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
+        loss = sums["loss"] / max(sums["count"], 1)
+        return {
+            "loss": loss,
+            "top1": sums["agreement"] / max(sums["count"], 1),
+            "score": -loss,
+        }
+
+    def save(self, folder: Path, metrics: dict[str, float]) -> None:
+        dtype = getattr(torch, self.config.save_dtype)
+        weights = {name: value.to(dtype) for name, value in self.model.state_dict().items()}
+        weights.pop("lm_head.weight")
+        saved_dtype, self.model.config.dtype = self.model.config.dtype, dtype
+        self.model.save_pretrained(folder, state_dict=weights)
+        self.model.config.dtype = saved_dtype
+        self.tokenizer.save_pretrained(folder)
+        if self.config.card is not None:
+            (folder / "README.md").write_text(Path(self.config.card).read_text())

@@ -1,0 +1,176 @@
+"""Training of SPD's speculation module: distillation with simulated pipeline fill."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.inference.closed_forms import continuous_acceptance_length
+from pipedraft.models.draft import TargetReference, draft_vocabulary
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.spd import SPD, SPDConfig
+from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.train.loop import LossOutput
+from pipedraft.train.losses import chunked_distillation
+
+# B batch, T positions, H hidden, M counted rows, V vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class SPDTrainConfig(SPDConfig):
+    """The module and its loss."""
+
+    loss: Literal["kl", "tv", "lk"] = "kl"
+    """kl: KL(target || draft), the paper's. tv, lk: total variation and -log of the acceptance
+    probability, which are what decoding pays for."""
+    full_probability: float = 0.5
+    """Share of examples seen with all n stages occupied; the others get 1..n-1 tokens in flight."""
+
+    def architecture(self) -> SPDConfig:
+        return SPDConfig(**{f.name: getattr(self, f.name) for f in fields(SPDConfig)})
+
+
+def sample_occupancy(
+    num_examples: int, num_stages: int, full_probability: float, generator: torch.Generator
+) -> list[int]:
+    """Tokens in flight for each example: n with ``full_probability``, else uniform in 1..n-1.
+
+    Drawn per example as in the paper. Deviation from the authors' code, which draws once per
+    micro-batch.
+    """
+    if num_stages == 1:
+        return [1] * num_examples
+    is_full = torch.rand(num_examples, generator=generator) < full_probability
+    partial = torch.randint(1, num_stages, (num_examples,), generator=generator)
+    return torch.where(is_full, num_stages, partial).tolist()
+
+
+def counted_rows(batch: dict[str, Tensor]) -> Tensor:
+    """Rows whose NEXT token is an assistant token: bool [B, T-1]."""
+    return batch["loss_mask"][:, 1:].bool()
+
+
+class SPDObjective(nn.Module):
+    """KL(target || module) at temperature 1, summed over rows whose next token is the assistant's.
+
+    The frozen target is held outside the module tree: no optimizer state, not saved, not broadcast.
+    """
+
+    def __init__(
+        self,
+        config: SPDTrainConfig,
+        target: Any,
+        *,
+        target_name: str,
+        revision: str | None,
+        data: TokenizedData,
+    ) -> None:
+        super().__init__()
+        layer = LayerConfig.from_target(target.get_decoder().config)
+        fingerprint = target_fingerprint(target)
+        reference = TargetReference(name=target_name, revision=revision, fingerprint=fingerprint)
+        architecture = replace(config.architecture(), num_target_layers=fingerprint["num_layers"])
+        self.config = config
+        self._target = [target]
+        self.draft = SPD(architecture, layer, reference)
+        draft_ids = None
+        if config.draft_vocab_size is not None:
+            counts = label_counts(data, fingerprint["vocab_size"])
+            draft_ids = draft_vocabulary(counts, config.draft_vocab_size)
+        self.draft.initialise(target, draft_ids)
+        self.training_note: dict[str, Any] = {"data": data.report.to_dict()}
+
+    @property
+    def target(self) -> Any:
+        return self._target[0]
+
+    def num_counted(self, batch: dict[str, Tensor]) -> int:
+        return int(counted_rows(batch).sum())
+
+    def forward(
+        self,
+        batch: dict[str, Tensor],
+        generator: torch.Generator,
+        *,
+        occupancies: Sequence[int] | None = None,
+        name: str = "",
+    ) -> LossOutput:
+        """Loss of one batch.
+
+        Args:
+            occupancies: evaluation: run every example at each of these instead of a random draw.
+        """
+        target, draft = self.target, self.draft
+        last = draft.config.num_target_layers
+        taps = capture_hidden(target, batch["input_ids"], {*draft.taps, last})
+        counted_BT = counted_rows(batch)
+        with torch.no_grad():
+            teacher_MH = target.get_decoder().norm(taps[last][:, :-1][counted_BT])
+        runs: list[Sequence[int]]
+        if occupancies is None:
+            drawn = sample_occupancy(
+                len(batch["input_ids"]),
+                draft.config.num_stages,
+                self.config.full_probability,
+                generator,
+            )
+            runs = [drawn]
+        else:
+            runs = [[a] * len(batch["input_ids"]) for a in occupancies]
+        sums: dict[str, Tensor] = {}
+        for run in runs:
+            stream_BTH = draft(taps, run)
+            result = chunked_distillation(
+                draft.norm(stream_BTH[:, :-1][counted_BT]),
+                draft.lm_head.weight,
+                teacher_MH,
+                target.get_output_embeddings().weight,
+                kind=self.config.loss,
+                teacher_rows_U=draft.draft_ids if self.config.draft_vocab_size else None,
+            )
+            prefix = f"fill{run[0]}_" if occupancies is not None else ""
+            sums[prefix + "acceptance"] = result.acceptance_sum
+            sums[prefix + "agreement"] = result.agreement_sum
+            sums["mass_outside"] = result.mass_outside_sum
+        return LossOutput(result.loss, counted_BT.sum(), sums)
+
+    def evaluation_passes(self) -> list[dict[str, Any]]:
+        return [{"occupancies": range(1, self.draft.config.num_stages + 1)}]
+
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
+        count = max(sums["count"], 1)
+        metrics = {"loss": sums["loss"] / count}
+        if self.config.draft_vocab_size:
+            metrics["mass_outside"] = sums["mass_outside"] / count
+        if "acceptance" in sums:
+            metrics["acceptance"] = sums["acceptance"] / count
+            metrics["agreement"] = sums["agreement"] / count
+            return metrics
+        num_stages = self.draft.config.num_stages
+        for key, temperature in (("agreement", 0), ("acceptance", 1)):
+            rates = [sums[f"fill{a}_{key}"] / count for a in range(1, num_stages + 1)]
+            metrics[f"{key}_filling"] = rates[0]
+            metrics[key] = rates[-1]
+            simulated = continuous_acceptance_length(rates, num_stages)
+            metrics[f"equivalent_acceptance_length_T{temperature}"] = simulated
+        metrics["score"] = metrics["equivalent_acceptance_length_T0"]
+        return metrics
+
+    def save(self, folder: Path, metrics: dict[str, float]) -> None:
+        note = {**self.training_note, "metrics": metrics, "loss": self.config.loss}
+        self.draft.save(folder, training=note)
+
+
+def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:
+    """How often each token is an assistant token of the training rows: int64 [V]."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for start in range(0, len(data.train), 1000):
+        rows = data.train[start : start + 1000]
+        for ids, mask in zip(rows["input_ids"], rows["loss_mask"], strict=True):
+            supervised = torch.as_tensor(ids)[torch.as_tensor(mask, dtype=torch.bool)]
+            counts += torch.bincount(supervised, minlength=vocab_size)
+    return counts
