@@ -1,12 +1,43 @@
 """How every command ends: 0 done, 2 bad input in one line, 1 failure."""
 
+import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
 
 class UsageError(ValueError):
     """Bad input. The message is one line that names the field, the value and the mend."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad arguments raise ``UsageError``: one line, no usage text, the nearest option named."""
+
+    def error(self, message: str) -> NoReturn:
+        options = [option for action in self._actions for option in action.option_strings]
+        unknown, _, words = message.partition("unrecognized arguments: ")
+        if not unknown and words:
+            word = words.split()[0].partition("=")[0]
+            near = difflib.get_close_matches(word, options, n=1)
+            hint = f"did you mean {near[0]}? (" if near else "("
+            raise UsageError(f"unknown argument {word!r}; {hint}see --help)")
+        before, _, missing = message.partition("the following arguments are required: ")
+        if not before and missing:
+            raise UsageError(f"{missing}: missing; see --help for an example")
+        raise UsageError(f"{message.removeprefix('argument ')} (see --help)")
+
+
+def make_folder(field: str, folder: Path) -> None:
+    """Create a folder for results; ``field`` is the option that named it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{field}: {str(folder)!r} cannot be made ({error.strerror}); give another folder"
+        ) from error
 
 
 def run_command(main: Callable[[], None]) -> None:

@@ -3,11 +3,10 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from pipedraft.errors import run_command
+from pipedraft.errors import Parser, make_folder, run_command
 
 EXAMPLE = """\
 example:
@@ -19,19 +18,6 @@ The autoregressive baseline is always part of it. Without --data-dir the reposit
 prompt files are used; --data-dir hub: downloads the published benchmarks.
 """
 DEFAULT_STAGES = 4
-
-
-class Parser(argparse.ArgumentParser):
-    """Bad arguments raise ValueError: one line, no usage text, the nearest option named."""
-
-    def error(self, message: str) -> NoReturn:
-        options = [option for action in self._actions for option in action.option_strings]
-        unknown, _, word = message.partition("unrecognized arguments: ")
-        if not unknown and word:
-            near = get_close_matches(word.split()[0].partition("=")[0], options, n=1)
-            hint = f"did you mean {near[0]}? (" if near else "("
-            raise ValueError(f"unknown argument {word.split()[0]!r}; {hint}see --help)")
-        raise ValueError(f"{message.removeprefix('argument ')} (see --help)")
 
 
 def _positive(text: str) -> int:
@@ -176,32 +162,34 @@ def _load_benchmarks(arguments: argparse.Namespace) -> dict[str, list[Any]]:
     return benchmarks
 
 
-def _read_drafts(arguments: argparse.Namespace) -> tuple[str, dict[Path, dict[str, Any]]]:
-    """Name of the target, and the description of every checkpoint."""
+def _read_drafts(
+    arguments: argparse.Namespace,
+) -> tuple[str, str | None, dict[Path, dict[str, Any]]]:
+    """Name and revision of the target, and the description of every checkpoint."""
     from pipedraft.models.draft import read_description, resolve_folder
 
     drafts = {}
     for checkpoint in arguments.checkpoint:
         folder = resolve_folder(checkpoint)
         drafts[folder] = read_description(folder)
-        missing = [key for key in ("architecture", "target") if key not in drafts[folder]]
-        if missing:
-            raise ValueError(
-                f"--checkpoint: {folder}/config.json has no {missing[0]!r}; copy or train it again"
-            )
         trained_for = drafts[folder]["architecture"].get("num_stages")
         if trained_for and arguments.stages and arguments.stages != trained_for:
             raise ValueError(
                 f"--stages: {arguments.stages}, but {checkpoint} was trained for {trained_for}; "
                 "leave --stages out, or train a draft for that number"
             )
-    targets = dict.fromkeys(description["target"]["name"] for description in drafts.values())
-    if arguments.target is None and len(targets) > 1:
+    if arguments.target is not None:
+        return arguments.target, None, drafts
+    references = [description["target"] for description in drafts.values()]
+    targets = dict.fromkeys((target["name"], target.get("revision")) for target in references)
+    if len(targets) > 1:
+        names = ", ".join(f"{name} ({revision or 'newest'})" for name, revision in targets)
         raise ValueError(
-            f"--checkpoint: the drafts name different targets ({', '.join(targets)}); evaluate "
+            f"--checkpoint: the drafts name different targets: {names}; evaluate "
             "them one by one, or give --target"
         )
-    return arguments.target or next(iter(targets)), drafts
+    ((name, revision),) = targets
+    return name, revision, drafts
 
 
 def _method_name(folder: Path, drafts: dict[Path, dict[str, Any]]) -> str:
@@ -265,15 +253,6 @@ def _device(name: str) -> Any:
         ) from error
 
 
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--out: {str(out)!r} cannot be made ({error.strerror}); give another folder"
-        ) from error
-
-
 def run(argv: Sequence[str]) -> None:
     """The whole command; bad input raises ValueError, cheap checks before the models load."""
     arguments = build_parser().parse_args(argv)
@@ -288,11 +267,13 @@ def run(argv: Sequence[str]) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     benchmarks = _load_benchmarks(arguments)
-    target_name, drafts = _read_drafts(arguments)
+    target_name, revision, drafts = _read_drafts(arguments)
     device = _device(arguments.device)
-    _make_folder(arguments.out)
-    tokenizer = load_tokenizer(target_name)
-    target = load_target(target_name, dtype=getattr(torch, arguments.dtype), device=device)
+    make_folder("--out", arguments.out)
+    tokenizer = load_tokenizer(target_name, revision=revision)
+    target = load_target(
+        target_name, revision=revision, dtype=getattr(torch, arguments.dtype), device=device
+    )
     comparison = Comparison(
         target=target,
         tokenizer=tokenizer,

@@ -191,8 +191,9 @@ class Comparison:
         fastest wall clock. With more than one benchmark each method also gets an entry "overall"
         that pools them.
         """
-        for method in methods:
-            self._engine(method)  # refuses what cannot be run before anything is decoded
+        for method in methods:  # refuses what cannot be run before anything is decoded
+            self._engine(method)
+            self._check_room(method.config.max_new_tokens)
         references: dict[int, GreedyReference] = {}
         entries = []
         for temperature in sorted({method.config.temperature for method in methods}):
@@ -215,12 +216,25 @@ class Comparison:
                 ]
         return entries
 
+    @property
+    def _num_positions(self) -> int:
+        return self.target.config.get_text_config().max_position_embeddings
+
+    def _check_room(self, max_new_tokens: int) -> None:
+        """Every benchmark must have a prompt that fits before the new tokens."""
+        room = self._num_positions - max_new_tokens
+        for name, prompts in self.benchmarks.items():
+            if all(len(encode_turn(self.tokenizer, prompt, [])) > room for prompt in prompts):
+                raise ValueError(
+                    f"--max-new-tokens: {max_new_tokens} leaves {room} of the target's "
+                    f"{self._num_positions} positions, too few for any prompt of {name}; lower it"
+                )
+
     def _decode(
         self, method: Method, references: dict[int, GreedyReference]
     ) -> dict[str, _Decoded]:
         config = method.config
-        limit = self.target.config.get_text_config().max_position_embeddings
-        max_prompt_tokens = limit - config.max_new_tokens
+        max_prompt_tokens = self._num_positions - config.max_new_tokens
         self._warm_up(method, max_prompt_tokens)
         engine = self._engine(method)
         parts = {}
@@ -234,11 +248,6 @@ class Comparison:
                 f"W={config.tree_width} {name}",
                 progress=self.progress,
             )
-            if not records:
-                raise ValueError(
-                    f"--max-new-tokens: {config.max_new_tokens} leaves {max_prompt_tokens} of the "
-                    f"target's {limit} positions, too few for any prompt of {name}; lower it"
-                )
             check = None
             if self.lossless and config.temperature == 0:
                 reference = references.setdefault(

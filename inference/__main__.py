@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from dataclasses import replace
 
-from pipedraft.errors import run_command
+from pipedraft.errors import Parser, run_command
 
 EXAMPLE = """example:
   python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
@@ -12,7 +13,7 @@ EXAMPLE = """example:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pipedraft inference",
         description=__doc__,
         epilog=EXAMPLE,
@@ -37,7 +38,8 @@ class Stream:
     """Prints text as tokens arrive, only up to the last complete character."""
 
     def __init__(self, tokenizer) -> None:
-        self.tokenizer, self.ids, self.printed = tokenizer, [], 0
+        self.tokenizer, self.printed = tokenizer, 0
+        self.ids: list[int] = []
 
     def __call__(self, token: int) -> None:
         self.ids.append(token)
@@ -47,10 +49,12 @@ class Stream:
             sys.stdout.flush()
             self.printed = len(text)
 
+    def finish(self, text: str) -> None:
+        """Print what was held back, an incomplete last character included."""
+        print(text[self.printed :])
+
 
 def encode(tokenizer, text: str, raw: bool) -> list[int]:
-    if not text.strip():
-        raise ValueError("--prompt: empty; give at least one word")
     if raw or tokenizer.chat_template is None:
         return tokenizer(text).input_ids
     rendered = tokenizer.apply_chat_template(
@@ -61,11 +65,18 @@ def encode(tokenizer, text: str, raw: bool) -> list[int]:
 
 def main() -> None:
     options = parse(sys.argv[1:])
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not text.strip():
+        raise ValueError(f"--prompt: {text!r} is empty; give at least one word")
+    from transformers.utils import logging
+
     from pipedraft.inference.engine import Engine, EngineConfig
     from pipedraft.models import load_draft
     from pipedraft.models.draft import read_description, resolve_folder
     from pipedraft.models.target import load_target, load_tokenizer
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     if options.checkpoint is None and options.target is None:
         raise ValueError("--checkpoint: missing; give a trained draft, or --target alone for AR")
     if options.checkpoint is None and options.schedule != "autoregressive":
@@ -73,28 +84,29 @@ def main() -> None:
             f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, or "
             "--schedule autoregressive"
         )
-    name, revision = options.target, None
-    if name is None:
-        reference = read_description(resolve_folder(options.checkpoint))["target"]
-        name, revision = reference["name"], reference["revision"]
-    target, tokenizer = (
-        load_target(name, revision=revision),
-        load_tokenizer(name, revision=revision),
-    )
-    draft = load_draft(options.checkpoint, target) if options.checkpoint else None
+    # Before anything is loaded, so that bad values are refused at once.
     config = EngineConfig(
         schedule=options.schedule,
-        num_stages=options.stages or (draft.config.num_stages if draft is not None else 1),
+        num_stages=1 if options.stages is None else options.stages,
         temperature=options.temperature,
         verifier=options.verifier,
         tree_width=options.tree_width,
         seed=options.seed,
         max_new_tokens=options.max_new_tokens,
     )
+    name, revision = options.target, None
+    if name is None:
+        reference = read_description(resolve_folder(options.checkpoint))["target"]
+        name, revision = reference["name"], reference.get("revision")
+    tokenizer = load_tokenizer(name, revision=revision)
+    target = load_target(name, revision=revision)
+    draft = load_draft(options.checkpoint, target) if options.checkpoint else None
+    if options.stages is None and draft is not None:
+        config = replace(config, num_stages=draft.config.num_stages)
     engine = Engine(target, tokenizer, config, draft)
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    result = engine.decode(encode(tokenizer, text, options.raw), on_token=Stream(tokenizer))
-    print()
+    stream = Stream(tokenizer)
+    result = engine.decode(encode(tokenizer, text, options.raw), on_token=stream)
+    stream.finish(result.text)
     if not options.quiet:
         elapsed = result.token_times_s[-1] - result.prefill_s
         print(

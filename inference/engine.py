@@ -40,8 +40,10 @@ class EngineConfig:
             raise ValueError(
                 f"schedule: {self.schedule!r} is unknown; {hint}known: {', '.join(SCHEDULES)}"
             )
-        if self.temperature < 0:
-            raise ValueError(f"temperature: {self.temperature} is negative; 0 is greedy")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature: {self.temperature} is not a temperature; give 0 (greedy) or more"
+            )
         for name in ("num_stages", "tree_width", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1; give at least 1")

@@ -13,7 +13,7 @@ class DecodeResult:
 
     prompt_ids: list[int]
     token_ids: list[int]
-    """Every new token, the one drawn from the prefill included; ends with the EOS token if one was drawn."""
+    """Every new token: the one drawn from the prefill first, the EOS token last if one came."""
     text: str
     stop_reason: str
     """"eos", "max_new_tokens" or "max_length"."""

@@ -89,12 +89,13 @@ class SPDSource:
     ) -> int:
         deepest = tree.depths[-1]
         leaves = [row for row in range(len(tree)) if tree.depths[row] == deepest]
+        device = self.draft.lm_head.weight.device
         logits_QU = self.draft.propose(
             self._state,
             features,
             depths=[deepest - depth for depth in tree.depths],
-            positions=tree.positions(0, len(tree)),
-            visible_RR=tree.visible(0, len(tree)),
+            positions=tree.positions(0, len(tree)).to(device),
+            visible_RR=tree.visible(0, len(tree)).to(device),
         )
         self.num_forwards += 1
         ids_U = self.draft.draft_ids
@@ -109,7 +110,7 @@ def sampled_distribution(
     logits_U: Tensor, ids_U: Tensor, num_tokens: int, temperature: float
 ) -> Tensor:
     """q over the target's vocabulary, float64 [V]; tokens the draft does not know have 0."""
-    q_V = torch.zeros(num_tokens, dtype=torch.float64)
+    q_V = logits_U.new_zeros(num_tokens, dtype=torch.float64)
     q_V[ids_U] = torch.softmax(logits_U.double() / temperature, -1)
     return q_V
 
@@ -128,7 +129,7 @@ def add_most_likely(
     logprob_QU = torch.log_softmax(logits_QU.float(), -1)
     width = min(width, logprob_QU.numel())
     best_QW, index_QW = logprob_QU.topk(min(width, logprob_QU.shape[1]), -1)
-    leaf_scores = torch.tensor([tree.scores[leaf] for leaf in leaves])
+    leaf_scores = best_QW.new_tensor([tree.scores[leaf] for leaf in leaves])
     total_QW = best_QW + leaf_scores[:, None]
     for flat in total_QW.flatten().topk(width).indices.tolist():
         leaf, rank = divmod(flat, index_QW.shape[1])

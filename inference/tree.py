@@ -81,7 +81,7 @@ class TokenTree:
         )
 
     def keep_for(self, path: list[int], next_token: int) -> Keep:
-        """Keep that commits ``path`` (root first) and retains the subtree that ``next_token`` opens.
+        """Keep that commits ``path`` (root first) and retains the subtree of ``next_token``.
 
         Without such a child nothing is retained: a miss.
         """

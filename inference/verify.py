@@ -77,7 +77,7 @@ class MatchVerifier:
         self.temperature, self.random = temperature, random
 
     def walk(self, tree: TokenTree, logits_RV: Tensor) -> Walk:
-        path, tests = [0], []
+        path, tests = [0], list[bool]()
         while True:
             row = path[-1]
             token = self._token(logits_RV[row], tree.position(row) + 1)
@@ -108,7 +108,7 @@ class RejectionVerifier:
         self.temperature, self.random = temperature, random
 
     def walk(self, tree: TokenTree, logits_RV: Tensor) -> Walk:
-        path, tests = [0], []
+        path, tests = [0], list[bool]()
         while True:
             row = path[-1]
             position = tree.position(row) + 1

@@ -5,15 +5,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pipedraft.errors import run_command
+from pipedraft.errors import Parser, make_folder, run_command
 
 EXAMPLE = """example:
-  python -m pipedraft.models push --checkpoint out/spd --repo user/name --dry-run --out out/upload
+  python -m pipedraft.models push --checkpoint out/spd --repo user/name --dry-run
 """
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pipedraft models",
         description=__doc__,
         epilog=EXAMPLE,
@@ -26,7 +26,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     push.add_argument("--private", action="store_true")
     push.add_argument("--revision", help="branch to upload to")
     push.add_argument("--dry-run", action="store_true", help="only write the folder to --out")
-    push.add_argument("--out", type=Path, help="with --dry-run: where to write it")
+    push.add_argument(
+        "--out", type=Path, help="with --dry-run: where to write it (default: out/upload/REPO)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -36,12 +38,14 @@ def main() -> None:
     from pipedraft.models.hub import prepare_upload, push
 
     if options.repo.count("/") != 1:
-        raise ValueError(f"--repo: {options.repo!r} is not of the form user/name")
+        raise ValueError(f"--repo: {options.repo!r} names no owner; give user/name")
+    if options.out is not None and not options.dry_run:
+        raise ValueError(f"--out: {str(options.out)!r} without --dry-run; give both or neither")
     folder = resolve_folder(options.checkpoint)
     if options.dry_run:
-        if options.out is None:
-            raise ValueError("--out: missing; --dry-run writes the folder there")
-        for path in prepare_upload(folder, options.out):
+        out = options.out or Path("out/upload", options.repo)
+        make_folder("--out", out)
+        for path in prepare_upload(folder, out):
             print(path)
         return
     with tempfile.TemporaryDirectory() as temporary:

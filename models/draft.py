@@ -68,15 +68,15 @@ class Draft(nn.Module):
             config = cls.config_class(**description["architecture"])
             layer = LayerConfig(**description["layer"])
             reference = TargetReference(**description["target"])
+            draft = cls(config, layer, reference)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"checkpoint: {folder / CONFIG_FILE} is damaged ({error}); train or copy it again"
             ) from error
-        draft = cls(config, layer, reference)
         try:
             draft.load_state_dict(load_file(folder / WEIGHTS_FILE))
         except (SafetensorError, FileNotFoundError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).strip().splitlines()[-1].strip()  # torch's first line is a heading
             raise ValueError(
                 f"checkpoint: {folder / WEIGHTS_FILE} is missing or damaged ({reason}); "
                 "use another checkpoint of the run or train it again"
@@ -93,7 +93,7 @@ def read_description(folder: Path) -> dict[str, Any]:
         )
     try:
         description = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not even UTF-8
         raise ValueError(
             f"checkpoint: {path} is not valid JSON ({error}); train or copy it again"
         ) from error
@@ -102,6 +102,11 @@ def read_description(folder: Path) -> dict[str, Any]:
             f"checkpoint: {path} names no draft_type; this looks like a target, not a draft: "
             "give it as --target"
         )
+    for part in ("architecture", "target"):
+        if not isinstance(description.get(part), dict):
+            raise ValueError(f"checkpoint: {path} has no {part!r}; train or copy it again")
+    if "name" not in description["target"]:
+        raise ValueError(f"checkpoint: {path} has no 'target.name'; train or copy it again")
     return description
 
 

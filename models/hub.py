@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, read_description
 
 CARD = "README.md"
@@ -48,10 +50,18 @@ Validation during training (teacher-forced, not a decoding benchmark):
 def prepare_upload(folder: Path, destination: Path) -> list[Path]:
     """Copy what belongs on the Hub (never the training state); returns the files."""
     description = read_description(folder)
-    destination.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"checkpoint: {folder / name} is missing; give a complete checkpoint")
+    try:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt"):
+            pass  # reads the header and compares it with the size of the file
+    except SafetensorError as error:
+        raise ValueError(
+            f"checkpoint: {folder / WEIGHTS_FILE} is damaged ({error}); give another checkpoint"
+        ) from error
+    destination.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
         shutil.copyfile(folder / name, destination / name)
     card = folder / CARD
     text = card.read_text() if card.is_file() else model_card(description)

@@ -12,14 +12,14 @@ that should enter next, so that the pipeline never runs empty.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
+from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding, rotate
 from pipedraft.models.structural import structural_attention
 from pipedraft.models.target import stage_boundaries
 
@@ -112,7 +112,9 @@ class SPD(Draft):
         hidden = layer.hidden_size
         vocabulary = reference.fingerprint["vocab_size"]
         self.feature_layers = feature_layers(config)
-        shared = {}  # depths that read the same layers share one projection and one key block
+        shared: dict[
+            tuple[int, ...], int
+        ] = {}  # depths that read the same layers share one projection and one key block
         for layers in self.feature_layers:
             shared.setdefault(layers, len(shared))
         # Depth 0 is the query stream and keeps its own block even where depth 1 reads the same.
@@ -155,9 +157,13 @@ class SPD(Draft):
                     scale = (2 * len(self.layers)) ** -0.5 if is_output else 1.0
                     nn.init.normal_(parameter, std=0.5 * scale * parameter.shape[1] ** -0.5)
 
-    def feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
-        """g^k = FC_k(concat of the hidden states at the checkpoints of depth k): [..., H]."""
-        hidden = torch.cat([taps[index] for index in self.feature_layers[depth]], -1)
+    def feature(self, taps: Mapping[int, Tensor], depth: int, count: int | None = None) -> Tensor:
+        """g^k = FC_k(concat of the hidden states at the checkpoints of depth k): [..., H].
+
+        Args:
+            count: only the first ones along the first axis of the hidden states.
+        """
+        hidden = torch.cat([taps[index][:count] for index in self.feature_layers[depth]], -1)
         return self.projections[self.block_of_depth[depth]](hidden)
 
     # -- training ---------------------------------------------------------------------------
@@ -168,6 +174,7 @@ class SPD(Draft):
         Args:
             taps: hidden states [B, T, H] of the target, by layer index.
             occupancy: for each example the tokens in flight, 1..n (simulated pipeline fill).
+                Fastest in descending order: depths that no later example has are not computed.
 
         Returns:
             [B, T, H], before the final norm; row t predicts the token at position t + 1.
@@ -175,37 +182,70 @@ class SPD(Draft):
         if self.config.query == "all":
             return self._forward_all(taps, occupancy)
         stream_BTH = self.feature(taps, 0)
-        depths = self._static_depths()
-        static_kBTH = torch.stack([self.feature(taps, depth) for depth in depths])
-        block_of_depth = self._block_order(depths)
-        # One normalisation serves every layer: its weight is folded into the projections.
-        normed_kBTH = F.rms_norm(static_kBTH, static_kBTH.shape[-1:], None, self.norm.eps)
         cos, sin = self._rotation(stream_BTH)
-        for layer in self.layers:
-            query_BNTD, keys_BJTD, values_BJTD = self._project(layer, stream_BTH, cos, sin)
-            scaled = normed_kBTH * layer.input_layernorm.weight.to(normed_kBTH.dtype)
-            static_keys, static_values = layer.self_attn.key_value(scaled, cos, sin)
+        keys, values, block_of_depth = self._static_key_values(taps, occupancy, cos, sin)
+        for index, layer in enumerate(self._decoder_layers()):
+            query_BNTD, key_BJTD, value_BJTD = self._project(layer, stream_BTH, cos, sin)
             attended_BNTD = structural_attention(
                 query_BNTD,
-                torch.cat([keys_BJTD[None], static_keys.transpose(-3, -2)]),
-                torch.cat([values_BJTD[None], static_values.transpose(-3, -2)]),
+                [key_BJTD, *keys[index]],
+                [value_BJTD, *values[index]],
                 occupancy=occupancy,
                 block_of_depth=block_of_depth,
             )
             stream_BTH = layer.finish(stream_BTH, attended_BNTD.transpose(1, 2))
         return stream_BTH
 
-    def _static_depths(self) -> list[int]:
-        """Depths 1..n, one for each distinct feature (anchors make several depths share one)."""
-        seen: dict[int, int] = {}
-        for depth in range(1, self.config.num_stages + 1):
-            seen.setdefault(self.block_of_depth[depth], depth)
-        return list(seen.values())
+    def _static_key_values(
+        self, taps: Mapping[int, Tensor], occupancy: Sequence[int], cos: Tensor, sin: Tensor
+    ) -> tuple[list[list[Tensor]], list[list[Tensor]], list[int]]:
+        """Keys and values of the depths 1..n, whose rows are the same for every layer.
 
-    def _block_order(self, depths: list[int]) -> list[int]:
-        """Key block of each depth 0..n: block 0 is the query stream, then the static ones."""
-        place = {self.block_of_depth[depth]: 1 + i for i, depth in enumerate(depths)}
-        return [0] + [place[block] for block in self.block_of_depth[1:]]
+        The layers' norms differ by their weights only, which are folded into the projections, so
+        one normalisation and one product per block serve all layers while its rows are in cache.
+
+        Returns:
+            keys, values: [B_r, J, T, D] by layer and block.
+            block_of_depth: of the depths 0..n, counting the query stream as block 0.
+        """
+        attention, layers = self.layers[0].self_attn, self._decoder_layers()
+        heads = (2 * len(layers), attention.num_key_value_heads, attention.head_size)
+        projections = [
+            (projection, layer.input_layernorm)
+            for layer in layers
+            for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj)
+        ]
+        weight_AH = torch.cat([projection.weight * norm.weight for projection, norm in projections])
+        bias_A = None
+        if self.layer_config.has_attention_bias:
+            bias_A = torch.cat([projection.bias for projection, _ in projections])
+        # Depths that read the same layers share a block.
+        depths_of: dict[int, list[int]] = {}
+        for depth in range(1, self.config.num_stages + 1):
+            depths_of.setdefault(self.block_of_depth[depth], []).append(depth)
+        keys: list[list[Tensor]] = [[] for _ in layers]
+        values: list[list[Tensor]] = [[] for _ in layers]
+        for depths in depths_of.values():
+            count = max(self._num_examples(depth, occupancy) for depth in depths)
+            rows_BTH = self.feature(taps, depths[0], count)
+            normed_BTH = F.rms_norm(rows_BTH, rows_BTH.shape[-1:], None, self.norm.eps)
+            heads_KBTJD = F.linear(normed_BTH, weight_AH, bias_A).unflatten(-1, heads).unbind(-3)
+            for index, layer in enumerate(layers):
+                key_BTJD, value_BTJD = heads_KBTJD[2 * index : 2 * index + 2]
+                key_BTJD = rotate(layer.self_attn.k_norm(key_BTJD), cos, sin)
+                keys[index].append(key_BTJD.transpose(1, 2))
+                values[index].append(value_BTJD.transpose(1, 2))
+        place = {block: 1 + i for i, block in enumerate(depths_of)}
+        return keys, values, [0] + [place[block] for block in self.block_of_depth[1:]]
+
+    def _num_examples(self, depth: int, occupancy: Sequence[int]) -> int:
+        """Examples up to the last one that has rows of this depth."""
+        if depth in (0, self.config.num_stages):
+            return len(occupancy)
+        return max((b + 1 for b, tokens in enumerate(occupancy) if tokens > depth), default=0)
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return cast(list[DecoderLayer], list(self.layers))
 
     def _rotation(self, like_BTH: Tensor) -> tuple[Tensor, Tensor]:
         positions = torch.arange(like_BTH.shape[1], device=like_BTH.device)
@@ -214,32 +254,45 @@ class SPD(Draft):
 
     @staticmethod
     def _project(
-        layer: DecoderLayer, stream: Tensor, cos: Tensor, sin: Tensor
+        layer: DecoderLayer,
+        stream_STH: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_queries: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads-first queries, keys and values of one stream [..., T, H]."""
-        normed = layer.input_layernorm(stream)
+        """Heads-first keys and values of all sequences, and queries of the first ones."""
+        normed = layer.input_layernorm(stream_STH)
         keys, values = layer.self_attn.key_value(normed, cos, sin)
-        query = layer.self_attn.query(normed, cos, sin)
-        return query.transpose(-3, -2), keys.transpose(-3, -2), values.transpose(-3, -2)
+        query = layer.self_attn.query(normed[:num_queries], cos, sin)
+        return query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
     def _forward_all(self, taps: Mapping[int, Tensor], occupancy: Sequence[int]) -> Tensor:
         """Every depth is a stream of its own: row (depth d, position t) is the module's view of
-        position t while the newest token is d positions later."""
-        num_stages = self.config.num_stages
-        streams_kBTH = torch.stack([self.feature(taps, k) for k in range(num_stages + 1)])
-        cos, sin = self._rotation(streams_kBTH[0])
-        for index, layer in enumerate(self.layers):
+        position t while the newest token is d positions later.
+
+        The streams of all depths pass the layers as one batch of S sequences: the examples of
+        depth 0, then those that have a depth 1, and so on.
+        """
+        depths = range(self.config.num_stages + 1)
+        counts = [self._num_examples(depth, occupancy) for depth in depths]
+        stream_STH = torch.cat(
+            [self.feature(taps, depth, count) for depth, count in zip(depths, counts, strict=True)]
+        )
+        cos, sin = self._rotation(stream_STH)
+        for index, layer in enumerate(self._decoder_layers()):
+            # The last layer is asked for depth 0 only.
             last = index == len(self.layers) - 1
-            queries, keys, values = self._project(layer, streams_kBTH, cos, sin)
-            depths = [0] if last else range(num_stages + 1)
-            attended = [
-                structural_attention(queries[d], keys, values, occupancy=occupancy, depth=d)
-                for d in depths
-            ]
-            streams_kBTH = layer.finish(
-                streams_kBTH[:1] if last else streams_kBTH, torch.stack(attended).transpose(-3, -2)
+            num_queries = counts[0] if last else len(stream_STH)
+            query_SNTD, keys, values = self._project(layer, stream_STH, cos, sin, num_queries)
+            attended_SNTD = structural_attention(
+                query_SNTD,
+                keys.split(counts),
+                values.split(counts),
+                occupancy=occupancy,
+                depth=0 if last else depths,
             )
-        return streams_kBTH[0]
+            stream_STH = layer.finish(stream_STH[:num_queries], attended_SNTD.transpose(1, 2))
+        return stream_STH
 
     # -- decoding ---------------------------------------------------------------------------
 
@@ -258,7 +311,7 @@ class SPD(Draft):
         positions = torch.arange(num_rows, device=stream_RH.device) + first_position
         cos, sin = (part[:, None] for part in self.rotary(positions, stream_RH.dtype))
         static = self.config.query == "newest"
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._decoder_layers()):
             normed = layer.input_layernorm(stream_RH)
             keys, values = (x.transpose(0, 1) for x in layer.self_attn.key_value(normed, cos, sin))
             if len(state.keys) == index:
@@ -310,7 +363,7 @@ class SPD(Draft):
         committed = torch.ones(len(depths), state.num_rows, dtype=torch.bool, device=rows_RH.device)
         seen_RK = torch.cat([committed, visible_RR], 1)
         static = self.config.query == "newest"
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._decoder_layers()):
             normed = layer.input_layernorm(rows_RH)
             keys, values = (x.transpose(0, 1) for x in layer.self_attn.key_value(normed, cos, sin))
             if state.num_rows:

@@ -1,7 +1,8 @@
 """Structural attention: every past position is seen through exactly one of its n + 1 versions.
 
-B batch, N query heads, J key heads, G query heads per key head (N = J G), T positions, D head size
-R key blocks, W diagonals of the band (tokens ahead of the query that are still in flight)
+B batch, S query sequences, N query heads, J key heads, G query heads per key head (N = J G)
+T positions, D head size, R key blocks
+W diagonals of the band (tokens ahead of the query that are still in flight)
 
 A token in flight has a hidden state at every depth it has passed; a finished token has the deepest
 one. So the key of position T' that a query at position t may use depends only on t - T': the
@@ -23,15 +24,15 @@ aten = torch.ops.aten
 
 
 def structural_attention(
-    query_BNTD: Tensor,
-    keys_RBJTD: Tensor,
-    values_RBJTD: Tensor,
+    query_SNTD: Tensor,
+    keys: Tensor | Sequence[Tensor],
+    values: Tensor | Sequence[Tensor],
     *,
     occupancy: Sequence[int],
-    depth: int = 0,
+    depth: int | Sequence[int] = 0,
     block_of_depth: Sequence[int] | None = None,
 ) -> Tensor:
-    """Attention of the rows of one depth d over the versions visible with a tokens in flight.
+    """Attention of the rows of depth d over the versions visible with a tokens in flight.
 
     k(t, T') = d + t - T'  if d + t - T' < a  else n            SPD (arXiv:2605.30852), Eqs. 2 and 3
     out_t    = softmax over T' <= t of q_t . K[block_of_depth[k], T'] / sqrt(D), times V
@@ -40,38 +41,51 @@ def structural_attention(
     d = n is plain causal attention over block n. Deviation: the fill rule is generalised to d > 0
     by the distance to the newest token, which is what decoding computes.
 
-    Fastest memory: rows [B, T, heads, D] for queries and [R, B, T, J, D] for keys and values (what
-    one GEMM over rows [R, B, T] leaves), passed as transposed views. Any strides with a contiguous
-    last axis are used without a copy. Results and gradients come back in those two layouts.
+    Fastest memory: rows [S, T, heads, D] for queries and [B, T, J, D] for each block (what a GEMM
+    over rows leaves), passed as transposed views. Any strides with a contiguous last axis are used
+    without a copy. Results and gradients come back in those two layouts.
     Adjacent examples of equal occupancy share one kernel call: sort a batch by occupancy.
-    Under autocast all three inputs are cast to its dtype. CUDA needs float16 or bfloat16.
+    Under autocast all inputs are cast to its dtype. CUDA needs float16 or bfloat16.
 
     Args:
-        query_BNTD: query head h uses key head h // (N // J).
-        keys_RBJTD: block r holds the keys of one depth (or of several, see `block_of_depth`).
-        values_RBJTD: as the keys.
+        query_SNTD: query head h uses key head h // (N // J).
+        keys: R blocks, each the keys of one depth (or of several, see `block_of_depth`): one tensor
+            [R, B, J, T, D], or R tensors [B_r, J, T, D] with the first B_r examples, where no
+            later example sees a key of block r.
+        values: as the keys.
         occupancy: B integers a in 1..n, the tokens in flight of each example.
-        depth: d in 0..n, the same for all rows of the query.
+        depth: d in 0..n of all rows, one sequence of rows per example. Or several depths: their
+            sequences follow one another, those of depth d as the examples in block_of_depth[d].
         block_of_depth: the block of depth 0..n; default 0..R-1. Depths may share a block.
 
     Returns:
-        out_BNTD. Examples with a <= d < n have no such row: zeros, and no gradient.
+        out_SNTD. Examples with a <= d < n have no such row: zeros, and no gradient.
 
     Raises:
         ValueError: heads, occupancy, depth, blocks or dtype do not fit together.
     """
-    blocks = tuple(range(len(keys_RBJTD)) if block_of_depth is None else block_of_depth)
-    _check(query_BNTD, keys_RBJTD, occupancy, depth, blocks)
-    device_type = query_BNTD.device.type
-    inputs: tuple[Tensor, ...] = (query_BNTD, keys_RBJTD, values_RBJTD)
+    keys, values = ([x] if isinstance(x, Tensor) else list(x) for x in (keys, values))
+    sizes = [len(block) for block in _blocks(keys)]
+    blocks = tuple(range(len(sizes)) if block_of_depth is None else block_of_depth)
+    _check(query_SNTD, keys[0], sizes, occupancy, depth, blocks)
+    if isinstance(depth, int):
+        groups = _group(occupancy, depth, blocks)
+    else:
+        groups, first_row = [], 0
+        for d in depth:
+            size = sizes[blocks[d]]
+            groups += _group(occupancy[:size], d, blocks, first_row)
+            first_row += size
+    inputs = [query_SNTD, *keys, *values]
+    device_type = query_SNTD.device.type
     if torch.is_autocast_enabled(device_type):
-        inputs = tuple(x.to(torch.get_autocast_dtype(device_type)) for x in inputs)
+        inputs = [x.to(torch.get_autocast_dtype(device_type)) for x in inputs]
     if device_type == "cuda" and inputs[0].dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"query: dtype {inputs[0].dtype} has no fused attention on CUDA; "
             "run under torch.autocast or pass bfloat16"
         )
-    return _StructuralAttention.apply(*inputs, _group(occupancy, depth, blocks))
+    return _StructuralAttention.apply(groups, *inputs)
 
 
 def dense_structural_mask(
@@ -96,35 +110,40 @@ def dense_structural_mask(
 class _Group:
     """Adjacent examples with the same band."""
 
+    rows: slice
+    """Their place in the query."""
     examples: slice
+    """Their place in the blocks."""
     band: tuple[int, ...]
     """Block of diagonal 0 (the query's own position), 1, ... W - 1."""
     deepest: int
     """Block n, which holds every position at a distance of W or more."""
 
 
-def _group(occupancy: Sequence[int], depth: int, blocks: tuple[int, ...]) -> list[_Group]:
+def _group(
+    occupancy: Sequence[int], depth: int, blocks: tuple[int, ...], first_row: int = 0
+) -> list[_Group]:
     n = len(blocks) - 1
     groups, start = [], 0
     for width, run in groupby(a - depth if depth < n else 0 for a in occupancy):
         stop = start + len(list(run))
         if width > 0 or depth == n:
-            groups.append(
-                _Group(slice(start, stop), blocks[depth : depth + width], deepest=blocks[n])
-            )
+            rows, band = slice(first_row + start, first_row + stop), blocks[depth : depth + width]
+            groups.append(_Group(rows, slice(start, stop), band, deepest=blocks[n]))
         start = stop
     return groups
 
 
 def _check(
-    query_BNTD: Tensor,
-    keys_RBJTD: Tensor,
+    query_SNTD: Tensor,
+    key_BJTD: Tensor,
+    sizes: list[int],
     occupancy: Sequence[int],
-    depth: int,
+    depth: int | Sequence[int],
     blocks: tuple[int, ...],
 ) -> None:
-    n, R = len(blocks) - 1, len(keys_RBJTD)
-    B, N, J = len(query_BNTD), query_BNTD.shape[1], keys_RBJTD.shape[2]
+    n, R, B = len(blocks) - 1, len(sizes), max(sizes)
+    N, J = query_SNTD.shape[1], key_BJTD.shape[-3]
     if N % J:
         raise ValueError(f"query: {N} heads cannot share {J} key heads; use a multiple of {J}")
     if len(occupancy) != B or not all(1 <= a <= n for a in occupancy):
@@ -132,7 +151,7 @@ def _check(
             f"occupancy: {list(occupancy)} does not hold {B} integers in 1..{n}; "
             "give one count of tokens in flight per example"
         )
-    if not 0 <= depth <= n:
+    if not all(0 <= d <= n for d in ([depth] if isinstance(depth, int) else depth)):
         raise ValueError(f"depth: {depth} is outside 0..{n}; block_of_depth has {n + 1} entries")
     if not all(0 <= r < R for r in blocks):
         raise ValueError(f"block_of_depth: {list(blocks)} names a block outside 0..{R - 1}")
@@ -148,33 +167,29 @@ class _StructuralAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query_BNTD, keys_RBJTD, values_RBJTD, groups):
-        inputs = tuple(_dense_rows(x) for x in (query_BNTD, keys_RBJTD, values_RBJTD))
-        B, N, T, D = query_BNTD.shape
-        exact = torch.promote_types(query_BNTD.dtype, torch.float32)
-        out_BTND = query_BNTD.new_zeros(B, T, N, D, dtype=exact)
-        lse_BTN = query_BNTD.new_zeros(B, T, N, dtype=exact)
-        bands = [
-            _attend(g, _select(inputs, g), out_BTND[g.examples], lse_BTN[g.examples])
-            for g in groups
-        ]
-        out_BNTD = out_BTND.to(query_BNTD.dtype).transpose(1, 2)
-        ctx.save_for_backward(*inputs, out_BNTD, lse_BTN, *bands)
+    def forward(ctx, groups, *inputs):
+        inputs = [_dense_rows(x) for x in inputs]
+        S, N, T, D = inputs[0].shape
+        exact = torch.promote_types(inputs[0].dtype, torch.float32)
+        out_STND = inputs[0].new_zeros(S, T, N, D, dtype=exact)
+        lse_STN = inputs[0].new_zeros(S, T, N, dtype=exact)
+        bands = [_attend(g, _select(inputs, g), out_STND[g.rows], lse_STN[g.rows]) for g in groups]
+        out_SNTD = out_STND.to(inputs[0].dtype).transpose(1, 2)
+        ctx.save_for_backward(out_SNTD, lse_STN, *bands, *inputs)
         ctx.groups = groups
-        return out_BNTD
+        return out_SNTD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_BNTD):
-        *inputs, out_BNTD, lse_BTN = ctx.saved_tensors[:5]
-        bands = ctx.saved_tensors[5:]
-        grad_BNTD = _dense_rows(grad_BNTD)
-        gradients = tuple(_zeros_by_row(x) for x in inputs)
+    def backward(ctx, grad_SNTD):
+        out_SNTD, lse_STN, *saved = ctx.saved_tensors
+        bands, inputs = saved[: len(ctx.groups)], saved[len(ctx.groups) :]
+        grad_SNTD = _dense_rows(grad_SNTD)
+        gradients = [_zeros_by_row(x) for x in inputs]
         for g, probs_WBTN in zip(ctx.groups, bands, strict=True):
-            rows = g.examples
-            saved = (grad_BNTD[rows], out_BNTD[rows], lse_BTN[rows], probs_WBTN)
-            _attend_backward(g, _select(inputs, g), saved, _select(gradients, g))
-        return *gradients, None
+            result = (grad_SNTD[g.rows], out_SNTD[g.rows], lse_STN[g.rows], probs_WBTN)
+            _attend_backward(g, _select(inputs, g), result, _select(gradients, g))
+        return None, *gradients
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -187,11 +202,21 @@ def _zeros_by_row(x: Tensor) -> Tensor:
     return x.new_zeros(x.transpose(-3, -2).shape).transpose(-3, -2)
 
 
-def _select(tensors: Sequence[Tensor], group: _Group) -> tuple[Tensor, Tensor, Tensor]:
-    """The group's examples of (query, keys, values) or of their gradients."""
-    query_BNTD, keys_RBJTD, values_RBJTD = tensors
-    rows = group.examples
-    return query_BNTD[rows], keys_RBJTD[:, rows], values_RBJTD[:, rows]
+def _blocks(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views [B_r, J, T, D] of all blocks."""
+    return [block for x in tensors for block in (x.unbind(0) if x.ndim == 5 else (x,))]
+
+
+Rows = tuple[Tensor, list[Tensor], list[Tensor]]
+"""Of one group's examples: query [B, N, T, D], and keys and values [B, J, T, D] by block."""
+
+
+def _select(tensors: Sequence[Tensor], group: _Group) -> Rows:
+    """The group's part of (query, *keys, *values), or of their gradients."""
+    query_SNTD, *rest = tensors
+    keys, values = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    keys, values = ([x[group.examples] for x in _blocks(part)] for part in (keys, values))
+    return query_SNTD[group.rows], keys, values
 
 
 def _query_rows(x_BNTD: Tensor, J: int) -> Tensor:
@@ -203,20 +228,18 @@ def _key_rows(x_BJTD: Tensor) -> Tensor:
     return x_BJTD.transpose(1, 2).unsqueeze(3)
 
 
-def _attend(
-    group: _Group, inputs: tuple[Tensor, Tensor, Tensor], out_BTND: Tensor, lse_BTN: Tensor
-) -> Tensor:
+def _attend(group: _Group, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tensor:
     """Fills out and lse, both zero on entry; returns the band's probabilities [W, B, T, N].
 
     One diagonal at a time: at T = 2048, N D = 256 its product stays in the last-level cache;
     cutting T into chunks of 64 to 512, or all diagonals in one strided view, measured no faster.
     """
-    query_BNTD, keys_RBJTD, values_RBJTD = inputs
-    W, J = len(group.band), keys_RBJTD.shape[2]
+    query_BNTD, keys, values = inputs
+    W, J = len(group.band), keys[group.deepest].shape[1]
     T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
     lse_BTN[:, :W] = -torch.inf
     if T > W:
-        key_BJMD, value_BJMD = (x[group.deepest, :, :, : T - W] for x in inputs[1:])
+        key_BJMD, value_BJMD = (x[group.deepest][:, :, : T - W] for x in (keys, values))
         fused = _fused_forward(query_BNTD[:, :, W:], key_BJMD, value_BJMD, scale)
         out_BTND[:, W:] = fused[0].transpose(1, 2)
         lse_BTN[:, W:] = fused[1].transpose(1, 2)
@@ -227,7 +250,7 @@ def _attend(
     q_BTJGD = _query_rows(query_BNTD, J).to(out_BTND.dtype)
     probs_WBTJG = probs_WBTN.unflatten(3, (J, -1))
     for i, r in enumerate(group.band[:T]):
-        products = q_BTJGD[:, i:] * _key_rows(keys_RBJTD[r, :, :, : T - i])
+        products = q_BTJGD[:, i:] * _key_rows(keys[r][:, :, : T - i])
         torch.sum(products, -1, out=probs_WBTJG[i, :, i:])
     probs_WBTN *= scale
     merged_BTN = torch.logaddexp(lse_BTN, probs_WBTN.logsumexp(0))
@@ -236,35 +259,37 @@ def _attend(
     lse_BTN.copy_(merged_BTN)
     out_BTJGD = out_BTND.unflatten(2, (J, -1))
     for i, r in enumerate(group.band[:T]):
-        value_BTJ1D = _key_rows(values_RBJTD[r, :, :, : T - i])
+        value_BTJ1D = _key_rows(values[r][:, :, : T - i])
         out_BTJGD[:, i:].addcmul_(probs_WBTJG[i, :, i:, :, :, None], value_BTJ1D)
     return probs_WBTN
 
 
 def _attend_backward(
     group: _Group,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Rows,
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: Rows,
 ) -> None:
     """Adds to `gradients`, zero on entry; blocks may repeat in the band, so everything adds."""
-    query_BNTD, keys_RBJTD, values_RBJTD = inputs
+    query_BNTD, keys, values = inputs
     grad_BNTD, out_BNTD, lse_BTN, probs_WBTN = saved
-    dquery_BNTD, dkeys_RBJTD, dvalues_RBJTD = gradients
-    W, J = len(group.band), keys_RBJTD.shape[2]
+    dquery_BNTD, dkeys, dvalues = gradients
+    W, J = len(group.band), keys[group.deepest].shape[1]
     T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
     if T > W:
-        far = (group.deepest, slice(None), slice(None), slice(T - W))
-        dquery, dkey, dvalue = _fused_backward(
+        key, value, dkey, dvalue = (
+            x[group.deepest][:, :, : T - W] for x in (keys, values, dkeys, dvalues)
+        )
+        fused = _fused_backward(
             grad_BNTD[:, :, W:],
-            (query_BNTD[:, :, W:], keys_RBJTD[far], values_RBJTD[far]),
+            (query_BNTD[:, :, W:], key, value),
             out_BNTD[:, :, W:],
             lse_BTN[:, W:].transpose(1, 2),
             scale,
         )
-        dquery_BNTD[:, :, W:] += dquery
-        dkeys_RBJTD[far] += dkey
-        dvalues_RBJTD[far] += dvalue
+        dquery_BNTD[:, :, W:] += fused[0]
+        dkey += fused[1]
+        dvalue += fused[2]
     if not W:
         return
     q_BTJGD, grad_BTJGD, out_BTJGD = (_query_rows(x, J) for x in (query_BNTD, grad_BNTD, out_BNTD))
@@ -273,8 +298,7 @@ def _attend_backward(
     delta_BTJG = (grad_BTJGD * out_BTJGD).sum(-1)
     for i, r in enumerate(group.band[:T]):
         key, value, dkey, dvalue = (
-            _key_rows(x[r, :, :, : T - i])
-            for x in (keys_RBJTD, values_RBJTD, dkeys_RBJTD, dvalues_RBJTD)
+            _key_rows(x[r][:, :, : T - i]) for x in (keys, values, dkeys, dvalues)
         )
         grad, probs = grad_BTJGD[:, i:], probs_WBTN.unflatten(3, (J, -1))[i, :, i:]
         dscores = (grad * value).sum(-1).sub_(delta_BTJG[:, i:]).mul_(probs).mul_(scale)

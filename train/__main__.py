@@ -1,10 +1,10 @@
-"""Train a draft head (or the embedded target): accelerate launch -m pipedraft.train --config X.yaml"""
+"""Train a draft head, or the embedded target: `accelerate launch -m pipedraft.train --help`."""
 
 import os
 import sys
 from typing import Any
 
-from pipedraft.errors import run_command
+from pipedraft.errors import make_folder, run_command
 
 EXAMPLE = (
     "example: accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --optim.lr 3e-4"
@@ -33,42 +33,66 @@ def load_tokenizer_of(run: Any, model: Any) -> Any:
     return train_tokenizer(run.data, model.vocab_size)
 
 
-def build_objective(run: Any, model: Any, tokenizer: Any, data: Any) -> Any:
-    if run.method == "language_model":
-        from pipedraft.train.language_model import LanguageModelObjective
-
-        return LanguageModelObjective(model, tokenizer)
-    from pipedraft.models.target import load_target
-    from pipedraft.train.spd import SPDObjective
+def load_frozen_target(run: Any, model: Any) -> Any:
+    """The target of a draft, after the checks that need its shape but no data."""
+    from pipedraft.models.target import load_target, stage_boundaries
 
     target = load_target(run.target, revision=run.target_revision)
-    return SPDObjective(
-        model, target, target_name=run.target, revision=run.target_revision, data=data
-    )
+    stage_boundaries(target.get_decoder().config.num_hidden_layers, model.num_stages)
+    return target
+
+
+def build_trainer(run: Any, model: Any) -> Any:
+    """Everything that can refuse the configuration, so that training starts only if nothing did."""
+    from pipedraft.data_recipes.recipe import load_data
+    from pipedraft.train.loop import Trainer, make_accelerator, seed_everything
+
+    accelerator = make_accelerator(run)
+    seed_everything(run.seed)
+    make_folder("output_dir", run.output_dir)
+    with accelerator.main_process_first():
+        tokenizer = load_tokenizer_of(run, model)
+        target = None if run.method == "language_model" else load_frozen_target(run, model)
+        side_file = run.output_dir / "bad_rows.jsonl" if accelerator.is_main_process else None
+        data = load_data(run.data, tokenizer, side_file=side_file)
+    if target is None:
+        from pipedraft.train.language_model import LanguageModelObjective
+
+        objective: Any = LanguageModelObjective(model, tokenizer)
+    else:
+        from pipedraft.train.spd import SPDObjective
+
+        objective = SPDObjective(
+            model, target, target_name=run.target, revision=run.target_revision, data=data
+        )
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator)
+
+
+def quieten() -> None:
+    """No loading bars of libraries; bars of the data's preparation only for a person."""
+    import datasets
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
 
 
 def main() -> None:
     from pipedraft.train.config import parse_run
 
     run, model, resolved = parse_run(sys.argv[1:], methods(), EXAMPLE)
-    from pipedraft.data_recipes.recipe import load_data
-    from pipedraft.train.loop import Trainer, make_accelerator, seed_everything
-
-    accelerator = make_accelerator(run)
-    seed_everything(run.seed)
-    run.output_dir.mkdir(parents=True, exist_ok=True)
-    with accelerator.main_process_first():
-        tokenizer = load_tokenizer_of(run, model)
-        side_file = run.output_dir / "bad_rows.jsonl" if accelerator.is_main_process else None
-        data = load_data(run.data, tokenizer, side_file=side_file)
-        objective = build_objective(run, model, tokenizer, data)
-    if accelerator.is_main_process:
+    quieten()
+    trainer = build_trainer(run, model)
+    trainer.restore()
+    if trainer.accelerator.is_main_process:
         (run.output_dir / "config.yaml").write_text(resolved)
-        print(data.report.summary(), file=sys.stderr)
-        trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
+        print(trainer.data.report.summary(), file=sys.stderr)
+        trainable = sum(p.numel() for p in trainer.module.parameters() if p.requires_grad)
         print(f"trainable parameters: {trainable / 1e6:.2f} M", file=sys.stderr)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator).run()
+    trainer.run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Checkpoint folders that are complete or absent, and finding the newest one."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,8 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Make ``folder`` by one rename, after ``fill`` wrote every file into a temporary sibling.
 
     A kill at any moment leaves the previous folder or the new one, never a mixture: files are
-    flushed to disk before the rename, and a replaced folder is removed only after it.
+    flushed to disk before the rename, and a replaced folder is removed only after it. Between the
+    two renames of a replacement there is none under this name: ``recover`` brings one back.
     """
     temporary = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -30,13 +30,24 @@ def publish_folder(temporary: Path, folder: Path) -> None:
         if file.is_file():
             _flush(file)
     _flush(temporary)
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
+    replaced = _replaced(folder)
     if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
     temporary.rename(folder)
     _flush(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Undo a replacement that was killed between its two renames."""
+    replaced = _replaced(folder)
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def _flush(path: Path) -> None:
@@ -62,8 +73,8 @@ def rotate(output_dir: Path, keep: int) -> None:
         shutil.rmtree(folder)
 
 
-def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file by one rename."""
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file by one rename."""
     temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(value, indent=2, default=str) + "\n")
+    temporary.write_text(text)
     temporary.replace(path)

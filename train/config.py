@@ -1,22 +1,24 @@
 """The configuration of one training run, and how YAML files and flags become it."""
 
 import difflib
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import yaml
 
 from pipedraft.data_recipes.recipe import DataConfig
+from pipedraft.data_recipes.sources import Source
 from pipedraft.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: orthogonalised momentum for the weight matrices inside the layers, AdamW for the rest."""
+    """muon: orthogonalised momentum for weight matrices inside the layers, AdamW for the rest."""
     lr: float = 1e-4
     """Peak learning rate; for muon the update is scaled to AdamW's root mean square."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -27,13 +29,15 @@ class OptimConfig:
     warmup_fraction: float = 0.03
     """Share of all optimizer steps in which the rate rises linearly from 0."""
     final_fraction: float = 0.0
-    """Rate at the last step, as a share of the peak."""
+    """Where the rate ends, as a share of the peak: one step after the last one."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0:
             raise ValueError(f"optim.lr: {self.lr} is not positive; give for example 1e-4")
         if not 0 <= self.warmup_fraction < 1:
-            raise ValueError(f"optim.warmup_fraction: {self.warmup_fraction} is outside [0, 1)")
+            raise ValueError(
+                f"optim.warmup_fraction: {self.warmup_fraction} is outside [0, 1); give e.g. 0.03"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,8 @@ class RunConfig:
     max_steps: int | None = None
     """Optimizer steps, instead of epochs."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Autocast dtype; weights and optimizer state stay fp32. auto: bf16 where the processor computes in it."""
+    """Autocast dtype; weights and optimizer state stay fp32. auto: bf16 where the processor
+    computes in it."""
     seed: int = 0
     save_every_steps: int = 500
     """Optimizer steps between checkpoints that a run can resume from."""
@@ -78,11 +83,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "accumulation", "keep_checkpoints", "log_every_steps"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is below 1")
+                raise ValueError(f"{name}: {getattr(self, name)} is below 1; give at least 1")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps: {self.max_steps} is below 1; leave it out to use epochs")
         if self.epochs <= 0:
-            raise ValueError(f"epochs: {self.epochs} is not positive")
+            raise ValueError(f"epochs: {self.epochs} is not positive; give e.g. 1.0")
 
 
 def _fail(message: str) -> NoReturn:
@@ -101,7 +106,8 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str]) -> str:
             path = Path(value)
             if not path.is_file():
                 _fail(
-                    f"--config: no file {value}; give a YAML file, for example configs/spd/tiny.yaml"
+                    f"--config: no file {value}; give a YAML file, for example "
+                    "configs/spd/tiny.yaml"
                 )
             try:
                 layer = yaml.safe_load(path.read_text())
@@ -119,21 +125,42 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str]) -> str:
     return method
 
 
-def _known_keys(parser: Any) -> list[str]:
-    return [action.dest for action in parser._actions if action.dest not in ("help", "config")]
+UNKNOWN_KEYS = (
+    r"unrecognized arguments: --(?P<key>[^\s=]+)",
+    r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'",
+    r"Option '(?P<key>[^']+)' is not accepted",
+)
+WRONG_TYPE = r'Parser key "(?P<key>[^"]+)": (?P<reason>.*?)(?:Got|Given) value: (?P<value>.*)'
+MISSING = r"the following arguments are required: (?P<key>.*)"
 
 
 def _explain(error: Exception, parser: Any) -> str:
-    """jsonargparse's message on one line, with the nearest known key for an unknown one."""
+    """jsonargparse's message as one line: the field, the value, the mend."""
     text = " ".join(str(error).split())
-    words = text.replace('"', "'").split("'")
-    for candidate in words[1::2]:
-        key = candidate.lstrip("-").split("=")[0]
-        known = _known_keys(parser)
-        if key and key not in known and ("nrecognized" in text or "does not accept" in text):
-            near = difflib.get_close_matches(key, known + [k.split(".")[-1] for k in known], 1)
-            return f"{text} (nearest known key: {near[0]})" if near else text
+    for pattern in UNKNOWN_KEYS:
+        if found := re.search(pattern, text):
+            parts = found.groupdict()
+            key = ".".join(filter(None, (parts.get("group"), parts["key"])))
+            return f"{key}: unknown key; {_nearest(key, parser)}"
+    if found := re.search(MISSING, text):
+        return f"{found['key']}: missing; set it in the --config file or on the command line"
+    if found := re.fullmatch(WRONG_TYPE, text):
+        types = re.findall(r"Expected an? (?:<class ')?([\w.]+(?:\[.*?\])?)", found["reason"])
+        names = " or ".join(types).replace("typing.", "").replace("NoneType", "null")
+        return f"{found['key']}: {found['value']!r} does not fit; expected {names}"
     return text
+
+
+def _nearest(key: str, parser: Any) -> str:
+    """The known key that looks most like ``key``, with its path."""
+    known = [action.dest for action in parser._actions if action.dest not in ("help", "config")]
+    known += [f"data.sources.{field.name}" for field in fields(Source)]
+    last = {name.rpartition(".")[2]: name for name in reversed(known)}
+    near = difflib.get_close_matches(key, known, 1)
+    near = near or [
+        last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, 1)
+    ]
+    return f"nearest known key: {near[0]}" if near else "see --help for the known ones"
 
 
 def parse_run(
@@ -156,7 +183,11 @@ def parse_run(
     wants_help = any(word in ("-h", "--help") for word in arguments)
     method = next(iter(methods)) if wants_help else _peek_method(arguments, list(methods))
     parser = ArgumentParser(
-        prog="pipedraft train", description=__doc__, epilog=example, exit_on_error=False
+        prog="pipedraft train",
+        description="Train a draft head, or the embedded target.",
+        epilog=example,
+        exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file; later ones override earlier")
     parser.add_class_arguments(RunConfig, as_group=False)
@@ -166,9 +197,8 @@ def parse_run(
         sys.exit(0)
     try:
         parsed = parser.parse_args(list(arguments))
-        instance = parser.instantiate_classes(parsed)
+        parts = vars(parser.instantiate(parsed))
+        run = RunConfig(**{key: parts[key] for key in parts if key not in ("config", "model")})
     except (ArgumentError, ValueError, TypeError) as error:
         _fail(_explain(error, parser))
-    values = {key: value for key, value in vars(instance).items() if key not in ("config", "model")}
-    resolved = parser.dump(parsed, skip_none=False)
-    return RunConfig(**values), instance.model, resolved
+    return run, parts["model"], parser.dump(parsed)

@@ -126,7 +126,8 @@ class LanguageModelObjective(nn.Module):
     def save(self, folder: Path, metrics: dict[str, float]) -> None:
         dtype = getattr(torch, self.config.save_dtype)
         weights = {name: value.to(dtype) for name, value in self.model.state_dict().items()}
-        weights.pop("lm_head.weight")
+        if self.model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight")
         saved_dtype, self.model.config.dtype = self.model.config.dtype, dtype
         self.model.save_pretrained(folder, state_dict=weights)
         self.model.config.dtype = saved_dtype

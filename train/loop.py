@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from pipedraft.train import checkpoint
 from pipedraft.train.config import OptimConfig, RunConfig
 
 HELD_PROCESS_GROUPS: list[Any] = []
-"""Keeps gloo's group alive at exit: freeing it together with the model can deadlock (torch 2.13)."""
+"""Keeps gloo's group alive at exit: freeing it with the model can deadlock (torch 2.13)."""
 
 
 @dataclass
@@ -119,7 +120,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
 
 
 def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
-    """DeepSpeed sees no data loader and steps by itself: tell it the batch, refuse what it drops."""
+    """DeepSpeed sees no data loader and steps by itself: tell it the batch, refuse the rest."""
     if config.optim.name != "adamw":
         raise ValueError(
             f"optim.name: {config.optim.name!r} uses two optimizers, DeepSpeed takes one; "
@@ -136,7 +137,7 @@ def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
 
 
 def make_optimizers(parameters: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> list[Any]:
-    """AdamW for everything, or Muon for the matrices inside decoder layers and AdamW for the rest."""
+    """AdamW; or Muon for the matrices inside decoder layers and AdamW for the rest."""
     parameters = [(name, p) for name, p in parameters if p.requires_grad]
     is_hidden = {n: optim.name == "muon" and p.ndim == 2 and "layers." in n for n, p in parameters}
     hidden = [p for n, p in parameters if is_hidden[n]]
@@ -205,9 +206,9 @@ class Trainer:
         )
 
     def _count_steps(self) -> int:
+        per_epoch = math.ceil(len(self.epoch_batches(0)) / self.config.accumulation)
         if self.config.max_steps is not None:
             return self.config.max_steps
-        per_epoch = len(self.epoch_batches(0)) / self.config.accumulation
         return max(1, math.ceil(per_epoch * self.config.epochs))
 
     def windows(self) -> Iterator[list[dict[str, Tensor]]]:
@@ -231,7 +232,7 @@ class Trainer:
         return {key: value.to(self.accelerator.device) for key, value in batch.items()}
 
     def generator(self, *key: int) -> torch.Generator:
-        """Random numbers of one forward pass; a function of the key, so a resumed run repeats them."""
+        """Random numbers of one forward pass: a function of the key, so a resumed run repeats."""
         mixed = 0
         for part in (self.config.seed, self.accelerator.process_index, *key):
             mixed = (mixed * 1_000_003 + part + 1) % (2**63 - 1)
@@ -257,10 +258,9 @@ class Trainer:
                 # DDP averages gradients over processes, so the sum is scaled back by their number.
                 accelerator.backward(output.loss * (world / total))
             add_sums(sums, output, prefix="")
-        norm = 0.0
-        if self.config.optim.clip_norm > 0:
-            parameters = [p for p in self.module.parameters() if p.requires_grad]
-            norm = float(accelerator.clip_grad_norm_(parameters, self.config.optim.clip_norm))
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        largest = self.config.optim.clip_norm or math.inf
+        norm = float(accelerator.clip_grad_norm_(parameters, largest))
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"gradient norm is {norm} at step {self.progress.step}; lower optim.lr"
@@ -289,9 +289,16 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the objective on the first validation rows, shared among the processes."""
-        rows = range(min(self.config.evaluation.max_rows, len(self.data.valid)))
-        mine = list(rows)[self.accelerator.process_index :: self.accelerator.num_processes]
+        """Metrics of the objective on the first validation rows, shared among the processes.
+
+        Without validation rows there are none.
+        """
+        rows = list(range(min(self.config.evaluation.max_rows, len(self.data.valid))))
+        if not rows:
+            return {}
+        # A process left without rows takes all of them: every process must have sums to reduce,
+        # and ratios of sums do not change when all rows are counted once more.
+        mine = rows[self.accelerator.process_index :: self.accelerator.num_processes] or rows
         self.module.eval()
         sums: dict[str, Tensor] = {}
         for options in self.objective.evaluation_passes():
@@ -308,7 +315,8 @@ class Trainer:
         folder = checkpoint.step_folder(self.config.output_dir, self.progress.step)
         temporary = folder.with_name(f".{folder.name}.partial")
         if self.accelerator.is_main_process:
-            temporary.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
             self.objective.save(temporary, metrics)
         self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(temporary / "training_state"))
@@ -318,20 +326,42 @@ class Trainer:
             checkpoint.rotate(self.config.output_dir, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
-    def save_network(self, name: str, metrics: dict[str, float]) -> None:
+    def _save_best(self, metrics: dict[str, float]) -> None:
+        """Replace best/ after a better score; without validation rows the newest is the best."""
+        if metrics:
+            if metrics["score"] <= self.progress.best_score:
+                return
+            self.progress.best_score = metrics["score"]
         if self.accelerator.is_main_process:
             checkpoint.write_folder(
-                self.config.output_dir / name, lambda folder: self.objective.save(folder, metrics)
+                self.config.output_dir / "best", lambda folder: self.objective.save(folder, metrics)
             )
 
-    def restore(self) -> bool:
-        """Go back to the newest complete checkpoint; False when there is none."""
+    def restore(self) -> None:
+        """Go back to the newest complete checkpoint, if there is one.
+
+        Raises:
+            ValueError: it belongs to another network, or resuming is switched off.
+        """
         folders = checkpoint.step_folders(self.config.output_dir)
-        if not folders:
-            return False
-        self.accelerator.load_state(str(folders[-1] / "training_state"))
+        if folders and not self.config.resume:
+            raise ValueError(
+                f"resume: false, but {folders[-1]} is there; remove {self.config.output_dir}, or "
+                "give --resume true or another --output_dir"
+            )
+        if self.accelerator.is_main_process:
+            checkpoint.recover(self.config.output_dir / "best")
+        if folders:
+            try:
+                self.accelerator.load_state(str(folders[-1] / "training_state"))
+            except (RuntimeError, ValueError) as error:
+                reason = str(error).strip().splitlines()[-1].strip()
+                raise ValueError(
+                    f"resume: {folders[-1]} was written with another configuration ({reason}); "
+                    "give another --output_dir, or the settings in its config.yaml"
+                ) from error
+            self._say(f"resumed at step {self.progress.step} of {self.num_steps}")
         self._forget_later_metrics()
-        return True
 
     def _forget_later_metrics(self) -> None:
         """Drop logged steps after the checkpoint: they will be run and logged again."""
@@ -339,15 +369,13 @@ class Trainer:
         if self.accelerator.is_main_process and path.exists():
             lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
             kept = [line for line in lines if json.loads(line)["step"] <= self.progress.step]
-            path.write_text("".join(line + "\n" for line in kept))
+            checkpoint.replace_text(path, "".join(line + "\n" for line in kept))
 
     # -- the run ----------------------------------------------------------------------------
 
     def run(self) -> dict[str, float]:
-        """Train to the last step; returns the metrics of the last evaluation."""
+        """Train from where ``restore`` left off to the last step; returns the last metrics."""
         config, progress = self.config, self.progress
-        if config.resume and self.restore():
-            self._say(f"resumed at step {progress.step} of {self.num_steps}")
         log = MetricsLog(self)
         bar = tqdm(
             total=self.num_steps,
@@ -365,12 +393,11 @@ class Trainer:
             every = config.evaluation.every_steps
             if done or (every and progress.step % every == 0):
                 metrics = self.evaluate()
-                log.write({f"valid/{key}": value for key, value in metrics.items()})
-                shown = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-                self._say(f"step {progress.step}: {shown}")
-                if metrics["score"] > progress.best_score:
-                    progress.best_score = metrics["score"]
-                    self.save_network("best", metrics)
+                if metrics:
+                    log.write({f"valid/{key}": value for key, value in metrics.items()})
+                    shown = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+                    self._say(f"step {progress.step}: {shown}")
+                self._save_best(metrics)
             if done or progress.step % config.save_every_steps == 0:
                 self.save(metrics)
         bar.close()

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipedraft.models.layers import linear
+
 Divergence = Literal["kl", "tv", "lk"]
 
 
@@ -110,28 +112,32 @@ class _Distillation(torch.autograd.Function):
         )
         exact = torch.promote_types(hidden_MH.dtype, torch.float32)
         needs_hidden, needs_head = (differentiable and x for x in ctx.needs_input_grad[:2])
-        dhidden_MH = torch.empty_like(hidden_MH) if needs_hidden else None
+        needs_gradient = needs_hidden or needs_head
+        dhidden_MH = torch.zeros_like(hidden_MH) if needs_hidden else None
         dhead_UH = torch.zeros_like(head_weight_UH, dtype=exact) if needs_head else None
+        head_UH = head_UH.detach().requires_grad_(needs_head)
         sums_4 = hidden_MH.new_zeros(4, dtype=exact)
         for start in range(0, len(hidden_MH), chunk_rows):
             rows = slice(start, start + chunk_rows)
+            x_CH = x_MH[rows].detach().requires_grad_(needs_hidden)
+            with torch.set_grad_enabled(needs_gradient):
+                logits_CU = linear(x_CH, head_UH)
             chunk_sums_4, dlogits_CU = _distil_chunk(
-                (x_MH[rows] @ head_UH.t()).to(exact),
-                (teacher_x_MH[rows] @ teacher_head_VH.t()).to(exact),
+                logits_CU.detach().to(exact),
+                linear(teacher_x_MH[rows], teacher_head_VH).to(exact),
                 rows_U,
                 kind,
                 None if weights_M is None else weights_M[rows, None].to(exact),
-                needs_hidden or needs_head,
+                needs_gradient,
             )
             sums_4 += chunk_sums_4
-            if needs_hidden or needs_head:
-                dlogits_CU = dlogits_CU.to(x_MH.dtype)
+            if needs_gradient:
+                logits_CU.backward(dlogits_CU.to(x_CH.dtype))
             if needs_hidden:
-                dhidden_MH[rows] = dlogits_CU @ head_UH
-            if needs_head and dlogits_CU.dtype == exact:
-                dhead_UH.addmm_(dlogits_CU.t(), x_MH[rows])
-            elif needs_head:
-                dhead_UH += dlogits_CU.t() @ x_MH[rows]
+                dhidden_MH[rows] = x_CH.grad
+            if needs_head:
+                dhead_UH += head_UH.grad
+                head_UH.grad = None
         ctx.gradients = dhidden_MH, dhead_UH
         loss, *metrics = (x.clone() for x in sums_4)
         ctx.mark_non_differentiable(*metrics)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.models.draft import TargetReference, draft_vocabulary
-from pipedraft.models.layers import LayerConfig
+from pipedraft.models.layers import LayerConfig, OneDNNLinear
 from pipedraft.models.spd import SPD, SPDConfig
 from pipedraft.models.target import capture_hidden, target_fingerprint
 from pipedraft.train.loop import LossOutput
@@ -104,6 +104,10 @@ class SPDObjective(nn.Module):
         Args:
             occupancies: evaluation: run every example at each of these instead of a random draw.
         """
+        with OneDNNLinear():
+            return self._forward(batch, generator, occupancies)
+
+    def _forward(self, batch, generator, occupancies):
         target, draft = self.target, self.draft
         last = draft.config.num_target_layers
         taps = capture_hidden(target, batch["input_ids"], {*draft.taps, last})

@@ -1,4 +1,4 @@
-"""SPD: one layer of guesses enters per step while the older ones travel (chain or keep-all tree)."""
+"""SPD: one layer of guesses enters per step while older ones travel (chain or keep-all tree)."""
 
 from typing import Any
 

@@ -1,0 +1,393 @@
+"""Every command: bad input is one line on stderr and status 2, --help shows an example."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from test_train import World, make_world
+
+from pipedraft.data_recipes.__main__ import main as data_main
+from pipedraft.errors import run_command
+from pipedraft.eval.__main__ import main as eval_main
+from pipedraft.inference.__main__ import Stream
+from pipedraft.inference.__main__ import main as inference_main
+from pipedraft.models.__main__ import main as models_main
+from pipedraft.train.__main__ import main as train_main
+
+MAINS: dict[str, Callable[[], None]] = {
+    "train": train_main,
+    "inference": inference_main,
+    "eval": eval_main,
+    "models": models_main,
+    "data_recipes": data_main,
+}
+NUM_STAGES = 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """A trained checkpoint, damaged copies of it, other targets, benchmark files."""
+
+    world: World
+    folder: Path
+
+    def fill(self, argument: str) -> str:
+        """{name} stands for a path in the folder, {} for the folder."""
+        return re.sub(r"\{(\w*)\}", lambda found: str(self.folder / found[1]), argument)
+
+
+def call(command: str, arguments: list[str], monkeypatch) -> int:
+    """Exit status of a command in this process; anything but a clean exit is raised."""
+    monkeypatch.setattr(sys, "argv", [command, *arguments])
+    try:
+        run_command(MAINS[command])
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    folder = tmp_path_factory.mktemp("cli")
+    world = make_world(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = world.arguments("spd", folder / "run", max_steps=2)
+        assert call("train", arguments, patch) == 0
+    target = tiny_llama(layers=4, vocab=300, seed=1)
+    target.save_pretrained(folder / "other_weights")
+    tiny_llama(layers=4, vocab=301).save_pretrained(folder / "other_vocabulary")
+    for name in ("other_weights", "other_vocabulary"):
+        for file in world.target.glob("tokenizer*"):
+            shutil.copy(file, folder / name)
+    (folder / "empty").mkdir()
+    (folder / "a_file").write_text("")
+    (folder / "gsm8k").mkdir()
+    (folder / "gsm8k" / "test.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    make_damaged_copies(folder)
+    return Place(world, folder)
+
+
+def make_damaged_copies(folder: Path) -> None:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(folder / "run" / "best", folder / name))
+
+    weights = copy("short_weights") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    (copy("no_weights") / "model.safetensors").unlink()
+    config = copy("short_config") / "config.json"
+    config.write_text(config.read_text()[:90])
+    (copy("no_text") / "config.json").write_bytes(b"\xff\xfe\x00")
+    (copy("no_object") / "config.json").write_text("[]")
+    changes: dict[str, Callable[[dict], object]] = {
+        "unknown_type": lambda c: c.update(draft_type="sdp"),
+        "no_target": lambda c: c.pop("target"),
+        "no_target_name": lambda c: c["target"].pop("name"),
+        "no_fingerprint": lambda c: c["target"].pop("fingerprint"),
+        "worded_number": lambda c: c["architecture"].update(num_stages="two"),
+        "unknown_setting": lambda c: c["architecture"].update(width=3),
+        "too_many_stages": lambda c: c["architecture"].update(num_stages=9),
+        "worded_layer": lambda c: c["layer"].update(num_heads="x"),
+        "moved_target": lambda c: c["target"].update(name="/nowhere/target"),
+        "is_a_target": lambda c: c.pop("draft_type"),
+    }
+    for name, change in changes.items():
+        path = copy(name) / "config.json"
+        description = json.loads(path.read_text())
+        change(description)
+        path.write_text(json.dumps(description))
+
+
+DAMAGED = [
+    ("/nowhere/run", ["checkpoint", "/nowhere/run", "give a folder"]),
+    ("nowhere", ["checkpoint", "nowhere", "give a folder"]),
+    ("some/where", ["checkpoint", "some/where", "check the name"]),
+    ("{empty}", ["checkpoint", "empty", "give a folder"]),
+    ("{short_weights}", ["checkpoint", "short_weights/model.safetensors", "another checkpoint"]),
+    ("{no_weights}", ["checkpoint", "no_weights/model.safetensors", "checkpoint"]),
+    ("{short_config}", ["checkpoint", "short_config/config.json", "copy it again"]),
+    ("{no_text}", ["checkpoint", "no_text/config.json", "copy it again"]),
+    ("{no_object}", ["checkpoint", "no_object/config.json", "give it as --target"]),
+    ("{is_a_target}", ["checkpoint", "is_a_target/config.json", "give it as --target"]),
+    ("{no_target}", ["checkpoint", "no_target/config.json", "copy it again"]),
+    ("{no_target_name}", ["checkpoint", "no_target_name/config.json", "copy it again"]),
+]
+DAMAGED_ON_LOADING = [
+    ("{unknown_type}", ["checkpoint", "'sdp'", "known: spd"]),
+    ("{no_fingerprint}", ["checkpoint", "no_fingerprint/config.json", "copy it again"]),
+    ("{worded_number}", ["checkpoint", "worded_number/config.json", "copy it again"]),
+    ("{unknown_setting}", ["checkpoint", "unknown_setting/config.json", "'width'", "copy it"]),
+    ("{worded_layer}", ["checkpoint", "worded_layer/config.json", "copy it again"]),
+    ("{too_many_stages}", ["num_stages", "9", "choose 1 to 4"]),
+    ("{moved_target}", ["target", "'/nowhere/target'", "give an existing folder"]),
+]
+INFERENCE = ["--prompt", "hi", "--max-new-tokens", "4"]
+EVAL = ["--benchmarks", "gsm8k", "--data-dir", "{}", "--out", "{out}", "--max-new-tokens", "4"]
+ALONE = ["--target", "{target}", "--schedule", "autoregressive"]
+RUN = ["--checkpoint", "{run}"]
+
+CASES: list[tuple[str, list[str], list[str]]] = [
+    *(("inference", ["--checkpoint", c, *INFERENCE], w) for c, w in DAMAGED + DAMAGED_ON_LOADING),
+    *(("eval", ["--checkpoint", c, *EVAL], w) for c, w in DAMAGED + DAMAGED_ON_LOADING),
+    *(("models", ["push", "--checkpoint", c, "--repo", "a/b", "--dry-run"], w) for c, w in DAMAGED),
+    # inference
+    ("inference", [], ["--prompt", "missing", "--help"]),
+    ("inference", INFERENCE, ["--checkpoint", "missing", "give a trained draft"]),
+    ("inference", ["--target", "{target}", *INFERENCE], ["--schedule", "'spd'", "--checkpoint"]),
+    ("inference", [*RUN, "--prompt", " \n"], ["--prompt", "' \\n'", "give at least one word"]),
+    ("inference", [*RUN, "--prompt", "hi " * 600], ["prompt", "tokens", "512", "shorten it"]),
+    ("inference", [*RUN, *INFERENCE, "--temperature", "-1"], ["temperature", "-1", "give 0"]),
+    ("inference", [*RUN, *INFERENCE, "--temperature", "nan"], ["temperature", "nan", "give 0"]),
+    ("inference", [*RUN, *INFERENCE, "--temperature", "hot"], ["temperature", "'hot'", "--help"]),
+    ("inference", [*RUN, *INFERENCE, "--stages", "3"], ["num_stages", "3", "give --stages 2"]),
+    ("inference", [*RUN, *INFERENCE, "--stages", "0"], ["num_stages", "0", "give at least 1"]),
+    ("inference", [*ALONE, *INFERENCE, "--stages", "9"], ["num_stages", "9", "choose 1 to 4"]),
+    ("inference", [*RUN, *INFERENCE, "--schedule", "spdd"], ["schedule", "'spdd'", "'spd'"]),
+    ("inference", [*RUN, *INFERENCE, "--tree-width", "0"], ["tree_width", "0", "at least 1"]),
+    (
+        "inference",
+        [*RUN, "--prompt", "a", "--max-new-tokens", "0"],
+        ["max_new_tokens", "0", "give"],
+    ),
+    ("inference", [*RUN, *INFERENCE, "--verifier", "guess"], ["--verifier", "'guess'", "match"]),
+    (
+        "inference",
+        [*RUN, *INFERENCE, "--verifier", "rejection"],
+        ["verifier", "'rejection'", "use"],
+    ),
+    ("inference", [*RUN, *INFERENCE, "--sede", "1"], ["'--sede'", "did you mean --seed"]),
+    (
+        "inference",
+        [*RUN, *INFERENCE, "--target", "{other_weights}"],
+        ["target", "hash: ", "give that target"],
+    ),
+    (
+        "inference",
+        [*RUN, *INFERENCE, "--target", "{other_vocabulary}"],
+        ["target", "vocab_size: 300 != 301", "give that target"],
+    ),
+    (
+        "inference",
+        ["--target", "{nowhere}", "--schedule", "autoregressive", *INFERENCE],
+        ["target", "nowhere", "give an existing folder"],
+    ),
+    (
+        "inference",
+        ["--target", "{empty}", "--schedule", "autoregressive", *INFERENCE],
+        ["empty", "give a folder"],
+    ),
+    # eval (more in test_eval_run)
+    ("eval", EVAL, ["--checkpoint", "missing", "--help"]),
+    ("eval", [*RUN, *EVAL, "--benchmarks", "gsm9k"], ["--benchmarks", "'gsm9k'", "'gsm8k'"]),
+    ("eval", [*RUN, *EVAL, "--benchmarks", "mt_bench"], ["--data-dir", "question.jsonl", "put"]),
+    ("eval", [*RUN, *EVAL, "--schedule", "sdp"], ["schedule", "'sdp'", "'spd'"]),
+    ("eval", [*RUN, *EVAL, "--temperature", "-1"], ["--temperature", "'-1'", "give 0"]),
+    ("eval", [*RUN, *EVAL, "--stages", "9"], ["--stages", "9", "leave --stages out"]),
+    ("eval", [*RUN, *EVAL, "--target", "{other_weights}"], ["target", "hash", "give that target"]),
+    ("eval", [*RUN, *EVAL, "--target", "{nowhere}"], ["target", "nowhere", "give an existing"]),
+    ("eval", [*RUN, *EVAL, "--max-new-tokens", "500"], ["--max-new-tokens", "500", "lower it"]),
+    ("eval", [*RUN, *EVAL, "--out", "{a_file}"], ["--out", "a_file", "give another folder"]),
+    # models
+    ("models", [], ["command", "missing", "--help"]),
+    ("models", ["pull"], ["command", "'pull'", "'push'"]),
+    ("models", ["push", *RUN], ["--repo", "missing", "--help"]),
+    ("models", ["push", *RUN, "--repo", "alone", "--dry-run"], ["--repo", "'alone'", "user/name"]),
+    ("models", ["push", *RUN, "--repo", "a/b", "--out", "{up}"], ["--out", "up", "--dry-run"]),
+    (
+        "models",
+        ["push", *RUN, "--repo", "a/b", "--dry-run", "--out", "{a_file}"],
+        ["--out", "a_file", "give another folder"],
+    ),
+    # data
+    ("data_recipes", [], ["tokenizer", "required"]),
+    ("data_recipes", ["--config", "/nowhere.yaml"], ["config", "/nowhere.yaml"]),
+]
+
+
+def shown(case: tuple[str, list[str], list[str]]) -> str:
+    return " ".join([case[0], *case[1]])[:60]
+
+
+def assert_one_line(status: int, out: str, err: str, words: list[str]) -> None:
+    assert status == 2, err
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=shown)
+def test_bad_input_is_one_line_with_field_value_and_mend(case, place, monkeypatch, capfd):
+    command, arguments, words = case
+    monkeypatch.chdir(place.folder)
+    status = call(command, [place.fill(part) for part in arguments], monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), words)
+
+
+TRAIN_CASES: list[tuple[dict[str, object], list[str]]] = [
+    ({"target": None}, ["target", "missing", "name the folder"]),
+    ({"target": "/nowhere/t"}, ["target", "'/nowhere/t'", "give an existing folder"]),
+    ({"target": "{empty}"}, ["tokenizer", "empty", "give a folder"]),
+    ({"model__num_stages": 9}, ["num_stages", "9", "choose 1 to 4"]),
+    ({"model__num_stages": 0}, ["model.num_stages", "0", "at least 1"]),
+    ({"model__draft_vocab_size": 999}, ["model.draft_vocab_size", "999", "leave it out"]),
+    ({"batch_tokens": 9}, ["batch_tokens", "9", "raise it"]),
+    ({"data__sources": '[{"path": "/no.jsonl"}]'}, ["sources.path", "'/no.jsonl'", "give an"]),
+    ({"data__sources": "[]"}, ["data.sources", "[]", "name at least one"]),
+    ({"optim__lrr": 1}, ["optim.lrr", "unknown key", "nearest known key: optim.lr"]),
+    ({"optim__lr": "fast"}, ["optim.lr", "'fast'", "expected float"]),
+    ({"method": "sdp"}, ["method", "'sdp'", "did you mean 'spd'"]),
+    ({"config": "/nowhere.yaml", "method": None}, ["--config", "/nowhere.yaml", "give a YAML"]),
+    ({"config": "{a_file}", "method": None}, ["--config", "a_file", "see configs/"]),
+    ({"output_dir": "{a_file}"}, ["output_dir", "a_file", "give another folder"]),
+    ({"output_dir": "{run}", "model__num_layers": 2}, ["resume", "step-0000002", "--output_dir"]),
+    ({"output_dir": "{run}", "resume": "false"}, ["resume", "false", "--resume true"]),
+]
+
+
+@pytest.mark.parametrize("case", TRAIN_CASES, ids=lambda case: " ".join(map(str, case[0].items())))
+def test_bad_training_input_is_one_line_with_field_value_and_mend(
+    case, place, monkeypatch, capfd, tmp_path
+):
+    changes, words = case
+    arguments = place.world.arguments("spd", tmp_path / "out", **changes)
+    status = call("train", [place.fill(argument) for argument in arguments], monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), words)
+    assert not list(tmp_path.glob("out/checkpoints"))
+
+
+def test_damaged_rows_are_bad_input_with_their_counts(place, tmp_path, monkeypatch, capfd):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": []}\n{"text": "no turns"}\nnot JSON\n')
+    changes = {"data__sources": json.dumps([{"path": str(rows)}])}
+    status = call("train", place.world.arguments("spd", tmp_path / "out", **changes), monkeypatch)
+    words = ["data.sources", "none of 3 rows is usable", "not valid JSON", "mend the rows"]
+    assert_one_line(status, *capfd.readouterr(), words)
+
+
+def test_the_traceback_of_bad_input_can_be_asked_for(place, monkeypatch):
+    monkeypatch.setenv("PIPEDRAFT_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="--prompt"):
+        call("inference", [place.fill(part) for part in [*RUN, "--prompt", ""]], monkeypatch)
+
+
+def test_a_failure_of_the_program_is_not_called_bad_input(place, monkeypatch, capfd):
+    def fails(*args, **kwargs):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("pipedraft.inference.engine.Engine.decode", fails)
+    with pytest.raises(RuntimeError, match="a defect"):
+        call("inference", [place.fill(part) for part in [*RUN, *INFERENCE]], monkeypatch)
+    assert "error:" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [
+        ("train", "accelerate launch -m pipedraft.train --config"),
+        ("inference", "python -m pipedraft.inference --checkpoint"),
+        ("eval", "python -m pipedraft.eval --checkpoint"),
+        ("models", "python -m pipedraft.models push --checkpoint"),
+        ("data_recipes", "python -m pipedraft.data_recipes --config"),
+    ],
+)
+def test_help_exits_with_zero_and_shows_an_example(command, example, monkeypatch, capfd):
+    assert call(command, ["--help"], monkeypatch) == 0
+    out, err = capfd.readouterr()
+    assert example in out and err == ""
+
+
+def test_the_example_of_the_upload_works_as_written(place, tmp_path, monkeypatch, capfd):
+    """--dry-run needs no --out; the training state stays at home."""
+    monkeypatch.chdir(tmp_path)
+    arguments = ["push", *RUN, "--repo", "user/name", "--dry-run"]
+    assert call("models", [place.fill(part) for part in arguments], monkeypatch) == 0
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    names = ("README.md", "config.json", "model.safetensors")
+    assert files == {f"out/upload/user/name/{name}" for name in names}
+    assert sorted(capfd.readouterr().out.split()) == sorted(files)
+
+
+# -- real processes -------------------------------------------------------------------------
+
+
+def run_module(*words: str, stdin: str = "") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=500)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["pipedraft.inference"], ["--prompt", "missing"]),
+        (["pipedraft", "inference", "--prompt", "-"], ["--prompt", "''", "at least one word"]),
+        (["pipedraft.models", "push", "--repo", "a/b"], ["--checkpoint", "missing"]),
+        (["pipedraft.eval", "--limt", "3"], ["--checkpoint", "missing"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_process_ends_with_status_two_and_one_line(words, expected):
+    done = run_module(*words)
+    assert_one_line(done.returncode, done.stdout, done.stderr, expected)
+
+
+@pytest.mark.timeout(600)
+def test_a_training_process_that_has_read_its_data_still_prints_one_line(place, tmp_path):
+    """Warnings and progress bars of libraries would show here."""
+    changes = {"batch_tokens": 9, "data__cache_dir": tmp_path / "cache"}
+    arguments = place.world.arguments("spd", tmp_path / "out", **changes)
+    done = run_module("pipedraft.train", *arguments)
+    assert_one_line(done.returncode, done.stdout, done.stderr, ["batch_tokens", "9", "raise it"])
+    assert os.listdir(tmp_path / "cache")
+
+
+# -- streaming ------------------------------------------------------------------------------
+
+
+class ByteTokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve € 😀 end", "ends with 😀", "a\n\nb"])
+def test_the_stream_prints_whole_characters_only_and_all_of_them(text, capsys):
+    stream, ids = Stream(ByteTokenizer()), list(text.encode())
+    printed = ""
+    for token in ids:
+        stream(token)
+        printed += capsys.readouterr().out
+        assert text.startswith(printed)
+    stream.finish(text)
+    assert printed + capsys.readouterr().out == text + "\n"
+
+
+def test_the_stream_prints_a_text_that_ends_inside_a_character(capsys):
+    ids = list("ok 😀".encode())[:-1]
+    stream = Stream(ByteTokenizer())
+    for token in ids:
+        stream(token)
+    text = ByteTokenizer().decode(ids, True)
+    stream.finish(text)
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_random_tokens_stream_to_their_decoded_text(capsys):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        ids = torch.randint(0, 256, (40,), generator=generator).tolist()
+        stream = Stream(ByteTokenizer())
+        for token in ids:
+            stream(token)
+        text = ByteTokenizer().decode(ids, True)
+        stream.finish(text)
+        assert capsys.readouterr().out == text + "\n"

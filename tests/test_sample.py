@@ -1,0 +1,76 @@
+"""Conversations sampled from a chat model: turns are read back exactly, greedy answers are greedy."""
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import tiny_llama
+
+from pipedraft.data_recipes import sample
+from pipedraft.data_recipes.recipe import DataConfig, Source
+from pipedraft.data_recipes.tokenizer import train_tokenizer
+
+CHAT = [
+    {"role": "user", "content": "How many legs do two cats have?"},
+    {"role": "assistant", "content": "They have 8 legs."},
+    {"role": "user", "content": "And three?"},
+    {"role": "assistant", "content": "12 legs."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(20)))
+    return train_tokenizer(DataConfig(sources=[Source(path=str(path))]), 300)
+
+
+def test_rendered_turns_are_parsed_back(tokenizer):
+    markers = sample.Markers.of(tokenizer)
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert sample.parse_turns(tokenizer, markers, ids) == CHAT
+
+
+def test_an_unfinished_answer_is_dropped_with_its_question(tokenizer):
+    markers = sample.Markers.of(tokenizer)
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    last_end = len(ids) - 1 - ids[::-1].index(markers.end_of_turn)
+    assert sample.parse_turns(tokenizer, markers, ids[:last_end]) == CHAT[:2]
+    assert sample.parse_turns(tokenizer, markers, ids[3:]) == []
+
+
+def test_answers_of_greedy_rows_follow_the_argmax_and_rows_may_end_early():
+    target = tiny_llama(layers=2, vocab=12)
+    markers = sample.Markers(user=(1, 2), assistant=(3,), end_of_turn=4, end_of_text=5)
+    greedy_B = torch.tensor([True, False] * 8)
+    texts = sample.sample_batch(
+        target,
+        markers,
+        greedy_B=greedy_B,
+        max_tokens=40,
+        generator=torch.Generator().manual_seed(0),
+    )
+    assert all(len(text) == 40 or text[-1] == 5 for text in texts)
+    assert any(len(text) < 40 for text in texts)
+    followed = {True: [], False: []}
+    for text, is_greedy in zip(texts, greedy_B.tolist(), strict=True):
+        best = target(torch.tensor([text])).logits[0].argmax(-1).tolist()
+        answering = False
+        for index in range(2, len(text)):
+            if answering:
+                followed[is_greedy].append(text[index] == best[index - 1])
+            answering = (answering or text[index] == 3) and text[index] != 4
+    assert len(followed[True]) > 30 and all(followed[True])
+    assert not all(followed[False])
+
+
+def test_a_missing_model_is_bad_input(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "x.jsonl"
+    monkeypatch.setattr(sys, "argv", ["sample", "--target", "nowhere", "--out", str(out)])
+    with pytest.raises(SystemExit) as exit_status:
+        sample.run_command(sample.main)
+    assert exit_status.value.code == 2
+    assert "--target: no folder nowhere" in capsys.readouterr().err

@@ -1,0 +1,612 @@
+"""The training loop: exact resume, averaging over tokens, frozen parts, checkpoints."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_llama
+from safetensors.torch import load_file
+from scipy.stats import chisquare
+from transformers import AutoModelForCausalLM
+
+from pipedraft.data_recipes.batch import collate
+from pipedraft.data_recipes.recipe import DataConfig, Source
+from pipedraft.data_recipes.tokenizer import train_tokenizer
+from pipedraft.models import load_draft
+from pipedraft.train import checkpoint
+from pipedraft.train.__main__ import build_trainer, main, methods, quieten
+from pipedraft.train.config import OptimConfig, parse_run
+from pipedraft.train.loop import rate_factor
+from pipedraft.train.spd import sample_occupancy
+
+LAYERS = 4
+
+
+# -- tiny data, tokenizer and target --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """Sixty conversations, a tokenizer trained on them, and a random target that uses it."""
+
+    folder: Path
+    data: Path
+    target: Path
+
+    def arguments(self, method: str, output_dir: Path, /, **changes: Any) -> list[str]:
+        """Command line of a small run; keys of ``changes`` have __ for a dot."""
+        settings: dict[str, Any] = {
+            "method": method,
+            "output_dir": output_dir,
+            "data.sources": json.dumps([{"path": str(self.data)}]),
+            "data.cache_dir": self.folder / "cache",
+            "data.max_length": 64,
+            "data.valid_fraction": 0.1,
+            "batch_tokens": 256,
+            "log_every_steps": 1,
+            "precision": "fp32",
+            "max_steps": 4,
+            "optim.lr": 3e-3,
+        }
+        if method == "spd":
+            settings |= {"target": self.target, "model.num_stages": 2, "model.num_layers": 1}
+        else:
+            settings |= {"model.tokenizer": self.target, "model.hidden_size": 32}
+            settings |= {"model.intermediate_size": 64, "model.num_layers": 2, "model.num_heads": 2}
+            settings["model.save_dtype"] = "float32"
+        settings |= {key.replace("__", "."): value for key, value in changes.items()}
+        words = {key: value for key, value in settings.items() if value is not None}
+        return [f"--{key}={value}" for key, value in words.items()]
+
+    def trainer(self, method: str, output_dir: Path, **changes: Any) -> Any:
+        run, model, _ = parse_run(self.arguments(method, output_dir, **changes), methods(), "")
+        return build_trainer(run, model)
+
+
+def make_world(folder: Path) -> World:
+    data = folder / "chat.jsonl"
+    with data.open("w") as lines:
+        for i in range(60):
+            answer = f"It is {i + i % 7}." + " Sure." * (i % 5)
+            question = {"role": "user", "content": f"What is {i} plus {i % 7}?"}
+            turns = [question, {"role": "assistant", "content": answer}]
+            lines.write(json.dumps({"messages": turns}) + "\n")
+    tokenizer = train_tokenizer(DataConfig(sources=[Source(path=str(data))]), 300)
+    target = tiny_llama(layers=LAYERS, vocab=len(tokenizer))
+    target.generation_config.eos_token_id = tokenizer.eos_token_id
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    return World(folder, data, folder / "target")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    quieten()
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def train(arguments: list[str], monkeypatch) -> None:
+    """The command itself, in this process."""
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    main()
+
+
+def logged(output_dir: Path) -> list[dict[str, float]]:
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(x).items() if k != "tokens_per_s"} for x in lines]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+# -- resume ---------------------------------------------------------------------------------
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+from pipedraft.train import __main__ as command, checkpoint
+publish = checkpoint.publish_folder
+def killed(temporary, folder):
+    if folder.name == "step-0000006":  # every file is written, nothing is renamed yet
+        os.kill(os.getpid(), signal.SIGKILL)
+    publish(temporary, folder)
+checkpoint.publish_folder = killed
+command.main()
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_run_killed_while_it_saves_resumes_bit_for_bit(world, tmp_path, monkeypatch):
+    """SIGKILL at step 6; goes on from step 3 with the occupancies, batches and rates of step 4."""
+    changes = {"max_steps": 8, "save_every_steps": 3, "evaluation__every_steps": 4}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(world.arguments("spd", whole, **changes), monkeypatch)
+    again = world.arguments("spd", killed, **changes)
+    dead = subprocess.run([sys.executable, "-c", KILLED_WHILE_SAVING, *again], capture_output=True)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
+    assert [folder.name for folder in checkpoint.step_folders(killed)] == ["step-0000003"]
+    assert logged(killed)[-1]["step"] == 6  # logged, but not saved: must be run and logged again
+    train(again, monkeypatch)
+    assert logged(killed) == logged(whole)
+    for name in ("best", "checkpoints/step-0000008"):
+        assert_equal_weights(weights(killed / name), weights(whole / name))
+    assert (killed / "best/config.json").read_text() == (whole / "best/config.json").read_text()
+    assert not list((killed / "checkpoints").glob(".*"))
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_language_model_with_two_optimizers_resumes_bit_for_bit(world, tmp_path, monkeypatch):
+    """The second epoch is cut by the stop, and each step takes two batches."""
+    changes = {"max_steps": 9, "save_every_steps": 5, "optim__name": "muon", "accumulation": 2}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(world.arguments("language_model", whole, **changes), monkeypatch)
+    trainer = world.trainer("language_model", stopped, **changes)
+    assert len(trainer.optimizers) == 2
+    optimize = trainer.optimize
+
+    def stop_at_step_6(window):
+        if trainer.progress.step == 6:
+            raise Stop
+        return optimize(window)
+
+    trainer.optimize = stop_at_step_6
+    with pytest.raises(Stop):
+        trainer.run()
+    assert trainer.progress.epoch > 0
+    train(world.arguments("language_model", stopped, **changes), monkeypatch)
+    assert logged(stopped) == logged(whole)
+    assert_equal_weights(weights(stopped / "best"), weights(whole / "best"))
+
+
+def test_another_seed_gives_another_run(world, tmp_path, monkeypatch):
+    """The comparison above would also pass if nothing depended on the random numbers."""
+    for seed in (0, 1):
+        train(world.arguments("spd", tmp_path / str(seed), seed=seed, max_steps=2), monkeypatch)
+    assert logged(tmp_path / "0") != logged(tmp_path / "1")
+
+
+def test_a_finished_run_is_left_alone(world, tmp_path, monkeypatch):
+    train(world.arguments("spd", tmp_path, max_steps=2), monkeypatch)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    train(world.arguments("spd", tmp_path, max_steps=2), monkeypatch)
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert before == after
+
+
+def test_resuming_refuses_another_network_and_a_fresh_start_refuses_old_checkpoints(
+    world, tmp_path
+):
+    trainer = world.trainer("spd", tmp_path, max_steps=1)
+    trainer.run()
+    with pytest.raises(ValueError, match="resume: .*step-0000001.*another configuration"):
+        world.trainer("spd", tmp_path, max_steps=2, model__num_layers=2).restore()
+    with pytest.raises(ValueError, match="resume: .*another configuration"):
+        world.trainer("spd", tmp_path, max_steps=2, optim__name="muon").restore()
+    with pytest.raises(ValueError, match="resume: false, but .*step-0000001.*--output_dir"):
+        world.trainer("spd", tmp_path, resume="false").restore()
+
+
+def test_a_fresh_start_forgets_the_log_of_a_run_that_never_saved(world, tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "lo')
+    train(world.arguments("spd", tmp_path, max_steps=1), monkeypatch)
+    assert [entry["step"] for entry in logged(tmp_path)] == [1, 1]
+    assert logged(tmp_path)[0]["loss"] != 9.0
+
+
+# -- one optimizer step ---------------------------------------------------------------------
+
+
+def gradients_of(trainer: Any, window: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What the optimizers would be given, in float64."""
+    trainer.optimizers = []
+    trainer.module.zero_grad()
+    trainer.optimize(window)
+    named = trainer.module.named_parameters()
+    return {name: p.grad.double().clone() for name, p in named if p.grad is not None}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Relative to the largest gradient of each parameter."""
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).abs().max() / a[k].abs().max()) for k in a)
+
+
+@pytest.mark.parametrize("method", ["spd", "language_model"])
+def test_accumulation_averages_over_tokens_and_not_over_batches(world, tmp_path, method):
+    """One long row and five short ones, as one batch and as two, give the same gradient."""
+    changes = {"model__full_probability": 1.0} if method == "spd" else {}
+    trainer = world.trainer(method, tmp_path, optim__clip_norm=0, **changes)
+    order = sorted(range(len(trainer.lengths)), key=lambda row: trainer.lengths[row])
+    short, long = order[:5], order[-1:]
+    load = lambda rows: trainer.load(trainer.data.train, rows)  # noqa: E731
+    counts = [trainer.objective.num_counted(load(rows)) for rows in (short, long)]
+    assert counts[0] > 1.5 * counts[1]
+    together = gradients_of(trainer, [load(short + long)])
+    apart = gradients_of(trainer, [load(short), load(long)])
+    assert largest_difference(together, apart) < 1e-4
+
+    alone = [gradients_of(trainer, [load(rows)]) for rows in (short, long)]
+    mean_of_means = {name: (alone[0][name] + alone[1][name]) / 2 for name in together}
+    assert largest_difference(together, mean_of_means) > 0.05
+    share = counts[0] / sum(counts)
+    weighted = {n: share * alone[0][n] + (1 - share) * alone[1][n] for n in together}
+    assert largest_difference(together, weighted) < 1e-4
+
+
+def test_a_logged_loss_is_the_mean_over_the_tokens_of_the_whole_window(world, tmp_path):
+    trainer = world.trainer("language_model", tmp_path)
+    batches = [trainer.load(trainer.data.train, rows) for rows in trainer.epoch_batches(0)[:3]]
+    with torch.no_grad():
+        outputs = [trainer.objective(batch, torch.Generator()) for batch in batches]
+    expected = sum(float(o.loss) for o in outputs) / sum(int(o.count) for o in outputs)
+    trainer.optimizers = []
+    assert trainer.optimize(batches)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_with_and_without_clipping(world, tmp_path):
+    for clip_norm in (0, 1.0):
+        trainer = world.trainer("spd", tmp_path / str(clip_norm), optim__clip_norm=clip_norm)
+        with torch.no_grad():
+            trainer.objective.draft.lm_head.weight[0, 0] = math.nan
+        window = next(trainer.windows())
+        with pytest.raises(FloatingPointError, match="lower optim.lr"):
+            trainer.optimize(window)
+
+
+def test_only_trainable_parts_move_and_all_of_them_do(world, tmp_path):
+    trainer = world.trainer("spd", tmp_path, max_steps=6, optim__name="muon")
+    target = {k: v.clone() for k, v in trainer.objective.target.state_dict().items()}
+    before = {k: v.clone() for k, v in trainer.objective.draft.state_dict().items()}
+    trainer.run()
+    assert_equal_weights(target, trainer.objective.target.state_dict())
+    after = trainer.objective.draft.state_dict()
+    trainable = {n for n, p in trainer.objective.draft.named_parameters() if p.requires_grad}
+    assert "norm.weight" not in trainable and "draft_ids" not in trainable
+    for name, value in after.items():
+        assert torch.equal(value, before[name]) == (name not in trainable), name
+    assert not [name for name in trainer.objective.state_dict() if "target" in name]
+
+
+# -- learning -------------------------------------------------------------------------------
+
+
+def losses_on_one_batch(trainer: Any, rows: int, steps: int) -> list[float]:
+    batch = trainer.load(trainer.data.train, list(range(rows)))
+    losses = []
+    for _ in range(steps):
+        trainer.progress.step = 0  # the same occupancies and the full rate at every step
+        losses.append(trainer.optimize([batch])["loss"])
+    return losses
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+@pytest.mark.parametrize("query", ["newest", "all"])
+@pytest.mark.parametrize("loss", ["kl", "tv", "lk"])
+def test_spd_learns_a_handful_of_conversations_by_heart(
+    world, tmp_path, loss, query, draft_vocab_size
+):
+    trainer = world.trainer(
+        "spd",
+        tmp_path,
+        model__loss=loss,
+        model__query=query,
+        model__draft_vocab_size=draft_vocab_size,
+        optim__lr=1e-2,
+        optim__schedule="constant",
+        optim__warmup_fraction=0.0,
+    )
+    losses = losses_on_one_batch(trainer, 4, 40)
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_language_model_learns_a_handful_of_conversations_by_heart(world, tmp_path):
+    trainer = world.trainer("language_model", tmp_path, optim__lr=1e-2, optim__warmup_fraction=0.0)
+    losses = losses_on_one_batch(trainer, 4, 40)
+    assert losses[0] == pytest.approx(math.log(300), rel=0.05)  # starts as the uniform guess
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("step", [0, 3, 9])
+def test_learning_rates_follow_the_schedule(step):
+    linear = OptimConfig(warmup_fraction=0.2, final_fraction=0.1)
+    cosine = replace(linear, schedule="cosine")
+    constant = replace(linear, schedule="constant")
+    # Ten steps, two of warm-up: 1/3, 2/3, then from 1 towards final_fraction in eighths.
+    expected = {
+        0: (1 / 3, 1 / 3, 1 / 3),
+        3: (0.1 + 0.9 * 7 / 8, 0.1 + 0.9 * (1 + math.cos(math.pi / 8)) / 2, 1.0),
+        9: (0.1 + 0.9 / 8, 0.1 + 0.9 * (1 + math.cos(math.pi * 7 / 8)) / 2, 1.0),
+    }[step]
+    rates = [rate_factor(step, 10, optim) for optim in (linear, cosine, constant)]
+    assert rates == pytest.approx(expected)
+
+
+def test_the_rate_of_every_step_is_the_one_that_is_logged_and_used(world, tmp_path):
+    trainer = world.trainer("spd", tmp_path, max_steps=5, optim__warmup_fraction=0.4)
+    used, optimize = [], trainer.optimize
+
+    def record(window):
+        values = optimize(window)
+        used.append([group["lr"] for o in trainer.optimizers for group in o.param_groups])
+        return values
+
+    trainer.optimize = record
+    trainer.run()
+    expected = [3e-3 * factor for factor in (1 / 3, 2 / 3, 1, 2 / 3, 1 / 3)]
+    rates = [entry["lr"] for entry in logged(tmp_path) if "lr" in entry]
+    assert rates == pytest.approx(expected)
+    assert [set(groups) for groups in used] == [{rate} for rate in rates]
+
+
+def test_epochs_are_whole_windows(world, tmp_path):
+    """Windows never cross the end of an epoch, so an epoch of 2k + 1 batches has k + 1 steps."""
+    trainer = world.trainer(
+        "spd", tmp_path, max_steps=None, epochs=3.0, accumulation=2, batch_tokens=200
+    )
+    batches = [len(trainer.epoch_batches(epoch)) for epoch in range(3)]
+    assert batches[0] % 2
+    assert trainer.num_steps == 3 * (batches[0] // 2 + 1)
+    seen, windows = [], trainer.windows()
+    trainer.load = lambda dataset, rows: seen.extend(rows)
+    for _ in range(trainer.num_steps):
+        next(windows)
+    assert sorted(seen) == sorted(list(range(len(trainer.lengths))) * 3)
+
+
+# -- simulated pipeline fill ----------------------------------------------------------------
+
+
+def test_occupancies_are_full_half_of_the_time_and_else_uniform():
+    draws = sample_occupancy(40_000, 8, 0.5, torch.Generator().manual_seed(0))
+    counts = [draws.count(occupancy) for occupancy in range(1, 9)]
+    assert sum(counts) == 40_000
+    expected = [40_000 * 0.5 / 7] * 7 + [40_000 * 0.5]
+    assert chisquare(counts, expected).pvalue > 1e-3
+
+
+def test_occupancies_are_drawn_for_each_example():
+    draws = sample_occupancy(4000, 4, 0.5, torch.Generator().manual_seed(1))
+    same_as_next = sum(a == b for a, b in zip(draws, draws[1:], strict=False)) / 3999
+    assert same_as_next == pytest.approx(0.25 + 3 * (1 / 6) ** 2, abs=0.03)
+
+
+def test_occupancies_at_the_limits():
+    generator = torch.Generator().manual_seed(2)
+    assert sample_occupancy(5, 1, 0.5, generator) == [1] * 5
+    assert sample_occupancy(5, 4, 1.0, generator) == [4] * 5
+    assert set(sample_occupancy(99, 3, 0.0, generator)) == {1, 2}
+
+
+# -- two processes --------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@pytest.mark.timeout(600)
+def test_two_processes_train_as_one_on_the_same_global_batches(world, tmp_path):
+    """Data parallel steps equal one process that is given the batches of both in one window.
+
+    A run of one process on its own cuts its epochs into other batches (their number need not be
+    even) and draws other occupancies (the key of the random numbers holds the rank): the batches
+    of both ranks are therefore fed by hand, and all stages are always full. One validation row
+    leaves the second process without any.
+    """
+    changes = {
+        "max_steps": 4,
+        "model__full_probability": 1.0,
+        "evaluation__max_rows": 1,
+        "save_every_steps": 3,
+    }
+    arguments = world.arguments("spd", tmp_path / "two", **changes)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    command += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    command += ["--dynamo_backend", "no", "--main_process_port", str(free_port())]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*command, "-m", "pipedraft.train", *arguments],
+        env=environment,
+        capture_output=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+    one = world.trainer("spd", tmp_path / "one", **changes)
+    batches = [
+        length_bucketed(one.lengths, rank=rank, batch_tokens=256, world_size=2) for rank in (0, 1)
+    ]
+    steps = [entry for entry in logged(tmp_path / "two") if "grad_norm" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4]
+    for entry, rows in zip(steps, zip(*batches, strict=True), strict=False):
+        values = one.optimize([one.load(one.data.train, rank_rows) for rank_rows in rows])
+        for key, value in values.items():
+            assert entry[key] == pytest.approx(value, rel=1e-4), (entry["step"], key)
+        assert entry["tokens"] == one.progress.tokens
+    trained = weights(tmp_path / "two" / "checkpoints" / "step-0000004")
+    for name, value in one.objective.draft.state_dict().items():
+        assert torch.allclose(trained[name], value, atol=2e-5), name
+    valid = {k.removeprefix("valid/"): v for k, v in logged(tmp_path / "two")[-1].items()}
+    for key, value in one.evaluate().items():
+        assert valid[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+
+
+def length_bucketed(lengths: list[int], **options: Any) -> list[list[int]]:
+    from pipedraft.data_recipes.batch import length_bucketed_batches
+
+    return length_bucketed_batches(lengths, seed=0, epoch=0, **options)
+
+
+def as_rank(trainer: Any, rank: int, world_size: int) -> Any:
+    """The accelerator of another process, whose sums stay its own."""
+    return SimpleNamespace(
+        process_index=rank,
+        num_processes=world_size,
+        device=trainer.accelerator.device,
+        autocast=contextlib.nullcontext,
+        reduce=lambda tensor, how: tensor,
+    )
+
+
+def test_a_process_without_validation_rows_still_has_sums(world, tmp_path):
+    trainer = world.trainer("spd", tmp_path, evaluation__max_rows=1)
+    alone = trainer.evaluate()
+    trainer.accelerator = as_rank(trainer, 1, 2)
+    assert trainer.evaluate() == pytest.approx(alone)
+
+
+def test_without_validation_rows_the_newest_network_is_the_best(world, tmp_path):
+    trainer = world.trainer(
+        "spd", tmp_path, data__valid_fraction=0.0, max_steps=3, evaluation__every_steps=2
+    )
+    assert trainer.run() == {}
+    assert not [entry for entry in logged(tmp_path) if "valid/loss" in entry]
+    newest = weights(tmp_path / "checkpoints/step-0000003")
+    assert_equal_weights(weights(tmp_path / "best"), newest)
+
+
+# -- checkpoints ----------------------------------------------------------------------------
+
+
+def write(text: str):
+    def fill(folder: Path) -> None:
+        (folder / "a").write_text(text)
+        (folder / "b").write_text(text)
+
+    return fill
+
+
+def contents(folder: Path) -> dict[str, str]:
+    names = [path.name for path in folder.iterdir() if path.name != checkpoint.COMPLETE]
+    return {name: (folder / name).read_text() for name in sorted(names)}
+
+
+def test_a_folder_that_fails_half_way_leaves_the_previous_one(tmp_path):
+    folder = tmp_path / "best"
+    checkpoint.write_folder(folder, write("old"))
+
+    def fails(temporary: Path) -> None:
+        (temporary / "a").write_text("new")
+        raise Stop
+
+    with pytest.raises(Stop):
+        checkpoint.write_folder(folder, fails)
+    assert contents(folder) == {"a": "old", "b": "old"}
+    checkpoint.write_folder(folder, write("newer"))
+    assert contents(folder) == {"a": "newer", "b": "newer"}
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize("kill_at", [1, 2])
+def test_a_kill_at_either_rename_loses_nothing(tmp_path, monkeypatch, kill_at):
+    folder = tmp_path / "best"
+    checkpoint.write_folder(folder, write("old"))
+    calls, rename = [], Path.rename
+
+    def killed(self, to):
+        calls.append(to)
+        if len(calls) == kill_at:
+            raise Stop
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(Stop):
+        checkpoint.write_folder(folder, write("new"))
+    monkeypatch.undo()
+    checkpoint.recover(folder)
+    assert contents(folder) == {"a": "old", "b": "old"}
+    checkpoint.write_folder(folder, write("newer"))
+    assert contents(folder) == {"a": "newer", "b": "newer"}
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_folders_that_are_not_complete_are_no_checkpoints(tmp_path):
+    for step in (10, 9, 200):
+        checkpoint.write_folder(checkpoint.step_folder(tmp_path, step), write("x"))
+    unfinished = checkpoint.step_folder(tmp_path, 300)
+    unfinished.mkdir()
+    (unfinished.parent / f".{unfinished.name}.partial").mkdir()
+    names = [folder.name for folder in checkpoint.step_folders(tmp_path)]
+    assert names == ["step-0000009", "step-0000010", "step-0000200"]
+    checkpoint.rotate(tmp_path, 2)
+    names = [folder.name for folder in checkpoint.step_folders(tmp_path)]
+    assert names == ["step-0000010", "step-0000200"]
+
+
+def test_a_run_keeps_the_newest_checkpoints_and_the_best_network(world, tmp_path, monkeypatch):
+    scores = iter([0.3, 0.9, 0.5, 0.9, 0.1])
+    trainer = world.trainer(
+        "spd",
+        tmp_path,
+        max_steps=5,
+        save_every_steps=1,
+        keep_checkpoints=2,
+        evaluation__every_steps=1,
+    )
+    monkeypatch.setattr(trainer, "evaluate", lambda: {"score": next(scores)})
+    stale = tmp_path / "checkpoints" / ".step-0000002.partial"
+    stale.mkdir(parents=True)
+    (stale / "left_behind").write_text("by a killed run")
+    at_step_2, save = {}, trainer.save
+
+    def keep_step_2(metrics):
+        save(metrics)
+        folder = checkpoint.step_folder(tmp_path, 2)
+        if trainer.progress.step == 2:
+            at_step_2.update(weights(folder))
+            assert not (folder / "left_behind").exists()
+
+    monkeypatch.setattr(trainer, "save", keep_step_2)
+    trainer.run()
+    names = [folder.name for folder in checkpoint.step_folders(tmp_path)]
+    assert names == ["step-0000004", "step-0000005"]
+    best = json.loads((tmp_path / "best/config.json").read_text())
+    assert best["training"]["metrics"]["score"] == 0.9
+    assert_equal_weights(weights(tmp_path / "best"), at_step_2)  # the first of equal scores
+    draft = load_draft(str(tmp_path), trainer.objective.target)  # a run's folder means its best
+    assert_equal_weights(draft.state_dict(), at_step_2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_language_model_is_the_trained_one(world, tmp_path, tied):
+    """Also one that goes on from a model whose head is not its embedding."""
+    changes = {} if tied else {"model__init_from": world.target, "model__tokenizer": None}
+    trainer = world.trainer("language_model", tmp_path, max_steps=2, **changes)
+    trainer.run()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "best", dtype=torch.float32)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = trainer.objective.model.eval()(ids).logits
+        assert torch.equal(loaded.eval()(ids).logits, expected)
+
+
+def test_collate_pads_what_no_loss_counts(world, tmp_path):
+    trainer = world.trainer("language_model", tmp_path)
+    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [5], "loss_mask": [1]}]
+    assert trainer.objective.num_counted(collate(rows, 0)) == 2
+    trainer.objective.config = replace(trainer.objective.config, loss_on="assistant")
+    rows[0]["loss_mask"] = [0, 0, 1]
+    assert trainer.objective.num_counted(collate(rows, 0)) == 1

@@ -1,0 +1,122 @@
+"""Configuration of a training run: layers, overrides, types, and what a refusal says."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+from pipedraft.errors import UsageError
+from pipedraft.train.__main__ import methods
+from pipedraft.train.config import parse_run
+
+
+def parse(*arguments: str):
+    return parse_run(arguments, methods(), "")
+
+
+def layer(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+@pytest.fixture
+def base(tmp_path) -> str:
+    return layer(
+        tmp_path,
+        "base.yaml",
+        "method: spd\noutput_dir: out/x\ntarget: some/where\n"
+        "data: {sources: [{path: a.jsonl}], max_length: 128}\n"
+        "model: {num_stages: 8}\noptim: {lr: 1e-3, betas: [0.8, 0.9]}\n",
+    )
+
+
+def test_layers_override_each_other_and_flags_override_layers(base, tmp_path):
+    second = layer(tmp_path, "second.yaml", "optim: {lr: 5e-4}\nmodel: {num_layers: 3}\n")
+    run, model, _ = parse("--config", base, "--config", second, "--optim.clip_norm", "2")
+    assert (run.optim.lr, run.optim.betas, run.optim.clip_norm) == (5e-4, (0.8, 0.9), 2.0)
+    assert (model.num_stages, model.num_layers, run.data.max_length) == (8, 3, 128)
+    run, model, _ = parse(f"--config={base}", "--optim.lr=3e-4", "--model.num_stages=4")
+    assert (run.optim.lr, model.num_stages, run.target) == (3e-4, 4, "some/where")
+
+
+def test_a_number_in_scientific_notation_is_a_float(base):
+    """YAML 1.1 reads 1e-3, without a dot, as text."""
+    assert yaml.safe_load("1e-3") == "1e-3"
+    run, _, _ = parse("--config", base)
+    assert run.optim.lr == 0.001 and isinstance(run.optim.lr, float)
+
+
+def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
+    run, model, resolved = parse("--config", base, "--optim.name", "muon")
+    again = parse("--config", layer(tmp_path, "resolved.yaml", resolved))
+    assert again[:2] == (run, model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--optim.lrr", "1"], ["optim.lrr", "unknown key", "optim.lr"]),
+        (["--batch_token", "1"], ["batch_token:", "unknown key", "batch_tokens"]),
+        (["--model.stages", "1"], ["model.stages", "unknown key", "model.num_stages"]),
+        (["--max_steps", "ten"], ["max_steps", "'ten'", "int or null"]),
+        (["--optim.lr", "fast"], ["optim.lr", "'fast'", "float"]),
+        (["--optim.lr", "-1"], ["optim.lr", "-1", "give"]),
+        (["--optim.schedule", "liner"], ["optim.schedule", "'liner'", "'linear'"]),
+        (["--model.loss", "mse"], ["model.loss", "'mse'", "'kl'", "'tv'"]),
+        (["--batch_tokens", "0"], ["batch_tokens", "0", "at least 1"]),
+        (["--max_steps", "0"], ["max_steps", "0", "leave it out"]),
+        (["--epochs", "-1"], ["epochs", "-1", "give"]),
+        (["--data.max_length", "1"], ["data.max_length", "1", "give 2"]),
+        (["--method", "sdp"], ["method", "'sdp'", "'spd'"]),
+    ],
+)
+def test_bad_settings_are_refused_with_field_value_and_mend(base, arguments, words):
+    with pytest.raises(UsageError) as caught:
+        parse("--config", base, *arguments)
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("optim: {lrr: 1}", ["optim.lrr", "unknown key", "optim.lr"]),
+        ("batch_token: 1", ["batch_token:", "unknown key", "batch_tokens"]),
+        ("model: {num_stage: 4}", ["model.num_stage:", "unknown key", "model.num_stages"]),
+        ("data: {sources: [{pat: x}]}", ["pat:", "unknown key", "data.sources.path"]),
+        ("max_steps: ten", ["max_steps", "'ten'", "int or null"]),
+        ("model: {hidden_size: 4}", ["model.hidden_size", "unknown key"]),  # another method's key
+        ("- a list", ["--config", "holds no mapping"]),
+        ("a: [1", ["--config", "not valid YAML"]),
+        ("method: sdp", ["method", "'sdp'", "'spd'"]),
+    ],
+)
+def test_bad_files_are_refused_with_field_value_and_mend(base, tmp_path, text, words):
+    with pytest.raises(UsageError) as caught:
+        parse("--config", base, "--config", layer(tmp_path, "bad.yaml", text))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_settings_are_named(tmp_path):
+    for arguments, name in (
+        ([], "method"),
+        (["--method", "spd"], "output_dir"),
+        (["--method", "spd", "--output_dir", "x"], "data.sources"),
+        (["--config", str(tmp_path / "absent.yaml")], "absent.yaml"),
+    ):
+        with pytest.raises(UsageError, match=name):
+            parse(*arguments)
+
+
+SHIPPED = [p for folder in ("spd", "target") for p in (REPOSITORY / "configs" / folder).iterdir()]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_shipped_configuration_parses(path):
+    run, model, resolved = parse("--config", str(path))
+    assert isinstance(model, methods()[run.method])
+    assert yaml.safe_load(resolved)["method"] == run.method

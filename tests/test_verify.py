@@ -1,0 +1,245 @@
+"""Acceptance rules and their random numbers: exact laws, by enumeration and by counting."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare, kstest
+
+from pipedraft.inference.tree import TokenTree
+from pipedraft.inference.verify import (
+    KeyedRandom,
+    MatchVerifier,
+    RejectionVerifier,
+    draw,
+    probabilities,
+)
+
+PURPOSES = ("target", "draft", "accept", "residual")
+
+
+# -- random numbers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("varied", ["seed", "prompt", "position", "purpose", "attempt"])
+def test_uniforms_are_uniform_and_neighbouring_keys_are_independent(varied):
+    def number(i: int) -> float:
+        key = {"seed": 1, "prompt": 2, "position": 3, "attempt": 4} | {varied: i}
+        purpose = PURPOSES[i % 4] if varied == "purpose" else "target"
+        attempt = i // 4 if varied == "purpose" else key["attempt"]
+        return KeyedRandom(key["seed"], key["prompt"]).uniform(key["position"], purpose, attempt)
+
+    values = np.array([number(i) for i in range(4000)])
+    assert values.min() >= 0 and values.max() < 1 and len(set(values)) == len(values)
+    assert kstest(values, "uniform").pvalue > 1e-3
+    pairs = np.histogram2d(values[:-1], values[1:], bins=5, range=[[0, 1], [0, 1]])[0]
+    assert chisquare(pairs.ravel()).pvalue > 1e-3
+
+
+def test_a_key_has_one_number_and_no_two_keys_share_one():
+    random = KeyedRandom(0, 0)
+    assert random.uniform(5, "accept", 2) == KeyedRandom(0, 0).uniform(5, "accept", 2)
+    keys = list(itertools.product(range(12), range(12), PURPOSES, range(12)))
+    values = {KeyedRandom(1, prompt).uniform(at, why, n) for prompt, at, why, n in keys}
+    assert len(values) == len(keys)
+
+
+def test_the_digits_of_neighbouring_keys_do_not_run_together():
+    assert KeyedRandom(1, 12).uniform(3, "target") != KeyedRandom(11, 2).uniform(3, "target")
+    assert KeyedRandom(1, 1).uniform(11, "target") != KeyedRandom(1, 11).uniform(1, "target")
+
+
+# -- drawing --------------------------------------------------------------------------------
+
+
+def test_draw_is_the_inverse_of_the_cumulative_distribution_at_every_edge():
+    p = torch.tensor([0.25, 0.0, 0.5, 0.25], dtype=torch.float64)
+    below = np.nextafter
+    assert draw(p, 0.0) == 0
+    assert draw(p, below(0.25, 0)) == 0
+    assert draw(p, 0.25) == 2  # intervals are closed on the left
+    assert draw(p, below(0.75, 0)) == 2
+    assert draw(p, 0.75) == 3
+    assert draw(p, 1 - 2.0**-53) == 3
+
+
+def test_draw_never_returns_a_token_of_probability_zero():
+    rng = np.random.default_rng(0)
+    edges = [0.0, 1 - 2.0**-53]
+    for _ in range(300):
+        weights = rng.random(7) * (rng.random(7) < 0.4)
+        if not weights.any():
+            continue
+        p = torch.from_numpy(weights / weights.sum())
+        cumulative = np.cumsum(p.numpy())
+        around = [np.nextafter(c, to) for c in cumulative for to in (0, 1)]
+        for uniform in [*edges, *cumulative, *around, *rng.random(5)]:
+            assert p[draw(p, min(uniform, edges[1]))] > 0
+
+
+def test_draw_does_not_need_normalised_weights():
+    weights = torch.tensor([3.0, 0.0, 1.0], dtype=torch.float64)
+    assert [draw(weights, u) for u in (0.0, 0.74, 0.76)] == [0, 0, 2]
+
+
+def test_probabilities_are_exact_over_a_large_vocabulary():
+    logits = torch.randn(150_000, generator=torch.Generator().manual_seed(0)) * 4
+    p = probabilities(logits, 0.7)
+    assert p.dtype == torch.float64 and abs(float(p.sum()) - 1) < 1e-12
+    exact = np.exp((logits.double().numpy() - float(logits.max())) / 0.7)
+    np.testing.assert_allclose(p.numpy(), exact / exact.sum(), rtol=1e-9)
+
+
+# -- rules ----------------------------------------------------------------------------------
+
+
+class Script:
+    """Uniforms by purpose instead of by hash."""
+
+    def __init__(self, **values: float) -> None:
+        self.values = values
+
+    def uniform(self, position: int, purpose: str, attempt: int = 0) -> float:
+        return self.values[purpose]
+
+
+def simplex_points(size: int) -> list[torch.Tensor]:
+    """Distributions with entries in multiples of 1/4, zeros included."""
+    points = [p for p in itertools.product(range(5), repeat=size) if sum(p) == 4]
+    return [torch.tensor(p, dtype=torch.float64) / 4 for p in points]
+
+
+GRID = (np.arange(12) + 0.5) / 12  # midpoints: exact for accept ratios and residuals in twelfths
+
+
+def one_step_law(p: torch.Tensor, q: torch.Tensor, residual_of=None) -> np.ndarray:
+    """Law of the emitted token over all guesses and all uniforms on the grid."""
+    law = np.zeros(len(p))
+    logits = p.log()[None]
+    for guess in np.flatnonzero(q.numpy()):
+        tree = TokenTree(0, 0)
+        tree.add(0, int(guess), 0.0, q)
+        for accept, residual in itertools.product(GRID, GRID):
+            rule = RejectionVerifier(1.0, Script(accept=accept, residual=residual))
+            walk = rule.walk(tree, logits)
+            token = walk.next_token
+            if residual_of is not None and not walk.tests[0]:
+                token = draw(residual_of(p, q), residual)
+            law[token] += float(q[guess]) / len(GRID) ** 2
+    return law
+
+
+def test_the_rejection_rule_emits_the_targets_law_exactly():
+    """All pairs of distributions on three tokens in quarters, disjoint supports included.
+
+    Acceptance ratios and normalised residuals are ratios of whole numbers up to 4, so every edge
+    is a multiple of 1/12 and the midpoints of twelfths integrate exactly.
+    """
+    for p, q in itertools.product(simplex_points(3), repeat=2):
+        np.testing.assert_allclose(one_step_law(p, q), p.numpy(), atol=1e-12)
+
+
+def test_sampling_the_target_again_after_a_rejection_has_another_law():
+    p = torch.tensor([0.75, 0.25, 0.0], dtype=torch.float64)
+    q = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)
+    wrong = one_step_law(p, q, residual_of=lambda p, q: p)
+    assert np.abs(wrong - p.numpy()).max() > 0.05
+
+
+def test_the_rejection_rule_accepts_with_the_overlap_of_both_distributions():
+    for p, q in itertools.product(simplex_points(3), repeat=2):
+        accepted = 0.0
+        for guess, accept in itertools.product(np.flatnonzero(q.numpy()), GRID):
+            tree = TokenTree(0, 0)
+            tree.add(0, int(guess), 0.0, q)
+            rule = RejectionVerifier(1.0, Script(accept=accept, residual=0.5))
+            accepted += float(q[guess]) / len(GRID) * rule.walk(tree, p.log()[None]).tests[0]
+        assert accepted == pytest.approx(float(torch.minimum(p, q).sum()))
+
+
+def test_disjoint_supports_reject_always_and_draw_from_the_target():
+    p = torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64)
+    q = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    tree = TokenTree(0, 0)
+    tree.add(0, 0, 0.0, q)
+    for residual, expected in ((0.0, 1), (0.49, 1), (0.5, 2), (0.999, 2)):
+        rule = RejectionVerifier(1.0, Script(accept=0.0, residual=residual))
+        walk = rule.walk(tree, p.log()[None])
+        assert (walk.path, walk.next_token, walk.tests) == ([0], expected, [False])
+
+
+def chain(tokens: list[int], q_V: torch.Tensor) -> TokenTree:
+    tree = TokenTree(0, 10)
+    for row, token in enumerate(tokens):
+        tree.add(row, token, 0.0, q_V)
+    return tree
+
+
+def test_two_rejection_steps_have_the_product_law_with_hashed_uniforms():
+    """Guesses, tests and residuals from KeyedRandom over many seeds; chi-square on 9 pairs."""
+    p_2V = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.1, 0.8]], dtype=torch.float64)
+    q = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
+    counts, seeds = np.zeros((3, 3)), 6000
+    for seed in range(seeds):
+        random = KeyedRandom(seed, 0)
+        guesses = [draw(q, random.uniform(position, "draft")) for position in (11, 12)]
+        walk = RejectionVerifier(1.0, random).walk(chain(guesses, q), p_2V.log())
+        text = [guesses[row - 1] for row in walk.path[1:]] + [walk.next_token]
+        if len(text) == 1:  # rejected: the second token is drawn in a round of its own
+            text.append(draw(p_2V[1], KeyedRandom(seed, 1).uniform(12, "target")))
+        counts[text[0], text[1]] += 1
+    expected = torch.outer(p_2V[0], p_2V[1]).numpy() * seeds
+    assert chisquare(counts.ravel(), expected.ravel()).pvalue > 1e-3
+
+
+def test_a_walk_stops_at_the_first_row_whose_logits_are_in_flight():
+    q = torch.full((3,), 1 / 3, dtype=torch.float64)
+    sure = torch.tensor([[-50.0, 50.0, -50.0]])
+    tree = chain([1, 1, 1], q)
+    for rule in (
+        RejectionVerifier(1.0, Script(accept=0.5, residual=0.5)),
+        MatchVerifier(1.0, Script(target=0.5)),
+        MatchVerifier(0.0, Script()),
+    ):
+        walk = rule.walk(tree, sure.expand(2, 3))
+        assert (walk.path, walk.next_token, walk.tests) == ([0, 1], 1, [True, True])
+        walk = rule.walk(tree, sure.expand(1, 3))
+        assert (walk.path, walk.next_token, walk.tests) == ([0], 1, [True])
+
+
+def test_a_leaf_gets_one_more_token_and_no_test():
+    sure = torch.tensor([[50.0, -50.0, -50.0]])
+    for rule in (RejectionVerifier(1.0, Script(target=0.5)), MatchVerifier(0.0, Script())):
+        walk = rule.walk(TokenTree(2, 4), sure)
+        assert (walk.path, walk.next_token, walk.tests) == ([0], 0, [])
+
+
+def test_the_match_rule_draws_without_looking_at_the_guesses():
+    """Every node's token is the inverse CDF at (position, "target"), whatever the tree holds."""
+    p_RV = probabilities(torch.randn(9, 6, generator=torch.Generator().manual_seed(1)), 0.8)
+    rng = np.random.default_rng(0)
+    for seed in range(200):
+        random = KeyedRandom(seed, 3)
+        tree = TokenTree(0, 20)
+        for _ in range(8):
+            tree.add(int(rng.integers(len(tree))), int(rng.integers(6)), 0.0)
+        logits = p_RV[: len(tree)].log() * 0.8
+        walk = MatchVerifier(0.8, random).walk(tree, logits)
+        for row, following in zip(walk.path, [*walk.path[1:], None], strict=True):
+            uniform = random.uniform(tree.position(row) + 1, "target")
+            expected = draw(p_RV[row], uniform)
+            token = walk.next_token if following is None else tree.tokens[following]
+            assert token == expected
+        assert tree.child(walk.path[-1], walk.next_token) is None
+
+
+def test_greedy_matching_follows_the_argmax_to_its_end():
+    tree = TokenTree(0, 0)
+    wrong, right = tree.add(0, 1, 0.0), tree.add(0, 2, 0.0)
+    tree.add(wrong, 0, 0.0)
+    leaf = tree.add(right, 1, 0.0)
+    logits = torch.full((len(tree), 3), -1.0)
+    logits[0, 2] = logits[right, 1] = logits[leaf, 0] = 1.0
+    walk = MatchVerifier(0.0, Script()).walk(tree, logits)
+    assert (walk.path, walk.next_token, walk.tests) == ([0, right, leaf], 0, [True, True])
