@@ -48,10 +48,10 @@ test: venv lint
 
 # single.yaml: one process, whatever `accelerate config` has stored on this machine.
 quickstart: venv
-	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml \
+	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml --num_cpu_threads_per_process "$$(nproc)" \
 	  -m pipedraft.train --config configs/spd/quickstart.yaml --output_dir out/quickstart/train
 	$(BIN)/python -m pipedraft.eval --checkpoint out/quickstart/train \
-	  --benchmarks mt_bench,gsm8k,humaneval --out out/quickstart
+	  --benchmarks mt_bench,gsm8k,humaneval --tree-width 1,4 --out out/quickstart
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -4,7 +4,8 @@
 
 Every row starts at the beginning of a user turn and is sampled on until the model ends the text.
 User turns are drawn at temperature 1; a share of the rows has greedy answers, the rest sampled
-ones, so that a draft sees both kinds of decoding.
+ones, so that a draft sees both kinds of decoding. With ``--prompts FILE`` (JSONL of {"prompt"}) the
+user turns are given and only the answers are the model's.
 """
 
 import argparse
@@ -47,9 +48,7 @@ class Markers:
                 "model whose template does"
             )
         encode = lambda text: tuple(tokenizer(text, add_special_tokens=False).input_ids)  # noqa: E731
-        return cls(
-            encode(before), encode(opening), tokenizer.eos_token_id, tokenizer.pad_token_id
-        )
+        return cls(encode(before), encode(opening), tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
 @torch.inference_mode()
@@ -69,14 +68,13 @@ def sample_batch(
     from transformers import DynamicCache
 
     num_rows, opening = len(greedy_B), len(markers.assistant)
-    ids_BT = torch.tensor([markers.user] * num_rows)
     texts: list[list[int]] = [list(markers.user) for _ in range(num_rows)]
     alive = torch.arange(num_rows)
     answering_B = torch.zeros(num_rows, dtype=torch.bool)
     cache = DynamicCache(config=model.config)
     assistant = torch.tensor(markers.assistant)
     recent_BT = torch.full((num_rows, opening), -1)
-    step_BT = ids_BT
+    step_BT = torch.tensor([markers.user] * num_rows)
     while len(alive) and len(texts[int(alive[0])]) < max_tokens:
         logits_BV = model(input_ids=step_BT, past_key_values=cache).logits[:, -1].float()
         drawn_B = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)[:, 0]
@@ -96,6 +94,37 @@ def sample_batch(
             alive, answering_B = alive[index], answering_B[index]
             recent_BT, step_BT = recent_BT[index], step_BT[index]
     return texts
+
+
+@torch.inference_mode()
+def answer_batch(
+    model: Any, tokenizer: Any, prompts: list[str], *, is_greedy: bool, max_new_tokens: int
+) -> list[list[dict[str, str]]]:
+    """One answer to each prompt, by transformers' own generation (padded on the left)."""
+    rendered = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        for prompt in prompts
+    ]
+    batch = tokenizer(
+        rendered, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
+    )
+    output = model.generate(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        do_sample=not is_greedy,
+        max_new_tokens=max_new_tokens,
+    )
+    answers = tokenizer.batch_decode(
+        output[:, batch.input_ids.shape[1] :], skip_special_tokens=True
+    )
+    return [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
+        if answer.strip()
+        else []
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 def parse_turns(tokenizer: Any, markers: Markers, ids: list[int]) -> list[dict[str, str]]:
@@ -138,10 +167,54 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128, help="texts at a time (default 128)")
     parser.add_argument("--max-tokens", type=int, default=512, help="per text (default 512)")
     parser.add_argument("--greedy-share", type=float, default=0.5, help="rows with greedy answers")
+    parser.add_argument("--prompts", type=Path, help="JSONL file of user turns to answer")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     return parser.parse_args(arguments)
+
+
+Row = tuple[bool, list[dict[str, str]]]
+
+
+def sampled_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[Row]:
+    """(answers are greedy, messages) of texts the model makes up; no messages: malformed."""
+    markers = Markers.of(tokenizer)
+    generator = torch.Generator().manual_seed(options.seed)
+    for first in range(0, options.rows, options.batch):
+        size = min(options.batch, options.rows - first)
+        greedy_B = torch.rand(size, generator=generator) < options.greedy_share
+        texts = sample_batch(
+            model,
+            markers,
+            greedy_B=greedy_B,
+            max_tokens=options.max_tokens,
+            generator=generator,
+        )
+        for is_greedy, ids in zip(greedy_B.tolist(), texts, strict=True):
+            yield is_greedy, parse_turns(tokenizer, markers, ids)
+
+
+def answered_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[Row]:
+    """(answer is greedy, messages) for every given prompt, in batches of similar length."""
+    if not options.prompts.is_file():
+        raise ValueError(f"--prompts: no file {options.prompts}; give JSONL rows with a prompt")
+    lines = options.prompts.read_text().splitlines()
+    prompts = sorted((json.loads(line)["prompt"] for line in lines), key=len)
+    share = options.greedy_share
+    for first in range(0, len(prompts), options.batch):
+        batch = prompts[first : first + options.batch]
+        for is_greedy in (True, False):
+            chosen = [
+                p
+                for i, p in enumerate(batch)
+                if (int(i * share) < int((i + 1) * share)) == is_greedy
+            ]
+            if chosen:
+                for messages in answer_batch(
+                    model, tokenizer, chosen, is_greedy=is_greedy, max_new_tokens=options.max_tokens
+                ):
+                    yield is_greedy, messages
 
 
 def main() -> None:
@@ -153,28 +226,21 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     model = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.target)
-    markers = Markers.of(tokenizer)
-    generator = torch.Generator().manual_seed(options.seed)
+    torch.manual_seed(options.seed)
+    batches = (
+        sampled_rows(model, tokenizer, options)
+        if options.prompts is None
+        else answered_rows(model, tokenizer, options)
+    )
     counts = {"written": 0, "malformed": 0}
     partial = options.out.with_name(f".{options.out.name}.partial")
-    with partial.open("w") as file, tqdm(total=options.rows, unit="row") as bar:
-        for first in range(0, options.rows, options.batch):
-            size = min(options.batch, options.rows - first)
-            greedy_B = torch.rand(size, generator=generator) < options.greedy_share
-            texts = sample_batch(
-                model,
-                markers,
-                greedy_B=greedy_B,
-                max_tokens=options.max_tokens,
-                generator=generator,
-            )
-            for is_greedy, ids in zip(greedy_B.tolist(), texts, strict=True):
-                messages = parse_turns(tokenizer, markers, ids)
-                counts["written" if messages else "malformed"] += 1
-                if messages:
-                    row = {"messages": messages, "greedy_answers": is_greedy}
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            bar.update(size)
+    with partial.open("w") as file, tqdm(unit="row") as bar:
+        for is_greedy, messages in batches:
+            counts["written" if messages else "malformed"] += 1
+            if messages:
+                row = {"messages": messages, "greedy_answers": is_greedy}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            bar.update(1)
     partial.replace(options.out)
     print(f"{counts['written']} rows written, {counts['malformed']} malformed and dropped")
 

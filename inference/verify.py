@@ -43,10 +43,13 @@ def probabilities(logits_V: Tensor, temperature: float) -> Tensor:
 
 
 def draw(probabilities_V: Tensor, uniform: float) -> int:
-    """Inverse-CDF sample: the first token whose cumulative probability exceeds ``uniform``."""
+    """Inverse-CDF sample: the first token whose cumulative probability exceeds ``uniform``.
+
+    The weights need not add up to 1. A token of probability 0 is never returned: uniforms are at
+    most 1 - 2^-53, and that times the sum is less than the sum after rounding, too.
+    """
     cumulative = probabilities_V.numpy(force=True).cumsum()
-    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    return min(index, int(np.flatnonzero(probabilities_V.numpy(force=True))[-1]))
+    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class MatchVerifier:
         self.temperature, self.random = temperature, random
 
     def walk(self, tree: TokenTree, logits_RV: Tensor) -> Walk:
-        path, tests = [0], list[bool]()
+        path: list[int] = [0]
+        tests: list[bool] = []
         while True:
             row = path[-1]
             token = self._token(logits_RV[row], tree.position(row) + 1)
@@ -108,7 +112,8 @@ class RejectionVerifier:
         self.temperature, self.random = temperature, random
 
     def walk(self, tree: TokenTree, logits_RV: Tensor) -> Walk:
-        path, tests = [0], list[bool]()
+        path: list[int] = [0]
+        tests: list[bool] = []
         while True:
             row = path[-1]
             position = tree.position(row) + 1

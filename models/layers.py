@@ -1,10 +1,11 @@
-"""The pre-norm decoder layer that every head uses: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The pre-norm decoder layer of every head: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
 Attention itself is not here: each head has its own pattern. A layer offers its projections and its
 second half, so that one set of weights serves training and decoding.
 """
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, I intermediate size
+# M rows, G columns of any product
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -64,7 +65,7 @@ class LayerConfig:
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of the rotary positions; frequencies by transformers, so scaled variants agree."""
+    """cos and sin of rotary positions; frequencies by transformers, so scaled variants agree."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -97,25 +98,22 @@ def rotate(x_ND: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
 
 
 def linear(x_H: Tensor, weight_GH: Tensor, bias_G: Tensor | None = None) -> Tensor:
-    """``F.linear``; by oneDNN where torch would hand fp32 rows to MKL on an AVX-512 CPU.
+    """``F.linear``, by oneDNN where torch would give float32 rows to MKL on an AVX-512 CPU.
 
-    MKL runs its AVX2 kernels on AMD processors: 93 GFLOP/s on a Zen 5 core, oneDNN 210. The public
-    operator that reaches oneDNN in fp32, gradients included, is convolution: rows are the pixels
-    of one channels-last image, the weight is a 1x1 kernel. Dilating such a kernel changes nothing,
-    but without it torch computes small 1x1 convolutions with MKL as well.
+    On AMD processors MKL runs its AVX2 kernels: 93 GFLOP/s on one Zen 5 core, oneDNN 200. The
+    public operator that reaches oneDNN in float32, gradients included, is convolution: rows become
+    the pixels of one channels-last image and the weight a 1x1 kernel. Dilating such a kernel
+    changes nothing, but without it torch hands small 1x1 convolutions to MKL as well.
     """
-    if not _onednn_is_faster(x_H):
+    if not _is_for_onednn(x_H):
         return F.linear(x_H, weight_GH, bias_G)
-    out_1GM1 = F.conv2d(as_image(x_H), weight_GH[:, :, None, None], bias_G, dilation=2)
-    return out_1GM1.permute(0, 2, 3, 1).reshape(*x_H.shape[:-1], -1)
+    image_1H1M = x_H.reshape(1, 1, -1, x_H.shape[-1]).permute(0, 3, 1, 2)
+    out_1G1M = F.conv2d(image_1H1M, weight_GH[:, :, None, None], bias_G, dilation=2)
+    return out_1G1M.permute(0, 2, 3, 1).reshape(*x_H.shape[:-1], -1)
 
 
-def as_image(x_H: Tensor) -> Tensor:
-    """Rows [..., H] as one image [1, H, M, 1] in channels-last memory."""
-    return x_H.reshape(1, -1, 1, x_H.shape[-1]).permute(0, 3, 1, 2)
-
-
-def _onednn_is_faster(x_H: Tensor) -> bool:
+def _is_for_onednn(x_H: Tensor) -> bool:
+    """Below 128 rows, and under autocast, ``F.linear`` is as fast."""
     return (
         x_H.dtype == torch.float32
         and x_H.device.type == "cpu"
@@ -127,7 +125,7 @@ def _onednn_is_faster(x_H: Tensor) -> bool:
 
 
 class OneDNNLinear(TorchFunctionMode):
-    """While active, every ``F.linear`` is `linear`: also those inside a transformers model."""
+    """``with OneDNNLinear():`` every ``F.linear`` is `linear`, also inside transformers models."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return (linear if func is F.linear else func)(*args, **(kwargs or {}))

@@ -106,6 +106,7 @@ class SPD(Draft):
 
     draft_type: ClassVar[str] = "spd"
     config_class: ClassVar[type] = SPDConfig
+    draft_ids: Tensor
 
     def __init__(self, config: SPDConfig, layer: LayerConfig, reference: TargetReference) -> None:
         super().__init__(config, layer, reference)
@@ -135,11 +136,16 @@ class SPD(Draft):
         return tuple(sorted(set().union(*self.feature_layers)))
 
     @torch.no_grad()
-    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialise(
+        self, target: Any, draft_ids: Tensor | None = None, *, copy_layers: bool = False
+    ) -> None:
         """Start from the target: its final norm and LM head; features start as the deepest state.
 
         Each projection starts as the identity on its deepest checkpoint and zero on the others,
         so that the residual stream begins in the space the norm and the LM head know.
+
+        Args:
+            copy_layers: start the decoder layers as copies of the target's last ones.
         """
         decoder = target.get_decoder()
         self.norm.weight.copy_(decoder.norm.weight)
@@ -150,6 +156,11 @@ class SPD(Draft):
         for projection in self.projections:
             projection.weight.zero_()
             projection.weight[:, -hidden:] = torch.eye(hidden)
+        if copy_layers:
+            last_layers = decoder.layers[len(decoder.layers) - len(self.layers) :]
+            for layer, source in zip(self.layers, last_layers, strict=True):
+                layer.load_state_dict(source.state_dict())
+            return
         for layer in self.layers:
             for name, parameter in layer.named_parameters():
                 if parameter.ndim == 2:
@@ -160,11 +171,18 @@ class SPD(Draft):
     def feature(self, taps: Mapping[int, Tensor], depth: int, count: int | None = None) -> Tensor:
         """g^k = FC_k(concat of the hidden states at the checkpoints of depth k): [..., H].
 
+        FC_k is applied piece by piece: no concatenation to write, and none to keep for backward.
+
         Args:
             count: only the first ones along the first axis of the hidden states.
         """
-        hidden = torch.cat([taps[index][:count] for index in self.feature_layers[depth]], -1)
-        return self.projections[self.block_of_depth[depth]](hidden)
+        weight = self.projections[self.block_of_depth[depth]].weight
+        pieces = weight.split(self.layer_config.hidden_size, 1)
+        first, *others = (
+            F.linear(taps[index][:count], piece)
+            for index, piece in zip(self.feature_layers[depth], pieces, strict=True)
+        )
+        return sum(others, first)
 
     # -- training ---------------------------------------------------------------------------
 

@@ -76,6 +76,8 @@ def structural_attention(
             size = sizes[blocks[d]]
             groups += _group(occupancy[:size], d, blocks, first_row)
             first_row += size
+    for g in groups:
+        assert all(sizes[r] >= g.examples.stop for r in (*g.band, g.deepest)), "block too short"
     inputs = [query_SNTD, *keys, *values]
     device_type = query_SNTD.device.type
     if torch.is_autocast_enabled(device_type):

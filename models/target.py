@@ -7,7 +7,6 @@ Shape suffixes: l rows of a segment, P prompt rows, C rows in use (new ones incl
 rows up to and including the segment, H hidden, V vocabulary, B batch, T positions.
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
 from pipedraft.models.stage_cache import Keep, Segment, StageCache, additive_mask, prune_segment
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_5", "qwen3_5_text")
 ATTENTION_KERNELS = ("sdpa", "eager")  # those that honour an explicit additive mask
-HASH_ROWS = 4096  # weight rows cast to float32 at a time, so that hashing needs no second copy
 
 
 def load_target(
@@ -160,36 +159,6 @@ def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:
     size, num_longer = divmod(num_layers, num_stages)
     first_longer = num_stages - num_longer
     return tuple(k * size + max(k - first_longer, 0) for k in range(num_stages + 1))
-
-
-def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
-    """Identify the weights a draft shares with its target.
-
-    ``hash`` is SHA-256 over the float32 bytes of embedding, final norm and LM head (a tied head
-    once). It is the same for a bf16 checkpoint loaded in bf16 or fp32, not for an fp32 one.
-    """
-    decoder = model.get_decoder()
-    weights = [decoder.embed_tokens.weight, decoder.norm.weight]
-    if model.lm_head.weight is not decoder.embed_tokens.weight:
-        weights.append(model.lm_head.weight)
-    digest = hashlib.sha256()
-    for weight in weights:
-        for rows in weight.detach().split(HASH_ROWS):
-            digest.update(rows.float().cpu().contiguous().view(-1).numpy())
-    return {
-        "hidden_size": decoder.config.hidden_size,
-        "vocab_size": decoder.config.vocab_size,
-        "num_layers": decoder.config.num_hidden_layers,
-        "hash": digest.hexdigest(),
-    }
-
-
-def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> str | None:
-    """Name the first field in which two fingerprints differ, with both values."""
-    for name in ("hidden_size", "vocab_size", "num_layers", "hash"):
-        if a[name] != b[name]:
-            return f"{name}: {a[name]} != {b[name]}"
-    return None
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:

@@ -239,6 +239,8 @@ TRAIN_CASES: list[tuple[dict[str, object], list[str]]] = [
     ({"target": "/nowhere/t"}, ["target", "'/nowhere/t'", "give an existing folder"]),
     ({"target": "{empty}"}, ["tokenizer", "empty", "give a folder"]),
     ({"model__num_stages": 9}, ["num_stages", "9", "choose 1 to 4"]),
+    ({"model__boundaries": "[0, 9, 4]"}, ["boundaries", "(0, 9, 4)", "from 0 to 4"]),
+    ({"model__boundaries": "[0, 1, 2, 4]"}, ["model.boundaries", "3 stages", "give 3 numbers"]),
     ({"model__num_stages": 0}, ["model.num_stages", "0", "at least 1"]),
     ({"model__draft_vocab_size": 999}, ["model.draft_vocab_size", "999", "leave it out"]),
     ({"batch_tokens": 9}, ["batch_tokens", "9", "raise it"]),

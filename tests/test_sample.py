@@ -1,4 +1,4 @@
-"""Conversations sampled from a chat model: turns are read back exactly, greedy answers are greedy."""
+"""Sampled conversations: turns are read back exactly, greedy answers are greedy."""
 
 import json
 import sys

@@ -1,22 +1,26 @@
 """The speculation module: what it trains is what it decodes, at every occupancy."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from conftest import tiny_llama
+import torch.nn.functional as F
+from conftest import tiny_llama, tiny_qwen3
 
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
-from pipedraft.models.layers import LayerConfig
+from pipedraft.models.layers import LayerConfig, OneDNNLinear
 from pipedraft.models.spd import SPD, SPDConfig, SPDState, feature_layers
+from pipedraft.models.structural import dense_structural_mask
 from pipedraft.models.target import capture_hidden, target_fingerprint
 
 LENGTH = 13
 
 
-def make_module(target, **options) -> SPD:
+def make_module(target, *, bias=False, **options) -> SPD:
     fingerprint = target_fingerprint(target)
     config = SPDConfig(num_target_layers=fingerprint["num_layers"], **options)
-    layer = LayerConfig.from_target(target.config)
+    layer = replace(LayerConfig.from_target(target.config), has_attention_bias=bias)
     module = SPD(config, layer, TargetReference(name="tiny", fingerprint=fingerprint))
     module.initialise(target)
     generator = torch.Generator().manual_seed(3)
@@ -81,26 +85,26 @@ def test_a_threshold_on_the_row_instead_of_the_newest_token_disagrees():
 
     target = tiny_llama(layers=8)
     module = make_module(target, num_stages=4, num_layers=2, query="all")
-    ids = torch.randint(0, target.config.vocab_size, (1, LENGTH))
+    ids = torch.randint(0, target.config.vocab_size, (2, LENGTH))
     taps = {k: v.double() for k, v in capture_hidden(target, ids, module.taps).items()}
     right = structural.structural_attention
 
-    def mutant(query, keys, values, *, occupancy, depth=0, block_of_depth=None):
-        if depth in (0, 4):
-            return right(
-                query, keys, values, occupancy=occupancy, depth=depth, block_of_depth=block_of_depth
-            )
-        widened = [min(a + depth, 4) for a in occupancy]  # t - T >= a  instead of  d + t - T >= a
-        return right(
-            query, keys, values, occupancy=widened, depth=depth, block_of_depth=block_of_depth
-        )
+    def mutant(query, keys, values, *, occupancy, depth, block_of_depth=None):
+        if depth == 0:
+            return right(query, keys, values, occupancy=occupancy)
+        outs = []
+        for d, rows in zip(depth, query.split([len(block) for block in keys]), strict=True):
+            # t - T >= a  instead of  d + t - T >= a
+            widened = [min(a + d, 4) for a in occupancy] if d < 4 else occupancy
+            outs.append(right(rows, keys, values, occupancy=widened, depth=d))
+        return torch.cat(outs)
 
     from pipedraft.models import spd
 
     with torch.no_grad():
         spd.structural_attention = mutant
         try:
-            wrong = module.logits(module(taps, [2]))[0]
+            wrong = module.logits(module(taps, [2, 4]))[0]
         finally:
             spd.structural_attention = right
     decoded = decode_time_output(module, {k: v[0] for k, v in taps.items()}, LENGTH - 1, 2)
@@ -116,6 +120,111 @@ def test_mixed_occupancies_in_one_batch_equal_single_examples():
     for example, occupancy in enumerate((4, 2, 1)):
         single = {k: v[example : example + 1] for k, v in taps.items()}
         assert torch.allclose(module(single, [occupancy])[0], together[example], atol=1e-9)
+
+
+def dense_reference(module: SPD, taps, occupancy) -> torch.Tensor:
+    """Oracle: one example and one depth at a time, masked softmax over all (n + 1) T keys."""
+    n, T = module.config.num_stages, taps[0].shape[1]
+    cos, sin = (part[:, None] for part in module.rotary(torch.arange(T), taps[0].dtype))
+
+    def by_head(layer, rows_SH, name):
+        heads = getattr(layer.self_attn, f"{name}_proj")(layer.input_layernorm(rows_SH))
+        heads = heads.unflatten(-1, (-1, module.layer_config.head_size))
+        if name == "v":
+            return heads
+        heads = getattr(layer.self_attn, f"{name}_norm")(heads)
+        left, right = heads.chunk(2, -1)
+        return heads * cos + torch.cat([-right, left], -1) * sin
+
+    outputs = []
+    for b, a in enumerate(occupancy):
+        streams = [
+            module.projections[module.block_of_depth[k]](torch.cat([taps[i][b] for i in layers], 1))
+            for k, layers in enumerate(module.feature_layers)
+        ]
+        for layer in module.layers:
+            keys = torch.cat([by_head(layer, x, "k") for x in streams]).transpose(0, 1)
+            values = torch.cat([by_head(layer, x, "v") for x in streams]).transpose(0, 1)
+            moved = list(streams)
+            for d in range(n + 1 if module.config.query == "all" else 1):
+                if a <= d < n:  # no such row
+                    continue
+                attended = F.scaled_dot_product_attention(
+                    by_head(layer, streams[d], "q").transpose(0, 1),
+                    keys,
+                    values,
+                    attn_mask=dense_structural_mask(T, n, a, d),
+                    enable_gqa=True,
+                )
+                moved[d] = layer.finish(streams[d], attended.transpose(0, 1))
+            streams = moved
+        outputs.append(streams[0])
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("query", ["newest", "all"])
+@pytest.mark.parametrize("occupancy", [[4, 4, 4], [4, 2, 1], [1, 4, 2], [2, 1, 1]])
+@pytest.mark.parametrize(
+    "make_target, options",
+    [
+        (tiny_llama, {}),
+        (tiny_qwen3, {"features": "anchors", "anchors": (4, 8)}),
+        (tiny_llama, {"features": "thirds", "bias": True}),
+    ],
+    ids=["paper", "anchors_qwen3", "thirds_bias"],
+)
+def test_output_and_gradients_equal_a_dense_mask_reference(query, occupancy, make_target, options):
+    target = make_target(layers=8)
+    module = make_module(target, num_stages=4, num_layers=2, query=query, **options)
+    ids = torch.randint(0, target.config.vocab_size, (3, LENGTH))
+    taps = {k: v.double() for k, v in capture_hidden(target, ids, module.taps).items()}
+    weight = torch.randn(3, LENGTH, target.config.hidden_size, dtype=torch.float64)
+    parameters = {
+        k: v for k, v in module.named_parameters() if "lm_head" not in k and v.requires_grad
+    }
+    results = []
+    for forward in (module, lambda *args: dense_reference(module, *args)):
+        out = forward(taps, occupancy)
+        gradients = torch.autograd.grad(
+            (out * weight).sum(), list(parameters.values()), allow_unused=True
+        )
+        results.append((out, gradients))
+    (out, gradients), (expected, expected_gradients) = results
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    for name, x, y in zip(parameters, gradients, expected_gradients, strict=True):
+        assert x is not None, f"{name}: data-parallel training needs a gradient, zero or not"
+        y = torch.zeros_like(x) if y is None else y
+        torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=lambda m, k=name: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("query", ["newest", "all"])
+def test_bf16_autocast_is_close_to_float64(query):
+    target = tiny_llama(layers=8)
+    module = make_module(target, num_stages=4, num_layers=2, query=query)
+    ids = torch.randint(0, target.config.vocab_size, (2, LENGTH))
+    taps = capture_hidden(target, ids, module.taps)
+    exact = module({k: v.double() for k, v in taps.items()}, [4, 2]).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module.float()(taps, [4, 2])
+    out.float().sum().backward()
+    assert (out - exact).abs().max() < 0.03 * exact.abs().max()
+    assert all(p.grad.isfinite().all() for p in module.layers.parameters())
+
+
+@pytest.mark.parametrize("query", ["newest", "all"])
+def test_fp32_training_through_onednn_is_close_to_float64(query):
+    target = tiny_llama(layers=8)
+    module = make_module(target, num_stages=4, num_layers=2, query=query)
+    ids = torch.randint(0, target.config.vocab_size, (2, 70))
+    taps = capture_hidden(target, ids, module.taps)
+    exact = module({k: v.double() for k, v in taps.items()}, [4, 2])
+    exact_gradients = torch.autograd.grad(exact.sum(), list(module.layers.parameters()))
+    module.float()
+    with OneDNNLinear():
+        out = module(taps, [4, 2])
+    gradients = torch.autograd.grad(out.sum(), list(module.layers.parameters()))
+    for x, y in zip((out, *gradients), (exact, *exact_gradients), strict=True):
+        assert (x - y).abs().max() < 1e-4 * y.abs().max()
 
 
 def test_feature_layers_follow_the_paper_and_the_release():

@@ -234,3 +234,34 @@ def test_a_bad_argument_is_refused_by_name(options, field):
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"^query: 3 heads cannot share 2"):
         structural_attention(*make_inputs(N=3, J=2), occupancy=[1])
+
+
+def test_stacked_depths_with_ragged_blocks_equal_one_call_per_depth():
+    """As a module whose every depth is a stream: block k holds the examples with a depth k."""
+    occupancy, n = [3, 2, 1], 3
+    counts = [3, 2, 1, 3]
+    query, keys, values = make_inputs(B=3, N=4, J=2, R=4)
+    queries = [rows(count, 4, 9, 4, seed=5 + d) for d, count in enumerate(counts)]
+    ragged = [[x[k, :count] for k, count in enumerate(counts)] for x in (keys, values)]
+
+    def stacked():
+        return structural_attention(
+            torch.cat(queries), *ragged, occupancy=occupancy, depth=range(n + 1)
+        )
+
+    def one_by_one():
+        outs = [
+            structural_attention(
+                q, keys[:, :count], values[:, :count], occupancy=occupancy[:count], depth=d
+            )
+            for d, (q, count) in enumerate(zip(queries, counts, strict=True))
+        ]
+        return torch.cat(outs)
+
+    weight = torch.randn(sum(counts), 4, 9, 4, dtype=torch.float64)
+    results = [
+        torch.autograd.grad((out * weight).sum(), [*queries, keys, values]) + (out,)
+        for out in (stacked(), one_by_one())
+    ]
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

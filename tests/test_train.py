@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
-from pipedraft.data_recipes.batch import collate
+from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.recipe import DataConfig, Source
 from pipedraft.data_recipes.tokenizer import train_tokenizer
 from pipedraft.models import load_draft
@@ -417,10 +417,11 @@ def test_two_processes_train_as_one_on_the_same_global_batches(world, tmp_path):
     leaves the second process without any.
     """
     changes = {
-        "max_steps": 4,
+        "max_steps": 3,
+        "accumulation": 2,
         "model__full_probability": 1.0,
         "evaluation__max_rows": 1,
-        "save_every_steps": 3,
+        "save_every_steps": 2,
     }
     arguments = world.arguments("spd", tmp_path / "two", **changes)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
@@ -436,28 +437,23 @@ def test_two_processes_train_as_one_on_the_same_global_batches(world, tmp_path):
     assert done.returncode == 0, done.stderr.decode()
 
     one = world.trainer("spd", tmp_path / "one", **changes)
-    batches = [
-        length_bucketed(one.lengths, rank=rank, batch_tokens=256, world_size=2) for rank in (0, 1)
-    ]
+    options = {"batch_tokens": 256, "seed": 0, "epoch": 0, "world_size": 2}
+    ranks = [length_bucketed_batches(one.lengths, rank=rank, **options) for rank in (0, 1)]
     steps = [entry for entry in logged(tmp_path / "two") if "grad_norm" in entry]
-    assert [entry["step"] for entry in steps] == [1, 2, 3, 4]
-    for entry, rows in zip(steps, zip(*batches, strict=True), strict=False):
-        values = one.optimize([one.load(one.data.train, rank_rows) for rank_rows in rows])
+    assert [entry["step"] for entry in steps] == [1, 2, 3]
+    assert len(ranks[0]) == 5  # two windows of two batches, and a short one
+    for entry, start in zip(steps, (0, 2, 4), strict=True):
+        window = [rows for batches in ranks for rows in batches[start : start + 2]]
+        values = one.optimize([one.load(one.data.train, rows) for rows in window])
         for key, value in values.items():
             assert entry[key] == pytest.approx(value, rel=1e-4), (entry["step"], key)
         assert entry["tokens"] == one.progress.tokens
-    trained = weights(tmp_path / "two" / "checkpoints" / "step-0000004")
+    trained = weights(tmp_path / "two" / "checkpoints" / "step-0000003")
     for name, value in one.objective.draft.state_dict().items():
         assert torch.allclose(trained[name], value, atol=2e-5), name
     valid = {k.removeprefix("valid/"): v for k, v in logged(tmp_path / "two")[-1].items()}
     for key, value in one.evaluate().items():
         assert valid[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
-
-
-def length_bucketed(lengths: list[int], **options: Any) -> list[list[int]]:
-    from pipedraft.data_recipes.batch import length_bucketed_batches
-
-    return length_bucketed_batches(lengths, seed=0, epoch=0, **options)
 
 
 def as_rank(trainer: Any, rank: int, world_size: int) -> Any:

@@ -101,6 +101,14 @@ def test_bad_files_are_refused_with_field_value_and_mend(base, tmp_path, text, w
         assert word in str(caught.value)
 
 
+def test_the_configuration_can_be_printed_instead_of_used(base, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--config", base, "--optim.lr", "3e-4", "--print_config")
+    assert stop.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["optim"]["lr"] == 3e-4 and printed["model"]["num_stages"] == 8
+
+
 def test_missing_settings_are_named(tmp_path):
     for arguments, name in (
         ([], "method"),

@@ -35,10 +35,15 @@ def load_tokenizer_of(run: Any, model: Any) -> Any:
 
 def load_frozen_target(run: Any, model: Any) -> Any:
     """The target of a draft, after the checks that need its shape but no data."""
-    from pipedraft.models.target import load_target, stage_boundaries
+    from pipedraft.models.target import StagedTarget, load_target
 
     target = load_target(run.target, revision=run.target_revision)
-    stage_boundaries(target.get_decoder().config.num_hidden_layers, model.num_stages)
+    num_stages = StagedTarget(target, model.boundaries or model.num_stages).num_stages
+    if num_stages != model.num_stages:
+        raise ValueError(
+            f"model.boundaries: {list(model.boundaries)} make {num_stages} stages, "
+            f"model.num_stages is {model.num_stages}; give {model.num_stages + 1} numbers"
+        )
     return target
 
 

@@ -17,6 +17,8 @@ from pipedraft.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
+    """Optimizer and learning rate."""
+
     name: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonalised momentum for weight matrices inside the layers, AdamW for the rest."""
     lr: float = 1e-4
@@ -42,6 +44,8 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
+    """Validation during training."""
+
     every_steps: int = 200
     """Optimizer steps between evaluations on the validation rows; 0: only at the end."""
     max_rows: int = 64
@@ -178,9 +182,11 @@ def parse_run(
     Raises:
         UsageError: one line that names the field, the value and the mend.
     """
-    from jsonargparse import ArgumentError, ArgumentParser
+    from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
     wants_help = any(word in ("-h", "--help") for word in arguments)
+    if wants_help:  # reads the docstring under every field, which takes a second
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
     method = next(iter(methods)) if wants_help else _peek_method(arguments, list(methods))
     parser = ArgumentParser(
         prog="pipedraft train",

@@ -56,7 +56,8 @@ def chunked_distillation(
 
     Products run in the dtype of the inputs (autocast's, when enabled), everything else and the
     gradient of the head in float32 (float64 for float64 inputs). Largest memory: a few
-    [chunk_rows, V] float32 tensors and one [U, H] gradient, which is skipped for a frozen head.
+    [chunk_rows, V] float32 tensors, and the [U, H] gradient of all rows and that of one chunk,
+    which are skipped for a frozen head.
 
     Args:
         hidden_MH: what the draft's head is applied to; counted rows only.
@@ -113,7 +114,7 @@ class _Distillation(torch.autograd.Function):
         exact = torch.promote_types(hidden_MH.dtype, torch.float32)
         needs_hidden, needs_head = (differentiable and x for x in ctx.needs_input_grad[:2])
         needs_gradient = needs_hidden or needs_head
-        dhidden_MH = torch.zeros_like(hidden_MH) if needs_hidden else None
+        dhidden_MH = torch.empty_like(hidden_MH) if needs_hidden else None
         dhead_UH = torch.zeros_like(head_weight_UH, dtype=exact) if needs_head else None
         head_UH = head_UH.detach().requires_grad_(needs_head)
         sums_4 = hidden_MH.new_zeros(4, dtype=exact)
@@ -132,12 +133,12 @@ class _Distillation(torch.autograd.Function):
             )
             sums_4 += chunk_sums_4
             if needs_gradient:
-                logits_CU.backward(dlogits_CU.to(x_CH.dtype))
+                wanted = [x for x in (x_CH, head_UH) if x.requires_grad]
+                gradients = torch.autograd.grad(logits_CU, wanted, dlogits_CU.to(x_CH.dtype))
             if needs_hidden:
-                dhidden_MH[rows] = x_CH.grad
+                dhidden_MH[rows] = gradients[0]
             if needs_head:
-                dhead_UH += head_UH.grad
-                head_UH.grad = None
+                dhead_UH += gradients[-1]
         ctx.gradients = dhidden_MH, dhead_UH
         loss, *metrics = (x.clone() for x in sums_4)
         ctx.mark_non_differentiable(*metrics)

@@ -27,6 +27,8 @@ class SPDTrainConfig(SPDConfig):
     loss: Literal["kl", "tv", "lk"] = "kl"
     """kl: KL(target || draft), the paper's. tv, lk: total variation and -log of the acceptance
     probability, which are what decoding pays for."""
+    initial_layers: Literal["random", "target"] = "random"
+    """target: the module's decoder layers start as copies of the target's last ones."""
     full_probability: float = 0.5
     """Share of examples seen with all n stages occupied; the others get 1..n-1 tokens in flight."""
 
@@ -73,15 +75,18 @@ class SPDObjective(nn.Module):
         layer = LayerConfig.from_target(target.get_decoder().config)
         fingerprint = target_fingerprint(target)
         reference = TargetReference(name=target_name, revision=revision, fingerprint=fingerprint)
-        architecture = replace(config.architecture(), num_target_layers=fingerprint["num_layers"])
+        architecture = replace(
+            config.architecture(), num_target_layers=int(fingerprint["num_layers"])
+        )
         self.config = config
         self._target = [target]
         self.draft = SPD(architecture, layer, reference)
         draft_ids = None
         if config.draft_vocab_size is not None:
-            counts = label_counts(data, fingerprint["vocab_size"])
+            counts = label_counts(data, int(fingerprint["vocab_size"]))
             draft_ids = draft_vocabulary(counts, config.draft_vocab_size)
-        self.draft.initialise(target, draft_ids)
+        copies = config.initial_layers == "target"
+        self.draft.initialise(target, draft_ids, copy_layers=copies)
         self.training_note: dict[str, Any] = {"data": data.report.to_dict()}
 
     @property
@@ -104,30 +109,22 @@ class SPDObjective(nn.Module):
         Args:
             occupancies: evaluation: run every example at each of these instead of a random draw.
         """
-        with OneDNNLinear():
-            return self._forward(batch, generator, occupancies)
-
-    def _forward(self, batch, generator, occupancies):
         target, draft = self.target, self.draft
         last = draft.config.num_target_layers
-        taps = capture_hidden(target, batch["input_ids"], {*draft.taps, last})
-        counted_BT = counted_rows(batch)
-        with torch.no_grad():
-            teacher_MH = target.get_decoder().norm(taps[last][:, :-1][counted_BT])
-        runs: list[Sequence[int]]
         if occupancies is None:
-            drawn = sample_occupancy(
-                len(batch["input_ids"]),
-                draft.config.num_stages,
-                self.config.full_probability,
-                generator,
-            )
+            batch, drawn = self._fill(batch, generator)
             runs = [drawn]
         else:
             runs = [[a] * len(batch["input_ids"]) for a in occupancies]
+        counted_BT = counted_rows(batch)
+        with OneDNNLinear():
+            taps = capture_hidden(target, batch["input_ids"], {*draft.taps, last})
+        with torch.no_grad():
+            teacher_MH = target.get_decoder().norm(taps[last][:, :-1][counted_BT])
         sums: dict[str, Tensor] = {}
         for run in runs:
-            stream_BTH = draft(taps, run)
+            with OneDNNLinear():
+                stream_BTH = draft(taps, run)
             result = chunked_distillation(
                 draft.norm(stream_BTH[:, :-1][counted_BT]),
                 draft.lm_head.weight,
@@ -141,6 +138,19 @@ class SPDObjective(nn.Module):
             sums[prefix + "agreement"] = result.agreement_sum
             sums["mass_outside"] = result.mass_outside_sum
         return LossOutput(result.loss, counted_BT.sum(), sums)
+
+    def _fill(
+        self, batch: dict[str, Tensor], generator: torch.Generator
+    ) -> tuple[dict[str, Tensor], list[int]]:
+        """Draw the occupancies, and order the batch by them, fullest first, as the module likes."""
+        drawn = sample_occupancy(
+            len(batch["input_ids"]),
+            self.draft.config.num_stages,
+            self.config.full_probability,
+            generator,
+        )
+        fill, order = torch.tensor(drawn).sort(descending=True, stable=True)
+        return {name: x[order.to(x.device)] for name, x in batch.items()}, fill.tolist()
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{"occupancies": range(1, self.draft.config.num_stages + 1)}]

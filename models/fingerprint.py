@@ -1,0 +1,37 @@
+"""Which target a draft belongs to, decided by weights and not by names."""
+
+import hashlib
+
+from transformers import PreTrainedModel
+
+HASH_ROWS = 4096  # weight rows cast to float32 at a time, so that hashing needs no second copy
+
+
+def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
+    """Identify the weights a draft shares with its target.
+
+    ``hash`` is SHA-256 over the float32 bytes of embedding, final norm and LM head (a tied head
+    once). It is the same for a bf16 checkpoint loaded in bf16 or fp32, not for an fp32 one.
+    """
+    decoder = model.get_decoder()
+    weights = [decoder.embed_tokens.weight, decoder.norm.weight]
+    if model.lm_head.weight is not decoder.embed_tokens.weight:
+        weights.append(model.lm_head.weight)
+    digest = hashlib.sha256()
+    for weight in weights:
+        for rows in weight.detach().split(HASH_ROWS):
+            digest.update(rows.float().cpu().contiguous().view(-1).numpy())
+    return {
+        "hidden_size": decoder.config.hidden_size,
+        "vocab_size": decoder.config.vocab_size,
+        "num_layers": decoder.config.num_hidden_layers,
+        "hash": digest.hexdigest(),
+    }
+
+
+def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> str | None:
+    """Name the first field in which two fingerprints differ, with both values."""
+    for name in ("hidden_size", "vocab_size", "num_layers", "hash"):
+        if a[name] != b[name]:
+            return f"{name}: {a[name]} != {b[name]}"
+    return None
