@@ -138,7 +138,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         onednn += [seconds(lambda: linear(rows, weight)) for _ in range(3)]
         blas += [seconds(lambda: rows @ weight) for _ in range(3)]
     gigaflop = 2 * rows.numel() * len(weight) / 1e9
-    result = {
+    result: dict[str, Any] = {
         "cpu_s": min(times),
         "cpu_s_median": statistics.median(times),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

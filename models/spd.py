@@ -7,7 +7,8 @@ that should enter next, so that the pipeline never runs empty.
 """
 
 # B batch, T positions, H hidden, N query heads, J key heads, D head size, U draft vocabulary
-# R rows of a decode call, P committed positions, Q query rows, k feature block (depths 0..n)
+# S sequences (of an example at a depth), C key and value blocks of all layers, A = C J D
+# R rows of a decode call, P committed positions, Q query rows
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,9 +114,8 @@ class SPD(Draft):
         hidden = layer.hidden_size
         vocabulary = reference.fingerprint["vocab_size"]
         self.feature_layers = feature_layers(config)
-        shared: dict[
-            tuple[int, ...], int
-        ] = {}  # depths that read the same layers share one projection and one key block
+        # Depths that read the same layers share one projection and one key block.
+        shared: dict[tuple[int, ...], int] = {}
         for layers in self.feature_layers:
             shared.setdefault(layers, len(shared))
         # Depth 0 is the query stream and keeps its own block even where depth 1 reads the same.
@@ -182,7 +182,7 @@ class SPD(Draft):
             F.linear(taps[index][:count], piece)
             for index, piece in zip(self.feature_layers[depth], pieces, strict=True)
         )
-        return sum(others, first)
+        return sum(others, start=first)
 
     # -- training ---------------------------------------------------------------------------
 
@@ -237,7 +237,6 @@ class SPD(Draft):
         bias_A = None
         if self.layer_config.has_attention_bias:
             bias_A = torch.cat([projection.bias for projection, _ in projections])
-        # Depths that read the same layers share a block.
         depths_of: dict[int, list[int]] = {}
         for depth in range(1, self.config.num_stages + 1):
             depths_of.setdefault(self.block_of_depth[depth], []).append(depth)
@@ -247,9 +246,9 @@ class SPD(Draft):
             count = max(self._num_examples(depth, occupancy) for depth in depths)
             rows_BTH = self.feature(taps, depths[0], count)
             normed_BTH = F.rms_norm(rows_BTH, rows_BTH.shape[-1:], None, self.norm.eps)
-            heads_KBTJD = F.linear(normed_BTH, weight_AH, bias_A).unflatten(-1, heads).unbind(-3)
+            heads_CBTJD = F.linear(normed_BTH, weight_AH, bias_A).unflatten(-1, heads).unbind(-3)
             for index, layer in enumerate(layers):
-                key_BTJD, value_BTJD = heads_KBTJD[2 * index : 2 * index + 2]
+                key_BTJD, value_BTJD = heads_CBTJD[2 * index : 2 * index + 2]
                 key_BTJD = rotate(layer.self_attn.k_norm(key_BTJD), cos, sin)
                 keys[index].append(key_BTJD.transpose(1, 2))
                 values[index].append(value_BTJD.transpose(1, 2))
