@@ -200,7 +200,13 @@ def answered_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> It
     if not options.prompts.is_file():
         raise ValueError(f"--prompts: no file {options.prompts}; give JSONL rows with a prompt")
     lines = options.prompts.read_text().splitlines()
-    prompts = sorted((json.loads(line)["prompt"] for line in lines), key=len)
+    try:
+        prompts = sorted((json.loads(line)["prompt"] for line in lines), key=len)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'--prompts: {options.prompts} has a row that is not {{"prompt": text}} ({error!r}); '
+            "mend or drop that row"
+        ) from error
     share = options.greedy_share
     for first in range(0, len(prompts), options.batch):
         batch = prompts[first : first + options.batch]

@@ -136,16 +136,11 @@ class SPD(Draft):
         return tuple(sorted(set().union(*self.feature_layers)))
 
     @torch.no_grad()
-    def initialise(
-        self, target: Any, draft_ids: Tensor | None = None, *, copy_layers: bool = False
-    ) -> None:
+    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
         """Start from the target: its final norm and LM head; features start as the deepest state.
 
         Each projection starts as the identity on its deepest checkpoint and zero on the others,
         so that the residual stream begins in the space the norm and the LM head know.
-
-        Args:
-            copy_layers: start the decoder layers as copies of the target's last ones.
         """
         decoder = target.get_decoder()
         self.norm.weight.copy_(decoder.norm.weight)
@@ -156,11 +151,6 @@ class SPD(Draft):
         for projection in self.projections:
             projection.weight.zero_()
             projection.weight[:, -hidden:] = torch.eye(hidden)
-        if copy_layers:
-            last_layers = decoder.layers[len(decoder.layers) - len(self.layers) :]
-            for layer, source in zip(self.layers, last_layers, strict=True):
-                layer.load_state_dict(source.state_dict())
-            return
         for layer in self.layers:
             for name, parameter in layer.named_parameters():
                 if parameter.ndim == 2:

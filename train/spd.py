@@ -27,8 +27,6 @@ class SPDTrainConfig(SPDConfig):
     loss: Literal["kl", "tv", "lk"] = "kl"
     """kl: KL(target || draft), the paper's. tv, lk: total variation and -log of the acceptance
     probability, which are what decoding pays for."""
-    initial_layers: Literal["random", "target"] = "random"
-    """target: the module's decoder layers start as copies of the target's last ones."""
     full_probability: float = 0.5
     """Share of examples seen with all n stages occupied; the others get 1..n-1 tokens in flight."""
 
@@ -85,8 +83,7 @@ class SPDObjective(nn.Module):
         if config.draft_vocab_size is not None:
             counts = label_counts(data, int(fingerprint["vocab_size"]))
             draft_ids = draft_vocabulary(counts, config.draft_vocab_size)
-        copies = config.initial_layers == "target"
-        self.draft.initialise(target, draft_ids, copy_layers=copies)
+        self.draft.initialise(target, draft_ids)
         self.training_note: dict[str, Any] = {"data": data.report.to_dict()}
 
     @property
