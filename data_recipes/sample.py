@@ -4,8 +4,9 @@
 
 Every row starts at the beginning of a user turn and is sampled on until the model ends the text.
 User turns are drawn at temperature 1; a share of the rows has greedy answers, the rest sampled
-ones, so that a draft sees both kinds of decoding. With ``--prompts FILE`` (JSONL of {"prompt"}) the
-user turns are given and only the answers are the model's.
+ones, so that a draft sees both kinds of decoding. With ``--prompts FILE`` the user's side is given,
+one row each of {"prompt": text} or {"messages": [...]} that ends with the user, and only the last
+answer is the model's.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from tqdm import tqdm
 from pipedraft.errors import run_command
 
 # B rows, T positions, V vocabulary
+
+Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,21 @@ def sample_batch(
 
 @torch.inference_mode()
 def answer_batch(
-    model: Any, tokenizer: Any, prompts: list[str], *, is_greedy: bool, max_new_tokens: int
-) -> list[list[dict[str, str]]]:
-    """One answer to each prompt, by transformers' own generation (padded on the left)."""
+    model: Any,
+    tokenizer: Any,
+    conversations: list[Messages],
+    *,
+    is_greedy: bool,
+    max_new_tokens: int,
+) -> list[Messages]:
+    """Each conversation with one more answer, by transformers' own generation (padded on the left).
+
+    Returns:
+        An empty list where the answer was empty.
+    """
     rendered = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-        for prompt in prompts
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for messages in conversations
     ]
     batch = tokenizer(
         rendered, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
@@ -120,21 +130,19 @@ def answer_batch(
         output[:, batch.input_ids.shape[1] :], skip_special_tokens=True
     )
     return [
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
-        if answer.strip()
-        else []
-        for prompt, answer in zip(prompts, answers, strict=True)
+        [*messages, {"role": "assistant", "content": answer.strip()}] if answer.strip() else []
+        for messages, answer in zip(conversations, answers, strict=True)
     ]
 
 
-def parse_turns(tokenizer: Any, markers: Markers, ids: list[int]) -> list[dict[str, str]]:
+def parse_turns(tokenizer: Any, markers: Markers, ids: list[int]) -> Messages:
     """Messages of a sampled text: complete turns, from the user's first to an assistant's last.
 
     Returns:
         An empty list when the text does not alternate user and assistant.
     """
     openings = {"user": list(markers.user), "assistant": list(markers.assistant)}
-    messages: list[dict[str, str]] = []
+    messages: Messages = []
     rest = ids
     for role in _alternate():
         opening = openings[role]
@@ -174,7 +182,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-Row = tuple[bool, list[dict[str, str]]]
+Row = tuple[bool, Messages]
 
 
 def sampled_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[Row]:
@@ -195,32 +203,47 @@ def sampled_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> Ite
             yield is_greedy, parse_turns(tokenizer, markers, ids)
 
 
+def read_prompts(path: Path) -> list[Messages]:
+    """Conversations that end with the user's turn, the shortest first.
+
+    Raises:
+        ValueError: the file is missing, or a row is in neither form; it names file and line.
+    """
+    if not path.is_file():
+        raise ValueError(f"--prompts: no file {path}; give JSONL rows with a prompt")
+    conversations: list[Messages] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+            if messages[-1]["role"] != "user" or not all(m["content"] for m in messages):
+                raise ValueError("the last turn is not the user's, or a turn is empty")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f'--prompts: {path}:{number} is neither {{"prompt": text}} nor {{"messages": [...]}} '
+                f"that ends with the user ({error!r}); mend or drop that row"
+            ) from error
+        conversations.append(messages)
+    return sorted(conversations, key=lambda messages: sum(len(m["content"]) for m in messages))
+
+
 def answered_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[Row]:
     """(answer is greedy, messages) for every given prompt, in batches of similar length."""
-    if not options.prompts.is_file():
-        raise ValueError(f"--prompts: no file {options.prompts}; give JSONL rows with a prompt")
-    lines = options.prompts.read_text().splitlines()
-    try:
-        prompts = sorted((json.loads(line)["prompt"] for line in lines), key=len)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f'--prompts: {options.prompts} has a row that is not {{"prompt": text}} ({error!r}); '
-            "mend or drop that row"
-        ) from error
+    conversations = read_prompts(options.prompts)
     share = options.greedy_share
-    for first in range(0, len(prompts), options.batch):
-        batch = prompts[first : first + options.batch]
+    for first in range(0, len(conversations), options.batch):
+        batch = conversations[first : first + options.batch]
         for is_greedy in (True, False):
             chosen = [
-                p
-                for i, p in enumerate(batch)
+                messages
+                for i, messages in enumerate(batch)
                 if (int(i * share) < int((i + 1) * share)) == is_greedy
             ]
             if chosen:
-                for messages in answer_batch(
+                for answered in answer_batch(
                     model, tokenizer, chosen, is_greedy=is_greedy, max_new_tokens=options.max_tokens
                 ):
-                    yield is_greedy, messages
+                    yield is_greedy, answered
 
 
 def main() -> None:

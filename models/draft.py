@@ -49,6 +49,9 @@ class Draft(nn.Module):
         super().__init__()
         self.config, self.layer_config, self.reference = config, layer, reference
 
+    def attach(self, target: Any) -> None:
+        """Take what the draft uses of its target without saving it; most drafts need nothing."""
+
     def save(self, folder: Path, *, training: dict[str, Any] | None = None) -> None:
         """Write config.json and model.safetensors (fp32) into an existing folder."""
         description = {

@@ -197,3 +197,17 @@ class DecoderLayer(nn.Module):
         """Residual rows after attention and MLP; attended [..., N, D]."""
         x_H = x_H + self.self_attn.o_proj(attended_ND.flatten(-2))
         return x_H + self.mlp(self.post_attention_layernorm(x_H))
+
+
+@torch.no_grad()
+def initialise_matrices(module: nn.Module, num_layers: int) -> None:
+    """Random matrices of a draft's layers; those that write to the residual stream are smaller.
+
+    Half of the usual 1 / sqrt(fan-in): the residual stream starts as a state of the target, and
+    the layers are to change it slowly.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 2:
+            is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = (2 * num_layers) ** -0.5 if is_output else 1.0
+            nn.init.normal_(parameter, std=0.5 * scale * parameter.shape[1] ** -0.5)

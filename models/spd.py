@@ -20,7 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding, rotate
+from pipedraft.models.layers import (
+    DecoderLayer,
+    LayerConfig,
+    RMSNorm,
+    RotaryEmbedding,
+    initialise_matrices,
+    rotate,
+)
 from pipedraft.models.structural import structural_attention
 from pipedraft.models.target import stage_boundaries
 
@@ -151,12 +158,7 @@ class SPD(Draft):
         for projection in self.projections:
             projection.weight.zero_()
             projection.weight[:, -hidden:] = torch.eye(hidden)
-        for layer in self.layers:
-            for name, parameter in layer.named_parameters():
-                if parameter.ndim == 2:
-                    is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
-                    scale = (2 * len(self.layers)) ** -0.5 if is_output else 1.0
-                    nn.init.normal_(parameter, std=0.5 * scale * parameter.shape[1] ** -0.5)
+        initialise_matrices(self.layers, len(self.layers))
 
     def feature(self, taps: Mapping[int, Tensor], depth: int, count: int | None = None) -> Tensor:
         """g^k = FC_k(concat of the hidden states at the checkpoints of depth k): [..., H].

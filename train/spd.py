@@ -2,20 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.inference.closed_forms import continuous_acceptance_length
-from pipedraft.models.draft import TargetReference, draft_vocabulary
-from pipedraft.models.layers import LayerConfig, OneDNNLinear
+from pipedraft.models.layers import OneDNNLinear
 from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.loop import LossOutput
 from pipedraft.train.losses import chunked_distillation
+from pipedraft.train.objective import DraftObjective
 
 # B batch, T positions, H hidden, M counted rows, V vocabulary
 
@@ -54,11 +53,8 @@ def counted_rows(batch: dict[str, Tensor]) -> Tensor:
     return batch["loss_mask"][:, 1:].bool()
 
 
-class SPDObjective(nn.Module):
-    """KL(target || module) at temperature 1, summed over rows whose next token is the assistant's.
-
-    The frozen target is held outside the module tree: no optimizer state, not saved, not broadcast.
-    """
+class SPDObjective(DraftObjective):
+    """KL(target || module) at temperature 1, summed over rows that the assistant continues."""
 
     def __init__(
         self,
@@ -69,26 +65,11 @@ class SPDObjective(nn.Module):
         revision: str | None,
         data: TokenizedData,
     ) -> None:
-        super().__init__()
-        layer = LayerConfig.from_target(target.get_decoder().config)
-        fingerprint = target_fingerprint(target)
-        reference = TargetReference(name=target_name, revision=revision, fingerprint=fingerprint)
-        architecture = replace(
-            config.architecture(), num_target_layers=int(fingerprint["num_layers"])
-        )
+        note = {"loss": config.loss}
+        super().__init__(target, target_name=target_name, revision=revision, data=data, note=note)
         self.config = config
-        self._target = [target]
-        self.draft = SPD(architecture, layer, reference)
-        draft_ids = None
-        if config.draft_vocab_size is not None:
-            counts = label_counts(data, int(fingerprint["vocab_size"]))
-            draft_ids = draft_vocabulary(counts, config.draft_vocab_size)
-        self.draft.initialise(target, draft_ids)
-        self.training_note: dict[str, Any] = {"data": data.report.to_dict()}
-
-    @property
-    def target(self) -> Any:
-        return self._target[0]
+        architecture = replace(config.architecture(), num_target_layers=self.num_target_layers)
+        self.adopt(SPD(architecture, self.layer_config, self.reference), config.draft_vocab_size)
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(counted_rows(batch).sum())
@@ -170,18 +151,3 @@ class SPDObjective(nn.Module):
             metrics[f"equivalent_acceptance_length_T{temperature}"] = simulated
         metrics["score"] = metrics["equivalent_acceptance_length_T0"]
         return metrics
-
-    def save(self, folder: Path, metrics: dict[str, float]) -> None:
-        note = {**self.training_note, "metrics": metrics, "loss": self.config.loss}
-        self.draft.save(folder, training=note)
-
-
-def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:
-    """How often each token is an assistant token of the training rows: int64 [V]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for start in range(0, len(data.train), 1000):
-        rows = data.train[start : start + 1000]
-        for ids, mask in zip(rows["input_ids"], rows["loss_mask"], strict=True):
-            supervised = torch.as_tensor(ids)[torch.as_tensor(mask, dtype=torch.bool)]
-            counts += torch.bincount(supervised, minlength=vocab_size)
-    return counts

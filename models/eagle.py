@@ -1,0 +1,205 @@
+"""EAGLE heads: one decoder layer that continues the target's hidden states.
+
+Row t of a text joins the embedding of token t + 1 with the state of position t and yields the
+state of position t + 1, whose logits are those of token t + 2. The first state of a row is made of
+the target's own hidden states; below it the head's own output is fed back, one row per guess.
+
+This file holds what EAGLE-1 (arXiv:2401.15077) and EAGLE-3 share, and EAGLE-1 itself.
+"""
+
+# ... any leading axes, B batch, T positions, R rows of a decode call, P cached rows, H hidden
+# N query heads, J key heads, D head size, U draft vocabulary
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.layers import (
+    DecoderLayer,
+    LayerConfig,
+    RotaryEmbedding,
+    initialise_matrices,
+)
+
+
+@dataclass
+class KeyValues:
+    """Keys and values of rows in order, [J, P, D] each; None before the first."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    def append(self, keys_JRD: Tensor, values_JRD: Tensor) -> None:
+        if self.keys is None or self.values is None:
+            self.keys, self.values = keys_JRD, values_JRD
+        else:
+            self.keys = torch.cat([self.keys, keys_JRD], 1)
+            self.values = torch.cat([self.values, values_JRD], 1)
+
+    def select(self, rows: list[int]) -> "KeyValues":
+        """A copy with some of the rows."""
+        if self.keys is None or self.values is None:
+            return KeyValues()
+        index = torch.tensor(rows, dtype=torch.int64, device=self.keys.device)
+        return KeyValues(self.keys[:, index], self.values[:, index])
+
+
+class EagleHead(Draft):
+    """Base of the EAGLE heads. The embedding stays the target's: it is attached, not saved.
+
+    A subclass says what the first state is (``feature``), what enters attention (``project``), and
+    how a state becomes logits (``logits``).
+    """
+
+    rotary: RotaryEmbedding
+    draft_ids: Tensor
+
+    def attach(self, target: Any) -> None:
+        """Use this target's embedding. A list keeps the module out of the parameters."""
+        self._embedding = [target.get_input_embeddings()]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Frozen token embeddings: ids [...] -> [..., H]."""
+        with torch.no_grad():
+            return self._embedding[0](ids)
+
+    @property
+    @abstractmethod
+    def taps(self) -> tuple[int, ...]:
+        """Layer indices of the target that the head reads (0 the embedding, L the last, raw)."""
+
+    @abstractmethod
+    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+        """Take over from the target what the head starts with, and attach it."""
+
+    @abstractmethod
+    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
+        """State of each position from the target's raw hidden states: [..., H]."""
+
+    @abstractmethod
+    def project(
+        self, embedding_H: Tensor, state_H: Tensor, cos_D: Tensor, sin_D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows [..., H] -> residual [..., H], query [..., N, D], keys and values [..., J, D]."""
+
+    @abstractmethod
+    def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
+        """State of the next position, [..., H], from the residual and attention's output."""
+
+    @abstractmethod
+    def logits(self, state_H: Tensor) -> Tensor:
+        """[..., U]; entry u is target token draft_ids[u]."""
+
+    def rows(
+        self,
+        tokens_R: Tensor,
+        states_RH: Tensor,
+        *,
+        positions_R: Tensor,
+        cache: KeyValues,
+        visible_RC: Tensor,
+    ) -> Tensor:
+        """Decode-time rows: appends their keys and values, returns the next states [R, H].
+
+        Args:
+            tokens_R: token that follows each row's position.
+            visible_RC: bool, rows of the cache (these R ones included) that each row may see.
+        """
+        cos, sin = (part[:, None] for part in self.rotary(positions_R, states_RH.dtype))
+        residual_RH, query_RND, keys_RJD, values_RJD = self.project(
+            self.embed(tokens_R), states_RH, cos, sin
+        )
+        cache.append(keys_RJD.transpose(0, 1), values_RJD.transpose(0, 1))
+        attended_NRD = F.scaled_dot_product_attention(
+            query_RND.transpose(0, 1)[None],
+            cache.keys[None],  # type: ignore[index]  # just appended
+            cache.values[None],  # type: ignore[index]
+            attn_mask=visible_RC,
+            enable_gqa=query_RND.shape[1] != keys_RJD.shape[1],
+        )[0]
+        return self.finish(residual_RH, attended_NRD.transpose(0, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig:
+    """Architecture of the EAGLE-1 head."""
+
+    num_target_layers: int = 0
+    """L; filled in from the target."""
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+
+class Eagle(EagleHead):
+    """EAGLE-1: regresses the target's final hidden state; the target's own LM head reads it.
+
+    z_t = fc([embed(x_{t+1}); f_t])  (2H -> H, bias);  f'_{t+1} = layer(z)_t  without input norm;
+    logits of x_{t+2} = LM head(f'_{t+1}), f being the target's hidden state after its final norm.
+    """
+
+    draft_type: ClassVar[str] = "eagle"
+    config_class: ClassVar[type] = EagleConfig
+
+    def __init__(self, config: EagleConfig, layer: LayerConfig, reference: TargetReference) -> None:
+        super().__init__(config, layer, reference)
+        hidden = layer.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden)
+        self.layer = DecoderLayer(layer)
+        self.layer.input_layernorm = nn.Identity()
+        self.rotary = RotaryEmbedding(layer)
+        vocabulary = reference.fingerprint["vocab_size"]
+        self.register_buffer("draft_ids", torch.arange(vocabulary), persistent=False)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.config.num_target_layers,)
+
+    def attach(self, target: Any) -> None:
+        super().attach(target)
+        self._norm, self._head = [target.get_decoder().norm], [target.get_output_embeddings()]
+
+    @torch.no_grad()
+    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+        """fc starts by passing the state on, so that f'_{t+1} starts near f_t."""
+        assert draft_ids is None, "EAGLE-1 reads its logits off the target's LM head"
+        self.attach(target)
+        hidden = self.layer_config.hidden_size
+        self.fc.weight.normal_(std=0.1 * hidden**-0.5)
+        self.fc.weight[:, hidden:] += torch.eye(hidden)
+        self.fc.bias.zero_()
+        initialise_matrices(self.layer, 1)
+
+    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
+        with torch.no_grad():
+            return self._norm[0](taps[self.config.num_target_layers])
+
+    def project(
+        self, embedding_H: Tensor, state_H: Tensor, cos_D: Tensor, sin_D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        joined_H = self.fc(torch.cat([embedding_H, state_H], -1))
+        attention = self.layer.self_attn
+        query_ND = attention.query(joined_H, cos_D, sin_D)
+        return joined_H, query_ND, *attention.key_value(joined_H, cos_D, sin_D)
+
+    def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
+        return self.layer.finish(residual_H, attended_ND)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The target's LM head [V, H]."""
+        return self._head[0].weight
+
+    def logits(self, state_H: Tensor) -> Tensor:
+        return F.linear(state_H, self.head_weight)

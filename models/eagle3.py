@@ -1,0 +1,151 @@
+"""EAGLE-3 (arXiv:2503.01840): three fused layers in, draft logits out, no feature regression."""
+
+# ... any leading axes, H hidden, N query heads, J key heads, D head size, U draft vocabulary
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.eagle import EagleHead
+from pipedraft.models.layers import (
+    Attention,
+    GatedMLP,
+    LayerConfig,
+    RMSNorm,
+    RotaryEmbedding,
+    initialise_matrices,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Architecture of the EAGLE-3 head."""
+
+    feature_layers: tuple[int, ...] = ()
+    """Layer indices whose raw hidden states are fused, 0 = embedding; empty: 2, L // 2, L - 3."""
+    num_target_layers: int = 0
+    """L; filled in from the target."""
+    draft_vocab_size: int | None = None
+    """U: most frequent tokens of the training data; None: the target's vocabulary."""
+    norm_output: bool = False
+    """EAGLE-3.1: feed the normed state back instead of the raw one."""
+    fc_norm: bool = False
+    """EAGLE-3.1: RMSNorm of each fused hidden state before the projection."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
+        last = self.num_target_layers
+        if last and not all(0 <= layer <= last for layer in self.feature_layers):
+            raise ValueError(
+                f"model.feature_layers: {list(self.feature_layers)} are not all in 0..{last}; the "
+                f"target has {last} layers"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+    def for_target(self, num_layers: int) -> "Eagle3Config":
+        """The configuration with the target's depth and the fused layers filled in."""
+        layers = self.feature_layers or default_feature_layers(num_layers)
+        return replace(self, num_target_layers=num_layers, feature_layers=layers)
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, ...]:
+    """(2, L // 2, L - 3), the authors' choice; a target too shallow for it gives what it has."""
+    if num_layers < 6:
+        return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
+    return 2, num_layers // 2, num_layers - 3
+
+
+class Eagle3Layer(nn.Module):
+    """Decoder layer whose attention reads [norm(embedding); norm(state)], 2H wide.
+
+    r = s + attention([norm(e); norm(s)]), out = r + mlp(norm(r)); s itself stays un-normed.
+    """
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.self_attn = Attention(config)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * hidden, narrow.out_features, bias=narrow.bias is not None)
+            setattr(self.self_attn, name, wide)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = GatedMLP(config)
+
+
+class Eagle3(EagleHead):
+    """EAGLE-3: s_t = fc([h_low; h_mid; h_high]_t), then the head's own un-normed output.
+
+    logits of x_{t+2} = LM head(norm(out_t)) over the draft vocabulary.
+    """
+
+    draft_type: ClassVar[str] = "eagle3"
+    config_class: ClassVar[type] = Eagle3Config
+
+    def __init__(
+        self, config: Eagle3Config, layer: LayerConfig, reference: TargetReference
+    ) -> None:
+        super().__init__(config, layer, reference)
+        hidden, count = layer.hidden_size, len(config.feature_layers)
+        norms = [RMSNorm(hidden, layer.rms_norm_eps) for _ in range(count * config.fc_norm)]
+        self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(count * hidden, hidden, bias=False)
+        self.midlayer = Eagle3Layer(layer)
+        self.norm = RMSNorm(hidden, layer.rms_norm_eps)
+        size = config.draft_vocab_size or reference.fingerprint["vocab_size"]
+        self.lm_head = nn.Linear(hidden, size, bias=False)
+        self.rotary = RotaryEmbedding(layer)
+        self.register_buffer("draft_ids", torch.arange(size))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    @torch.no_grad()
+    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+        """LM head and final norm start as the target's; the deepest fused layer is passed on."""
+        self.attach(target)
+        self.norm.weight.copy_(target.get_decoder().norm.weight)
+        if draft_ids is not None:
+            self.draft_ids.copy_(draft_ids)
+        self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids])
+        hidden = self.layer_config.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, -hidden:] = torch.eye(hidden)
+        initialise_matrices(self.midlayer, 1)
+
+    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
+        fused = [taps[layer] for layer in self.config.feature_layers]
+        if self.config.fc_norm:
+            fused = [norm(x) for norm, x in zip(self.fc_norm, fused, strict=True)]
+        return self.fc(torch.cat(fused, -1))
+
+    def project(
+        self, embedding_H: Tensor, state_H: Tensor, cos_D: Tensor, sin_D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        layer = self.midlayer
+        joined = torch.cat([layer.input_layernorm(embedding_H), layer.hidden_norm(state_H)], -1)
+        query_ND = layer.self_attn.query(joined, cos_D, sin_D)
+        return state_H, query_ND, *layer.self_attn.key_value(joined, cos_D, sin_D)
+
+    def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
+        layer = self.midlayer
+        mixed_H = residual_H + layer.self_attn.o_proj(attended_ND.flatten(-2))
+        out_H = mixed_H + layer.mlp(layer.post_attention_layernorm(mixed_H))
+        return self.norm(out_H) if self.config.norm_output else out_H
+
+    def normed(self, state_H: Tensor) -> Tensor:
+        """What the LM head reads: the state after the head's own final norm, applied once."""
+        return state_H if self.config.norm_output else self.norm(state_H)
+
+    def logits(self, state_H: Tensor) -> Tensor:
+        return self.lm_head(self.normed(state_H))

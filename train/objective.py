@@ -1,0 +1,78 @@
+"""What the objectives of all draft heads share: the frozen target, the draft, its vocabulary."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.models.draft import TargetReference, draft_vocabulary
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.target import target_fingerprint
+
+
+class DraftObjective(nn.Module):
+    """Base of the objectives that distil a frozen target into a draft.
+
+    The target is held outside the module tree: no optimizer state, not saved, not broadcast.
+    A subclass calls ``adopt`` with its draft and implements the loop's ``Objective``.
+    """
+
+    draft: Any
+
+    def __init__(
+        self,
+        target: Any,
+        *,
+        target_name: str,
+        revision: str | None,
+        data: TokenizedData,
+        note: dict[str, Any],
+    ) -> None:
+        """
+        Args:
+            note: what the checkpoint says about its training, besides data and metrics.
+        """
+        super().__init__()
+        self._target, self._data = [target], data
+        self.layer_config = LayerConfig.from_target(target.get_decoder().config)
+        self.reference = TargetReference(
+            name=target_name, revision=revision, fingerprint=target_fingerprint(target)
+        )
+        self.training_note = {"data": data.report.to_dict(), **note}
+
+    @property
+    def target(self) -> Any:
+        return self._target[0]
+
+    @property
+    def num_target_layers(self) -> int:
+        return int(self.reference.fingerprint["num_layers"])
+
+    def adopt(self, draft: Any, draft_vocab_size: int | None = None) -> None:
+        """Make ``draft`` the module that is trained, started from the target.
+
+        Args:
+            draft_vocab_size: restrict its LM head to the most frequent labels of the data.
+        """
+        draft_ids = None
+        if draft_vocab_size is not None:
+            counts = label_counts(self._data, int(self.reference.fingerprint["vocab_size"]))
+            draft_ids = draft_vocabulary(counts, draft_vocab_size)
+        self.draft = draft
+        draft.initialise(self.target, draft_ids)
+
+    def save(self, folder: Path, metrics: dict[str, float]) -> None:
+        self.draft.save(folder, training={**self.training_note, "metrics": metrics})
+
+
+def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:
+    """How often each token is an assistant token of the training rows: int64 [V]."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for start in range(0, len(data.train), 1000):
+        rows = data.train[start : start + 1000]
+        for ids, mask in zip(rows["input_ids"], rows["loss_mask"], strict=True):
+            supervised = torch.as_tensor(ids)[torch.as_tensor(mask, dtype=torch.bool)]
+            counts += torch.bincount(supervised, minlength=vocab_size)
+    return counts
