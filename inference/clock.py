@@ -42,6 +42,12 @@ class VirtualClock:
         self.time += max(stages, draft) if overlap else stages + draft
         self.time += self.cost.link + self.cost.verify
 
+    def hidden_forwards(self, num_rows: int) -> int:
+        """Draft forwards that take no longer than one step with ``num_rows`` rows; at least 1."""
+        if not self.draft_forward:
+            return 1_000
+        return max(1, int(self.stage(num_rows) / self.draft_forward + 1e-9))
+
     def serial_draft(self, forwards: int) -> None:
         """Drafting while every stage waits."""
         self.time += forwards * self.draft_forward

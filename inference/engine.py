@@ -1,9 +1,11 @@
 """The engine: one target, one draft, one schedule; decodes prompts exactly as the target would."""
 
 import difflib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -12,7 +14,8 @@ from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.pipeline import LocalPipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.source import DraftSource, Sampling, make_source
+from pipedraft.inference.shapes import Expansion, TreeShape
+from pipedraft.inference.sources import DraftSource, Sampling, make_source
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier, RejectionVerifier, Verifier
 from pipedraft.models.target import Segment, StagedTarget
@@ -26,8 +29,16 @@ class EngineConfig:
     """0 is greedy."""
     verifier: Literal["auto", "match", "rejection"] = "auto"
     """auto: rejection for sampled chains (temperature > 0, tree width 1), else match."""
-    tree_width: int = 1
-    """Guesses per step; more than 1 keeps every branch consistent with the text."""
+    tree_width: int | None = None
+    """Guesses per step of the schedules that grow layers; more than 1 keeps every branch
+    consistent with the text. None: 16 for pipedec, else 1."""
+    tree: TreeShape = field(default_factory=TreeShape)
+    """What a round proposes, for the schedules that grow whole trees."""
+    micro_batches: int | None = None
+    """Segments that a tree is cut into for naive_pp, pruned_pp and flowspec; None: stages + 1."""
+    max_segment_rows: int = 16
+    """A tree that does not fit that many segments of this size is cut into more of them."""
+    expansion: Expansion = field(default_factory=Expansion)
     seed: int = 0
     max_new_tokens: int = 128
     """New tokens at most, the one drawn from the prefill included."""
@@ -44,19 +55,32 @@ class EngineConfig:
             raise ValueError(
                 f"temperature: {self.temperature} is not a temperature; give 0 (greedy) or more"
             )
-        for name in ("num_stages", "tree_width", "max_new_tokens"):
+        if self.tree_width is None:
+            width = SCHEDULES[self.schedule].default_width
+            object.__setattr__(self, "tree_width", width)
+        for name in ("num_stages", "tree_width", "max_new_tokens", "max_segment_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1; give at least 1")
-        if self.verifier == "rejection" and (self.temperature == 0 or self.tree_width > 1):
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise ValueError(f"micro_batches: {self.micro_batches} is below 1; give at least 1")
+        if self.verifier == "rejection" and (self.temperature == 0 or not self.is_chain):
             raise ValueError(
                 "verifier: 'rejection' needs a sampled chain (temperature above 0 and tree width "
-                "1); use 'match', which is exact for every tree"
+                "1, or a chain as the tree's kind); use 'match', which is exact for every tree"
             )
+
+    @property
+    def is_chain(self) -> bool:
+        """Every row of the token tree has one child at most."""
+        schedule = SCHEDULES[self.schedule]
+        if schedule.grows == "trees":
+            return self.tree.is_chain and not (schedule.expands and self.expansion.enabled)
+        return self.tree_width == 1
 
     @property
     def uses_rejection(self) -> bool:
         if self.verifier == "auto":
-            return self.temperature > 0 and self.tree_width == 1
+            return self.temperature > 0 and self.is_chain
         return self.verifier == "rejection"
 
 
@@ -81,7 +105,7 @@ class Engine:
         Raises:
             ValueError: no draft for a schedule that needs one, or a draft for another n.
         """
-        needs_draft = config.schedule != "autoregressive"
+        needs_draft = SCHEDULES[config.schedule].grows is not None
         if needs_draft and draft is None and source is None:
             raise ValueError(
                 f"draft: schedule {config.schedule!r} needs one; give --checkpoint DIR"
@@ -91,18 +115,33 @@ class Engine:
         self._source = source
         cut: Any = config.num_stages
         if self.draft is not None:
-            trained = self.draft.config.num_stages
-            if trained != config.num_stages:
+            trained = self.draft.num_stages
+            if trained not in (None, config.num_stages):
                 raise ValueError(
                     f"num_stages: {config.num_stages}, but this draft was trained for {trained}; "
                     f"give --stages {trained} or another draft"
                 )
-            cut = self.draft.config.boundaries or cut
+            cut = self.draft.boundaries or cut
         self.target = StagedTarget(target, cut)
-        if self.target.is_chain_only and config.tree_width > 1:
+        self._check_growth()
+
+    def _check_growth(self) -> None:
+        """Refuse trees on a recurrent target, and a schedule whose verb the draft lacks."""
+        config, grows = self.config, SCHEDULES[self.config.schedule].grows
+        if self.target.is_chain_only and not config.is_chain:
+            field, value = ("tree_width", config.tree_width)
+            if grows == "trees":
+                field, value = ("tree.kind", config.tree.kind)
             raise ValueError(
-                f"tree_width: {config.tree_width}, but this target has recurrent layers, which "
-                "carry one state per sequence; give 1"
+                f"{field}: {value!r}, but this target has recurrent layers, which carry one state "
+                f"per sequence; give {1 if grows == 'layers' else 'chain'}"
+            )
+        source = self.make_source()
+        if source is not None and grows is not None and grows not in source.grows:
+            known = [name for name, s in SCHEDULES.items() if s.grows in source.grows]
+            raise ValueError(
+                f"schedule: {config.schedule!r} grows {grows}, which this draft cannot; "
+                f"choose {' or '.join(known)}"
             )
 
     def make_source(self) -> DraftSource | None:
@@ -143,7 +182,7 @@ class Engine:
                 f"{self.target.max_positions} positions; shorten it"
             )
         session = Session(self, prompt_ids, prompt_index, on_token)
-        SCHEDULES[self.config.schedule](session)
+        SCHEDULES[self.config.schedule].run(session)
         return session.finish()
 
 
@@ -178,11 +217,11 @@ class Session:
         self.round_length = 0
         self.pending_forwards = 0
         logits_V, features = self.pipeline.prefill(torch.tensor(prompt_ids))
-        if self.source is not None:
-            self.source.begin(features)
         first = MatchVerifier(config.temperature, self.random).walk(
             TokenTree(prompt_ids[-1], len(prompt_ids) - 1), logits_V[None]
         )
+        if self.source is not None:
+            self.source.begin(features, [*prompt_ids[1:], first.next_token])
         self.result.prefill_s = time.perf_counter() - self.started
         self.tree = TokenTree(first.next_token, len(prompt_ids))
         self._emit(first.next_token)
@@ -193,12 +232,22 @@ class Session:
     def done(self) -> bool:
         return bool(self.result.stop_reason)
 
-    def inject(self) -> None:
-        """Hand the rows that the pipeline has not seen yet to its first stage."""
-        tree = self.tree
-        if tree.num_injected < len(tree):
-            self.pipeline.inject(tree.segment(tree.num_injected, len(tree)))
-            tree.num_injected = len(tree)
+    def inject(self, num_segments: int = 1) -> None:
+        """Queue the rows that the pipeline has not seen yet; one segment enters per step.
+
+        Args:
+            num_segments: nearly equal parts, the longer ones last; more of them where a part would
+                exceed ``max_segment_rows``.
+        """
+        tree, first = self.tree, self.tree.num_injected
+        count = len(tree) - first
+        if num_segments > 1:
+            num_segments = max(num_segments, math.ceil(count / self.config.max_segment_rows))
+        cuts = [first + count * part // num_segments for part in range(num_segments + 1)]
+        for start, stop in pairwise(cuts):
+            if start < stop:
+                self.pipeline.inject(tree.segment(start, stop))
+        tree.num_injected = len(tree)
 
     def grow_layer(self) -> None:
         """Let the draft add guesses below the deepest rows, from what is known now."""
@@ -207,11 +256,36 @@ class Session:
         self.result.num_drafted += self.source.grow_layer(
             self.tree,
             self.pipeline.features.view(),
-            width=self.config.tree_width,
+            width=self.config.tree_width or 1,
             sampling=self.sampling,
             attempt=self.num_rounds,
         )
         self.pending_forwards += self.source.num_forwards - before
+
+    def grow_tree(self, shape: TreeShape, *, by_score: bool) -> None:
+        """Let the draft merge a fresh tree below the root, from the committed text."""
+        assert self.source is not None
+        before = self.source.num_forwards
+        self.result.num_drafted += self.source.grow_tree(
+            self.tree, shape, by_score=by_score, sampling=self.sampling, attempt=self.num_rounds
+        )
+        self.pending_forwards += self.source.num_forwards - before
+
+    def deepen_tree(self, levels: int, num_tokens: int) -> None:
+        """Let the draft extend its last fresh tree."""
+        assert self.source is not None
+        before = self.source.num_forwards
+        self.result.num_drafted += self.source.deepen_tree(self.tree, levels, num_tokens)
+        self.pending_forwards += self.source.num_forwards - before
+
+    def draft_alone(self) -> None:
+        """Spend the time of the drafting since the last step while every stage waits."""
+        self.clock.serial_draft(self.pending_forwards)
+        self.pending_forwards = 0
+
+    def hidden_forwards(self) -> int:
+        """Draft forwards that fit beside one step of the stages under the cost model, 1 or more."""
+        return self.clock.hidden_forwards(max(self.pipeline.last_rows))
 
     def step(self, *, overlap: bool = False) -> Segment | None:
         """One pipeline step, with the drafting since the last one beside it or after it."""
@@ -248,7 +322,8 @@ class Session:
             self.round_length = 0
             self.num_rounds += 1
         if self.source is not None and not self.done:
-            self.source.observe(committed)
+            self.source.keep(keep)
+            self.source.observe(committed, emitted)
         return hit
 
     def finish(self) -> DecodeResult:

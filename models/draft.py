@@ -49,6 +49,16 @@ class Draft(nn.Module):
         super().__init__()
         self.config, self.layer_config, self.reference = config, layer, reference
 
+    @property
+    def num_stages(self) -> int | None:
+        """Pipeline stages it was trained for; None: any number."""
+        return None
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Stage boundaries it was trained for, where they are not the even ones."""
+        return ()
+
     def attach(self, target: Any) -> None:
         """Take what the draft uses of its target without saving it; most drafts need nothing."""
 

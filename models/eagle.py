@@ -100,6 +100,22 @@ class EagleHead(Draft):
     def logits(self, state_H: Tensor) -> Tensor:
         """[..., U]; entry u is target token draft_ids[u]."""
 
+    def causal_rows(self, tokens_BR: Tensor, states_BRH: Tensor) -> Tensor:
+        """Rows 0 .. R-1 of whole texts, each seeing those up to itself: next states [B, R, H]."""
+        positions_R = torch.arange(tokens_BR.shape[1], device=tokens_BR.device)
+        cos, sin = (part[:, None] for part in self.rotary(positions_R, states_BRH.dtype))
+        residual_BRH, query_BRND, keys_BRJD, values_BRJD = self.project(
+            self.embed(tokens_BR), states_BRH, cos, sin
+        )
+        attended_BNRD = F.scaled_dot_product_attention(
+            query_BRND.transpose(1, 2),
+            keys_BRJD.transpose(1, 2),
+            values_BRJD.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=query_BRND.shape[2] != keys_BRJD.shape[2],
+        )
+        return self.finish(residual_BRH, attended_BNRD.transpose(1, 2))
+
     def rows(
         self,
         tokens_R: Tensor,

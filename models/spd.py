@@ -138,6 +138,14 @@ class SPD(Draft):
         self.register_buffer("draft_ids", torch.arange(size))
 
     @property
+    def num_stages(self) -> int:
+        return self.config.num_stages
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        return self.config.boundaries
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Layer indices of the target that the module reads."""
         return tuple(sorted(set().union(*self.feature_layers)))

@@ -40,20 +40,39 @@ def friendly_module(target, **options):
 
 
 class SimulatedSource:
-    """Guesses the target's own greedy token with a given probability, among ``width`` children."""
+    """Guesses the target's own greedy token with a given probability, among ``width`` children.
+
+    Whether the guess at a position is right is drawn once per visit of a growing verb.
+    """
 
     taps = ()
+    grows = ("layers", "trees")
 
     def __init__(self, target, prompt, acceptance, length=400, seed=0):
         self.text = [*prompt, *greedy_reference(target, prompt, length)]
         self.vocab = target.config.vocab_size
         self.acceptance, self.rng, self.num_forwards = acceptance, np.random.default_rng(seed), 0
 
-    def begin(self, features):
+    def begin(self, features, next_tokens):
         pass
 
-    def observe(self, features):
+    def observe(self, features, next_tokens):
         pass
+
+    def keep(self, keep):
+        pass
+
+    def add_children(self, tree, leaf, width):
+        """The right token's child among the others, or not; returns the best child's row."""
+        position = tree.position(leaf) + 1
+        right = self.text[position] if position < len(self.text) else 0
+        guess_right = self.rng.random() < self.acceptance
+        rows = []
+        for rank in range(width):
+            shift = rank if guess_right else rank + 1
+            score = tree.scores[leaf] - float(rank) - 0.1
+            rows.append(tree.add(leaf, (right + shift) % self.vocab, score))
+        return rows[0]
 
     def grow_layer(self, tree, features, *, width, sampling, attempt):
         self.num_forwards += 1
@@ -61,12 +80,21 @@ class SimulatedSource:
         leaves = [row for row in range(len(tree)) if tree.depths[row] == deepest]
         added = len(tree)
         for leaf in leaves:
-            position = tree.position(leaf) + 1
-            right = self.text[position] if position < len(self.text) else 0
-            guess_right = self.rng.random() < self.acceptance
-            for rank in range(width):
-                shift = rank if guess_right else rank + 1
-                tree.add(leaf, (right + shift) % self.vocab, -float(rank))
+            self.add_children(tree, leaf, width)
+        return len(tree) - added
+
+    def grow_tree(self, tree, shape, *, by_score, sampling, attempt):
+        """A spine of first children with ``top_k - 1`` siblings at each node."""
+        added, leaf = len(tree), 0
+        for _ in range(shape.depth):
+            self.num_forwards += 1
+            leaf = self.add_children(tree, leaf, 1 if shape.is_chain else shape.top_k)
+        return len(tree) - added
+
+    def deepen_tree(self, tree, levels, num_tokens):
+        self.num_forwards += 1
+        added = len(tree)
+        self.add_children(tree, len(tree) - 1, 1)
         return len(tree) - added
 
 

@@ -1,9 +1,33 @@
-"""Who drafts and injects when: one file for each schedule, all on the same session verbs."""
+"""Who drafts and injects when: one file for each family, all on the same session verbs."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from pipedraft.inference.schedules.autoregressive import autoregressive
-from pipedraft.inference.schedules.spd import spd
+from pipedraft.inference.schedules.flow import flowspec, pruned_pp
+from pipedraft.inference.schedules.layered import layered
+from pipedraft.inference.schedules.rounds import eagle, naive_pp
 
-SCHEDULES: dict[str, Callable[[Any], None]] = {"autoregressive": autoregressive, "spd": spd}
+
+@dataclass(frozen=True)
+class Schedule:
+    """A way to decode, and what it asks of a draft."""
+
+    run: Callable[[Any], None]
+    grows: Literal["layers", "trees"] | None
+    """Verb of the draft source; None: no draft."""
+    expands: bool = False
+    """Guesses join a tree that is on its way: not a chain, whatever the shape."""
+    default_width: int = 1
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "autoregressive": Schedule(autoregressive, None),
+    "spd": Schedule(layered, "layers"),
+    "pipedec": Schedule(layered, "layers", default_width=16),
+    "eagle": Schedule(eagle, "trees"),
+    "naive_pp": Schedule(naive_pp, "trees"),
+    "pruned_pp": Schedule(pruned_pp, "trees"),
+    "flowspec": Schedule(flowspec, "trees", expands=True),
+}

@@ -1,13 +1,14 @@
-"""SPD: one layer of guesses enters per step while older ones travel (chain or keep-all tree)."""
+"""One layer of guesses enters per step while older ones travel: SPD, and PipeDec with its width."""
 
 from typing import Any
 
 
-def spd(session: Any) -> None:
+def layered(session: Any) -> None:
     """The draft reads the states BEFORE the step and runs beside the stages.
 
     A round starts with the pending root alone in the pipeline, so its first verdict takes n steps;
-    from then on every step returns one verified token until a guess is wrong.
+    from then on every step returns one verified token until a guess is wrong. Every branch that
+    agrees with the text is kept.
     """
     while not session.done:
         session.inject()

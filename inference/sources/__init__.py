@@ -1,16 +1,21 @@
 """Where guesses come from. A schedule and a head meet only in ``DraftSource``."""
 
-# R rows of the tree, Q leaves, U draft vocabulary, V target vocabulary, H hidden
+# P positions of the prompt, a committed positions, H hidden, Q leaves
+# U draft vocabulary, V target vocabulary
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, draw
+from pipedraft.models.target import Keep
+
+Growth = Literal["layers", "trees"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,24 @@ class DraftSource(Protocol):
 
     taps: tuple[int, ...]
     """Layer indices of the target whose hidden states it reads."""
+    grows: tuple[Growth, ...]
+    """Which of the growing verbs it has."""
     num_forwards: int
     """Forward passes of the draft so far."""
 
-    def begin(self, features: Mapping[int, Tensor]) -> None:
-        """A new text: hidden states [P, H] of the prompt, by layer index."""
+    def begin(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+        """A new text.
 
-    def observe(self, features: Mapping[int, Tensor]) -> None:
-        """Newly committed positions, in order: hidden states [a, H] by layer index."""
+        Args:
+            features: hidden states [P, H] of the prompt, by layer index.
+            next_tokens: the token after each of these positions; the last is the first root.
+        """
+
+    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+        """Newly committed positions, in order: hidden states [a, H], and the token after each."""
+
+    def keep(self, keep: Keep) -> None:
+        """The tree's rows are renumbered as in ``TokenTree.reroot``; nothing retained: a miss."""
 
     def grow_layer(
         self,
@@ -54,56 +69,24 @@ class DraftSource(Protocol):
             attempt: number of the round, part of the key of the random numbers.
         """
 
-
-class SPDSource:
-    """SPD's speculation module beside the pipeline.
-
-    Rows in flight are presented by their distance to the deepest ones: distance i at depth i. With
-    no row pruned that is the true depth; after a prune that left a gap a row may be deeper than it
-    is presented, never shallower, and the module sees an occupancy it was trained for.
-    """
-
-    def __init__(self, draft: Any) -> None:
-        self.draft = draft
-        self.taps = draft.taps
-        self.num_forwards = 0
-        self._state: Any = None
-
-    def begin(self, features: Mapping[int, Tensor]) -> None:
-        from pipedraft.models.spd import SPDState
-
-        self._state = SPDState()
-        self.observe(features)
-
-    def observe(self, features: Mapping[int, Tensor]) -> None:
-        self.draft.extend(self._state, features, self._state.num_rows)
-
-    def grow_layer(
+    def grow_tree(
         self,
         tree: TokenTree,
-        features: Mapping[int, Tensor],
+        shape: TreeShape,
         *,
-        width: int,
+        by_score: bool,
         sampling: Sampling,
         attempt: int,
     ) -> int:
-        deepest = tree.depths[-1]
-        leaves = [row for row in range(len(tree)) if tree.depths[row] == deepest]
-        device = self.draft.lm_head.weight.device
-        logits_QU = self.draft.propose(
-            self._state,
-            features,
-            depths=[deepest - depth for depth in tree.depths],
-            positions=tree.positions(0, len(tree)).to(device),
-            visible_RR=tree.visible(0, len(tree)).to(device),
-        )
-        self.num_forwards += 1
-        ids_U = self.draft.draft_ids
-        if sampling.samples_chain:
-            num_tokens = self.draft.reference.fingerprint["vocab_size"]
-            q_V = sampled_distribution(logits_QU[0], ids_U, num_tokens, sampling.temperature)
-            return add_sampled(tree, leaves[0], q_V, sampling, attempt)
-        return add_most_likely(tree, leaves, logits_QU, ids_U, width)
+        """Draft a fresh tree below the root and merge it by token path; returns rows added.
+
+        Args:
+            by_score: new rows in descending order of their scores, else level by level. Parents
+                come before their children either way.
+        """
+
+    def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
+        """Grow the last fresh tree by ``levels`` and add its best rows that are not there yet."""
 
 
 def sampled_distribution(
@@ -116,10 +99,9 @@ def sampled_distribution(
 
 
 def add_sampled(tree: TokenTree, leaf: int, q_V: Tensor, sampling: Sampling, attempt: int) -> int:
-    """One guess drawn from q, which is stored with it for the rejection rule."""
+    """One guess drawn from q, which is stored with it for the rejection rule; returns its row."""
     token = draw(q_V, sampling.random.uniform(tree.position(leaf) + 1, "draft", attempt))
-    tree.add(leaf, token, tree.scores[leaf] + float(q_V[token].log()), q_V)
-    return 1
+    return tree.add(leaf, token, tree.scores[leaf] + float(q_V[token].log()), q_V)
 
 
 def add_most_likely(
@@ -140,5 +122,13 @@ def add_most_likely(
 
 def make_source(draft: Any) -> DraftSource:
     """The decode-time side of a loaded draft."""
-    sources = {"spd": SPDSource}
+    from pipedraft.inference.sources.eagle import EagleSource
+    from pipedraft.inference.sources.spd import SPDSource
+
+    sources = {"spd": SPDSource, "eagle": EagleSource, "eagle3": EagleSource}
     return sources[draft.draft_type](draft)
+
+
+def default_schedule(draft_type: str) -> str:
+    """The schedule a head was made for."""
+    return "spd" if draft_type == "spd" else "eagle"

@@ -1,0 +1,71 @@
+"""The shape of a draft tree, and how a travelling tree is cut and extended."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
+    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
+"""Ranks from the root: EAGLE-1's published tree of 25 guesses for 7B chat models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeShape:
+    """What one round of drafting proposes below the root."""
+
+    kind: Literal["chain", "static", "dynamic"] = "dynamic"
+    """dynamic: EAGLE-2's, the best ``num_tokens`` of all candidates by cumulative score.
+    static: the ranks in ``paths``, whatever the scores. chain: one guess per level."""
+    depth: int = 7
+    """Levels of guesses (forward passes of the draft). EAGLE's code counts the expansions after
+    the first level: its depth 6 is 7 here."""
+    top_k: int = 10
+    """Beams of a dynamic tree, and children of each."""
+    num_tokens: int = 59
+    """Guesses of a dynamic tree, the root not counted."""
+    paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
+    """Ranks from the root of every guess of a static tree; parents of all must be there."""
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "top_k", "num_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"tree.{name}: {getattr(self, name)} is below 1; give at least 1")
+        orphans = [p for p in self.paths if len(p) > 1 and p[:-1] not in self.paths]
+        if orphans:
+            raise ValueError(
+                f"tree.paths: {list(orphans[0])} has no parent {list(orphans[0][:-1])}; add it"
+            )
+
+    @property
+    def is_chain(self) -> bool:
+        return self.kind == "chain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expansion:
+    """How FlowSpec extends a tree that is on its way."""
+
+    enabled: bool = True
+    """Off: no new guesses inside a round, which is pruned pipeline parallelism."""
+    by_score: bool = True
+    """Send the best guesses first; off: level by level."""
+    depth: int | None = None
+    """Levels of the fresh tree after each commit; None: as many draft forwards as fit beside one
+    step of the stages under the cost model, at least one."""
+    num_tokens: int = 64
+    """Guesses of that tree, those already on their way included."""
+    refill_depth: int = 2
+    """Levels added to the last tree when the returning segment was pruned to nothing; 0: none."""
+    refill_tokens: int = 48
+    """The best new guesses of these levels that are sent."""
+
+    def __post_init__(self) -> None:
+        if self.depth is not None and self.depth < 1:
+            raise ValueError(f"expansion.depth: {self.depth} is below 1; leave it out or give 1")
+        for name in ("num_tokens", "refill_depth", "refill_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"expansion.{name}: {getattr(self, name)} is negative; give 0")

@@ -1,0 +1,386 @@
+"""EAGLE heads on a pipelined target: exact text, exact law, steps as in the closed forms."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_llama, tiny_qwen3
+from test_lossless import (
+    NEW_TOKENS,
+    PROMPTS,
+    PlainTokenizer,
+    SimulatedSource,
+    engine_for,
+    exact_law,
+    greedy_reference,
+    noise_bound,
+    sampling_target,
+    total_variation,
+)
+
+from pipedraft.inference.closed_forms import (
+    chain_acceptance_length,
+    continuous_acceptance_length,
+)
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.pipeline import LocalPipeline
+from pipedraft.inference.shapes import EAGLE1_PATHS, Expansion, TreeShape
+from pipedraft.inference.sources import Sampling
+from pipedraft.inference.sources.eagle import EagleSource
+from pipedraft.inference.tree import TokenTree
+from pipedraft.inference.verify import KeyedRandom
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.eagle import Eagle, EagleConfig, KeyValues
+from pipedraft.models.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.target import capture_hidden, target_fingerprint
+
+CHAIN = TreeShape(kind="chain", depth=3)
+SMALL = TreeShape(depth=3, top_k=3, num_tokens=8)
+STATIC = TreeShape(kind="static", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+WAYS = [
+    {"schedule": "eagle", "tree": CHAIN},
+    {"schedule": "eagle", "tree": SMALL},
+    {"schedule": "eagle", "tree": STATIC},
+    {"schedule": "naive_pp", "tree": SMALL},
+    {"schedule": "pruned_pp", "tree": SMALL},
+    {"schedule": "pruned_pp", "tree": CHAIN},
+    {"schedule": "pipedec", "tree_width": 4},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, num_tokens=6)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(by_score=False, num_tokens=5)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(enabled=False)},
+    {"schedule": "flowspec", "tree": SMALL, "max_segment_rows": 1},
+]
+
+
+def make_head(target, kind="eagle3", **options):
+    """A head whose projections carry noise, so that it is right now and then."""
+    fingerprint = target_fingerprint(target)
+    layer = LayerConfig.from_target(target.config)
+    reference = TargetReference(name="tiny", fingerprint=fingerprint)
+    num_layers = fingerprint["num_layers"]
+    if kind == "eagle":
+        head = Eagle(EagleConfig(num_target_layers=num_layers, **options), layer, reference)
+    else:
+        config = Eagle3Config(**options).for_target(num_layers)
+        head = Eagle3(config, layer, reference)
+    torch.manual_seed(5)
+    head.initialise(target)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn(parameter.shape) * 0.2 / parameter.shape[-1] ** 0.5)
+    return head.eval().requires_grad_(False)
+
+
+def way_name(way) -> str:
+    tree = way.get("tree")
+    return way["schedule"] + (f"-{tree.kind}" if tree else "")
+
+
+@pytest.mark.parametrize(("kind", "num_stages"), [("eagle", 4), ("eagle3", 1), ("eagle3", 3)])
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+def test_greedy_text_equals_transformers_greedy(way, kind, num_stages):
+    target = (tiny_qwen3 if num_stages == 3 else tiny_llama)(layers=4, vocab=16)
+    engine = engine_for(
+        target,
+        draft=make_head(target, kind),
+        num_stages=num_stages,
+        max_new_tokens=NEW_TOKENS,
+        **way,
+    )
+    for prompt in PROMPTS:
+        result = engine.decode(prompt)
+        assert result.token_ids == greedy_reference(target, prompt), prompt
+        assert sum(result.round_lengths) == result.num_tokens
+
+
+class Watch:
+    """Counts segments that a Keep left with one row, and steps that returned nothing late."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.single = self.emptied = 0
+        keep = LocalPipeline.keep
+
+        def watched(pipeline, message):
+            before = [segment is not None for segment in pipeline._waiting]
+            sizes = [s.num_rows if s else 0 for s in pipeline._waiting]
+            committed = keep(pipeline, message)
+            hit = len(message.rows) > message.num_committed
+            for was, size, segment in zip(before, sizes, pipeline._waiting, strict=True):
+                if hit and was:
+                    self.emptied += segment is None
+                    self.single += segment is not None and segment.num_rows == 1 < size
+            return committed
+
+        monkeypatch.setattr(LocalPipeline, "keep", watched)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+def test_greedy_text_is_the_targets_whatever_the_draft_guesses(way, acceptance):
+    target = tiny_llama(layers=4, vocab=16)
+    for prompt in PROMPTS[1:3]:
+        source = SimulatedSource(target, prompt, acceptance, length=NEW_TOKENS)
+        config = EngineConfig(num_stages=4, max_new_tokens=NEW_TOKENS, **way)
+        result = Engine(target, PlainTokenizer(), config, source=source).decode(prompt)
+        assert result.token_ids == greedy_reference(target, prompt)
+
+
+@pytest.mark.parametrize("schedule", ["pruned_pp", "flowspec"])
+def test_segments_pruned_to_one_row_and_to_none_change_nothing(schedule, monkeypatch):
+    """The published runtime ignored the tree mask of a segment pruned to a single row."""
+    watch = Watch(monkeypatch)
+    target = tiny_llama(layers=4, vocab=16)
+    for prompt in PROMPTS:
+        source = SimulatedSource(target, prompt, 0.7, length=48)
+        config = EngineConfig(
+            schedule=schedule,
+            num_stages=4,
+            max_new_tokens=48,
+            micro_batches=9,
+            tree=TreeShape(depth=6, top_k=3, num_tokens=18),
+            expansion=Expansion(depth=2, num_tokens=6),
+        )
+        result = Engine(target, PlainTokenizer(), config, source=source).decode(prompt)
+        assert result.token_ids == greedy_reference(target, prompt, 48)
+    assert watch.single > 5 and watch.emptied > 5
+
+
+def bernoulli(schedule, acceptance=0.8, length=400, **options):
+    target = tiny_llama(layers=4, vocab=16)
+    source = SimulatedSource(target, [1, 2, 3], acceptance, length)
+    config = EngineConfig(schedule=schedule, num_stages=4, max_new_tokens=length, **options)
+    return Engine(target, PlainTokenizer(), config, source=source).decode([1, 2, 3])
+
+
+def test_one_batch_costs_n_steps_a_round():
+    chain = TreeShape(kind="chain", depth=5)
+    result = bernoulli("eagle", tree=chain)
+    assert result.num_steps == 4 * len(result.round_lengths)
+    expected = chain_acceptance_length(0.8, 5)
+    assert abs(result.equivalent_acceptance_length - expected) < 0.15 * expected
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 5, None])
+def test_naive_micro_batches_cost_n_plus_m_minus_1_steps_a_round(micro_batches):
+    shape = TreeShape(depth=6, top_k=2, num_tokens=12)
+    result = bernoulli("naive_pp", tree=shape, micro_batches=micro_batches)
+    steps = 4 + (micro_batches or 5) - 1
+    assert result.num_steps == steps * len(result.round_lengths)
+
+
+def test_pruned_rounds_end_with_the_segment_that_missed():
+    """One row per segment: the j-th token of a round returns with step n + j - 1."""
+    chain = TreeShape(kind="chain", depth=5)
+    result = bernoulli("pruned_pp", tree=chain, micro_batches=6)
+    assert result.num_steps == sum(4 + length - 1 for length in result.round_lengths)
+
+
+def test_pipedec_follows_the_closed_form_of_one_verdict_per_step():
+    result = bernoulli("pipedec", tree_width=1)
+    *finished, last = result.round_lengths
+    assert result.num_steps == sum(3 + tokens for tokens in finished) + 3 + last
+    expected = continuous_acceptance_length([result.draft_acceptance_rate], 4)
+    assert abs(result.equivalent_acceptance_length - expected) < 0.08
+
+
+def test_flowspec_with_a_perfect_draft_never_restarts():
+    expansion = Expansion(depth=8, num_tokens=16)
+    result = bernoulli("flowspec", 1.0, 120, tree=CHAIN, expansion=expansion)
+    assert len(result.round_lengths) == 1
+    restarting = bernoulli("pruned_pp", 1.0, 120, tree=CHAIN)
+    assert result.equivalent_acceptance_length > restarting.equivalent_acceptance_length
+
+
+def test_expansion_depth_stays_within_the_stage_time():
+    target = tiny_llama(layers=4, vocab=16)
+    head = make_head(target)
+    for num_stages, expected in ((1, 4), (2, 2), (4, 1)):
+        config = EngineConfig(
+            schedule="flowspec", num_stages=num_stages, max_new_tokens=40, tree=SMALL
+        )
+        engine = Engine(target, PlainTokenizer(), config, head)
+        assert engine.draft_cost == 1 / 4
+        result = engine.decode([3, 1, 4])
+        serial = len(result.round_lengths) * SMALL.depth * engine.draft_cost
+        refills = config.expansion.refill_depth * engine.draft_cost
+        longest = max(expected * engine.draft_cost, 1 / num_stages, refills)
+        assert result.virtual_time <= serial + result.num_steps * longest + 1e-9
+
+
+SAMPLED_WAYS = [
+    {"schedule": "eagle", "tree": CHAIN, "verifier": "match"},
+    {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"},
+    {"schedule": "eagle", "tree": SMALL},
+    {"schedule": "naive_pp", "tree": SMALL},
+    {"schedule": "pruned_pp", "tree": CHAIN, "verifier": "rejection"},
+    {"schedule": "pruned_pp", "tree": SMALL},
+    {"schedule": "pipedec", "tree_width": 3},
+    {"schedule": "pipedec", "tree_width": 1, "verifier": "rejection"},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, num_tokens=4)},
+]
+
+
+@pytest.mark.parametrize("way", SAMPLED_WAYS, ids=way_name)
+def test_sampled_text_has_the_targets_law(way):
+    target = sampling_target()
+    prompt, temperature = [1, 2], 1.3
+    engine = engine_for(
+        target,
+        draft=make_head(target),
+        num_stages=2,
+        temperature=temperature,
+        max_new_tokens=3,
+        **way,
+    )
+    law = exact_law(target, prompt, temperature)
+    assert total_variation(engine, prompt, law) < noise_bound(law)
+
+
+def reference_tree(head, target, text, shape):
+    """EAGLE-2's tree with the head run from scratch for every guess: {path: score}."""
+    taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
+    states = head.feature({layer: hidden[0, :-1] for layer, hidden in taps.items()})
+
+    def outputs(path):
+        tokens, rows, cache = [*text[1:], *path], states, KeyValues()
+        for count in range(len(path) + 1):  # one guess at a time: its state is the last output
+            if count:
+                rows = torch.cat([rows, out[-1:]])  # noqa: F821
+            size = len(text) - 1 + count
+            cache = KeyValues()
+            out = head.rows(
+                torch.tensor(tokens[:size]),
+                rows,
+                positions_R=torch.arange(size),
+                cache=cache,
+                visible_RC=torch.ones(size, size, dtype=torch.bool).tril(),
+            )
+        return head.logits(out[-1]).log_softmax(-1)
+
+    pool, beams = {}, {(): 0.0}
+    for _ in range(shape.depth):
+        level = {}
+        for path, score in beams.items():
+            values, ids = outputs(path).topk(shape.top_k)
+            for value, token in zip(values.tolist(), ids.tolist(), strict=True):
+                level[(*path, token)] = score + value
+        pool |= level
+        best = sorted(level, key=lambda path: -level[path])[: shape.top_k]
+        beams = {path: level[path] for path in best}
+    chosen = sorted(pool, key=lambda path: -pool[path])[: shape.num_tokens]
+    return {path: pool[path] for path in chosen}
+
+
+def paths_of(tree):
+    paths = [()]
+    for row in range(1, len(tree)):
+        paths.append((*paths[tree.parents[row]], tree.tokens[row]))
+    return paths
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_dynamic_tree_equals_one_drafted_from_scratch(kind):
+    """Incremental keys and values, feedback states, masks and the final choice."""
+    target = tiny_llama(layers=4, vocab=16).double()
+    head = make_head(target, kind).double()
+    text = [3, 1, 4, 1, 5, 9, 2, 6]
+    taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
+    rows = {layer: hidden[0] for layer, hidden in taps.items()}
+    source = EagleSource(head)
+    source.begin({layer: hidden[:3] for layer, hidden in rows.items()}, text[1:4])
+    source.observe({layer: hidden[3:5] for layer, hidden in rows.items()}, text[4:6])
+    shape = TreeShape(depth=3, top_k=4, num_tokens=12)
+    sampling = Sampling(0.0, False, KeyedRandom(0, 0))
+    source.grow_tree(TokenTree(text[5], 5), shape, by_score=True, sampling=sampling, attempt=0)
+    source.observe({layer: hidden[5:7] for layer, hidden in rows.items()}, text[6:8])
+    tree = TokenTree(text[7], 7)
+    added = source.grow_tree(tree, shape, by_score=True, sampling=sampling, attempt=0)
+    expected = reference_tree(head, target, text, shape)
+    assert added == len(expected) == 12
+    got = dict(zip(paths_of(tree)[1:], tree.scores[1:], strict=True))
+    assert got.keys() == expected.keys()
+    for path, score in expected.items():
+        assert math.isclose(got[path], score, abs_tol=1e-5), path  # scores are kept in float32
+    assert tree.scores[1:] == sorted(tree.scores[1:], reverse=True)
+
+
+def test_growing_layer_by_layer_equals_the_tree_of_the_same_beams():
+    """Until a commit, a layer's rows are what a fresh tree of one beam per level gives."""
+    target = tiny_llama(layers=4, vocab=16).double()
+    head = make_head(target).double()
+    text = [3, 1, 4, 1, 5]
+    taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
+    rows = {layer: hidden[0, :-1] for layer, hidden in taps.items()}
+    sampling = Sampling(0.0, False, KeyedRandom(0, 0))
+    whole, layered = TokenTree(text[-1], 4), TokenTree(text[-1], 4)
+    source = EagleSource(head)
+    source.begin(rows, text[1:])
+    chain = TreeShape(kind="chain", depth=4)
+    source.grow_tree(whole, chain, by_score=True, sampling=sampling, attempt=0)
+    source.begin(rows, text[1:])
+    for _ in range(4):
+        source.grow_layer(layered, {}, width=1, sampling=sampling, attempt=0)
+    assert whole.tokens == layered.tokens
+    np.testing.assert_allclose(whole.scores, layered.scores, atol=1e-5)
+
+
+def test_rows_that_survive_a_keep_are_continued_from_their_own_states():
+    target = tiny_llama(layers=4, vocab=16).double()
+    head = make_head(target).double()
+    text = [3, 1, 4, 1]
+    sampling = Sampling(0.0, False, KeyedRandom(0, 0))
+    taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
+    source = EagleSource(head)
+    source.begin({layer: hidden[0, :-1] for layer, hidden in taps.items()}, text[1:])
+    tree = TokenTree(text[-1], 3)
+    for _ in range(3):
+        source.grow_layer(tree, {}, width=3, sampling=sampling, attempt=0)
+    child = tree.children(0)[0]
+    survivors = [row for row in range(len(tree)) if row and _descends(tree, row, child)]
+    before = {paths_of(tree)[row][1:]: source._row_states.get(row) for row in survivors}
+    keep = tree.keep_for([0], tree.tokens[child])
+    tree = tree.reroot(keep)
+    source.keep(keep)
+    kept = {paths_of(tree)[row]: state for row, state in source._row_states.items()}
+    assert kept and () not in kept
+    for path, state in kept.items():
+        assert torch.equal(state, before[path])
+    assert source._row_cache.num_rows == len(kept)
+
+
+def _descends(tree, row, ancestor) -> bool:
+    while row > 0 and row != ancestor:
+        row = tree.parents[row]
+    return row == ancestor
+
+
+def test_a_static_tree_has_the_published_shape():
+    target = tiny_llama(layers=4, vocab=16)
+    config = EngineConfig(schedule="eagle", tree=TreeShape(kind="static"), num_stages=2)
+    engine = Engine(target, PlainTokenizer(), config, make_head(target, "eagle"))
+    source = engine.make_source()
+    assert source is not None
+    taps = capture_hidden(target, torch.tensor([[1, 2, 3]]), set(source.taps))
+    source.begin({layer: hidden[0] for layer, hidden in taps.items()}, [2, 3, 4])
+    tree = TokenTree(4, 3)
+    sampling = Sampling(0.0, False, KeyedRandom(0, 0))
+    assert source.grow_tree(tree, config.tree, by_score=False, sampling=sampling, attempt=0) == 25
+    assert sorted(map(len, paths_of(tree)[1:])) == sorted(map(len, EAGLE1_PATHS))
+
+
+def test_what_a_draft_or_target_cannot_do_is_refused_by_name():
+    target = tiny_llama(layers=4, vocab=16)
+    head = make_head(target)
+    config = EngineConfig(schedule="spd", num_stages=2, max_new_tokens=4)
+    Engine(target, PlainTokenizer(), config, head)  # EAGLE heads grow layers, too
+    from test_spd import make_module
+
+    module = make_module(target, num_stages=2, num_layers=1).float()
+    with pytest.raises(ValueError, match=r"schedule: 'flowspec' grows trees.*spd or pipedec"):
+        Engine(target, PlainTokenizer(), replace(config, schedule="flowspec"), module)
+    with pytest.raises(ValueError, match=r"tree\.paths: \[0, 3\] has no parent"):
+        TreeShape(kind="static", paths=((1,), (0, 3)))
+    with pytest.raises(ValueError, match="verifier: 'rejection'"):
+        EngineConfig(schedule="eagle", temperature=1.0, verifier="rejection")
