@@ -212,18 +212,19 @@ def read_prompts(path: Path) -> list[Messages]:
     if not path.is_file():
         raise ValueError(f"--prompts: no file {path}; give JSONL rows with a prompt")
     conversations: list[Messages] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-            if messages[-1]["role"] != "user" or not all(m["content"] for m in messages):
-                raise ValueError("the last turn is not the user's, or a turn is empty")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f'--prompts: {path}:{number} is neither {{"prompt": text}} nor {{"messages": [...]}} '
-                f"that ends with the user ({error!r}); mend or drop that row"
-            ) from error
-        conversations.append(messages)
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+                if messages[-1]["role"] != "user" or not all(m["content"] for m in messages):
+                    raise ValueError("the last turn is not the user's, or a turn is empty")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f'--prompts: {path}:{number} is neither {{"prompt": text}} nor '
+                    f'{{"messages": [...]}} that ends with the user ({error!r}); mend or drop it'
+                ) from error
+            conversations.append(messages)
     return sorted(conversations, key=lambda messages: sum(len(m["content"]) for m in messages))
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pipedraft.errors import Parser, make_folder, run_command
+from pipedraft.inference.arguments import add_drafting_arguments, drafting_settings
+from pipedraft.inference.schedules import SCHEDULES
+from pipedraft.inference.shapes import TreeShape
 
 EXAMPLE = """\
 example:
@@ -43,7 +46,10 @@ def _listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         parts = [part.strip() for part in text.split(",")]
         if not all(parts):
             raise argparse.ArgumentTypeError(f"{text!r} has an empty entry; write a,b,c")
-        return list(dict.fromkeys(parse(part) for part in parts))
+        try:
+            return list(dict.fromkeys(parse(part) for part in parts))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
     return parse_list
 
@@ -89,9 +95,8 @@ def _add_decoding_arguments(parser: Parser) -> None:
     add(
         "--schedule",
         type=_listed(str),
-        default=["spd"],
         metavar="NAMES",
-        help="comma list of schedules (default: spd)",
+        help=f"comma list of {', '.join(SCHEDULES)} (default: each draft's own)",
     )
     add(
         "--stages",
@@ -110,10 +115,20 @@ def _add_decoding_arguments(parser: Parser) -> None:
     add(
         "--tree-width",
         type=_listed(_positive),
-        default=[1],
+        default=[None],
         metavar="W",
-        help="comma list of draft tokens per position (default: 1)",
+        help="comma list of draft tokens per layer, for schedules that grow layers (default: 1; "
+        "16 for pipedec)",
     )
+    add(
+        "--tree",
+        type=_listed(lambda text: TreeShape.parse(text).label),
+        default=[TreeShape().label],
+        metavar="TREES",
+        help="comma list of chain:M, static, dynamic[:LEVELS:BEAMS:TOKENS], for schedules that "
+        "grow whole trees (default: dynamic:7:10:59)",
+    )
+    add_drafting_arguments(parser)
     add(
         "--verifier",
         choices=["auto", "match", "rejection"],
@@ -206,37 +221,46 @@ def _method_name(folder: Path, drafts: dict[Path, dict[str, Any]]) -> str:
 def _make_methods(
     arguments: argparse.Namespace, drafts: dict[Path, dict[str, Any]], target: Any
 ) -> list[Any]:
-    """Every checkpoint x schedule x temperature x tree width."""
+    """Every checkpoint x schedule x temperature x tree, or tree width."""
     from pipedraft.eval.run import Method
     from pipedraft.inference.engine import EngineConfig
+    from pipedraft.inference.sources import default_schedule
     from pipedraft.models import load_draft
 
     methods = []
     for folder, description in drafts.items():
         draft = load_draft(str(folder), target).to(target.device, target.dtype)
-        stages = description["architecture"].get("num_stages") or arguments.stages
         name = _method_name(folder, drafts)
-        for schedule in arguments.schedule:
+        schedules = arguments.schedule or [default_schedule(description["draft_type"])]
+        for schedule in schedules:
             methods += [
                 Method(
                     # One draft may run under several schedules; its type alone would hide which.
-                    name=name if len(arguments.schedule) == 1 else f"{name}: {schedule}",
+                    name=name if len(schedules) == 1 else f"{name}: {schedule}",
                     draft=draft,
                     checkpoint=str(folder),
                     config=EngineConfig(
                         schedule=schedule,
-                        num_stages=stages or DEFAULT_STAGES,
+                        num_stages=draft.num_stages or arguments.stages or DEFAULT_STAGES,
                         temperature=temperature,
                         verifier=arguments.verifier,
-                        tree_width=width,
                         seed=arguments.seed,
                         max_new_tokens=arguments.max_new_tokens,
+                        **shape,
+                        **drafting_settings(arguments),
                     ),
                 )
                 for temperature in arguments.temperature
-                for width in arguments.tree_width
+                for shape in _shapes(arguments, schedule)
             ]
     return methods
+
+
+def _shapes(arguments: argparse.Namespace, schedule: str) -> list[dict[str, Any]]:
+    """The trees, or the widths, that the schedule is to be run with."""
+    if schedule in SCHEDULES and SCHEDULES[schedule].grows == "trees":
+        return [{"tree": TreeShape.parse(tree)} for tree in arguments.tree]
+    return [{"tree_width": width} for width in arguments.tree_width]
 
 
 def _device(name: str) -> Any:

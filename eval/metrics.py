@@ -221,6 +221,8 @@ class RunLabel:
     benchmark: str
     temperature: float
     tree_width: int
+    tree: str | None = None
+    """Shape of the draft tree, for schedules that grow whole trees."""
     checkpoint: str | None = None
     verifier: str = "match"
     """The rule that was applied, not "auto"."""
@@ -256,6 +258,7 @@ def run_record(
         "stages": summary.num_stages,
         "temperature": label.temperature,
         "tree_width": label.tree_width,
+        "tree": label.tree,
         "prompts": summary.num_prompts,
         "tokens": summary.num_tokens,
         "steps": summary.num_steps,

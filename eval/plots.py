@@ -22,7 +22,7 @@ DODGE = 0.6
 
 
 def _key(run: Run) -> tuple:
-    return run["method"], run["stages"], run["temperature"], run["tree_width"]
+    return run["method"], run["stages"], run["temperature"], run["tree_width"], run["tree"]
 
 
 def _drafted(runs: Sequence[Run]) -> dict[tuple, list[Run]]:
@@ -35,12 +35,13 @@ def _drafted(runs: Sequence[Run]) -> dict[tuple, list[Run]]:
 
 
 def _labels(series: dict[tuple, list[Run]]) -> list[str]:
-    """Method and n; temperature and width only where they differ between the lines."""
-    varies = [len({key[i] for key in series}) > 1 for i in range(4)]
+    """Method and n; temperature, width and tree only where they differ between the lines."""
+    varies = [len({key[i] for key in series}) > 1 for i in range(5)]
     labels = []
-    for method, stages, temperature, width in series:
+    for method, stages, temperature, width, tree in series:
         label = f"{method}, n={stages}"
-        label += f", T={temperature:g}" * varies[2] + f", W={width}" * varies[3]
+        label += f", T={temperature:g}" * varies[2]
+        label += f", {tree}" * varies[4] if tree else f", W={width}" * varies[3]
         labels.append(label)
     return labels
 

@@ -16,8 +16,10 @@ HISTOGRAM_LENGTHS = 8
 LENGTH_PLOT = "equivalent_acceptance_length.png"
 POSITION_PLOT = "acceptance_by_position.png"
 LEGEND = """\
-- **n** pipeline stages of the target, **T** temperature, **W** tree width, **N** tokens after the
-  prefill token, **K** pipeline steps (idle and rejecting ones counted).
+- **n** pipeline stages of the target, **T** temperature, **W** tree width (guesses per layer, or
+  children of the root), **tree** shape of a whole draft tree (chain:levels, or
+  dynamic:levels:beams:tokens), **N** tokens after the prefill token, **K** pipeline steps (idle and
+  rejecting ones counted).
 - **alpha** accepted over tested draft tokens; **tau** tokens per round.
 - **L'** = n N / K, the equivalent acceptance length: *pooled* is n sum(N) / sum(K) with its 95 %
   bootstrap interval over conversations, *mean* the average over conversations. Autoregressive
@@ -54,6 +56,7 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
     "n": lambda run: str(run["stages"]),
     "T": lambda run: f"{run['temperature']:g}",
     "W": lambda run: str(run["tree_width"]),
+    "tree": lambda run: run["tree"] or "-",
     "prompts": lambda run: str(run["prompts"]),
     "N": lambda run: str(run["tokens"]),
     "K": lambda run: str(run["steps"]),

@@ -144,7 +144,8 @@ class _Decoded:
             schedule=config.schedule,
             benchmark=benchmark,
             temperature=config.temperature,
-            tree_width=config.tree_width,
+            tree_width=config.width,
+            tree=config.tree.label if config.grows == "trees" else None,
             checkpoint=method.checkpoint,
             verifier="rejection" if config.uses_rejection else "match",
             seed=config.seed,
@@ -245,7 +246,7 @@ class Comparison:
                 self.tokenizer,
                 max_prompt_tokens=max_prompt_tokens,
                 description=f"{method.name} n={config.num_stages} T={config.temperature:g} "
-                f"W={config.tree_width} {name}",
+                f"W={config.width} {name}",
                 progress=self.progress,
             )
             check = None

@@ -5,9 +5,13 @@ import sys
 from dataclasses import replace
 
 from pipedraft.errors import Parser, run_command
+from pipedraft.inference.arguments import add_drafting_arguments, drafting_settings
+from pipedraft.inference.schedules import SCHEDULES
+from pipedraft.inference.shapes import TreeShape
 
 EXAMPLE = """example:
   python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
+  python -m pipedraft.inference --checkpoint out/eagle3 --schedule flowspec --stages 4 --prompt "Hi"
   python -m pipedraft.inference --target assets/target --schedule autoregressive --prompt "Hi"
 """
 
@@ -23,10 +27,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--target", help="folder or Hub id; default: the one the draft names")
     parser.add_argument("--prompt", required=True, help="the user's message; - reads stdin")
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    parser.add_argument("--schedule", default="spd", help="spd (default) or autoregressive")
+    parser.add_argument("--schedule", help=f"{', '.join(SCHEDULES)}; default: the draft's own")
     parser.add_argument("--stages", type=int, help="pipeline stages; default: the draft's")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--tree-width", type=int, default=1, help="guesses per step (default 1)")
+    parser.add_argument(
+        "--tree-width", type=int, help="guesses per step (default 1; 16 for pipedec)"
+    )
+    parser.add_argument(
+        "--tree", default="dynamic", help="chain:M, static, dynamic[:LEVELS:BEAMS:TOKENS] (default)"
+    )
+    add_drafting_arguments(parser)
     parser.add_argument("--verifier", default="auto", choices=["auto", "match", "rejection"])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
@@ -71,6 +81,7 @@ def main() -> None:
     from transformers.utils import logging
 
     from pipedraft.inference.engine import Engine, EngineConfig
+    from pipedraft.inference.sources import default_schedule
     from pipedraft.models import load_draft
     from pipedraft.models.draft import read_description, resolve_folder
     from pipedraft.models.target import load_target, load_tokenizer
@@ -79,30 +90,35 @@ def main() -> None:
     logging.disable_progress_bar()
     if options.checkpoint is None and options.target is None:
         raise ValueError("--checkpoint: missing; give a trained draft, or --target alone for AR")
-    if options.checkpoint is None and options.schedule != "autoregressive":
+    name, revision, own_schedule = options.target, None, "autoregressive"
+    if options.checkpoint is not None:
+        description = read_description(resolve_folder(options.checkpoint))
+        own_schedule = default_schedule(description["draft_type"])
+        if name is None:
+            name = description["target"]["name"]
+            revision = description["target"].get("revision")
+    elif options.schedule not in (None, "autoregressive"):
         raise ValueError(
             f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, or "
             "--schedule autoregressive"
         )
     # Before anything is loaded, so that bad values are refused at once.
     config = EngineConfig(
-        schedule=options.schedule,
+        schedule=options.schedule or own_schedule,
         num_stages=1 if options.stages is None else options.stages,
         temperature=options.temperature,
         verifier=options.verifier,
         tree_width=options.tree_width,
+        tree=TreeShape.parse(options.tree),
         seed=options.seed,
         max_new_tokens=options.max_new_tokens,
+        **drafting_settings(options),
     )
-    name, revision = options.target, None
-    if name is None:
-        reference = read_description(resolve_folder(options.checkpoint))["target"]
-        name, revision = reference["name"], reference.get("revision")
     tokenizer = load_tokenizer(name, revision=revision)
     target = load_target(name, revision=revision)
     draft = load_draft(options.checkpoint, target) if options.checkpoint else None
-    if options.stages is None and draft is not None:
-        config = replace(config, num_stages=draft.config.num_stages)
+    if options.stages is None and draft is not None and draft.num_stages is not None:
+        config = replace(config, num_stages=draft.num_stages)
     engine = Engine(target, tokenizer, config, draft)
     stream = Stream(tokenizer)
     result = engine.decode(encode(tokenizer, text, options.raw), on_token=stream)

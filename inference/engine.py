@@ -15,7 +15,7 @@ from pipedraft.inference.pipeline import LocalPipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Expansion, TreeShape
-from pipedraft.inference.sources import DraftSource, Sampling, make_source
+from pipedraft.inference.sources import DraftSource, Growth, Sampling, make_source
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier, RejectionVerifier, Verifier
 from pipedraft.models.target import Segment, StagedTarget
@@ -70,12 +70,22 @@ class EngineConfig:
             )
 
     @property
+    def grows(self) -> Growth | None:
+        """Verb of the draft source that the schedule uses."""
+        return SCHEDULES[self.schedule].grows
+
+    @property
+    def width(self) -> int:
+        """Guesses per layer, or children of the root of a whole tree."""
+        return self.tree.width if self.grows == "trees" else (self.tree_width or 1)
+
+    @property
     def is_chain(self) -> bool:
         """Every row of the token tree has one child at most."""
-        schedule = SCHEDULES[self.schedule]
-        if schedule.grows == "trees":
-            return self.tree.is_chain and not (schedule.expands and self.expansion.enabled)
-        return self.tree_width == 1
+        if self.grows != "trees":
+            return self.width == 1
+        expands = SCHEDULES[self.schedule].expands and self.expansion.enabled
+        return self.tree.is_chain and not expands
 
     @property
     def uses_rejection(self) -> bool:
@@ -105,7 +115,7 @@ class Engine:
         Raises:
             ValueError: no draft for a schedule that needs one, or a draft for another n.
         """
-        needs_draft = SCHEDULES[config.schedule].grows is not None
+        needs_draft = config.grows is not None
         if needs_draft and draft is None and source is None:
             raise ValueError(
                 f"draft: schedule {config.schedule!r} needs one; give --checkpoint DIR"
@@ -127,14 +137,14 @@ class Engine:
 
     def _check_growth(self) -> None:
         """Refuse trees on a recurrent target, and a schedule whose verb the draft lacks."""
-        config, grows = self.config, SCHEDULES[self.config.schedule].grows
+        config, grows = self.config, self.config.grows
         if self.target.is_chain_only and not config.is_chain:
-            field, value = ("tree_width", config.tree_width)
+            given = f"tree_width: {config.tree_width}"
             if grows == "trees":
-                field, value = ("tree.kind", config.tree.kind)
+                given = f"tree: {config.tree.label} under {config.schedule}"
             raise ValueError(
-                f"{field}: {value!r}, but this target has recurrent layers, which carry one state "
-                f"per sequence; give {1 if grows == 'layers' else 'chain'}"
+                f"{given}, but this target has recurrent layers, which carry one state per "
+                "sequence; give --tree-width 1, or --tree chain:7 with eagle, naive_pp or pruned_pp"
             )
         source = self.make_source()
         if source is not None and grows is not None and grows not in source.grows:
@@ -256,7 +266,7 @@ class Session:
         self.result.num_drafted += self.source.grow_layer(
             self.tree,
             self.pipeline.features.view(),
-            width=self.config.tree_width or 1,
+            width=self.config.width,
             sampling=self.sampling,
             attempt=self.num_rounds,
         )

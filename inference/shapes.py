@@ -44,6 +44,41 @@ class TreeShape:
     def is_chain(self) -> bool:
         return self.kind == "chain"
 
+    @property
+    def width(self) -> int:
+        """Children of the root."""
+        if self.kind == "static":
+            return sum(1 for path in self.paths if len(path) == 1)
+        return 1 if self.is_chain else self.top_k
+
+    @property
+    def label(self) -> str:
+        """As ``parse`` reads it."""
+        if self.kind == "static":
+            return "static"
+        sizes = [self.depth] if self.is_chain else [self.depth, self.top_k, self.num_tokens]
+        return ":".join([self.kind, *map(str, sizes)])
+
+    @classmethod
+    def parse(cls, text: str) -> "TreeShape":
+        """``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS]``.
+
+        Raises:
+            ValueError: none of these.
+        """
+        kind, *sizes = text.split(":")
+        names = {"chain": ["depth"], "static": [], "dynamic": ["depth", "top_k", "num_tokens"]}
+        expected = names.get(kind)
+        right_count = expected is not None and len(sizes) in {len(expected), 0}
+        if not right_count or not all(size.isdecimal() for size in sizes):
+            raise ValueError(
+                f"tree: {text!r} is no tree; give chain:7, static, or dynamic:7:10:59 (levels, "
+                "beams, draft tokens)"
+            )
+        assert expected is not None
+        fields = dict(zip(expected, map(int, sizes), strict=False))
+        return cls(kind=kind, **fields)  # type: ignore[arg-type]  # a key of names
+
 
 @dataclass(frozen=True, kw_only=True)
 class Expansion:

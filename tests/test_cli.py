@@ -141,7 +141,23 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     # inference
     ("inference", [], ["--prompt", "missing", "--help"]),
     ("inference", INFERENCE, ["--checkpoint", "missing", "give a trained draft"]),
-    ("inference", ["--target", "{target}", *INFERENCE], ["--schedule", "'spd'", "--checkpoint"]),
+    (
+        "inference",
+        ["--target", "{target}", "--schedule", "spd", *INFERENCE],
+        ["--schedule", "'spd'", "--checkpoint"],
+    ),
+    ("inference", [*RUN, *INFERENCE, "--tree", "bush"], ["tree", "'bush'", "chain:7"]),
+    ("inference", [*RUN, *INFERENCE, "--micro-batches", "0"], ["micro_batches", "0", "at least 1"]),
+    (
+        "inference",
+        [*RUN, *INFERENCE, "--expansion-depth", "0"],
+        ["expansion.depth", "0", "leave it out"],
+    ),
+    (
+        "inference",
+        [*RUN, *INFERENCE, "--schedule", "flowspec"],
+        ["schedule", "'flowspec'", "grows trees", "spd or pipedec"],
+    ),
     ("inference", [*RUN, "--prompt", " \n"], ["--prompt", "' \\n'", "give at least one word"]),
     ("inference", [*RUN, "--prompt", "hi " * 600], ["prompt", "tokens", "512", "shorten it"]),
     ("inference", [*RUN, *INFERENCE, "--temperature", "-1"], ["temperature", "-1", "give 0"]),

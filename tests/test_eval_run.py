@@ -93,9 +93,13 @@ def make_prompts(task: str, *conversations: list[str]) -> list[Prompt]:
     ]
 
 
+class AnyDraft(nn.Identity):
+    num_stages = 4
+
+
 def make_method(**settings) -> Method:
     config = EngineConfig(**{"max_new_tokens": MAX_NEW_TOKENS, "num_stages": 4} | settings)
-    return Method(name="spd", config=config, draft=nn.Identity(), checkpoint="out/spd")
+    return Method(name="spd", config=config, draft=AnyDraft(), checkpoint="out/spd")
 
 
 def compare(target, tokenizer, methods, *, lossless=True, prompts=None):
@@ -265,7 +269,7 @@ def folders(tmp_path, target, tokenizer, monkeypatch):
     (draft / "model.safetensors").write_bytes(b"weights")
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"prompt": "hello"}\n{"prompt": "bye"}\n{"prompt": "why"}\n')
-    monkeypatch.setattr("pipedraft.models.load_draft", lambda folder, target: nn.Identity())
+    monkeypatch.setattr("pipedraft.models.load_draft", lambda folder, target: AnyDraft())
     return SimpleNamespace(draft=draft, prompts=prompts, out=tmp_path / "out", root=tmp_path)
 
 

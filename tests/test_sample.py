@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 
-from pipedraft.data_recipes import sample
+from pipedraft.data_recipes import prompts, sample
 from pipedraft.data_recipes.recipe import DataConfig, Source
 from pipedraft.data_recipes.tokenizer import train_tokenizer
 
@@ -74,3 +74,58 @@ def test_a_missing_model_is_bad_input(monkeypatch, capsys, tmp_path):
         sample.run_command(sample.main)
     assert exit_status.value.code == 2
     assert "--target: no folder nowhere" in capsys.readouterr().err
+
+
+def run(module, monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    module.main()
+
+
+def test_prompts_come_from_user_turns_and_library_functions(monkeypatch, tmp_path):
+    chats = tmp_path / "chats.jsonl"
+    odd = {
+        "conversations": [{"from": "human", "value": "Which line\u2028ends here?"}],
+        "source": "b",
+    }
+    rows = [{"messages": CHAT, "source": "a"}, odd]
+    chats.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    out = tmp_path / "prompts.jsonl"
+    takes = ["--take", "a=5:2", "--take", "b=1", "--functions", "3"]
+    run(prompts, monkeypatch, "--conversations", chats, *takes, "--out", out)
+    texts = [json.loads(line)["prompt"] for line in out.read_text().split("\n") if line]
+    expected = {turn["content"] for turn in CHAT if turn["role"] == "user"}
+    assert expected | {odd["conversations"][0]["value"]} <= set(texts) and len(texts) == 6
+    stubs = [text for text in texts if text.startswith("Complete this")]
+    for stub in stubs:
+        compile(stub.split("```python\n")[1].removesuffix("\n```"), "stub", "exec")
+    assert len(stubs) == 3
+    assert len(sample.read_prompts(out)) == 6
+
+
+@pytest.mark.parametrize(
+    ("takes", "words"), [(["--take", "c=1"], "'c'; it has a"), (["--take", "a"], "SOURCE=ROWS")]
+)
+def test_an_unknown_source_is_bad_input(takes, words, monkeypatch, tmp_path):
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": CHAT, "source": "a"}) + "\n")
+    with pytest.raises(ValueError, match=words):
+        run(prompts, monkeypatch, "--conversations", chats, *takes, "--out", tmp_path / "o.jsonl")
+
+
+def test_answers_continue_prompts_and_conversations(monkeypatch, tmp_path, tokenizer):
+    model = tmp_path / "model"
+    tiny_llama(layers=1, vocab=len(tokenizer)).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    given, out = tmp_path / "given.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": "How many legs?"}, {"messages": CHAT[:3]}]
+    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--max-tokens", 8, "--dtype", "float32", "--greedy-share", 1]
+    run(sample, monkeypatch, "--target", model, "--prompts", given, *options, "--out", out)
+    answered = [json.loads(line) for line in out.read_text().split("\n") if line]
+    for row in answered:
+        assert row["greedy_answers"] and row["messages"][-1]["role"] == "assistant"
+        assert row["messages"][:-1] in ([{"role": "user", "content": "How many legs?"}], CHAT[:3])
+    assert answered
+    given.write_text('{"prompt": "a"}\n{"messages": [{"role": "assistant", "content": "b"}]}\n')
+    with pytest.raises(ValueError, match=r"given.jsonl:2 .*ends with the user"):
+        sample.read_prompts(given)

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 
 def eagle(session: Any) -> None:
     """One segment per round: n steps, and the draft works while the stages wait."""
@@ -20,6 +18,8 @@ def naive_pp(session: Any) -> None:
 
 
 def _in_micro_batches(session: Any, count: int) -> None:
+    import torch  # not above: --help names the schedules without it
+
     while not session.done:
         session.grow_tree(session.config.tree, by_score=False)
         session.draft_alone()

@@ -3,7 +3,7 @@
 # P positions of the prompt, a committed positions, H hidden, Q leaves
 # U draft vocabulary, V target vocabulary
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -125,7 +125,11 @@ def make_source(draft: Any) -> DraftSource:
     from pipedraft.inference.sources.eagle import EagleSource
     from pipedraft.inference.sources.spd import SPDSource
 
-    sources = {"spd": SPDSource, "eagle": EagleSource, "eagle3": EagleSource}
+    sources: dict[str, Callable[[Any], DraftSource]] = {
+        "spd": SPDSource,
+        "eagle": EagleSource,
+        "eagle3": EagleSource,
+    }
     return sources[draft.draft_type](draft)
 
 
