@@ -140,84 +140,86 @@ def _key_rows(x_BJTD: Tensor) -> Tensor:
     return x_BJTD.transpose(1, 2).unsqueeze(3)
 
 
-def _attend(group: _Group, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tensor:
-    """Fills out and lse, both zero on entry; returns the band's probabilities [W, B, T, N].
+def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tensor:
+    """Fills out and lse, both zero on entry; returns the diagonals' probabilities [W, B, T, N].
 
     One diagonal at a time: at T = 2048, N D = 256 its product stays in the last-level cache;
     cutting T into chunks of 64 to 512, or all diagonals in one strided view, measured no faster.
     """
     query_BNTD, keys, values = inputs
-    W, J = len(group.band), keys[group.deepest].shape[1]
+    r, first = band.causal
+    W, J = len(band.diagonals), keys[r].shape[1]
     T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
-    lse_BTN[:, :W] = -torch.inf
-    if T > W:
-        key_BJMD, value_BJMD = (x[group.deepest][:, :, : T - W] for x in (keys, values))
-        fused = _fused_forward(query_BNTD[:, :, W:], key_BJMD, value_BJMD, scale)
-        out_BTND[:, W:] = fused[0].transpose(1, 2)
-        lse_BTN[:, W:] = fused[1].transpose(1, 2)
+    lse_BTN[:, :first] = -torch.inf
+    if first < T:
+        key_BJMD, value_BJMD = (x[r][:, :, : T - first] for x in (keys, values))
+        fused = _fused_forward(query_BNTD[:, :, first:], key_BJMD, value_BJMD, scale)
+        out_BTND[:, first:] = fused[0].transpose(1, 2)
+        lse_BTN[:, first:] = fused[1].transpose(1, 2)
 
     probs_WBTN = out_BTND.new_full((W, *lse_BTN.shape), -torch.inf)
     if not W:
         return probs_WBTN
     q_BTJGD = _query_rows(query_BNTD, J).to(out_BTND.dtype)
     probs_WBTJG = probs_WBTN.unflatten(3, (J, -1))
-    for i, r in enumerate(group.band[:T]):
-        products = q_BTJGD[:, i:] * _key_rows(keys[r][:, :, : T - i])
-        torch.sum(products, -1, out=probs_WBTJG[i, :, i:])
+    diagonals = [(w, r, d) for w, (r, d) in enumerate(band.diagonals) if d < T]
+    for w, r, d in diagonals:
+        products = q_BTJGD[:, d:] * _key_rows(keys[r][:, :, : T - d])
+        torch.sum(products, -1, out=probs_WBTJG[w, :, d:])
     probs_WBTN *= scale
     merged_BTN = torch.logaddexp(lse_BTN, probs_WBTN.logsumexp(0))
     out_BTND *= (lse_BTN - merged_BTN).exp_()[..., None]
     probs_WBTN.sub_(merged_BTN).exp_()
     lse_BTN.copy_(merged_BTN)
     out_BTJGD = out_BTND.unflatten(2, (J, -1))
-    for i, r in enumerate(group.band[:T]):
-        value_BTJ1D = _key_rows(values[r][:, :, : T - i])
-        out_BTJGD[:, i:].addcmul_(probs_WBTJG[i, :, i:, :, :, None], value_BTJ1D)
+    for w, r, d in diagonals:
+        value_BTJ1D = _key_rows(values[r][:, :, : T - d])
+        out_BTJGD[:, d:].addcmul_(probs_WBTJG[w, :, d:, :, :, None], value_BTJ1D)
     return probs_WBTN
 
 
 def _attend_backward(
-    group: _Group,
+    band: Band,
     inputs: Rows,
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     gradients: Rows,
 ) -> None:
-    """Adds to `gradients`, zero on entry; blocks may repeat in the band, so everything adds."""
+    """Adds to `gradients`, zero on entry; diagonals may share a block, so everything adds."""
     query_BNTD, keys, values = inputs
     grad_BNTD, out_BNTD, lse_BTN, probs_WBTN = saved
     dquery_BNTD, dkeys, dvalues = gradients
-    W, J = len(group.band), keys[group.deepest].shape[1]
-    T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
-    if T > W:
-        key, value, dkey, dvalue = (
-            x[group.deepest][:, :, : T - W] for x in (keys, values, dkeys, dvalues)
-        )
+    r, first = band.causal
+    J, T, scale = keys[r].shape[1], query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
+    if first < T:
+        key, value, dkey, dvalue = (x[r][:, :, : T - first] for x in (keys, values, dkeys, dvalues))
         fused = _fused_backward(
-            grad_BNTD[:, :, W:],
-            (query_BNTD[:, :, W:], key, value),
-            out_BNTD[:, :, W:],
-            lse_BTN[:, W:].transpose(1, 2),
+            grad_BNTD[:, :, first:],
+            (query_BNTD[:, :, first:], key, value),
+            out_BNTD[:, :, first:],
+            lse_BTN[:, first:].transpose(1, 2),
             scale,
         )
-        dquery_BNTD[:, :, W:] += fused[0]
+        dquery_BNTD[:, :, first:] += fused[0]
         dkey += fused[1]
         dvalue += fused[2]
-    if not W:
+    if not band.diagonals:
         return
     q_BTJGD, grad_BTJGD, out_BTJGD = (_query_rows(x, J) for x in (query_BNTD, grad_BNTD, out_BNTD))
     grad_BTJGD = grad_BTJGD.to(probs_WBTN.dtype)
     dq_BTJGD = torch.zeros_like(grad_BTJGD)
     delta_BTJG = (grad_BTJGD * out_BTJGD).sum(-1)
-    for i, r in enumerate(group.band[:T]):
+    for w, (r, d) in enumerate(band.diagonals):
+        if d >= T:
+            continue
         key, value, dkey, dvalue = (
-            _key_rows(x[r][:, :, : T - i]) for x in (keys, values, dkeys, dvalues)
+            _key_rows(x[r][:, :, : T - d]) for x in (keys, values, dkeys, dvalues)
         )
-        grad, probs = grad_BTJGD[:, i:], probs_WBTN.unflatten(3, (J, -1))[i, :, i:]
-        dscores = (grad * value).sum(-1).sub_(delta_BTJG[:, i:]).mul_(probs).mul_(scale)
-        dq_BTJGD[:, i:].addcmul_(dscores[..., None], key)
+        grad, probs = grad_BTJGD[:, d:], probs_WBTN.unflatten(3, (J, -1))[w, :, d:]
+        dscores = (grad * value).sum(-1).sub_(delta_BTJG[:, d:]).mul_(probs).mul_(scale)
+        dq_BTJGD[:, d:].addcmul_(dscores[..., None], key)
         for g in range(q_BTJGD.shape[3]):
             one = slice(g, g + 1)
-            dkey.addcmul_(dscores[..., one, None], q_BTJGD[:, i:, :, one])
+            dkey.addcmul_(dscores[..., one, None], q_BTJGD[:, d:, :, one])
             dvalue.addcmul_(probs[..., one, None], grad[..., one, :])
     dquery_BNTD += dq_BTJGD.flatten(2, 3).transpose(1, 2)
 

@@ -27,7 +27,10 @@ class TargetReference:
 
     def check(self, target: Any) -> None:
         """Raise ValueError when ``target`` is not the one the draft was trained for."""
-        difference = fingerprint_mismatch(self.fingerprint, target_fingerprint(target))
+        self.check_fingerprint(target_fingerprint(target))
+
+    def check_fingerprint(self, fingerprint: dict[str, int | str]) -> None:
+        difference = fingerprint_mismatch(self.fingerprint, fingerprint)
         if difference is not None:
             raise ValueError(
                 f"target: does not match this draft, which was trained for {self.name}: "

@@ -1,12 +1,14 @@
 """EAGLE-3 (arXiv:2503.01840): three fused layers in, draft logits out, no feature regression."""
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, U draft vocabulary
+# B batch, T rows of a text, M rows of one step of training, C = (N + 2 J) D
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedraft.models.draft import TargetReference
@@ -18,7 +20,9 @@ from pipedraft.models.layers import (
     RMSNorm,
     RotaryEmbedding,
     initialise_matrices,
+    rotate,
 )
+from pipedraft.models.ttt_attention import ttt_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,8 @@ class Eagle3(EagleHead):
     def __init__(
         self, config: Eagle3Config, layer: LayerConfig, reference: TargetReference
     ) -> None:
+        # As the engines that serve EAGLE-3 heads build it, whatever the target's family.
+        layer = replace(layer, has_query_key_norm=False, has_attention_bias=False)
         super().__init__(config, layer, reference)
         hidden, count = layer.hidden_size, len(config.feature_layers)
         norms = [RMSNorm(hidden, layer.rms_norm_eps) for _ in range(count * config.fc_norm)]
@@ -136,6 +142,55 @@ class Eagle3(EagleHead):
         joined = torch.cat([layer.input_layernorm(embedding_H), layer.hidden_norm(state_H)], -1)
         query_ND = layer.self_attn.query(joined, cos_D, sin_D)
         return state_H, query_ND, *layer.self_attn.key_value(joined, cos_D, sin_D)
+
+    def unroll(self, feature_BTH: Tensor, ids_BT: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Training-time test: the states that decoding would make, guess after guess, at all rows.
+
+        Step i continues row t from its own state of step i - 1 (step 0: from the feature) with the
+        text's token t + 1 + i, at rotary position t + i; see `ttt_attention` for what it sees.
+        The projections are linear in [norm(embedding); norm(state)], so the embedding's half is
+        computed once per token instead of once per step.
+
+        Args:
+            rows: at each step, rows b T + t whose state is wanted; a prefix of those before.
+
+        Returns:
+            One [M, H] per step, in the order of its rows. The states of step i are those of the
+            position t + 1 + i, whose logits are of token t + 2 + i.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        B, T, H = feature_BTH.shape
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        weight_CH, state_weight_CH = torch.cat([p.weight for p in projections]).split(H, 1)
+        bias_C = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
+        # After its end a text has no rows of any step: any token will do there.
+        tokens = F.pad(ids_BT, (0, len(rows)))
+        embedded_BTC = F.linear(layer.input_layernorm(self.embed(tokens)), weight_CH, bias_C)
+        positions = torch.arange(T + len(rows), device=ids_BT.device)
+        cos, sin = (x[:, None] for x in self.rotary(positions, embedded_BTC.dtype))
+        sizes = [p.out_features // attention.head_size for p in projections]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        state_MH, states = feature_BTH.flatten(0, 1), []
+        for step, rows_M in enumerate(rows):
+            state_MH = state_MH[: len(rows_M)] if step else state_MH
+            joint_MC = F.linear(layer.hidden_norm(state_MH), state_weight_CH)
+            if step:
+                joint_MC = joint_MC.new_zeros(B * T, joint_MC.shape[1]).index_copy(
+                    0, rows_M, joint_MC
+                )
+            joint_BTC = joint_MC.view(B, T, -1) + embedded_BTC[:, 1 + step : 1 + step + T]
+            query, key, value = joint_BTC.unflatten(-1, (-1, attention.head_size)).split(sizes, 2)
+            turn = cos[step : step + T], sin[step : step + T]
+            query_BTND = rotate(attention.q_norm(query), *turn)
+            keys.append(rotate(attention.k_norm(key), *turn).transpose(1, 2))
+            values.append(value.transpose(1, 2))
+            attended_BNTD = ttt_attention(query_BTND.transpose(1, 2), keys, values)
+            attended_MND = attended_BNTD.transpose(1, 2).flatten(0, 1)[rows_M]
+            residual_MH = state_MH if step else state_MH[rows_M]
+            state_MH = self.finish(residual_MH, attended_MND)
+            states.append(state_MH)
+        return states
 
     def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
         layer = self.midlayer

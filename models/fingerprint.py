@@ -1,7 +1,9 @@
 """Which target a draft belongs to, decided by weights and not by names."""
 
 import hashlib
+from collections.abc import Sequence
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 HASH_ROWS = 4096  # weight rows cast to float32 at a time, so that hashing needs no second copy
@@ -17,16 +19,21 @@ def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
     weights = [decoder.embed_tokens.weight, decoder.norm.weight]
     if model.lm_head.weight is not decoder.embed_tokens.weight:
         weights.append(model.lm_head.weight)
-    digest = hashlib.sha256()
-    for weight in weights:
-        for rows in weight.detach().split(HASH_ROWS):
-            digest.update(rows.float().cpu().contiguous().view(-1).numpy())
     return {
         "hidden_size": decoder.config.hidden_size,
         "vocab_size": decoder.config.vocab_size,
         "num_layers": decoder.config.num_hidden_layers,
-        "hash": digest.hexdigest(),
+        "hash": weights_hash(weights),
     }
+
+
+def weights_hash(weights: Sequence[Tensor]) -> str:
+    """SHA-256 over the float32 bytes of weights, in order."""
+    digest = hashlib.sha256()
+    for weight in weights:
+        for rows in weight.detach().split(HASH_ROWS):
+            digest.update(rows.float().cpu().contiguous().view(-1).numpy())
+    return digest.hexdigest()
 
 
 def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> str | None:

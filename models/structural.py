@@ -1,26 +1,21 @@
 """Structural attention: every past position is seen through exactly one of its n + 1 versions.
 
-B batch, S query sequences, N query heads, J key heads, G query heads per key head (N = J G)
-T positions, D head size, R key blocks
+B batch, S query sequences, N query heads, J key heads, T positions, D head size, R key blocks
 W diagonals of the band (tokens ahead of the query that are still in flight)
 
 A token in flight has a hidden state at every depth it has passed; a finished token has the deepest
 one. So the key of position T' that a query at position t may use depends only on t - T': the
 nearest W positions appear at increasing depth (a band of W diagonals, one key each), all earlier
-ones at depth n. The second part is ordinary causal attention against one block and runs in a fused
-kernel; the band is elementwise; both are merged by their log-sum-exp. No mask and no score matrix
-is ever stored.
+ones at depth n, which is ordinary causal attention against one block.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-aten = torch.ops.aten
+from pipedraft.models.banded_attention import Band, banded_attention
 
 
 def structural_attention(
@@ -41,11 +36,8 @@ def structural_attention(
     d = n is plain causal attention over block n. Deviation: the fill rule is generalised to d > 0
     by the distance to the newest token, which is what decoding computes.
 
-    Fastest memory: rows [S, T, heads, D] for queries and [B, T, J, D] for each block (what a GEMM
-    over rows leaves), passed as transposed views. Any strides with a contiguous last axis are used
-    without a copy. Results and gradients come back in those two layouts.
+    For memory order and dtypes see `banded_attention`.
     Adjacent examples of equal occupancy share one kernel call: sort a batch by occupancy.
-    Under autocast all inputs are cast to its dtype. CUDA needs float16 or bfloat16.
 
     Args:
         query_SNTD: query head h uses key head h // (N // J).
@@ -65,29 +57,21 @@ def structural_attention(
         ValueError: heads, occupancy, depth, blocks or dtype do not fit together.
     """
     keys, values = ([x] if isinstance(x, Tensor) else list(x) for x in (keys, values))
-    sizes = [len(block) for block in _blocks(keys)]
+    sizes = [size for x in keys for size in ([x.shape[1]] * len(x) if x.ndim == 5 else [len(x)])]
     blocks = tuple(range(len(sizes)) if block_of_depth is None else block_of_depth)
-    _check(query_SNTD, keys[0], sizes, occupancy, depth, blocks)
+    _check(sizes, occupancy, depth, blocks)
     if isinstance(depth, int):
-        groups = _group(occupancy, depth, blocks)
+        bands = _bands(occupancy, depth, blocks)
     else:
-        groups, first_row = [], 0
+        bands, first_row = [], 0
         for d in depth:
             size = sizes[blocks[d]]
-            groups += _group(occupancy[:size], d, blocks, first_row)
+            bands += _bands(occupancy[:size], d, blocks, first_row)
             first_row += size
-    for g in groups:
-        assert all(sizes[r] >= g.examples.stop for r in (*g.band, g.deepest)), "block too short"
-    inputs = [query_SNTD, *keys, *values]
-    device_type = query_SNTD.device.type
-    if torch.is_autocast_enabled(device_type):
-        inputs = [x.to(torch.get_autocast_dtype(device_type)) for x in inputs]
-    if device_type == "cuda" and inputs[0].dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"query: dtype {inputs[0].dtype} has no fused attention on CUDA; "
-            "run under torch.autocast or pass bfloat16"
-        )
-    return _StructuralAttention.apply(groups, *inputs)
+    for band in bands:
+        used = [r for r, _ in (*band.diagonals, band.causal)]
+        assert all(sizes[r] >= band.examples.stop for r in used), "block too short"
+    return banded_attention(bands, query_SNTD, keys, values)
 
 
 def dense_structural_mask(
@@ -108,46 +92,28 @@ def dense_structural_mask(
     return mask_TRT.flatten(1)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Adjacent examples with the same band."""
-
-    rows: slice
-    """Their place in the query."""
-    examples: slice
-    """Their place in the blocks."""
-    band: tuple[int, ...]
-    """Block of diagonal 0 (the query's own position), 1, ... W - 1."""
-    deepest: int
-    """Block n, which holds every position at a distance of W or more."""
-
-
-def _group(
+def _bands(
     occupancy: Sequence[int], depth: int, blocks: tuple[int, ...], first_row: int = 0
-) -> list[_Group]:
+) -> list[Band]:
     n = len(blocks) - 1
-    groups, start = [], 0
+    bands, start = [], 0
     for width, run in groupby(a - depth if depth < n else 0 for a in occupancy):
         stop = start + len(list(run))
         if width > 0 or depth == n:
-            rows, band = slice(first_row + start, first_row + stop), blocks[depth : depth + width]
-            groups.append(_Group(rows, slice(start, stop), band, deepest=blocks[n]))
+            rows = slice(first_row + start, first_row + stop)
+            diagonals = tuple((blocks[depth + distance], distance) for distance in range(width))
+            bands.append(Band(rows, slice(start, stop), diagonals, causal=(blocks[n], width)))
         start = stop
-    return groups
+    return bands
 
 
 def _check(
-    query_SNTD: Tensor,
-    key_BJTD: Tensor,
     sizes: list[int],
     occupancy: Sequence[int],
     depth: int | Sequence[int],
     blocks: tuple[int, ...],
 ) -> None:
     n, R, B = len(blocks) - 1, len(sizes), max(sizes)
-    N, J = query_SNTD.shape[1], key_BJTD.shape[-3]
-    if N % J:
-        raise ValueError(f"query: {N} heads cannot share {J} key heads; use a multiple of {J}")
     if len(occupancy) != B or not all(1 <= a <= n for a in occupancy):
         raise ValueError(
             f"occupancy: {list(occupancy)} does not hold {B} integers in 1..{n}; "
@@ -157,198 +123,3 @@ def _check(
         raise ValueError(f"depth: {depth} is outside 0..{n}; block_of_depth has {n + 1} entries")
     if not all(0 <= r < R for r in blocks):
         raise ValueError(f"block_of_depth: {list(blocks)} names a block outside 0..{R - 1}")
-
-
-class _StructuralAttention(torch.autograd.Function):
-    """Forward merges band and fused part; backward needs only the merged output and log-sum-exp.
-
-    With L the merged log-sum-exp, every probability is P = exp(S - L), and dS = P (dP - delta),
-    delta = rowsum(dO O). The fused backward computes exactly this from the O and L it is given,
-    so handing it the merged pair makes its part exact (as in ring attention, arXiv:2310.01889).
-    Autograd cannot do it: the fused op's log-sum-exp carries no gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, groups, *inputs):
-        inputs = [_dense_rows(x) for x in inputs]
-        S, N, T, D = inputs[0].shape
-        exact = torch.promote_types(inputs[0].dtype, torch.float32)
-        out_STND = inputs[0].new_zeros(S, T, N, D, dtype=exact)
-        lse_STN = inputs[0].new_zeros(S, T, N, dtype=exact)
-        bands = [_attend(g, _select(inputs, g), out_STND[g.rows], lse_STN[g.rows]) for g in groups]
-        out_SNTD = out_STND.to(inputs[0].dtype).transpose(1, 2)
-        ctx.save_for_backward(out_SNTD, lse_STN, *bands, *inputs)
-        ctx.groups = groups
-        return out_SNTD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_SNTD):
-        out_SNTD, lse_STN, *saved = ctx.saved_tensors
-        bands, inputs = saved[: len(ctx.groups)], saved[len(ctx.groups) :]
-        grad_SNTD = _dense_rows(grad_SNTD)
-        gradients = [_zeros_by_row(x) for x in inputs]
-        for g, probs_WBTN in zip(ctx.groups, bands, strict=True):
-            result = (grad_SNTD[g.rows], out_SNTD[g.rows], lse_STN[g.rows], probs_WBTN)
-            _attend_backward(g, _select(inputs, g), result, _select(gradients, g))
-        return None, *gradients
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    """The fused kernels take any strides, but read the last axis as a contiguous row."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _zeros_by_row(x: Tensor) -> Tensor:
-    """Zeros shaped as x [..., heads, T, D] in the memory order [..., T, heads, D]."""
-    return x.new_zeros(x.transpose(-3, -2).shape).transpose(-3, -2)
-
-
-def _blocks(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views [B_r, J, T, D] of all blocks."""
-    return [block for x in tensors for block in (x.unbind(0) if x.ndim == 5 else (x,))]
-
-
-Rows = tuple[Tensor, list[Tensor], list[Tensor]]
-"""Of one group's examples: query [B, N, T, D], and keys and values [B, J, T, D] by block."""
-
-
-def _select(tensors: Sequence[Tensor], group: _Group) -> Rows:
-    """The group's part of (query, *keys, *values), or of their gradients."""
-    query_SNTD, *rest = tensors
-    keys, values = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    keys, values = ([x[group.examples] for x in _blocks(part)] for part in (keys, values))
-    return query_SNTD[group.rows], keys, values
-
-
-def _query_rows(x_BNTD: Tensor, J: int) -> Tensor:
-    """View [B, T, J, G, D]: a key row [B, T, J, 1, D] broadcasts over its G query heads."""
-    return x_BNTD.transpose(1, 2).unflatten(2, (J, -1))
-
-
-def _key_rows(x_BJTD: Tensor) -> Tensor:
-    return x_BJTD.transpose(1, 2).unsqueeze(3)
-
-
-def _attend(group: _Group, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tensor:
-    """Fills out and lse, both zero on entry; returns the band's probabilities [W, B, T, N].
-
-    One diagonal at a time: at T = 2048, N D = 256 its product stays in the last-level cache;
-    cutting T into chunks of 64 to 512, or all diagonals in one strided view, measured no faster.
-    """
-    query_BNTD, keys, values = inputs
-    W, J = len(group.band), keys[group.deepest].shape[1]
-    T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
-    lse_BTN[:, :W] = -torch.inf
-    if T > W:
-        key_BJMD, value_BJMD = (x[group.deepest][:, :, : T - W] for x in (keys, values))
-        fused = _fused_forward(query_BNTD[:, :, W:], key_BJMD, value_BJMD, scale)
-        out_BTND[:, W:] = fused[0].transpose(1, 2)
-        lse_BTN[:, W:] = fused[1].transpose(1, 2)
-
-    probs_WBTN = out_BTND.new_full((W, *lse_BTN.shape), -torch.inf)
-    if not W:
-        return probs_WBTN
-    q_BTJGD = _query_rows(query_BNTD, J).to(out_BTND.dtype)
-    probs_WBTJG = probs_WBTN.unflatten(3, (J, -1))
-    for i, r in enumerate(group.band[:T]):
-        products = q_BTJGD[:, i:] * _key_rows(keys[r][:, :, : T - i])
-        torch.sum(products, -1, out=probs_WBTJG[i, :, i:])
-    probs_WBTN *= scale
-    merged_BTN = torch.logaddexp(lse_BTN, probs_WBTN.logsumexp(0))
-    out_BTND *= (lse_BTN - merged_BTN).exp_()[..., None]
-    probs_WBTN.sub_(merged_BTN).exp_()
-    lse_BTN.copy_(merged_BTN)
-    out_BTJGD = out_BTND.unflatten(2, (J, -1))
-    for i, r in enumerate(group.band[:T]):
-        value_BTJ1D = _key_rows(values[r][:, :, : T - i])
-        out_BTJGD[:, i:].addcmul_(probs_WBTJG[i, :, i:, :, :, None], value_BTJ1D)
-    return probs_WBTN
-
-
-def _attend_backward(
-    group: _Group,
-    inputs: Rows,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    gradients: Rows,
-) -> None:
-    """Adds to `gradients`, zero on entry; blocks may repeat in the band, so everything adds."""
-    query_BNTD, keys, values = inputs
-    grad_BNTD, out_BNTD, lse_BTN, probs_WBTN = saved
-    dquery_BNTD, dkeys, dvalues = gradients
-    W, J = len(group.band), keys[group.deepest].shape[1]
-    T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
-    if T > W:
-        key, value, dkey, dvalue = (
-            x[group.deepest][:, :, : T - W] for x in (keys, values, dkeys, dvalues)
-        )
-        fused = _fused_backward(
-            grad_BNTD[:, :, W:],
-            (query_BNTD[:, :, W:], key, value),
-            out_BNTD[:, :, W:],
-            lse_BTN[:, W:].transpose(1, 2),
-            scale,
-        )
-        dquery_BNTD[:, :, W:] += fused[0]
-        dkey += fused[1]
-        dvalue += fused[2]
-    if not W:
-        return
-    q_BTJGD, grad_BTJGD, out_BTJGD = (_query_rows(x, J) for x in (query_BNTD, grad_BNTD, out_BNTD))
-    grad_BTJGD = grad_BTJGD.to(probs_WBTN.dtype)
-    dq_BTJGD = torch.zeros_like(grad_BTJGD)
-    delta_BTJG = (grad_BTJGD * out_BTJGD).sum(-1)
-    for i, r in enumerate(group.band[:T]):
-        key, value, dkey, dvalue = (
-            _key_rows(x[r][:, :, : T - i]) for x in (keys, values, dkeys, dvalues)
-        )
-        grad, probs = grad_BTJGD[:, i:], probs_WBTN.unflatten(3, (J, -1))[i, :, i:]
-        dscores = (grad * value).sum(-1).sub_(delta_BTJG[:, i:]).mul_(probs).mul_(scale)
-        dq_BTJGD[:, i:].addcmul_(dscores[..., None], key)
-        for g in range(q_BTJGD.shape[3]):
-            one = slice(g, g + 1)
-            dkey.addcmul_(dscores[..., one, None], q_BTJGD[:, i:, :, one])
-            dvalue.addcmul_(probs[..., one, None], grad[..., one, :])
-    dquery_BNTD += dq_BTJGD.flatten(2, 3).transpose(1, 2)
-
-
-def _fused_forward(
-    query_BNMD: Tensor, key_BJMD: Tensor, value_BJMD: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Causal attention and its natural log-sum-exp [B, N, M]; key heads are not repeated."""
-    attend = (
-        aten._scaled_dot_product_flash_attention
-        if query_BNMD.is_cuda
-        else aten._scaled_dot_product_flash_attention_for_cpu
-    )
-    return attend(query_BNMD, key_BJMD, value_BJMD, 0.0, True, scale=scale)[:2]
-
-
-def _fused_backward(
-    grad_BNMD: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    out_BNMD: Tensor,
-    lse_BNM: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not grad_BNMD.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BNMD, *inputs, out_BNMD, lse_BNM, 0.0, True, scale=scale
-        )
-    M = grad_BNMD.shape[2]
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_BNMD.device)
-    return aten._scaled_dot_product_flash_attention_backward(
-        grad_BNMD,
-        *inputs,
-        out_BNMD,
-        lse_BNM.contiguous(),
-        None,
-        None,
-        M,
-        M,
-        0.0,
-        True,
-        no_dropout,
-        no_dropout[:0],
-        scale=scale,
-    )

@@ -36,6 +36,7 @@ __all__ = [
     "load_target",
     "load_tokenizer",
     "prune_segment",
+    "read_config",
     "stage_boundaries",
     "target_fingerprint",
 ]
@@ -63,7 +64,7 @@ def load_target(
         ValueError: nothing there, a family that cannot be staged, or no safetensors weights.
     """
     _check_attention(attention)
-    _check_family(_config_dict(name_or_path, revision).get("model_type"), name_or_path)
+    _check_family(read_config(name_or_path, revision).get("model_type"), name_or_path)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             name_or_path,
@@ -125,7 +126,12 @@ def _check_exists(name_or_path: str) -> None:
         )
 
 
-def _config_dict(name_or_path: str, revision: str | None) -> dict:
+def read_config(name_or_path: str, revision: str | None) -> dict:
+    """config.json of a model, of a folder or from the Hub.
+
+    Raises:
+        ValueError: nothing there, or not a configuration.
+    """
     _check_exists(name_or_path)
     try:
         config_dict, _ = PreTrainedConfig.get_config_dict(name_or_path, revision=revision)

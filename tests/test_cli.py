@@ -138,6 +138,11 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     *(("inference", ["--checkpoint", c, *INFERENCE], w) for c, w in DAMAGED + DAMAGED_ON_LOADING),
     *(("eval", ["--checkpoint", c, *EVAL], w) for c, w in DAMAGED + DAMAGED_ON_LOADING),
     *(("models", ["push", "--checkpoint", c, "--repo", "a/b", "--dry-run"], w) for c, w in DAMAGED),
+    (
+        "models",
+        ["push", *RUN, "--repo", "a/b", "--dry-run", "--results", "nowhere.json"],
+        ["--results", "nowhere.json", "that eval wrote"],
+    ),
     # inference
     ("inference", [], ["--prompt", "missing", "--help"]),
     ("inference", INFERENCE, ["--checkpoint", "missing", "give a trained draft"]),

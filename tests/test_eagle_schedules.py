@@ -127,24 +127,63 @@ def test_greedy_text_is_the_targets_whatever_the_draft_guesses(way, acceptance):
         assert result.token_ids == greedy_reference(target, prompt)
 
 
+def attentive_llama():
+    """Random weights attend weakly: a wrong mask would hardly ever change their greedy token."""
+    target = tiny_llama(layers=4, vocab=16)
+    for layer in target.model.layers:
+        layer.self_attn.o_proj.weight.mul_(8)
+    return target
+
+
+def decode_pruned(schedule, target, prompt):
+    """Decode with many small segments and a draft that is wrong often enough to prune them."""
+    source = SimulatedSource(target, prompt, 0.7, length=48)
+    config = EngineConfig(
+        schedule=schedule,
+        num_stages=4,
+        max_new_tokens=48,
+        micro_batches=9,
+        tree=TreeShape(depth=6, top_k=3, num_tokens=18),
+        expansion=Expansion(depth=2, num_tokens=6),
+    )
+    return Engine(target, PlainTokenizer(), config, source=source).decode(prompt)
+
+
 @pytest.mark.parametrize("schedule", ["pruned_pp", "flowspec"])
 def test_segments_pruned_to_one_row_and_to_none_change_nothing(schedule, monkeypatch):
-    """The published runtime ignored the tree mask of a segment pruned to a single row."""
     watch = Watch(monkeypatch)
-    target = tiny_llama(layers=4, vocab=16)
+    target = attentive_llama()
     for prompt in PROMPTS:
-        source = SimulatedSource(target, prompt, 0.7, length=48)
-        config = EngineConfig(
-            schedule=schedule,
-            num_stages=4,
-            max_new_tokens=48,
-            micro_batches=9,
-            tree=TreeShape(depth=6, top_k=3, num_tokens=18),
-            expansion=Expansion(depth=2, num_tokens=6),
-        )
-        result = Engine(target, PlainTokenizer(), config, source=source).decode(prompt)
+        result = decode_pruned(schedule, target, prompt)
         assert result.token_ids == greedy_reference(target, prompt, 48)
     assert watch.single > 5 and watch.emptied > 5
+
+
+def test_ignoring_the_mask_of_single_row_segments_is_noticed(monkeypatch):
+    """What the published runtime did: a segment of one row saw its siblings' keys."""
+    segment = TokenTree.segment
+
+    def mutant(tree, start, stop):
+        cut = segment(tree, start, stop)
+        if cut.num_rows == 1:
+            cut = replace(cut, visible=torch.ones_like(cut.visible))
+        return cut
+
+    # Two children a node: a grandchild enters the first stage before its uncle is pruned.
+    way = {"schedule": "flowspec", "tree": replace(SMALL, top_k=2), "max_segment_rows": 1}
+    config = EngineConfig(max_new_tokens=48, num_stages=4, **way)
+    target = attentive_llama()
+    texts = []
+    for is_wrong in (False, True):
+        if is_wrong:
+            monkeypatch.setattr(TokenTree, "segment", mutant)
+        sources = [SimulatedSource(target, prompt, 0.7, length=48) for prompt in PROMPTS]
+        engines = [Engine(target, PlainTokenizer(), config, source=source) for source in sources]
+        decoded = [engine.decode(p) for engine, p in zip(engines, PROMPTS, strict=True)]
+        texts.append([result.token_ids for result in decoded])
+    right, wrong = texts
+    assert right == [greedy_reference(target, prompt, 48) for prompt in PROMPTS]
+    assert wrong != right
 
 
 def bernoulli(schedule, acceptance=0.8, length=400, **options):
@@ -384,3 +423,20 @@ def test_what_a_draft_or_target_cannot_do_is_refused_by_name():
         TreeShape(kind="static", paths=((1,), (0, 3)))
     with pytest.raises(ValueError, match="verifier: 'rejection'"):
         EngineConfig(schedule="eagle", temperature=1.0, verifier="rejection")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mixtral"])
+def test_hybrid_and_expert_targets_decode_exactly(name):
+    """Recurrent layers carry one state per sequence: chains are exact, trees are refused."""
+    from test_target import tiny
+
+    target, prompt = tiny(name), [7, 3, 9, 3, 7, 1]
+    for schedule, tree in (("eagle", CHAIN), ("pruned_pp", CHAIN), ("naive_pp", SMALL)):
+        source = SimulatedSource(target, prompt, 0.7, length=16)
+        config = EngineConfig(schedule=schedule, tree=tree, num_stages=2, max_new_tokens=16)
+        if name == "qwen3_5" and tree is SMALL:
+            with pytest.raises(ValueError, match=r"tree: dynamic:3:3:8 under naive_pp.*recurrent"):
+                Engine(target, PlainTokenizer(), config, source=source)
+            continue
+        result = Engine(target, PlainTokenizer(), config, source=source).decode(prompt)
+        assert result.token_ids == greedy_reference(target, prompt, 16)

@@ -175,6 +175,20 @@ def test_the_report_has_a_table_two_plots_and_a_manifest(evaluated, trained):
     assert {"config", "versions", "git", "prompts", "tokenizer"} <= manifest.keys()
 
 
+def test_the_card_of_an_upload_has_the_measured_table(evaluated, trained, tmp_path, monkeypatch):
+    card = (trained.folder / "best" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name") and "Measured by decoding" not in card
+    results = evaluated / "results.json"
+    arguments = ["push", "--checkpoint", str(trained.folder), "--repo", "user/name", "--dry-run"]
+    arguments += ["--results", str(results), "--out", str(tmp_path / "upload")]
+    assert call("models", arguments, monkeypatch) == 0
+    card = (tmp_path / "upload" / "README.md").read_text()
+    for run in json.loads(results.read_text())["runs"]:
+        length = run["equivalent_acceptance_length"]
+        assert f"| {run['benchmark']} | {run['method']} | {run['stages']} |" in card
+        assert f"| {length['pooled']:.3f} | {length['ci95'][0]:.3f} to" in card
+
+
 def test_the_upload_holds_the_network_and_its_card_and_no_training_state(
     trained, tmp_path, monkeypatch, capfd
 ):

@@ -59,8 +59,9 @@ class World:
             "max_steps": 4,
             "optim.lr": 3e-3,
         }
-        if method == "spd":
-            settings |= {"target": self.target, "model.num_stages": 2, "model.num_layers": 1}
+        if method != "language_model":
+            settings["target"] = self.target
+            settings |= {"model.num_stages": 2, "model.num_layers": 1} if method == "spd" else {}
         else:
             settings |= {"model.tokenizer": self.target, "model.hidden_size": 32}
             settings |= {"model.intermediate_size": 64, "model.num_layers": 2, "model.num_heads": 2}

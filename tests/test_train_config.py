@@ -69,6 +69,7 @@ def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
         (["--epochs", "-1"], ["epochs", "-1", "give"]),
         (["--data.max_length", "1"], ["data.max_length", "1", "give 2"]),
         (["--method", "sdp"], ["method", "'sdp'", "'spd'"]),
+        (["--method", "eagel"], ["method", "'eagel'", "did you mean 'eagle'"]),
     ],
 )
 def test_bad_settings_are_refused_with_field_value_and_mend(base, arguments, words):
@@ -109,6 +110,24 @@ def test_the_configuration_can_be_printed_instead_of_used(base, capsys):
     assert printed["optim"]["lr"] == 3e-4 and printed["model"]["num_stages"] == 8
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown", "absent"),
+    [
+        ([], "--model.num_stages", "--model.noise"),
+        (["--method", "eagle"], "--model.noise", "--model.num_stages"),
+        (["--method=language_model"], "--model.hidden_size", "--model.num_stages"),
+    ],
+    ids=str,
+)
+def test_help_shows_the_options_of_the_named_method(arguments, shown, absent, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(*arguments, "--help")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert shown in text and absent not in text
+    assert "language_model" in text and "eagle" in text
+
+
 def test_missing_settings_are_named(tmp_path):
     for arguments, name in (
         ([], "method"),
@@ -120,7 +139,9 @@ def test_missing_settings_are_named(tmp_path):
             parse(*arguments)
 
 
-SHIPPED = [p for folder in ("spd", "target") for p in (REPOSITORY / "configs" / folder).iterdir()]
+SHIPPED = [
+    p for folder in ("spd", "eagle", "target") for p in (REPOSITORY / "configs" / folder).iterdir()
+]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -11,12 +11,23 @@ EXAMPLE = (
 )
 
 
-def methods() -> dict[str, type]:
-    """Method name -> dataclass that configures its network and loss."""
-    from pipedraft.train.language_model import LanguageModelConfig
-    from pipedraft.train.spd import SPDTrainConfig
+def registry() -> dict[str, tuple[type, Any]]:
+    """Method name -> dataclass that configures its network and loss, and its objective."""
+    from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
+    from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
+    from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
+    from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 
-    return {"spd": SPDTrainConfig, "language_model": LanguageModelConfig}
+    return {
+        "spd": (SPDTrainConfig, SPDObjective),
+        "eagle": (EagleTrainConfig, EagleObjective),
+        "eagle3": (Eagle3TrainConfig, Eagle3Objective),
+        "language_model": (LanguageModelConfig, LanguageModelObjective),
+    }
+
+
+def methods() -> dict[str, type]:
+    return {name: config for name, (config, _) in registry().items()}
 
 
 def load_tokenizer_of(run: Any, model: Any) -> Any:
@@ -33,41 +44,29 @@ def load_tokenizer_of(run: Any, model: Any) -> Any:
     return train_tokenizer(run.data, model.vocab_size)
 
 
-def load_frozen_target(run: Any, model: Any) -> Any:
-    """The target of a draft, after the checks that need its shape but no data."""
-    from pipedraft.models.target import StagedTarget, load_target
-
-    target = load_target(run.target, revision=run.target_revision)
-    num_stages = StagedTarget(target, model.boundaries or model.num_stages).num_stages
-    if num_stages != model.num_stages:
-        raise ValueError(
-            f"model.boundaries: {list(model.boundaries)} make {num_stages} stages, "
-            f"model.num_stages is {model.num_stages}; give {model.num_stages + 1} numbers"
-        )
-    return target
-
-
 def build_trainer(run: Any, model: Any) -> Any:
     """Everything that can refuse the configuration, so that training starts only if nothing did."""
     from pipedraft.data_recipes.recipe import load_data
+    from pipedraft.models.target import load_target
     from pipedraft.train.loop import Trainer, make_accelerator, seed_everything
 
     accelerator = make_accelerator(run)
     seed_everything(run.seed)
     make_folder("output_dir", run.output_dir)
+    objective_class = registry()[run.method][1]
     with accelerator.main_process_first():
-        tokenizer = load_tokenizer_of(run, model)
-        target = None if run.method == "language_model" else load_frozen_target(run, model)
+        tokenizer, target = load_tokenizer_of(run, model), None
+        if run.method != "language_model":
+            target = load_target(
+                run.target, revision=run.target_revision, device=accelerator.device
+            )
+            objective_class.check(model, target)
         side_file = run.output_dir / "bad_rows.jsonl" if accelerator.is_main_process else None
         data = load_data(run.data, tokenizer, side_file=side_file)
     if target is None:
-        from pipedraft.train.language_model import LanguageModelObjective
-
-        objective: Any = LanguageModelObjective(model, tokenizer)
+        objective = objective_class(model, tokenizer)
     else:
-        from pipedraft.train.spd import SPDObjective
-
-        objective = SPDObjective(
+        objective = objective_class(
             model, target, target_name=run.target, revision=run.target_revision, data=data
         )
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

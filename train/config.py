@@ -98,9 +98,9 @@ def _fail(message: str) -> NoReturn:
     raise UsageError(" ".join(message.split()))
 
 
-def _peek_method(arguments: Sequence[str], methods: Sequence[str]) -> str:
+def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str | None) -> str:
     """The method named by ``--method`` or by the last ``--config`` file that names one."""
-    method = None
+    method = default
     words = [part for word in arguments for part in word.split("=", 1)]
     for flag, value in zip(words, words[1:], strict=False):
         if flag == "--method":
@@ -187,10 +187,13 @@ def parse_run(
     wants_help = any(word in ("-h", "--help") for word in arguments)
     if wants_help:  # reads the docstring under every field, which takes a second
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    method = next(iter(methods)) if wants_help else _peek_method(arguments, list(methods))
+    default = next(iter(methods)) if wants_help else None
+    method = _peek_method(arguments, list(methods), default)
+    others = ", ".join(name for name in methods if name != method)
     parser = ArgumentParser(
         prog="pipedraft train",
-        description="Train a draft head, or the embedded target.",
+        description="Train a draft head, or the embedded target. The options --model.* are "
+        f"those of --method {method}; add --method NAME to see those of {others}.",
         epilog=example,
         exit_on_error=False,
         allow_abbrev=False,

@@ -139,7 +139,7 @@ def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
 def make_optimizers(parameters: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> list[Any]:
     """AdamW; or Muon for the matrices inside decoder layers and AdamW for the rest."""
     parameters = [(name, p) for name, p in parameters if p.requires_grad]
-    is_hidden = {n: optim.name == "muon" and p.ndim == 2 and "layers." in n for n, p in parameters}
+    is_hidden = {n: optim.name == "muon" and p.ndim == 2 and "layer" in n for n, p in parameters}
     hidden = [p for n, p in parameters if is_hidden[n]]
     matrices = [p for n, p in parameters if p.ndim >= 2 and not is_hidden[n]]
     vectors = [p for n, p in parameters if p.ndim < 2]

@@ -1,22 +1,26 @@
 """Divergence between the target's and the draft's next-token distributions, in bounded memory.
 
-M counted rows, C rows of one chunk, H hidden size of the matrix at hand, V target vocabulary
-U draft vocabulary (U = V without one)
+M counted rows, L rows of the teacher, C of these or those in one chunk
+H hidden size of the matrix at hand, V target vocabulary, U draft vocabulary (U = V without one)
 
 Logits exist for one chunk of rows at a time. The gradient with respect to them is known in closed
 form, so it is multiplied out in the forward pass and the logits are dropped: backward only scales.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipedraft.models.layers import linear
+from pipedraft.models.layers import input_gradient, linear, weight_gradient
 
 Divergence = Literal["kl", "tv", "lk"]
+CACHED_ELEMENTS = 1 << 18
+"""1 MB of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +29,38 @@ class DistillationLoss:
 
     loss: Tensor
     """Weighted sum of the divergence; differentiable once."""
-    acceptance_sum: Tensor
-    """Sum over rows of sum_v min(p_v, q_v), with the target's p over its whole vocabulary."""
-    agreement_sum: Tensor
-    """Rows where target and draft have the same most likely token."""
-    mass_outside_sum: Tensor
-    """Target probability on tokens that the draft vocabulary lacks."""
-    count: int
-    """Rows M."""
+    rows_4M: Tensor
+    """Of each row: divergence without its weight, and what the three sums below add up."""
+
+    @property
+    def count(self) -> int:
+        """Rows M."""
+        return self.rows_4M.shape[1]
+
+    @property
+    def acceptance_sum(self) -> Tensor:
+        """Sum over rows of sum_v min(p_v, q_v), with the target's p over its whole vocabulary."""
+        return self.rows_4M[1].sum()
+
+    @property
+    def agreement_sum(self) -> Tensor:
+        """Rows where target and draft have the same most likely token."""
+        return self.rows_4M[2].sum()
+
+    @property
+    def mass_outside_sum(self) -> Tensor:
+        """Target probability on tokens that the draft vocabulary lacks."""
+        return self.rows_4M[3].sum()
 
 
 def chunked_distillation(
     hidden_MH: Tensor,
     head_weight_UH: Tensor,
-    teacher_hidden_MH: Tensor,
+    teacher_hidden_LH: Tensor,
     teacher_head_VH: Tensor,
     *,
     kind: Divergence = "kl",
+    teacher_index_M: Tensor | None = None,
     teacher_rows_U: Tensor | None = None,
     weights_M: Tensor | None = None,
     chunk_rows: int = 256,
@@ -62,8 +81,10 @@ def chunked_distillation(
     Args:
         hidden_MH: what the draft's head is applied to; counted rows only.
         head_weight_UH: the draft's head.
-        teacher_hidden_MH: what the target's head is applied to, of the same rows; its H may differ.
+        teacher_hidden_LH: what the target's head is applied to; its H may differ.
         teacher_head_VH: the target's head; no gradient.
+        teacher_index_M: ascending, the teacher's row for each row of hidden: rows that share one
+            share its softmax. Without it the rows are the same ones, L = M.
         teacher_rows_U: target id of every draft token, without repeats; needed if U < V.
         weights_M: factor of each row in the loss; the metrics are not weighted.
         chunk_rows: rows at a time; the result does not depend on it beyond rounding.
@@ -71,29 +92,31 @@ def chunked_distillation(
     Raises:
         ValueError: unknown kind, or shapes that do not fit together.
     """
-    _check(hidden_MH, head_weight_UH, teacher_hidden_MH, teacher_head_VH, kind, teacher_rows_U)
-    loss, acceptance, agreement, outside = _Distillation.apply(
+    teacher = (teacher_hidden_LH.detach(), teacher_head_VH.detach())
+    _check(hidden_MH, head_weight_UH, teacher, kind, teacher_index_M, teacher_rows_U)
+    loss, rows_4M = _Distillation.apply(
         hidden_MH,
         head_weight_UH,
-        (teacher_hidden_MH.detach(), teacher_head_VH.detach(), teacher_rows_U),
+        (*teacher, teacher_index_M, teacher_rows_U),
         (kind, weights_M, chunk_rows, torch.is_grad_enabled()),
     )
-    return DistillationLoss(
-        loss=loss,
-        acceptance_sum=acceptance,
-        agreement_sum=agreement,
-        mass_outside_sum=outside,
-        count=len(hidden_MH),
-    )
+    return DistillationLoss(loss=loss, rows_4M=rows_4M)
 
 
-def _check(hidden_MH, head_weight_UH, teacher_hidden_MH, teacher_head_VH, kind, rows_U) -> None:
+def _check(hidden_MH, head_weight_UH, teacher, kind, index_M, rows_U) -> None:
+    teacher_hidden_LH, teacher_head_VH = teacher
+    M, L = len(hidden_MH), len(teacher_hidden_LH)
     if kind not in get_args(Divergence):
         raise ValueError(f"kind: {kind!r} is no divergence; choose from {get_args(Divergence)}")
-    if len(hidden_MH) != len(teacher_hidden_MH):
+    if index_M is None and M != L:
         raise ValueError(
-            f"teacher_hidden: {len(teacher_hidden_MH)} rows for {len(hidden_MH)} rows of hidden; "
-            "select the same positions from both"
+            f"teacher_hidden: {L} rows for {M} rows of hidden; select the same positions from "
+            "both, or pass teacher_index"
+        )
+    if index_M is not None and (len(index_M) != M or bool((index_M.diff() < 0).any())):
+        raise ValueError(
+            f"teacher_index: {len(index_M)} entries for {M} rows of hidden, which must ascend; "
+            "sort the rows of hidden by their teacher"
         )
     U, expected = len(head_weight_UH), len(teacher_head_VH if rows_U is None else rows_U)
     if expected != U:
@@ -107,46 +130,44 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_MH, head_weight_UH, teacher, options):
         kind, weights_M, chunk_rows, differentiable = options
-        *teacher, rows_U = teacher
-        x_MH, head_UH, teacher_x_MH, teacher_head_VH = _for_products(
+        *teacher, index_M, rows_U = teacher
+        x_MH, head_UH, teacher_x_LH, teacher_head_VH = _for_products(
             hidden_MH, head_weight_UH, *teacher
         )
         exact = torch.promote_types(hidden_MH.dtype, torch.float32)
         needs_hidden, needs_head = (differentiable and x for x in ctx.needs_input_grad[:2])
-        needs_gradient = needs_hidden or needs_head
         dhidden_MH = torch.empty_like(hidden_MH) if needs_hidden else None
-        dhead_UH = torch.zeros_like(head_weight_UH, dtype=exact) if needs_head else None
-        head_UH = head_UH.detach().requires_grad_(needs_head)
-        sums_4 = hidden_MH.new_zeros(4, dtype=exact)
-        for start in range(0, len(hidden_MH), chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            x_CH = x_MH[rows].detach().requires_grad_(needs_hidden)
-            with torch.set_grad_enabled(needs_gradient):
-                logits_CU = linear(x_CH, head_UH)
-            chunk_sums_4, dlogits_CU = _distil_chunk(
-                logits_CU.detach().to(exact),
-                linear(teacher_x_MH[rows], teacher_head_VH).to(exact),
-                rows_U,
-                kind,
-                None if weights_M is None else weights_M[rows, None].to(exact),
-                needs_gradient,
-            )
-            sums_4 += chunk_sums_4
-            if needs_gradient:
-                wanted = [x for x in (x_CH, head_UH) if x.requires_grad]
-                gradients = torch.autograd.grad(logits_CU, wanted, dlogits_CU.to(x_CH.dtype))
-            if needs_hidden:
-                dhidden_MH[rows] = gradients[0]
-            if needs_head:
-                dhead_UH += gradients[-1]
+        dhead_UH = None
+        rows_4M = hidden_MH.new_zeros(4, len(hidden_MH), dtype=exact)
+        weights_M1 = None if weights_M is None else weights_M[:, None].to(exact)
+        for first, stop, blocks in _chunks(len(hidden_MH), len(teacher_x_LH), index_M, chunk_rows):
+            logits_CV = linear(teacher_x_LH[first:stop], teacher_head_VH)
+            chunk = _Teacher.of(logits_CV.to(exact), rows_U, kind)
+            for rows in blocks:
+                x_CH = x_MH[rows]
+                dlogits_CU = linear(x_CH, head_UH).to(exact)
+                for piece in _pieces(rows, dlogits_CU):
+                    mine = chunk.select(piece if index_M is None else index_M[piece], first)
+                    part = slice(piece.start - rows.start, piece.stop - rows.start)
+                    rows_4M[:, piece] = _compare(dlogits_CU[part], mine, rows_U, kind)
+                if needs_hidden:
+                    dx_CH = input_gradient(dlogits_CU.to(x_CH.dtype), head_UH)
+                    dhidden_MH[rows] = dx_CH if weights_M is None else dx_CH * weights_M1[rows]
+                if needs_head:
+                    if weights_M is not None:
+                        x_CH = (x_CH * weights_M1[rows]).to(x_CH.dtype)
+                    part_UH = weight_gradient(dlogits_CU.to(x_CH.dtype), x_CH).to(exact)
+                    # Not zeros at first: the sum is to have the memory order of its parts.
+                    dhead_UH = part_UH if dhead_UH is None else dhead_UH.add_(part_UH)
+        if needs_head and dhead_UH is None:
+            dhead_UH = torch.zeros_like(head_weight_UH, dtype=exact)
         ctx.gradients = dhidden_MH, dhead_UH
-        loss, *metrics = (x.clone() for x in sums_4)
-        ctx.mark_non_differentiable(*metrics)
-        return loss, *metrics
+        ctx.mark_non_differentiable(rows_4M)
+        return (rows_4M[0] if weights_M is None else rows_4M[0] * weights_M1[:, 0]).sum(), rows_4M
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_loss, *_):
+    def backward(ctx, grad_loss, _):
         """Scales in place and hands over: a second backward through one loss is an error."""
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were already handed to a backward")
@@ -161,38 +182,81 @@ def _for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(device_type)) for x in tensors)
 
 
-def _distil_chunk(
-    draft_CU: Tensor,
-    target_CV: Tensor,
-    rows_U: Tensor | None,
-    kind: Divergence,
-    weights_C1: Tensor | None,
-    needs_gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Sums over the rows, and d loss / d draft logits; consumes both logits.
+def _chunks(
+    M: int, L: int, index_M: Tensor | None, size: int
+) -> Iterator[tuple[int, int, list[slice]]]:
+    """(first, stop) of the teacher's rows, and blocks of the rows that are compared with them."""
+    stops = list(range(size, L, size)) + [L]
+    ends = stops
+    if index_M is not None:
+        ends = torch.searchsorted(index_M, torch.tensor(stops, device=index_M.device)).tolist()
+    first = start = 0
+    for stop, end in zip(stops, ends, strict=True):
+        yield first, stop, [slice(i, min(i + size, end)) for i in range(start, end, size)]
+        first, start = stop, end
+
+
+def _pieces(rows: slice, logits_CU: Tensor) -> list[slice]:
+    """Cuts on a CPU so that what is done to one piece of the logits stays in its core's cache."""
+    size = CACHED_ELEMENTS // logits_CU.shape[1] if logits_CU.device.type == "cpu" else len(logits_CU)
+    steps = range(rows.start, rows.stop, max(size, 1))
+    return [slice(i, min(i + steps.step, rows.stop)) for i in steps]
+
+
+@dataclass(frozen=True)
+class _Teacher:
+    """The target's side of some rows."""
+
+    p_CU: Tensor
+    """Restricted to the draft vocabulary and renormalised."""
+    negentropy_C1: Tensor
+    """sum_u p log p; kl only."""
+    top_C: Tensor
+    """Most likely target id, of the whole vocabulary."""
+    inside_C1: Tensor
+    """Probability of the draft vocabulary."""
+
+    @staticmethod
+    def of(logits_CV: Tensor, rows_U: Tensor | None, kind: Divergence) -> "_Teacher":
+        logits_CU = logits_CV if rows_U is None else logits_CV.index_select(-1, rows_U)
+        p_CU, log_z_C1, top_C = _softmax(logits_CU)
+        inside_C1 = torch.ones_like(log_z_C1)
+        if rows_U is not None:
+            top_C = _argmax(logits_CV)
+            inside_C1 = (log_z_C1 - logits_CV.logsumexp(-1, keepdim=True)).exp_().clamp_max_(1)
+        negentropy_C1 = log_z_C1
+        if kind == "kl":
+            negentropy_C1 = logits_CU.mul_(p_CU).sum(-1, keepdim=True) - log_z_C1
+        return _Teacher(p_CU, negentropy_C1, top_C, inside_C1)
+
+    def select(self, rows: slice | Tensor, first: int) -> "_Teacher":
+        """Some of the rows, numbered from ``first`` on."""
+        parts = (self.p_CU, self.negentropy_C1, self.top_C, self.inside_C1)
+        if isinstance(rows, slice):
+            return _Teacher(*(x[rows.start - first : rows.stop - first] for x in parts))
+        return _Teacher(*(x.index_select(0, rows - first) for x in parts))
+
+
+def _compare(
+    draft_CU: Tensor, teacher: _Teacher, rows_U: Tensor | None, kind: Divergence
+) -> Tensor:
+    """Turns the draft's logits into the gradient with respect to them, in place.
+
+    That is, for kl: q - p. tv, with m = [q < p]: q (q . m - m). lk: that of tv / overlap.
 
     Returns:
-        sums_4: weighted loss, acceptance, agreement, mass outside the draft vocabulary.
-        dlogits_CU: kl: q - p. tv, with m = [q < p]: q (q . m - m). lk: that of tv / overlap.
+        rows_4C: divergence, acceptance, agreement, mass outside the draft vocabulary.
     """
-    top_C, target_top_C = draft_CU.argmax(-1), target_CV.argmax(-1)
-    target_CU, inside_C1 = target_CV, target_CV.new_ones(len(target_CV), 1)
-    if rows_U is not None:
-        top_C = rows_U[top_C]
-        target_CU = target_CV.index_select(-1, rows_U)
-    p_CU, log_zp_C1 = _softmax(target_CU)
-    q_CU, log_zq_C1 = _softmax(draft_CU)
-    if rows_U is not None:
-        inside_C1 = (log_zp_C1 - target_CV.logsumexp(-1, keepdim=True)).exp_().clamp_max_(1)
+    p_CU = teacher.p_CU
+    q_CU, log_z_C1, top_C = _softmax(draft_CU)
     if kind == "kl":
-        log_ratio_CU = target_CU.sub_(draft_CU)
-        loss_C1 = log_ratio_CU.mul_(p_CU).sum(-1, keepdim=True) + (log_zq_C1 - log_zp_C1)
-
-    # From here on the memory of both logits is free for the overlaps.
-    overlap_C1 = torch.minimum(p_CU, q_CU, out=target_CU).sum(-1, keepdim=True)
+        cross_C1 = draft_CU.mul_(p_CU).sum(-1, keepdim=True) - log_z_C1
+        loss_C1 = teacher.negentropy_C1 - cross_C1
+    overlap_C1 = torch.minimum(p_CU, q_CU, out=draft_CU).sum(-1, keepdim=True)
     accepted_C1 = overlap_C1
     if rows_U is not None:
-        torch.mul(p_CU, inside_C1, out=draft_CU)
+        top_C = rows_U[top_C]
+        torch.mul(p_CU, teacher.inside_C1, out=draft_CU)
         accepted_C1 = torch.minimum(draft_CU, q_CU, out=draft_CU).sum(-1, keepdim=True)
     if kind == "tv":
         loss_C1 = 1 - overlap_C1
@@ -200,27 +264,35 @@ def _distil_chunk(
         # Disjoint distributions round to an overlap of 0: a large loss, and no gradient.
         overlap_C1 = overlap_C1.clamp_min(torch.finfo(overlap_C1.dtype).tiny)
         loss_C1 = -overlap_C1.log()
-    if weights_C1 is not None:
-        loss_C1 = loss_C1 * weights_C1
-    agreed_C1 = (top_C == target_top_C)[:, None].to(overlap_C1.dtype)
-    sums_4 = torch.cat([loss_C1, accepted_C1, agreed_C1, 1 - inside_C1], 1).sum(0)
-    if not needs_gradient:
-        return sums_4, None
-
     if kind == "kl":
-        dlogits_CU = q_CU.sub_(p_CU)
+        torch.sub(q_CU, p_CU, out=draft_CU)
     else:
-        capped_CU = torch.lt(q_CU, p_CU, out=p_CU).mul_(q_CU)
-        dlogits_CU = q_CU.mul_(capped_CU.sum(-1, keepdim=True)).sub_(capped_CU)
+        torch.lt(q_CU, p_CU, out=draft_CU).mul_(q_CU)
+        capped_C1 = draft_CU.sum(-1, keepdim=True)
+        draft_CU.neg_().addcmul_(q_CU, capped_C1)
     if kind == "lk":
-        dlogits_CU /= overlap_C1
-    if weights_C1 is not None:
-        dlogits_CU *= weights_C1
-    return sums_4, dlogits_CU
+        draft_CU /= overlap_C1
+    agreed_C1 = (top_C == teacher.top_C)[:, None].to(overlap_C1.dtype)
+    return torch.cat([loss_C1, accepted_C1, agreed_C1, 1 - teacher.inside_C1], 1).t()
 
 
-def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities and log normaliser; the latter from the largest entry, not a second exp."""
-    probs_CV = logits_CV.softmax(-1)
-    log_normaliser_C1 = logits_CV.amax(-1, keepdim=True) - probs_CV.amax(-1, keepdim=True).log_()
-    return probs_CV, log_normaliser_C1
+def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities, log normaliser (from the largest entry, not by a second exp), argmax."""
+    probs_CV, top_C1 = logits_CV.softmax(-1), _argmax(logits_CV)[:, None]
+    log_normaliser_C1 = logits_CV.gather(-1, top_C1) - probs_CV.gather(-1, top_C1).log_()
+    return probs_CV, log_normaliser_C1, top_C1[:, 0]
+
+
+def _argmax(logits_CV: Tensor) -> Tensor:
+    """The first of the largest entries, as ``argmax``, which is not vectorised on CPUs.
+
+    Maxima of blocks, the first block that has the largest, and its first entry: 7 times faster.
+    """
+    V = logits_CV.shape[1]
+    width = gcd(V, 128)
+    if width < 8:
+        return logits_CV.argmax(-1)
+    blocks_CKW = logits_CV.unflatten(1, (-1, width))
+    block_C = blocks_CKW.amax(-1).argmax(-1)
+    rows_C = torch.arange(len(block_C), device=block_C.device)
+    return block_C * width + blocks_CKW[rows_C, block_C].argmax(-1)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.models.draft import TargetReference, draft_vocabulary
+from pipedraft.models.draft import TargetReference, draft_vocabulary, read_description
+from pipedraft.models.hub import CARD, model_card
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import target_fingerprint
 
@@ -42,6 +43,10 @@ class DraftObjective(nn.Module):
         )
         self.training_note = {"data": data.report.to_dict(), **note}
 
+    @staticmethod
+    def check(config: Any, target: Any) -> None:
+        """Raise ValueError for a configuration that does not fit the target; needs no data."""
+
     @property
     def target(self) -> Any:
         return self._target[0]
@@ -65,6 +70,7 @@ class DraftObjective(nn.Module):
 
     def save(self, folder: Path, metrics: dict[str, float]) -> None:
         self.draft.save(folder, training={**self.training_note, "metrics": metrics})
+        (folder / CARD).write_text(model_card(read_description(folder)))
 
 
 def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:

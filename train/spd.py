@@ -11,7 +11,7 @@ from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.models.layers import OneDNNLinear
 from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.models.target import capture_hidden
+from pipedraft.models.target import StagedTarget, capture_hidden
 from pipedraft.train.loop import LossOutput
 from pipedraft.train.losses import chunked_distillation
 from pipedraft.train.objective import DraftObjective
@@ -70,6 +70,15 @@ class SPDObjective(DraftObjective):
         self.config = config
         architecture = replace(config.architecture(), num_target_layers=self.num_target_layers)
         self.adopt(SPD(architecture, self.layer_config, self.reference), config.draft_vocab_size)
+
+    @staticmethod
+    def check(config: SPDTrainConfig, target: Any) -> None:
+        num_stages = StagedTarget(target, config.boundaries or config.num_stages).num_stages
+        if num_stages != config.num_stages:
+            raise ValueError(
+                f"model.boundaries: {list(config.boundaries)} make {num_stages} stages, "
+                f"model.num_stages is {config.num_stages}; give {config.num_stages + 1} numbers"
+            )
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(counted_rows(batch).sum())

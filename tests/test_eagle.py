@@ -1,0 +1,332 @@
+"""EAGLE-1: what it trains is what it decodes, which rows count, and what a checkpoint holds."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tiny_llama, tiny_qwen3
+from test_train import World, make_world
+
+from pipedraft.inference.closed_forms import chain_acceptance_length
+from pipedraft.models import load_draft
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.eagle import Eagle, EagleConfig, KeyValues
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.train.__main__ import quieten
+from pipedraft.train.eagle import (
+    EVALUATED_DEPTH,
+    EagleTrainConfig,
+    counted_rows,
+    feature_noise,
+    unroll,
+)
+from pipedraft.train.loop import make_optimizers
+
+LENGTH = 11
+
+
+def make_head(target) -> Eagle:
+    """A float64 head whose every weight matters."""
+    fingerprint = target_fingerprint(target)
+    head = Eagle(
+        EagleConfig(num_target_layers=fingerprint["num_layers"]),
+        LayerConfig.from_target(target.config),
+        TargetReference(name="tiny", fingerprint=fingerprint),
+    )
+    head.initialise(target)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in head.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.3
+        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
+    return head.double().eval().requires_grad_(False)
+
+
+def text_of(target, head) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [T] and float64 features [T, H] of one text."""
+    generator = torch.Generator().manual_seed(5)
+    ids_T = torch.randint(0, target.config.vocab_size, (LENGTH,), generator=generator)
+    taps = capture_hidden(target, ids_T[None], head.taps)
+    return ids_T, head.feature(taps)[0].double()
+
+
+def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.Tensor]:
+    """States of a chain below ``row``: committed rows in two calls, then one guess at a time."""
+    cache = KeyValues()
+    for start, stop in ((0, row // 2), (row // 2, row + 1)):
+        if stop > start:
+            visible = torch.arange(stop)[None] <= torch.arange(start, stop)[:, None]
+            state = head.rows(
+                ids_T[start + 1 : stop + 1],
+                features_TH[start:stop],
+                positions_R=torch.arange(start, stop),
+                cache=cache,
+                visible_RC=visible,
+            )
+    states = [state[-1]]
+    for guess in range(1, depth):
+        state = head.rows(
+            ids_T[row + guess + 1, None],
+            states[-1][None],
+            positions_R=torch.tensor([row + guess]),
+            cache=cache,
+            visible_RC=torch.ones(1, row + 1 + guess, dtype=torch.bool),
+        )
+        states.append(state[0])
+    return states
+
+
+# -- train = decode -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
+def test_training_states_equal_decoding_states_at_every_depth(make_target):
+    target = make_target()
+    head = make_head(target)
+    ids_T, features_TH = text_of(target, head)
+    trained_RH = head.causal_rows(ids_T[None, 1:], features_TH[None, :-1])[0]
+    unrolled = unroll(head, ids_T, features_TH[:-1], 4)
+    for row in range(LENGTH - 1):
+        depth = min(4, LENGTH - 1 - row)
+        decoded = decode_chain(head, ids_T, features_TH, row, depth)
+        assert torch.allclose(trained_RH[row], decoded[0], atol=1e-10), row
+        for guess, state in enumerate(decoded):
+            assert torch.allclose(unrolled[guess][row], state, atol=1e-10), (row, guess)
+
+
+def test_the_first_state_is_the_formula_of_the_paper():
+    """Written out for the first row, whose attention sees only itself: its output is its value."""
+    target = tiny_llama()
+    head = make_head(target)
+    ids_T, features_TH = text_of(target, head)
+    embedding_H = target.get_input_embeddings()(ids_T[1]).double()
+    z_H = head.fc.weight @ torch.cat([embedding_H, features_TH[0]]) + head.fc.bias
+    values = (head.layer.self_attn.v_proj.weight @ z_H).unflatten(0, (2, -1))
+    attended = head.layer.self_attn.o_proj.weight @ values.repeat_interleave(2, 0).flatten()
+    r_H = z_H + attended
+    normed = head.layer.post_attention_layernorm(r_H)
+    expected_H = r_H + head.layer.mlp(normed)
+    state_H = head.causal_rows(ids_T[None, 1:], features_TH[None, :-1])[0, 0]
+    assert torch.allclose(state_H, expected_H, atol=1e-12)
+    logits_V = target.lm_head.weight.double() @ expected_H
+    assert torch.allclose(head.logits(state_H.float()).double(), logits_V, atol=1e-4)
+
+
+# -- which rows count -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_row_counts_when_its_tokens_are_all_of_one_assistant_turn(depth):
+    generator = torch.Generator().manual_seed(0)
+    mask_BT = torch.rand(20, 17, generator=generator) < 0.7
+    counted_BR = counted_rows(mask_BT, depth)
+    assert counted_BR.shape == (20, 16)
+    for mask, counted in zip(mask_BT.tolist(), counted_BR.tolist(), strict=True):
+        for t in range(16):
+            inside = t + 1 + depth < 17
+            assert counted[t] == (inside and all(mask[t + 1 : t + 2 + depth])), t
+
+
+def test_the_first_row_of_a_turn_is_the_one_that_is_fed_its_first_token():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1]]).bool()
+    assert counted_rows(mask).nonzero()[:, 1].tolist() == [1, 2, 8]
+    assert counted_rows(mask, 2).nonzero()[:, 1].tolist() == [1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_texts_have_the_rows_they_can(length):
+    counted = counted_rows(torch.ones(1, length, dtype=torch.bool))
+    assert counted.shape == (1, length - 1) and int(counted.sum()) == max(0, length - 2)
+
+
+# -- the objective --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    quieten()
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def batch_of(trainer, num_rows: int) -> dict[str, torch.Tensor]:
+    return trainer.load(trainer.data.train, list(range(num_rows)))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_loss_is_the_regression_and_a_tenth_of_the_divergence(world, tmp_path):
+    """Row by row, from the target's own logits and final hidden states."""
+    trainer = world.trainer("eagle", tmp_path, model__noise=0)
+    objective, batch = trainer.objective, batch_of(trainer, 3)
+    output = objective(batch, seeded(0))
+    head, target = objective.draft, objective.target
+    expected, count, agreed = 0.0, 0, 0
+    with torch.no_grad():
+        for ids_T, mask_T in zip(batch["input_ids"], batch["loss_mask"].tolist(), strict=True):
+            full = target(input_ids=ids_T[None], output_hidden_states=True)
+            f_TH, logits_TV = full.hidden_states[-1][0], full.logits[0]
+            states_RH = head.causal_rows(ids_T[None, 1:], f_TH[None, :-1])[0]
+            for t in range(len(ids_T) - 2):
+                if mask_T[t + 1] and mask_T[t + 2]:
+                    p_V = logits_TV[t + 1].softmax(-1)  # of token t + 2
+                    draft_V = target.lm_head(states_RH[t])
+                    divergence = (p_V * (p_V.log() - draft_V.log_softmax(-1))).sum()
+                    expected += float(F.smooth_l1_loss(states_RH[t], f_TH[t + 1]))
+                    expected += 0.1 * float(divergence)
+                    agreed += int(p_V.argmax() == draft_V.argmax())
+                    count += 1
+    assert int(output.count) == objective.num_counted(batch) == count
+    assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert int(output.sums["agreement"]) == agreed
+
+
+def test_noise_is_uniform_and_wider_for_shorter_texts():
+    features = torch.zeros(2, 400, 50)
+    lengths = torch.tensor([400, 100])
+    noise = feature_noise(features, lengths, seeded(0))
+    for example, length in zip(noise, lengths.tolist(), strict=True):
+        assert example.abs().max() <= 256 / length
+        assert float(example.std()) == pytest.approx(512 / length / math.sqrt(12), rel=0.02)
+    assert not torch.equal(noise[0] * 4, noise[1])
+
+
+def test_noise_comes_from_the_generator_and_only_while_training(world, tmp_path):
+    trainer = world.trainer("eagle", tmp_path)
+    objective, batch = trainer.objective, batch_of(trainer, 3)
+    with torch.no_grad():
+        first, again, other = (float(objective(batch, seeded(s)).loss) for s in (0, 0, 1))
+        evaluated = [float(objective(batch, seeded(s), depth=2).loss) for s in (0, 1)]
+    assert first == again != other
+    assert evaluated[0] == evaluated[1] < min(first, other)  # untrained: passes the state on
+
+
+def test_a_batch_without_counted_rows_has_a_zero_gradient_for_every_parameter(world, tmp_path):
+    """Data-parallel training waits for each of them."""
+    trainer = world.trainer("eagle", tmp_path)
+    batch = batch_of(trainer, 2)
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+    output = trainer.objective(batch, seeded(0))
+    assert float(output.loss.detach()) == 0 and int(output.count) == 0
+    output.loss.backward()
+    for name, parameter in trainer.objective.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_rates_of_deeper_guesses_are_those_of_decoded_chains(world, tmp_path):
+    trainer = world.trainer("eagle", tmp_path)
+    objective, batch = trainer.objective, batch_of(trainer, 2)
+    head, target, depth = objective.draft, objective.target, 3
+    with torch.no_grad():
+        sums = objective(batch, seeded(0), depth=depth).sums
+        count, agreed = 0, 0
+        for ids_T, mask_T in zip(batch["input_ids"], batch["loss_mask"].tolist(), strict=True):
+            f_TH = target(input_ids=ids_T[None], output_hidden_states=True).hidden_states[-1][0]
+            for t in range(len(ids_T) - 1 - depth):
+                if all(mask_T[t + 1 : t + 2 + depth]):
+                    state_H = decode_chain(head, ids_T, f_TH, t, depth)[-1]
+                    wanted = target.lm_head(f_TH[t + depth]).argmax()
+                    agreed += int(head.logits(state_H).argmax() == wanted)
+                    count += 1
+    assert 0 < count == int(sums["count_3"]) < int(sums["count_2"])
+    assert int(sums["agreement_3"]) == agreed
+
+
+def test_the_score_is_the_length_of_a_chain_with_the_measured_rates(world, tmp_path):
+    trainer = world.trainer("eagle", tmp_path)
+    guesses = range(2, EVALUATED_DEPTH + 1)
+    sums = {"loss": 1.0, "count": 10.0, "regression": 1.0, "kl": 1.0}
+    sums |= {"acceptance": 6.0, "agreement": 8.0}
+    sums |= {f"count_{i}": 5.0 for i in guesses}
+    sums |= {f"agreement_{i}": 4.0 for i in guesses} | {f"acceptance_{i}": 3.0 for i in guesses}
+    metrics = trainer.objective.summarize(sums)
+    assert metrics["score"] == pytest.approx(chain_acceptance_length(0.8, EVALUATED_DEPTH))
+    length = chain_acceptance_length(0.6, EVALUATED_DEPTH)
+    assert metrics["acceptance_length_T1"] == pytest.approx(length)
+    sums["agreement_3"] = 0.0
+    assert trainer.objective.summarize(sums)["score"] == pytest.approx(1 + 0.8 + 0.64)
+
+
+# -- training -------------------------------------------------------------------------------
+
+
+def test_only_the_head_moves_and_all_of_it_does(world, tmp_path):
+    trainer = world.trainer("eagle", tmp_path, max_steps=6, optim__name="muon")
+    target = {k: v.clone() for k, v in trainer.objective.target.state_dict().items()}
+    before = {k: v.clone() for k, v in trainer.objective.draft.state_dict().items()}
+    trainer.run()
+    for name, value in trainer.objective.target.state_dict().items():
+        assert torch.equal(value, target[name]), name
+    for name, value in trainer.objective.draft.state_dict().items():
+        assert not torch.equal(value, before[name]), name
+
+
+def test_bfloat16_autocast_is_close_to_float32(world, tmp_path):
+    objective = (trainer := world.trainer("eagle", tmp_path)).objective
+    batch, outputs = batch_of(trainer, 4), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            outputs.append(objective(batch, seeded(0), depth=3))
+    exact, rounded = outputs
+    assert float(rounded.loss.detach()) == pytest.approx(float(exact.loss.detach()), rel=0.05)
+    for key, value in exact.sums.items():
+        assert float(rounded.sums[key]) == pytest.approx(float(value), rel=0.1, abs=3), key
+    rounded.loss.backward()
+    assert all(p.grad.isfinite().all() for p in objective.parameters())
+
+
+@pytest.mark.parametrize("name", ["noise", "distillation_weight"])
+def test_negative_settings_are_refused(name):
+    with pytest.raises(ValueError, match=f"model.{name}: -1 is negative; give 0 or more"):
+        EagleTrainConfig(**{name: -1})
+
+
+def test_muon_takes_the_matrices_of_the_layer(world, tmp_path):
+    trainer = world.trainer("eagle", tmp_path, optim__name="muon")
+    named = dict(trainer.objective.named_parameters())
+    optimizers = make_optimizers(list(named.items()), trainer.config.optim)
+    (muon,) = [o for o in optimizers if isinstance(o, torch.optim.Muon)]
+    taken = {id(p) for group in muon.param_groups for p in group["params"]}
+    names = {name for name, p in named.items() if id(p) in taken}
+    parts = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up")
+    assert names == {f"draft.layer.{part}_proj.weight" for part in (*parts, "mlp.down")}
+
+
+def test_a_handful_of_conversations_is_learned_by_heart(world, tmp_path):
+    trainer = world.trainer(
+        "eagle",
+        tmp_path,
+        optim__lr=1e-2,
+        optim__schedule="constant",
+        optim__warmup_fraction=0.0,
+        model__noise=0,
+    )
+    batch = batch_of(trainer, 4)
+    metrics = [trainer.optimize([batch]) for _ in range(80)]
+    assert all(math.isfinite(entry["loss"]) for entry in metrics)
+    assert metrics[-1]["loss"] < 0.4 * metrics[0]["loss"]
+    assert metrics[-1]["agreement"] > metrics[0]["agreement"] + 0.3
+
+
+# -- checkpoints ----------------------------------------------------------------------------
+
+
+def test_a_checkpoint_holds_the_head_alone_and_needs_its_target(world, tmp_path):
+    trainer = world.trainer("eagle", tmp_path, max_steps=2)
+    metrics = trainer.run()
+    assert metrics["score"] == metrics["acceptance_length_T0"] >= 1
+    draft, target = trainer.objective.draft, trainer.objective.target
+    loaded = load_draft(str(tmp_path), target)
+    assert {name.partition(".")[0] for name in loaded.state_dict()} == {"fc", "layer"}
+    ids_BT = torch.arange(12).view(2, 6)
+    features_BTH = loaded.feature(capture_hidden(target, ids_BT, loaded.taps))
+    with torch.no_grad():
+        expected, states = (
+            d.logits(d.causal_rows(ids_BT[:, 1:], features_BTH[:, :-1])) for d in (draft, loaded)
+        )
+    assert torch.equal(states, expected)
+    vocabulary = target.config.vocab_size
+    with pytest.raises(ValueError, match="hash: .* != .*; give that target"):
+        load_draft(str(tmp_path), tiny_llama(vocab=vocabulary, seed=9))

@@ -1,0 +1,446 @@
+"""Export of EAGLE-3 heads: the layouts, and that the package of vLLM's layout reads them.
+
+The package ``speculators`` pins older versions of transformers and datasets than this project, so
+it cannot be one of its extras. To run the tests that need it, put it beside the environment:
+
+    pip install --no-deps --target DIR speculators==0.9.0 hs-connectors==0.9.0 loguru openai jiter \
+      distro sniffio httpx httpcore certifi protobuf pydantic-settings python-dotenv aiohttp \
+      aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl
+    PYTHONPATH=DIR pytest tests/test_export.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tiny_llama, tiny_qwen3
+from safetensors.torch import load_file
+from test_cli import assert_one_line, call
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from pipedraft.models import load_draft
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.eagle import Eagle, EagleConfig, KeyValues
+from pipedraft.models.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.export import export, read_target, vocabulary_maps
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.train.__main__ import quieten
+
+LAYERS, HIDDEN, VOCABULARY = 8, 32, 64
+LENGTH = 10
+NO_PACKAGE = "needs the package speculators; the docstring of this file says how to install it"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_loading_bars() -> None:
+    quieten()
+
+
+def make_checkpoint(folder: Path, make_target=tiny_llama, **options) -> Path:
+    """A target with its tokenizer-less folder, and a head whose every weight matters."""
+    target = make_target(layers=LAYERS, hidden=HIDDEN, vocab=VOCABULARY)
+    target.save_pretrained(folder / "target")
+    fingerprint = target_fingerprint(target)
+    reference = TargetReference(name=str(folder / "target"), fingerprint=fingerprint)
+    config = Eagle3Config(**options).for_target(LAYERS)
+    head = Eagle3(config, LayerConfig.from_target(target.config), reference)
+    generator = torch.Generator().manual_seed(4)
+    size, ids = config.draft_vocab_size, None
+    if size is not None:
+        ids = torch.randperm(VOCABULARY, generator=generator)[:size].sort().values
+    head.initialise(target, ids)
+    for parameter in head.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.3
+        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
+    (folder / "head").mkdir()
+    head.save(folder / "head")
+    return folder / "head"
+
+
+def read(out: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    return json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+
+
+def chain_logits(folder: Path, ids_T: torch.Tensor, depth: int) -> list[torch.Tensor]:
+    """Logits [T-1, U] of guess 1 .. depth of every row, by the decode-time code in float32."""
+    target = tiny_target(folder)
+    head = load_draft(str(folder), target)
+    feature_TH = head.feature(capture_hidden(target, ids_T[None], head.taps))[0]
+    num_rows = len(ids_T) - 1
+    visible = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+    tokens, states_RH = F.pad(ids_T, (0, depth)), feature_TH[:-1]
+    cache, found = KeyValues(), []
+    for guess in range(depth):
+        states_RH = head.rows(
+            tokens[guess + 1 : guess + 1 + num_rows],
+            states_RH,
+            positions_R=torch.arange(num_rows) + guess,
+            cache=cache,
+            visible_RC=visible,
+        )
+        visible = torch.cat([visible, torch.eye(num_rows, dtype=torch.bool)], 1)
+        found.append(head.logits(states_RH)[: num_rows - guess])
+    return found
+
+
+def tiny_target(folder: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder.parent / "target").eval()
+
+
+def text() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(6))
+
+
+# -- the files ------------------------------------------------------------------------------
+
+MIDLAYER = {
+    "midlayer.self_attn.q_proj.weight": (32, 64),
+    "midlayer.self_attn.k_proj.weight": (16, 64),
+    "midlayer.self_attn.v_proj.weight": (16, 64),
+    "midlayer.self_attn.o_proj.weight": (32, 32),
+    "midlayer.mlp.gate_proj.weight": (64, 32),
+    "midlayer.mlp.up_proj.weight": (64, 32),
+    "midlayer.mlp.down_proj.weight": (32, 64),
+    "midlayer.hidden_norm.weight": (32,),
+    "midlayer.input_layernorm.weight": (32,),
+    "midlayer.post_attention_layernorm.weight": (32,),
+}
+AROUND = {"fc.weight": (32, 96), "norm.weight": (32,), "lm_head.weight": (20, 32)}
+MAPS = {"d2t": (20,), "t2d": (64,)}
+
+
+@pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
+def test_the_layout_of_the_authors(tmp_path, make_target):
+    """Also for a Qwen3: engines build every head from Llama's layer, without norms of queries."""
+    folder = make_checkpoint(tmp_path, make_target, draft_vocab_size=20)
+    export(folder, "sglang", tmp_path / "out")
+    config, weights = read(tmp_path / "out")
+    assert {name: tuple(x.shape) for name, x in weights.items()} == MIDLAYER | AROUND | MAPS
+    assert {str(x.dtype) for x in weights.values()} == {
+        "torch.float32",
+        "torch.int64",
+        "torch.bool",
+    }
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (config["vocab_size"], config["draft_vocab_size"]) == (64, 20)
+    assert config["head_dim"] == 8 and config["num_hidden_layers"] == 1
+    assert config["tie_word_embeddings"] is False
+    assert "eagle_config" not in config and "layer_ids" not in json.dumps(config)
+    read_by_transformers = AutoConfig.from_pretrained(tmp_path / "out")
+    assert read_by_transformers.num_key_value_heads == 2
+    assert read_by_transformers.draft_vocab_size == 20
+
+
+def test_the_vocabulary_maps_lead_back_to_the_tokens(tmp_path):
+    folder = make_checkpoint(tmp_path, draft_vocab_size=20)
+    head = load_draft(str(folder), tiny_target(folder))
+    maps = vocabulary_maps(head)
+    assert maps["d2t"].dtype == torch.int64 and maps["t2d"].dtype == torch.bool
+    assert torch.equal(maps["d2t"] + torch.arange(20), head.draft_ids)
+    assert torch.equal(maps["t2d"].nonzero()[:, 0], head.draft_ids)
+    assert int(maps["d2t"].max()) > 0
+
+
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+def test_a_full_vocabulary_has_no_maps_and_says_its_size(tmp_path, layout):
+    """SGLang takes a missing size for `use the target's LM head`."""
+    export(make_checkpoint(tmp_path), layout, tmp_path / "out")
+    config, weights = read(tmp_path / "out")
+    assert not weights.keys() & MAPS.keys() and config["draft_vocab_size"] == 64
+    assert tuple(weights["lm_head.weight"].shape) == (64, 32)
+
+
+def test_other_layers_are_numbered_as_each_engine_counts(tmp_path):
+    folder = make_checkpoint(tmp_path, feature_layers=(1, 3, 7))
+    export(folder, "sglang", tmp_path / "sglang")
+    export(folder, "speculators", tmp_path / "vllm")
+    numbers = read(tmp_path / "sglang")[0]["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert numbers == [0, 2, 6]  # SGLang adds one
+    assert read(tmp_path / "vllm")[0]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 7]
+
+
+def test_the_layout_of_vllm(tmp_path):
+    folder = make_checkpoint(tmp_path, draft_vocab_size=20)
+    export(folder, "speculators", tmp_path / "out")
+    config, weights = read(tmp_path / "out")
+    layer = {name.replace("midlayer.", "layers.0."): size for name, size in MIDLAYER.items()}
+    embedding = weights.pop("embed_tokens.weight")
+    assert torch.equal(embedding, tiny_target(folder).get_input_embeddings().weight)
+    assert {name: tuple(x.shape) for name, x in weights.items()} == layer | AROUND | MAPS
+    assert config["architectures"] == ["Eagle3DraftModel"]
+    assert config["norm_before_residual"] is False
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    verifier = config["speculators_config"]["verifier"]
+    expected = {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]}
+    assert verifier == expected
+
+
+def test_scaled_rotary_positions_are_given_in_both_forms(tmp_path):
+    scaled = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    make = lambda **sizes: tiny_llama(**sizes, rope_parameters=scaled)  # noqa: E731
+    export(make_checkpoint(tmp_path, make), "sglang", tmp_path / "out")
+    config, _ = read(tmp_path / "out")
+    assert config["rope_parameters"] == scaled and config["rope_theta"] == 5e5
+    assert config["rope_scaling"] == {k: v for k, v in scaled.items() if k != "rope_theta"}
+    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == scaled
+
+
+def test_the_exported_tensors_compute_the_logits_of_the_head(tmp_path):
+    """The formula of the paper on the tensors of the file, with the rotation of transformers."""
+    folder = make_checkpoint(tmp_path, draft_vocab_size=20)
+    export(folder, "sglang", tmp_path / "out")
+    config, weights = AutoConfig.from_pretrained(tmp_path / "out"), read(tmp_path / "out")[1]
+    target, ids_T = tiny_target(folder), text()
+
+    def norm(x, name):
+        return F.rms_norm(x, x.shape[-1:], weights[name + ".weight"], config.rms_norm_eps)
+
+    def project(x, name):
+        return F.linear(x, weights[f"{name}.weight"])
+
+    states = target(input_ids=ids_T[None], output_hidden_states=True).hidden_states
+    s = project(torch.cat([states[layer][0, :-1] for layer in (2, 4, 5)], -1), "fc")
+    e = norm(target.get_input_embeddings()(ids_T[1:]), "midlayer.input_layernorm")
+    x = torch.cat([e, norm(s, "midlayer.hidden_norm")], -1)
+    q, k, v = (
+        project(x, f"midlayer.self_attn.{part}_proj").unflatten(-1, (-1, 8)).transpose(0, 1)[None]
+        for part in "qkv"
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(LENGTH - 1)[None])
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    r = s + project(attended[0].transpose(0, 1).flatten(1), "midlayer.self_attn.o_proj")
+    y = norm(r, "midlayer.post_attention_layernorm")
+    gate = F.silu(project(y, "midlayer.mlp.gate_proj"))
+    out = r + project(gate * project(y, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
+    logits = project(norm(out, "norm"), "lm_head")
+    expected = chain_logits(folder, ids_T, 1)[0]
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+# -- refusals and the command ---------------------------------------------------------------
+
+
+def command(folder: Path, layout: str, out: Path, *more: str) -> list[str]:
+    words = ["export", "--checkpoint", str(folder), "--format", layout, "--out", str(out)]
+    return [*words, *more]
+
+
+def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, capfd):
+    folder = make_checkpoint(tmp_path, draft_vocab_size=20)
+    for layout, words in (
+        ("sglang", ["sglang.launch_server", "--speculative-algorithm EAGLE3"]),
+        ("speculators", ["vllm serve", '"method": "eagle3"']),
+    ):
+        out = tmp_path / layout
+        assert call("models", command(folder, layout, out), monkeypatch) == 0
+        *files, line = capfd.readouterr().out.splitlines()
+        assert files == [str(out / "config.json"), str(out / "model.safetensors")]
+        for word in (*words, str(out), str(tmp_path / "target")):
+            assert word in line
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_another_name_of_the_target_goes_into_the_files_and_the_launch_line(
+    tmp_path, monkeypatch, capfd
+):
+    folder = make_checkpoint(tmp_path)
+    (tmp_path / "target").rename(tmp_path / "moved")
+    arguments = command(folder, "speculators", tmp_path / "out")
+    status = call("models", arguments, monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["target", "no folder", "give an existing"])
+    moved = str(tmp_path / "moved")
+    assert call("models", [*arguments, "--target", moved], monkeypatch) == 0
+    assert f"vllm serve {moved} " in capfd.readouterr().out
+    config, _ = read(tmp_path / "out")
+    assert config["speculators_config"]["verifier"]["name_or_path"] == moved
+
+
+def test_other_drafts_are_refused_by_name(tmp_path, monkeypatch, capfd):
+    target = tiny_llama(layers=LAYERS)
+    fingerprint = target_fingerprint(target)
+    head = Eagle(
+        EagleConfig(num_target_layers=LAYERS),
+        LayerConfig.from_target(target.config),
+        TargetReference(name="tiny", fingerprint=fingerprint),
+    )
+    head.save(tmp_path)
+    status = call("models", command(tmp_path, "sglang", tmp_path / "out"), monkeypatch)
+    assert_one_line(
+        status, *capfd.readouterr(), ["--checkpoint", "'eagle'", "eagle3 heads", "give"]
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fc_norm": True}, ["--format", "'sglang'", "fc_norm", "give --format speculators"]),
+        ({"norm_output": True}, ["--format", "'sglang'", "norm_output", "give --format"]),
+        ({"feature_layers": (1, 8)}, ["--format", "[1, 8]", "1..7", "give --format speculators"]),
+        ({"feature_layers": (0, 3, 5)}, ["--format", "[0, 3, 5]", "give --format speculators"]),
+    ],
+    ids=str,
+)
+def test_heads_that_sglang_cannot_describe_are_refused(
+    options, words, tmp_path, monkeypatch, capfd
+):
+    folder = make_checkpoint(tmp_path, **options)
+    status = call("models", command(folder, "sglang", tmp_path / "out"), monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), words)
+    assert call("models", command(folder, "speculators", tmp_path / "out"), monkeypatch) == 0
+
+
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [({"layers": 6}, "num_layers: 8 != 6"), ({"layers": LAYERS, "seed": 9}, "hash: ")],
+    ids=str,
+)
+def test_another_target_is_refused(layout, other, word, tmp_path, monkeypatch, capfd):
+    folder = make_checkpoint(tmp_path)
+    tiny_llama(vocab=VOCABULARY, **other).save_pretrained(tmp_path / "other")
+    more = ("--target", str(tmp_path / "other"))
+    status = call("models", command(folder, layout, tmp_path / "out", *more), monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["target", word, "give that target"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tied_target_in_shards_is_recognised(tmp_path):
+    """Read file by file; its fingerprint is the one of the loaded model."""
+    target = tiny_llama(layers=2, vocab=512)
+    target.lm_head.weight = target.model.embed_tokens.weight
+    target.config.tie_word_embeddings = True
+    target.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    found = read_target(str(tmp_path), None)
+    assert found.fingerprint == target_fingerprint(target)
+    assert torch.equal(found.embedding_VH, target.model.embed_tokens.weight)
+    assert found.architectures == ["LlamaForCausalLM"]
+
+
+def test_a_target_without_weights_is_refused_by_name(tmp_path, monkeypatch, capfd):
+    folder = make_checkpoint(tmp_path)
+    (tmp_path / "target" / "model.safetensors").unlink()
+    status = call("models", command(folder, "speculators", tmp_path / "out"), monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["target", "safetensors", "--target"])
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, monkeypatch, capfd):
+    folder = make_checkpoint(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    for name in ("full", "file", "file/below"):
+        status = call("models", command(folder, "sglang", tmp_path / name), monkeypatch)
+        assert_one_line(status, *capfd.readouterr(), ["--out", "file" if "/" in name else name])
+    assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "kept"
+    (tmp_path / "empty").mkdir()
+    assert call("models", command(folder, "sglang", tmp_path / "empty"), monkeypatch) == 0
+
+
+def test_an_export_that_fails_half_way_leaves_no_folder(tmp_path, monkeypatch):
+    folder, out = make_checkpoint(tmp_path), tmp_path / "out"
+
+    def fails(*args, **kwargs):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipedraft.models.export.save_file", fails)
+        with pytest.raises(OSError, match="disk full"):
+            export(folder, "sglang", out)
+    assert not out.exists()
+    assert len(export(folder, "sglang", out)) == 2
+
+
+# -- the package speculators ----------------------------------------------------------------
+
+
+def package() -> ModuleType:
+    return pytest.importorskip("speculators", reason=NO_PACKAGE, exc_type=ImportError)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("draft_vocab_size", [20, None])
+def test_the_package_converts_the_layout_of_the_authors(tmp_path, draft_vocab_size):
+    package()
+    folder = make_checkpoint(tmp_path, draft_vocab_size=draft_vocab_size)
+    out, converted = tmp_path / "out", tmp_path / "converted"
+    export(folder, "sglang", out)
+    words = ["convert", str(out), "--verifier", str(tmp_path / "target"), "--algorithm", "eagle3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "speculators", *words, "--output-path", str(converted)],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "keys in checkpoint" not in done.stderr  # missing or unexpected ones are only warnings
+    export(folder, "speculators", tmp_path / "ours")
+    weights, ours = load_file(converted / "model.safetensors"), read(tmp_path / "ours")[1]
+    del ours["embed_tokens.weight"]
+    assert weights.keys() == ours.keys()
+    for name, value in ours.items():
+        assert torch.equal(weights[name], value), name
+    theirs = json.loads((converted / "config.json").read_text())
+    config = read(tmp_path / "ours")[0]
+    for key in ("draft_vocab_size", "norm_before_residual", "speculators_model_type"):
+        assert theirs[key] == config[key], key
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"draft_vocab_size": 20},
+        {"feature_layers": (1, 4, 7)},
+        {"draft_vocab_size": 20, "norm_output": True, "fc_norm": True},
+    ],
+    ids=str,
+)
+def test_the_package_computes_the_same_logits_at_every_guess(tmp_path, options):
+    """float32 on both sides; 1e-5 of the largest logit is a hundred times its rounding."""
+    package()
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    folder, ids_T, depth = make_checkpoint(tmp_path, **options), text(), 3
+    export(folder, "speculators", tmp_path / "out")
+    config = Eagle3SpeculatorConfig.from_pretrained(tmp_path / "out")
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = Eagle3DraftModel.from_pretrained(tmp_path / "out", config=config).eval()
+    target = tiny_target(folder)
+    assert torch.equal(model.embed_tokens.weight, target.get_input_embeddings().weight)
+    states = target(input_ids=ids_T[None], output_hidden_states=True).hidden_states
+    layers = model.config.eagle_aux_hidden_state_layer_ids
+    logits: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
+    with torch.no_grad():
+        model(  # takes ids already shifted: token t + 1 beside the states of position t
+            hidden_states=torch.cat([states[layer][:, :-1] for layer in layers], -1),
+            input_ids=ids_T[None, 1:],
+            document_ids=torch.zeros(1, LENGTH - 1, dtype=torch.int64),
+            ttt_steps=depth,
+        )
+    expected = chain_logits(folder, ids_T, depth)
+    for guess in range(depth):
+        theirs = logits[guess][: LENGTH - 1 - guess]
+        difference = (theirs - expected[guess]).abs().max() / expected[guess].abs().max()
+        assert difference < 1e-5, (guess, float(difference))

@@ -1,0 +1,187 @@
+"""Training of the EAGLE-1 head: regression of the target's hidden states, and distillation."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.models.eagle import Eagle, EagleConfig, EagleHead, KeyValues
+from pipedraft.models.layers import OneDNNLinear
+from pipedraft.models.target import capture_hidden
+from pipedraft.train.loop import LossOutput
+from pipedraft.train.losses import chunked_distillation
+from pipedraft.train.objective import DraftObjective
+
+# B batch, T positions, R rows (t = 0 .. T-2), H hidden, M counted rows, C cached rows
+
+EVALUATED_DEPTH = 7  # as EAGLE-3 trains, so that the scores of both compare
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleTrainConfig(EagleConfig):
+    """The head and its loss."""
+
+    noise: float = 0.2
+    """Training adds U(-1/2, 1/2) * noise * 512 / T to the target's hidden states, T tokens long."""
+    distillation_weight: float = 0.1
+    """Factor of the distillation beside the regression."""
+
+    def __post_init__(self) -> None:
+        for name in ("noise", "distillation_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name}: {getattr(self, name)} is negative; give 0 or more")
+
+    def architecture(self, num_target_layers: int) -> EagleConfig:
+        return EagleConfig(num_target_layers=num_target_layers)
+
+
+def counted_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
+    """Rows t whose tokens t+1 .. t+1+depth are all of one assistant turn: bool [B, T-1].
+
+    Row t is fed token t + 1 and predicts token t + 1 + depth with a chain of ``depth`` guesses.
+    """
+    padded, num_rows = F.pad(loss_mask_BT.bool(), (0, depth)), loss_mask_BT.shape[1] - 1
+    shifted = [padded[:, 1 + i : 1 + i + num_rows] for i in range(depth + 1)]
+    return torch.stack(shifted).all(0)
+
+
+def feature_noise(features_BTH: Tensor, lengths_B: Tensor, generator: torch.Generator) -> Tensor:
+    """U(-1/2, 1/2) * 512 / T, T being each example's own length as in the authors' data loader."""
+    uniform_BTH = torch.rand(features_BTH.shape, generator=generator).to(features_BTH)
+    return (uniform_BTH - 0.5) * (512 / lengths_B[:, None, None]).to(features_BTH)
+
+
+@torch.no_grad()
+def unroll(draft: EagleHead, ids_T: Tensor, states_RH: Tensor, depth: int) -> list[Tensor]:
+    """States after 1 .. depth guesses below every row of one text, by the decode-time code.
+
+    The tokens of the text stand in for the guesses, as if all before had been accepted. Guess i of
+    row t sees the rows up to t made of the target's states, and the guesses 1 .. i of its own row.
+    """
+    num_rows, device = len(states_RH), ids_T.device
+    tokens = F.pad(ids_T, (0, depth))
+    positions_R = torch.arange(num_rows, device=device)
+    visible_RC = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril()
+    own_RR = torch.eye(num_rows, dtype=torch.bool, device=device)
+    cache, out = KeyValues(), []
+    for guess in range(depth):
+        states_RH = draft.rows(
+            tokens[guess + 1 : guess + 1 + num_rows],
+            states_RH,
+            positions_R=positions_R + guess,
+            cache=cache,
+            visible_RC=visible_RC,
+        )
+        visible_RC = torch.cat([visible_RC, own_RR], 1)
+        out.append(states_RH)
+    return out
+
+
+class EagleObjective(DraftObjective):
+    """SmoothL1(f', f) + w * KL(target || draft), f' and f being states of the next position.
+
+    Both are summed over rows, the regression after a mean over H. The paper's second term is the
+    cross-entropy with the target's distribution: KL differs from it by that distribution's entropy,
+    which the draft cannot change, so gradients are the paper's and values are comparable with SPD.
+    """
+
+    def __init__(
+        self,
+        config: EagleTrainConfig,
+        target: Any,
+        *,
+        target_name: str,
+        revision: str | None,
+        data: TokenizedData,
+    ) -> None:
+        note = {"noise": config.noise, "distillation_weight": config.distillation_weight}
+        super().__init__(target, target_name=target_name, revision=revision, data=data, note=note)
+        self.config = config
+        architecture = config.architecture(self.num_target_layers)
+        self.adopt(Eagle(architecture, self.layer_config, self.reference))
+
+    def num_counted(self, batch: dict[str, Tensor]) -> int:
+        return int(counted_rows(batch["loss_mask"]).sum())
+
+    def forward(
+        self,
+        batch: dict[str, Tensor],
+        generator: torch.Generator,
+        *,
+        depth: int | None = None,
+        name: str = "",
+    ) -> LossOutput:
+        """Loss of one batch.
+
+        Args:
+            depth: evaluation: no noise, and rates of chains of this many guesses.
+        """
+        draft, ids_BT = self.draft, batch["input_ids"]
+        with OneDNNLinear():
+            taps = capture_hidden(self.target, ids_BT, draft.taps)
+            features_BTH = draft.feature(taps)
+            states_BTH = features_BTH
+            if depth is None and self.config.noise > 0:
+                noise_BTH = feature_noise(features_BTH, batch["lengths"], generator)
+                states_BTH = features_BTH + self.config.noise * noise_BTH
+            predicted_BRH = draft.causal_rows(ids_BT[:, 1:], states_BTH[:, :-1])
+        counted_BR = counted_rows(batch["loss_mask"])
+        predicted_MH = predicted_BRH[counted_BR]
+        wanted_MH = features_BTH[:, 1:][counted_BR]
+        regression = F.smooth_l1_loss(predicted_MH, wanted_MH, reduction="sum")
+        regression = regression / features_BTH.shape[-1]
+        head_VH = draft.head_weight
+        result = chunked_distillation(predicted_MH, head_VH, wanted_MH, head_VH)
+        sums = {
+            "regression": regression.detach(),
+            "kl": result.loss.detach(),
+            "acceptance": result.acceptance_sum,
+            "agreement": result.agreement_sum,
+        }
+        if depth is not None:
+            sums |= self._deeper(batch, features_BTH, depth)
+        loss = regression + self.config.distillation_weight * result.loss
+        return LossOutput(loss, counted_BR.sum(), sums)
+
+    def _deeper(
+        self, batch: dict[str, Tensor], features_BTH: Tensor, depth: int
+    ) -> dict[str, Tensor]:
+        """Sums of guesses 2 .. depth, each over the rows whose chain stays inside the turn."""
+        texts = zip(batch["input_ids"], features_BTH, strict=True)
+        unrolled = [unroll(self.draft, ids_T, f_TH[:-1], depth) for ids_T, f_TH in texts]
+        padded = F.pad(features_BTH, (0, 0, 0, depth))
+        num_rows, head_VH = features_BTH.shape[1] - 1, self.draft.head_weight
+        sums: dict[str, Tensor] = {}
+        for guess in range(2, depth + 1):
+            counted_BR = counted_rows(batch["loss_mask"], guess)
+            states_BRH = torch.stack([states[guess - 1] for states in unrolled])
+            wanted_MH = padded[:, guess : guess + num_rows][counted_BR]
+            result = chunked_distillation(states_BRH[counted_BR], head_VH, wanted_MH, head_VH)
+            sums[f"count_{guess}"] = counted_BR.sum()
+            sums[f"acceptance_{guess}"] = result.acceptance_sum
+            sums[f"agreement_{guess}"] = result.agreement_sum
+        return sums
+
+    def evaluation_passes(self) -> list[dict[str, Any]]:
+        return [{"depth": EVALUATED_DEPTH}]
+
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
+        """Evaluation adds the rates of every guess of a chain, and the tokens per round they give:
+        1 + sum_j prod_{i<=j} a_i, as if guesses were accepted independently of each other."""
+        count = max(sums["count"], 1)
+        names = ("loss", "regression", "kl", "acceptance", "agreement")
+        metrics = {name: sums[name] / count for name in names}
+        if "count_2" not in sums:
+            return metrics
+        for key, temperature in (("agreement", 0), ("acceptance", 1)):
+            rates = [metrics[key]]
+            for guess in range(2, EVALUATED_DEPTH + 1):
+                rates.append(sums[f"{key}_{guess}"] / max(sums[f"count_{guess}"], 1))
+                metrics[f"{key}_{guess}"] = rates[-1]
+            metrics[f"acceptance_length_T{temperature}"] = 1 + float(np.cumprod(rates).sum())
+        metrics["score"] = metrics["acceptance_length_T0"]
+        return metrics
