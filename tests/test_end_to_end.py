@@ -210,3 +210,52 @@ def test_the_upload_holds_the_network_and_its_card_and_no_training_state(
     arguments += ["--max-new-tokens", str(NEW_TOKENS)]
     assert call("inference", arguments, monkeypatch) == 0
     assert capfd.readouterr() == (greedy_text(trained) + "\n", "")
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_an_eagle_head_is_trained_decoded_and_evaluated(
+    method, trained, tmp_path, monkeypatch, capfd
+):
+    world, folder = trained.world, tmp_path / "run"
+    arguments = world.arguments(method, folder, max_steps=6, optim__lr=1e-2)
+    assert call("train", arguments, monkeypatch) == 0
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert entries[-1]["valid/score"] == entries[-1]["valid/acceptance_length_T0"] >= 1
+    capfd.readouterr()
+    decode = ["--checkpoint", str(folder), "--prompt", PROMPT, "--quiet"]
+    decode += ["--max-new-tokens", str(NEW_TOKENS)]
+    for way in (
+        [],
+        ["--schedule", "flowspec", "--stages", "3", "--tree", "dynamic:3:3:8"],
+        ["--schedule", "pipedec", "--stages", "2", "--tree-width", "3"],
+    ):
+        assert call("inference", [*decode, *way], monkeypatch) == 0
+        assert capfd.readouterr().out == greedy_text(trained) + "\n", way
+    out = tmp_path / "eval"
+    evaluate = [
+        "--checkpoint",
+        str(folder),
+        "--benchmarks",
+        "gsm8k",
+        "--limit",
+        "2",
+        "--stages",
+        "2",
+    ]
+    evaluate += ["--schedule", "eagle,naive_pp,pipedec", "--tree", "chain:3,dynamic:2:2:5"]
+    evaluate += ["--temperature", "0,1", "--max-new-tokens", "6", "--out", str(out)]
+    assert call("eval", evaluate, monkeypatch) == 0
+    runs = json.loads((out / "results.json").read_text())["runs"]
+    ways = {(run["schedule"], run["tree"], run["tree_width"], run["temperature"]) for run in runs}
+    trees = [("chain:3", 1), ("dynamic:2:2:5", 2)]
+    assert ways == {
+        (*way, temperature)
+        for temperature in (0.0, 1.0)
+        for way in [
+            ("autoregressive", None, 1),
+            *((schedule, *tree) for schedule in ("eagle", "naive_pp") for tree in trees),
+            ("pipedec", None, 16),
+        ]
+    }
+    assert all(run["lossless"]["mismatches"] == 0 for run in runs)
+    assert "dynamic:2:2:5" in (out / "report.md").read_text()
