@@ -4,7 +4,7 @@ import difflib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -267,8 +267,7 @@ class Session:
             self.tree,
             self.pipeline.features.view(),
             width=self.config.width,
-            sampling=self.sampling,
-            attempt=self.num_rounds,
+            sampling=self._round_sampling(),
         )
         self.pending_forwards += self.source.num_forwards - before
 
@@ -277,7 +276,7 @@ class Session:
         assert self.source is not None
         before = self.source.num_forwards
         self.result.num_drafted += self.source.grow_tree(
-            self.tree, shape, by_score=by_score, sampling=self.sampling, attempt=self.num_rounds
+            self.tree, shape, by_score=by_score, sampling=self._round_sampling()
         )
         self.pending_forwards += self.source.num_forwards - before
 
@@ -287,6 +286,9 @@ class Session:
         before = self.source.num_forwards
         self.result.num_drafted += self.source.deepen_tree(self.tree, levels, num_tokens)
         self.pending_forwards += self.source.num_forwards - before
+
+    def _round_sampling(self) -> Sampling:
+        return replace(self.sampling, attempt=self.num_rounds)
 
     def draft_alone(self) -> None:
         """Spend the time of the drafting since the last step while every stage waits."""

@@ -332,10 +332,10 @@ def test_a_dynamic_tree_equals_one_drafted_from_scratch(kind):
     source.observe({layer: hidden[3:5] for layer, hidden in rows.items()}, text[4:6])
     shape = TreeShape(depth=3, top_k=4, num_tokens=12)
     sampling = Sampling(0.0, False, KeyedRandom(0, 0))
-    source.grow_tree(TokenTree(text[5], 5), shape, by_score=True, sampling=sampling, attempt=0)
+    source.grow_tree(TokenTree(text[5], 5), shape, by_score=True, sampling=sampling)
     source.observe({layer: hidden[5:7] for layer, hidden in rows.items()}, text[6:8])
     tree = TokenTree(text[7], 7)
-    added = source.grow_tree(tree, shape, by_score=True, sampling=sampling, attempt=0)
+    added = source.grow_tree(tree, shape, by_score=True, sampling=sampling)
     expected = reference_tree(head, target, text, shape)
     assert added == len(expected) == 12
     got = dict(zip(paths_of(tree)[1:], tree.scores[1:], strict=True))
@@ -357,10 +357,10 @@ def test_growing_layer_by_layer_equals_the_tree_of_the_same_beams():
     source = EagleSource(head)
     source.begin(rows, text[1:])
     chain = TreeShape(kind="chain", depth=4)
-    source.grow_tree(whole, chain, by_score=True, sampling=sampling, attempt=0)
+    source.grow_tree(whole, chain, by_score=True, sampling=sampling)
     source.begin(rows, text[1:])
     for _ in range(4):
-        source.grow_layer(layered, {}, width=1, sampling=sampling, attempt=0)
+        source.grow_layer(layered, {}, width=1, sampling=sampling)
     assert whole.tokens == layered.tokens
     np.testing.assert_allclose(whole.scores, layered.scores, atol=1e-5)
 
@@ -375,7 +375,7 @@ def test_rows_that_survive_a_keep_are_continued_from_their_own_states():
     source.begin({layer: hidden[0, :-1] for layer, hidden in taps.items()}, text[1:])
     tree = TokenTree(text[-1], 3)
     for _ in range(3):
-        source.grow_layer(tree, {}, width=3, sampling=sampling, attempt=0)
+        source.grow_layer(tree, {}, width=3, sampling=sampling)
     child = tree.children(0)[0]
     survivors = [row for row in range(len(tree)) if row and _descends(tree, row, child)]
     before = {paths_of(tree)[row][1:]: source._row_states.get(row) for row in survivors}
@@ -405,7 +405,7 @@ def test_a_static_tree_has_the_published_shape():
     source.begin({layer: hidden[0] for layer, hidden in taps.items()}, [2, 3, 4])
     tree = TokenTree(4, 3)
     sampling = Sampling(0.0, False, KeyedRandom(0, 0))
-    assert source.grow_tree(tree, config.tree, by_score=False, sampling=sampling, attempt=0) == 25
+    assert source.grow_tree(tree, config.tree, by_score=False, sampling=sampling) == 25
     assert sorted(map(len, paths_of(tree)[1:])) == sorted(map(len, EAGLE1_PATHS))
 
 

@@ -74,7 +74,7 @@ class SimulatedSource:
             rows.append(tree.add(leaf, (right + shift) % self.vocab, score))
         return rows[0]
 
-    def grow_layer(self, tree, features, *, width, sampling, attempt):
+    def grow_layer(self, tree, features, *, width, sampling):
         self.num_forwards += 1
         deepest = tree.depths[-1]
         leaves = [row for row in range(len(tree)) if tree.depths[row] == deepest]
@@ -83,7 +83,7 @@ class SimulatedSource:
             self.add_children(tree, leaf, width)
         return len(tree) - added
 
-    def grow_tree(self, tree, shape, *, by_score, sampling, attempt):
+    def grow_tree(self, tree, shape, *, by_score, sampling):
         """A spine of first children with ``top_k - 1`` siblings at each node."""
         added, leaf = len(tree), 0
         for _ in range(shape.depth):

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,16 +26,21 @@ class Sampling:
     samples_chain: bool
     """Draw one guess from q and store q (rejection rule); else take the most likely ones."""
     random: KeyedRandom
+    attempt: int = 0
+    """Number of the round, part of the key of the random numbers."""
 
 
-class DraftSource(Protocol):
-    """A draft at decode time: it sees committed text and rows in flight, and adds guesses."""
+class DraftSource:
+    """A draft at decode time: it sees committed text and rows in flight, and adds guesses.
 
-    taps: tuple[int, ...]
+    A source offers the growing verbs in ``grows``; a schedule that needs another is refused.
+    """
+
+    taps: tuple[int, ...] = ()
     """Layer indices of the target whose hidden states it reads."""
-    grows: tuple[Growth, ...]
+    grows: tuple[Growth, ...] = ()
     """Which of the growing verbs it has."""
-    num_forwards: int
+    num_forwards: int = 0
     """Forward passes of the draft so far."""
 
     def begin(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
@@ -45,9 +50,11 @@ class DraftSource(Protocol):
             features: hidden states [P, H] of the prompt, by layer index.
             next_tokens: the token after each of these positions; the last is the first root.
         """
+        raise NotImplementedError
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
         """Newly committed positions, in order: hidden states [a, H], and the token after each."""
+        raise NotImplementedError
 
     def keep(self, keep: Keep) -> None:
         """The tree's rows are renumbered as in ``TokenTree.reroot``; nothing retained: a miss."""
@@ -59,24 +66,17 @@ class DraftSource(Protocol):
         *,
         width: int,
         sampling: Sampling,
-        attempt: int,
     ) -> int:
         """Add up to ``width`` guesses below the deepest rows; returns how many were added.
 
         Args:
             features: hidden states of the rows in flight as they are NOW; entry l covers the
                 first r rows of the tree, those that have passed layer l.
-            attempt: number of the round, part of the key of the random numbers.
         """
+        raise NotImplementedError
 
     def grow_tree(
-        self,
-        tree: TokenTree,
-        shape: TreeShape,
-        *,
-        by_score: bool,
-        sampling: Sampling,
-        attempt: int,
+        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: Sampling
     ) -> int:
         """Draft a fresh tree below the root and merge it by token path; returns rows added.
 
@@ -84,24 +84,45 @@ class DraftSource(Protocol):
             by_score: new rows in descending order of their scores, else level by level. Parents
                 come before their children either way.
         """
+        raise NotImplementedError
 
     def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
         """Grow the last fresh tree by ``levels`` and add its best rows that are not there yet."""
+        raise NotImplementedError
 
 
-def sampled_distribution(
-    logits_U: Tensor, ids_U: Tensor, num_tokens: int, temperature: float
-) -> Tensor:
-    """q over the target's vocabulary, float64 [V]; tokens the draft does not know have 0."""
-    q_V = logits_U.new_zeros(num_tokens, dtype=torch.float64)
-    q_V[ids_U] = torch.softmax(logits_U.double() / temperature, -1)
-    return q_V
+def add_sampled(
+    tree: TokenTree, leaf: int, logits_U: Tensor, draft: Any, sampling: Sampling
+) -> int:
+    """One guess drawn from q, which is stored with it for the rejection rule; returns its row.
 
-
-def add_sampled(tree: TokenTree, leaf: int, q_V: Tensor, sampling: Sampling, attempt: int) -> int:
-    """One guess drawn from q, which is stored with it for the rejection rule; returns its row."""
-    token = draw(q_V, sampling.random.uniform(tree.position(leaf) + 1, "draft", attempt))
+    q is float64 over the target's vocabulary; tokens that the draft does not know have 0.
+    """
+    q_V = logits_U.new_zeros(draft.reference.fingerprint["vocab_size"], dtype=torch.float64)
+    q_V[draft.draft_ids] = torch.softmax(logits_U.double() / sampling.temperature, -1)
+    uniform = sampling.random.uniform(tree.position(leaf) + 1, "draft", sampling.attempt)
+    token = draw(q_V, uniform)
     return tree.add(leaf, token, tree.scores[leaf] + float(q_V[token].log()), q_V)
+
+
+def add_layer(
+    tree: TokenTree, logits_QU: Tensor, draft: Any, *, width: int, sampling: Sampling
+) -> int:
+    """Guesses below the deepest rows of the tree; returns how many.
+
+    Args:
+        logits_QU: of these Q rows, in the order of the tree.
+    """
+    leaves = deepest_rows(tree)
+    if sampling.samples_chain:
+        add_sampled(tree, leaves[0], logits_QU[0], draft, sampling)
+        return 1
+    return add_most_likely(tree, leaves, logits_QU, draft.draft_ids, width)
+
+
+def deepest_rows(tree: TokenTree) -> list[int]:
+    deepest = max(tree.depths)
+    return [row for row in range(len(tree)) if tree.depths[row] == deepest]
 
 
 def add_most_likely(

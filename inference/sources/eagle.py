@@ -17,11 +17,12 @@ from torch import Tensor
 
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import (
+    DraftSource,
     Growth,
     Sampling,
-    add_most_likely,
+    add_layer,
     add_sampled,
-    sampled_distribution,
+    deepest_rows,
 )
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.eagle import KeyValues
@@ -64,7 +65,7 @@ class _Candidates:
         return found
 
 
-class EagleSource:
+class EagleSource(DraftSource):
     """Guesses of an EAGLE head.
 
     ``grow_tree`` drafts below the root from committed states alone. ``grow_layer`` continues rows
@@ -145,18 +146,12 @@ class EagleSource:
     # -- trees ----------------------------------------------------------------------------------
 
     def grow_tree(
-        self,
-        tree: TokenTree,
-        shape: TreeShape,
-        *,
-        by_score: bool,
-        sampling: Sampling,
-        attempt: int,
+        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: Sampling
     ) -> int:
         root_state = self._catch_up()
         fork = KeyValues(self._committed.keys, self._committed.values)
         if shape.is_chain and sampling.samples_chain:
-            return self._sample_chain(tree, shape.depth, fork, root_state, sampling, attempt)
+            return self._sample_chain(tree, shape.depth, fork, root_state, sampling)
         self._candidates = candidates = _Candidates(fork, root_state)
         if shape.kind == "static":
             self._draft_static(candidates, shape.paths)
@@ -245,21 +240,16 @@ class EagleSource:
         cache: KeyValues,
         state_H: Tensor,
         sampling: Sampling,
-        attempt: int,
     ) -> int:
         """One sampled guess per level, each with its q."""
         leaf = 0
-        num_tokens = self.draft.reference.fingerprint["vocab_size"]
         for level in range(length):
             if level:
                 position = self._committed.num_rows - 1 + level
                 visible = torch.ones(1, cache.num_rows + 1, dtype=torch.bool)
                 token = [tree.tokens[leaf]]
                 state_H = self._forward(token, state_H[None], [position], cache, visible)[0]
-            logits_U = self.draft.logits(state_H)
-            ids_U = self.draft.draft_ids
-            q_V = sampled_distribution(logits_U, ids_U, num_tokens, sampling.temperature)
-            leaf = add_sampled(tree, leaf, q_V, sampling, attempt)
+            leaf = add_sampled(tree, leaf, self.draft.logits(state_H), self.draft, sampling)
         return length
 
     # -- layers ---------------------------------------------------------------------------------
@@ -271,19 +261,12 @@ class EagleSource:
         *,
         width: int,
         sampling: Sampling,
-        attempt: int,
     ) -> int:
-        root_state = self._catch_up()
-        deepest = tree.depths[-1]
-        leaves = [row for row in range(len(tree)) if tree.depths[row] == deepest]
-        states = torch.stack(self._leaf_states(tree, leaves)) if deepest else root_state[None]
-        logits_QU, ids_U = self.draft.logits(states), self.draft.draft_ids
-        if sampling.samples_chain:
-            num_tokens = self.draft.reference.fingerprint["vocab_size"]
-            q_V = sampled_distribution(logits_QU[0], ids_U, num_tokens, sampling.temperature)
-            add_sampled(tree, leaves[0], q_V, sampling, attempt)
-            return 1
-        return add_most_likely(tree, leaves, logits_QU, ids_U, width)
+        states = [self._catch_up()]
+        if len(tree) > 1:
+            states = self._leaf_states(tree, deepest_rows(tree))
+        logits_QU = self.draft.logits(torch.stack(states))
+        return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
 
     def _leaf_states(self, tree: TokenTree, leaves: list[int]) -> list[Tensor]:
         """Outputs of the head for rows of the tree, from those of their parents."""

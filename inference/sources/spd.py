@@ -7,20 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources import (
-    Growth,
-    Sampling,
-    add_most_likely,
-    add_sampled,
-    sampled_distribution,
-)
+from pipedraft.inference.sources import DraftSource, Growth, Sampling, add_layer
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.spd import SPDState
 from pipedraft.models.target import Keep
 
 
-class SPDSource:
+class SPDSource(DraftSource):
     """Reads the states of the rows in flight, one layer of guesses at a time.
 
     Rows in flight are presented by their distance to the deepest ones: distance i at depth i. With
@@ -53,10 +46,8 @@ class SPDSource:
         *,
         width: int,
         sampling: Sampling,
-        attempt: int,
     ) -> int:
         deepest = tree.depths[-1]
-        leaves = [row for row in range(len(tree)) if tree.depths[row] == deepest]
         device = self.draft.lm_head.weight.device
         logits_QU = self.draft.propose(
             self._state,
@@ -66,24 +57,4 @@ class SPDSource:
             visible_RR=tree.visible(0, len(tree)).to(device),
         )
         self.num_forwards += 1
-        ids_U = self.draft.draft_ids
-        if sampling.samples_chain:
-            num_tokens = self.draft.reference.fingerprint["vocab_size"]
-            q_V = sampled_distribution(logits_QU[0], ids_U, num_tokens, sampling.temperature)
-            add_sampled(tree, leaves[0], q_V, sampling, attempt)
-            return 1
-        return add_most_likely(tree, leaves, logits_QU, ids_U, width)
-
-    def grow_tree(
-        self,
-        tree: TokenTree,
-        shape: TreeShape,
-        *,
-        by_score: bool,
-        sampling: Sampling,
-        attempt: int,
-    ) -> int:
-        raise NotImplementedError("the module guesses one token ahead of the states in flight")
-
-    def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
-        raise NotImplementedError("the module guesses one token ahead of the states in flight")
+        return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
