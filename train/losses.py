@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from pipedraft.models.layers import input_gradient, linear, weight_gradient
 
 Divergence = Literal["kl", "tv", "lk"]
-CACHED_ELEMENTS = 1 << 18
-"""1 MB of float32."""
+CACHED_ELEMENTS = 1 << 19
+"""2 MB of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def chunked_distillation(
     teacher_index_M: Tensor | None = None,
     teacher_rows_U: Tensor | None = None,
     weights_M: Tensor | None = None,
-    chunk_rows: int = 256,
+    chunk_rows: int = 512,
 ) -> DistillationLoss:
     """Distil the target's distribution p into the draft's q, summed over rows.
 
@@ -134,36 +134,44 @@ class _Distillation(torch.autograd.Function):
         x_MH, head_UH, teacher_x_LH, teacher_head_VH = _for_products(
             hidden_MH, head_weight_UH, *teacher
         )
+        M, L = len(hidden_MH), len(teacher_x_LH)
         exact = torch.promote_types(hidden_MH.dtype, torch.float32)
         needs_hidden, needs_head = (differentiable and x for x in ctx.needs_input_grad[:2])
-        dhidden_MH = torch.empty_like(hidden_MH) if needs_hidden else None
-        dhead_UH = None
-        rows_4M = hidden_MH.new_zeros(4, len(hidden_MH), dtype=exact)
-        weights_M1 = None if weights_M is None else weights_M[:, None].to(exact)
-        for first, stop, blocks in _chunks(len(hidden_MH), len(teacher_x_LH), index_M, chunk_rows):
-            logits_CV = linear(teacher_x_LH[first:stop], teacher_head_VH)
-            chunk = _Teacher.of(logits_CV.to(exact), rows_U, kind)
+        dhidden_MH, dhead_UH = torch.empty_like(hidden_MH) if needs_hidden else None, None
+        weights_M = hidden_MH.new_ones(M, dtype=exact) if weights_M is None else weights_M.to(exact)
+        target_3L = hidden_MH.new_zeros(3, L, dtype=exact)
+        draft_4M = hidden_MH.new_zeros(4, M, dtype=exact)
+        for first, stop, blocks in _chunks(M, L, index_M, chunk_rows):
+            logits_CV = linear(teacher_x_LH[first:stop], teacher_head_VH).to(exact)
+            p_CU, target_3L[:, first:stop] = _restrict(logits_CV, rows_U, kind)
             for rows in blocks:
                 x_CH = x_MH[rows]
                 dlogits_CU = linear(x_CH, head_UH).to(exact)
                 for piece in _pieces(rows, dlogits_CU):
-                    mine = chunk.select(piece if index_M is None else index_M[piece], first)
-                    part = slice(piece.start - rows.start, piece.stop - rows.start)
-                    rows_4M[:, piece] = _compare(dlogits_CU[part], mine, rows_U, kind)
+                    chosen = piece if index_M is None else index_M[piece]
+                    draft_4M[:, piece] = _compare(
+                        dlogits_CU[piece.start - rows.start : piece.stop - rows.start],
+                        _take(p_CU, chosen, first),
+                        None if rows_U is None else (rows_U, target_3L[1, chosen, None]),
+                        kind,
+                    )
+                dlogits_CU = dlogits_CU.to(x_CH.dtype)
                 if needs_hidden:
-                    dx_CH = input_gradient(dlogits_CU.to(x_CH.dtype), head_UH)
-                    dhidden_MH[rows] = dx_CH if weights_M is None else dx_CH * weights_M1[rows]
+                    dx_CH = input_gradient(dlogits_CU, head_UH)
+                    dhidden_MH[rows] = dx_CH * weights_M[rows, None]
                 if needs_head:
-                    if weights_M is not None:
-                        x_CH = (x_CH * weights_M1[rows]).to(x_CH.dtype)
-                    part_UH = weight_gradient(dlogits_CU.to(x_CH.dtype), x_CH).to(exact)
+                    x_CH = (x_CH * weights_M[rows, None]).to(x_CH.dtype)
+                    part_UH = weight_gradient(dlogits_CU, x_CH).to(exact)
                     # Not zeros at first: the sum is to have the memory order of its parts.
                     dhead_UH = part_UH if dhead_UH is None else dhead_UH.add_(part_UH)
         if needs_head and dhead_UH is None:
             dhead_UH = torch.zeros_like(head_weight_UH, dtype=exact)
         ctx.gradients = dhidden_MH, dhead_UH
+        rows_4M = _divergence(
+            target_3L if index_M is None else target_3L[:, index_M], draft_4M, kind
+        )
         ctx.mark_non_differentiable(rows_4M)
-        return (rows_4M[0] if weights_M is None else rows_4M[0] * weights_M1[:, 0]).sum(), rows_4M
+        return (rows_4M[0] * weights_M).sum(), rows_4M
 
     @staticmethod
     @once_differentiable
@@ -198,72 +206,67 @@ def _chunks(
 
 def _pieces(rows: slice, logits_CU: Tensor) -> list[slice]:
     """Cuts on a CPU so that what is done to one piece of the logits stays in its core's cache."""
-    size = CACHED_ELEMENTS // logits_CU.shape[1] if logits_CU.device.type == "cpu" else len(logits_CU)
+    size = (
+        CACHED_ELEMENTS // logits_CU.shape[1] if logits_CU.device.type == "cpu" else len(logits_CU)
+    )
     steps = range(rows.start, rows.stop, max(size, 1))
     return [slice(i, min(i + steps.step, rows.stop)) for i in steps]
 
 
-@dataclass(frozen=True)
-class _Teacher:
-    """The target's side of some rows."""
+def _take(p_CU: Tensor, rows: slice | Tensor, first: int) -> Tensor:
+    """Rows numbered from ``first`` on."""
+    if isinstance(rows, slice):
+        return p_CU[rows.start - first : rows.stop - first]
+    return p_CU.index_select(0, rows - first)
 
-    p_CU: Tensor
-    """Restricted to the draft vocabulary and renormalised."""
-    negentropy_C1: Tensor
-    """sum_u p log p; kl only."""
-    top_C: Tensor
-    """Most likely target id, of the whole vocabulary."""
-    inside_C1: Tensor
-    """Probability of the draft vocabulary."""
 
-    @staticmethod
-    def of(logits_CV: Tensor, rows_U: Tensor | None, kind: Divergence) -> "_Teacher":
-        logits_CU = logits_CV if rows_U is None else logits_CV.index_select(-1, rows_U)
-        p_CU, log_z_C1, top_C = _softmax(logits_CU)
-        inside_C1 = torch.ones_like(log_z_C1)
-        if rows_U is not None:
-            top_C = _argmax(logits_CV)
-            inside_C1 = (log_z_C1 - logits_CV.logsumexp(-1, keepdim=True)).exp_().clamp_max_(1)
-        negentropy_C1 = log_z_C1
-        if kind == "kl":
-            negentropy_C1 = logits_CU.mul_(p_CU).sum(-1, keepdim=True) - log_z_C1
-        return _Teacher(p_CU, negentropy_C1, top_C, inside_C1)
+def _restrict(logits_CV: Tensor, rows_U: Tensor | None, kind: Divergence) -> tuple[Tensor, Tensor]:
+    """The target's distribution over the draft vocabulary; consumes its logits.
 
-    def select(self, rows: slice | Tensor, first: int) -> "_Teacher":
-        """Some of the rows, numbered from ``first`` on."""
-        parts = (self.p_CU, self.negentropy_C1, self.top_C, self.inside_C1)
-        if isinstance(rows, slice):
-            return _Teacher(*(x[rows.start - first : rows.stop - first] for x in parts))
-        return _Teacher(*(x.index_select(0, rows - first) for x in parts))
+    Returns:
+        p_CU, renormalised.
+        target_3C: sum_u p log p (kl only), probability of the draft vocabulary, and the most
+            likely token of the whole one: ids are exact in float32.
+    """
+    logits_CU = logits_CV if rows_U is None else logits_CV.index_select(-1, rows_U)
+    p_CU, log_z_C, top_C = _softmax(logits_CU)
+    inside_C, negentropy_C = torch.ones_like(log_z_C), torch.zeros_like(log_z_C)
+    if rows_U is not None:
+        top_C = _argmax(logits_CV)
+        inside_C = (log_z_C - logits_CV.logsumexp(-1)).exp_().clamp_max_(1)
+    if kind == "kl":
+        negentropy_C = logits_CU.mul_(p_CU).sum(-1) - log_z_C
+    return p_CU, torch.stack([negentropy_C, inside_C, top_C.to(log_z_C.dtype)])
 
 
 def _compare(
-    draft_CU: Tensor, teacher: _Teacher, rows_U: Tensor | None, kind: Divergence
+    draft_CU: Tensor,
+    p_CU: Tensor,
+    vocabulary: tuple[Tensor, Tensor] | None,
+    kind: Divergence,
 ) -> Tensor:
     """Turns the draft's logits into the gradient with respect to them, in place.
 
     That is, for kl: q - p. tv, with m = [q < p]: q (q . m - m). lk: that of tv / overlap.
 
+    Args:
+        vocabulary: target id of every draft token [U], and the target's probability of it [C, 1].
+
     Returns:
-        rows_4C: divergence, acceptance, agreement, mass outside the draft vocabulary.
+        draft_4C: cross-entropy (kl only), sum_u min(p, q) with p renormalised and with p as it is,
+            most likely target id.
     """
-    p_CU = teacher.p_CU
-    q_CU, log_z_C1, top_C = _softmax(draft_CU)
+    q_CU, log_z_C, top_C = _softmax(draft_CU)
+    cross_entropy_C = log_z_C
     if kind == "kl":
-        cross_C1 = draft_CU.mul_(p_CU).sum(-1, keepdim=True) - log_z_C1
-        loss_C1 = teacher.negentropy_C1 - cross_C1
-    overlap_C1 = torch.minimum(p_CU, q_CU, out=draft_CU).sum(-1, keepdim=True)
-    accepted_C1 = overlap_C1
-    if rows_U is not None:
+        cross_entropy_C = log_z_C - draft_CU.mul_(p_CU).sum(-1)
+    # From here on the memory of the logits is free.
+    overlap_C = accepted_C = torch.minimum(p_CU, q_CU, out=draft_CU).sum(-1)
+    if vocabulary is not None:
+        rows_U, inside_C1 = vocabulary
         top_C = rows_U[top_C]
-        torch.mul(p_CU, teacher.inside_C1, out=draft_CU)
-        accepted_C1 = torch.minimum(draft_CU, q_CU, out=draft_CU).sum(-1, keepdim=True)
-    if kind == "tv":
-        loss_C1 = 1 - overlap_C1
-    if kind == "lk":
-        # Disjoint distributions round to an overlap of 0: a large loss, and no gradient.
-        overlap_C1 = overlap_C1.clamp_min(torch.finfo(overlap_C1.dtype).tiny)
-        loss_C1 = -overlap_C1.log()
+        torch.mul(p_CU, inside_C1, out=draft_CU)
+        accepted_C = torch.minimum(draft_CU, q_CU, out=draft_CU).sum(-1)
     if kind == "kl":
         torch.sub(q_CU, p_CU, out=draft_CU)
     else:
@@ -271,16 +274,33 @@ def _compare(
         capped_C1 = draft_CU.sum(-1, keepdim=True)
         draft_CU.neg_().addcmul_(q_CU, capped_C1)
     if kind == "lk":
-        draft_CU /= overlap_C1
-    agreed_C1 = (top_C == teacher.top_C)[:, None].to(overlap_C1.dtype)
-    return torch.cat([loss_C1, accepted_C1, agreed_C1, 1 - teacher.inside_C1], 1).t()
+        draft_CU /= _above_zero(overlap_C)[:, None]
+    return torch.stack([cross_entropy_C, overlap_C, accepted_C, top_C.to(log_z_C.dtype)])
+
+
+def _divergence(target_3M: Tensor, draft_4M: Tensor, kind: Divergence) -> Tensor:
+    """rows_4M of the result."""
+    negentropy_M, inside_M, target_top_M = target_3M
+    cross_entropy_M, overlap_M, accepted_M, top_M = draft_4M
+    if kind == "kl":
+        loss_M = negentropy_M + cross_entropy_M
+    else:
+        loss_M = 1 - overlap_M if kind == "tv" else -_above_zero(overlap_M).log()
+    agreed_M = (top_M == target_top_M).to(loss_M.dtype)
+    return torch.stack([loss_M, accepted_M, agreed_M, 1 - inside_M])
+
+
+def _above_zero(overlap_C: Tensor) -> Tensor:
+    """Disjoint distributions round to an overlap of 0: lk is then large, and has no gradient."""
+    return overlap_C.clamp_min(torch.finfo(overlap_C.dtype).tiny)
 
 
 def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities, log normaliser (from the largest entry, not by a second exp), argmax."""
-    probs_CV, top_C1 = logits_CV.softmax(-1), _argmax(logits_CV)[:, None]
+    top_C = _argmax(logits_CV)
+    probs_CV, top_C1 = logits_CV.softmax(-1), top_C[:, None]
     log_normaliser_C1 = logits_CV.gather(-1, top_C1) - probs_CV.gather(-1, top_C1).log_()
-    return probs_CV, log_normaliser_C1, top_C1[:, 0]
+    return probs_CV, log_normaliser_C1[:, 0], top_C
 
 
 def _argmax(logits_CV: Tensor) -> Tensor:
@@ -294,5 +314,5 @@ def _argmax(logits_CV: Tensor) -> Tensor:
         return logits_CV.argmax(-1)
     blocks_CKW = logits_CV.unflatten(1, (-1, width))
     block_C = blocks_CKW.amax(-1).argmax(-1)
-    rows_C = torch.arange(len(block_C), device=block_C.device)
-    return block_C * width + blocks_CKW[rows_C, block_C].argmax(-1)
+    own_C1W = blocks_CKW.take_along_dim(block_C[:, None, None], 1)
+    return block_C * width + own_C1W[:, 0].argmax(-1)
