@@ -161,11 +161,12 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
     if not W:
         return probs_WBTN
     q_BTJGD = _query_rows(query_BNTD, J).to(out_BTND.dtype)
-    probs_WBTJG = probs_WBTN.unflatten(3, (J, -1))
+    products_BTJGD, probs_WBTJG = torch.empty_like(q_BTJGD), probs_WBTN.unflatten(3, (J, -1))
     diagonals = [(w, r, d) for w, (r, d) in enumerate(band.diagonals) if d < T]
     for w, r, d in diagonals:
-        products = q_BTJGD[:, d:] * _key_rows(keys[r][:, :, : T - d])
-        torch.sum(products, -1, out=probs_WBTJG[w, :, d:])
+        key_BTJ1D = _key_rows(keys[r][:, :, : T - d])
+        torch.mul(q_BTJGD[:, d:], key_BTJ1D, out=products_BTJGD[:, d:])
+        torch.sum(products_BTJGD[:, d:], -1, out=probs_WBTJG[w, :, d:])
     probs_WBTN *= scale
     merged_BTN = torch.logaddexp(lse_BTN, probs_WBTN.logsumexp(0))
     out_BTND *= (lse_BTN - merged_BTN).exp_()[..., None]
@@ -207,7 +208,8 @@ def _attend_backward(
     q_BTJGD, grad_BTJGD, out_BTJGD = (_query_rows(x, J) for x in (query_BNTD, grad_BNTD, out_BNTD))
     grad_BTJGD = grad_BTJGD.to(probs_WBTN.dtype)
     dq_BTJGD = torch.zeros_like(grad_BTJGD)
-    delta_BTJG = (grad_BTJGD * out_BTJGD).sum(-1)
+    products_BTJGD = grad_BTJGD * out_BTJGD
+    delta_BTJG = products_BTJGD.sum(-1)
     for w, (r, d) in enumerate(band.diagonals):
         if d >= T:
             continue
@@ -215,7 +217,8 @@ def _attend_backward(
             _key_rows(x[r][:, :, : T - d]) for x in (keys, values, dkeys, dvalues)
         )
         grad, probs = grad_BTJGD[:, d:], probs_WBTN.unflatten(3, (J, -1))[w, :, d:]
-        dscores = (grad * value).sum(-1).sub_(delta_BTJG[:, d:]).mul_(probs).mul_(scale)
+        products = torch.mul(grad, value, out=products_BTJGD[:, d:])
+        dscores = products.sum(-1).sub_(delta_BTJG[:, d:]).mul_(probs).mul_(scale)
         dq_BTJGD[:, d:].addcmul_(dscores[..., None], key)
         for g in range(q_BTJGD.shape[3]):
             one = slice(g, g + 1)

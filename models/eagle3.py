@@ -186,8 +186,8 @@ class Eagle3(EagleHead):
             keys.append(rotate(attention.k_norm(key), *turn).transpose(1, 2))
             values.append(value.transpose(1, 2))
             attended_BNTD = ttt_attention(query_BTND.transpose(1, 2), keys, values)
-            attended_MND = attended_BNTD.transpose(1, 2).flatten(0, 1)[rows_M]
-            residual_MH = state_MH if step else state_MH[rows_M]
+            attended_MND = attended_BNTD.transpose(1, 2).flatten(0, 1).index_select(0, rows_M)
+            residual_MH = state_MH if step else state_MH.index_select(0, rows_M)
             state_MH = self.finish(residual_MH, attended_MND)
             states.append(state_MH)
         return states

@@ -176,7 +176,32 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.dtype == self.weight.dtype:
+            return _CPUNorm.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class _CPUNorm(torch.autograd.Function):
+    """``F.rms_norm`` in 3 passes forward and 7 backward; torch's has no kernel for CPUs, and takes
+    8 and 4 times as long. With n = x rstd: dx = rstd (g w - n mean(g w n))."""
+
+    @staticmethod
+    def forward(ctx, x_H, weight_H, eps):
+        mean_square_1 = torch.linalg.vecdot(x_H, x_H)[..., None].div_(x_H.shape[-1])
+        rstd_1 = mean_square_1.add_(eps).rsqrt_()
+        ctx.save_for_backward(x_H, weight_H, rstd_1)
+        return (x_H * rstd_1).mul_(weight_H)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_H):
+        x_H, weight_H, rstd_1 = ctx.saved_tensors
+        normed_H = x_H * rstd_1
+        product_H = grad_H * normed_H
+        dweight_H = product_H.flatten(0, -2).sum(0)
+        mean_1 = (product_H @ weight_H)[..., None].div_(x_H.shape[-1])
+        dx_H = torch.mul(grad_H, weight_H, out=product_H).addcmul_(normed_H, mean_1, value=-1)
+        return dx_H.mul_(rstd_1), dweight_H, None
 
 
 class Attention(nn.Module):

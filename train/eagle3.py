@@ -18,6 +18,8 @@ from pipedraft.train.loop import LossOutput
 from pipedraft.train.losses import chunked_distillation
 from pipedraft.train.objective import DraftObjective
 
+ROW_MULTIPLE = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3TrainConfig(Eagle3Config):
@@ -93,35 +95,36 @@ class Eagle3Objective(DraftObjective):
         target, draft, num_steps = self.target, self.draft, self.config.num_steps
         last = draft.config.num_target_layers
         # Longest chains first: the rows of a step are then a prefix of those of the step before.
-        lengths_M, order_M = (
+        lengths, order = (
             chain_lengths(batch["loss_mask"], num_steps)
             .flatten()
             .sort(descending=True, stable=True)
         )
-        steps_S = torch.arange(num_steps, device=lengths_M.device)
-        counts_S = (lengths_M[:, None] > steps_S).sum(0)
-        rows = [order_M[:count] for count in counts_S.tolist()]
+        steps_S = torch.arange(num_steps, device=order.device)
+        counts_S = (lengths[:, None] > steps_S).sum(0)
+        counts = counts_S.tolist()
+        # A few rows more: oneDNN compiles a kernel for every number of rows that it meets.
+        rows = [order[: -(-count // ROW_MULTIPLE) * ROW_MULTIPLE] for count in counts]
         with OneDNNLinear():
             taps = capture_hidden(target, batch["input_ids"], {*draft.taps, last})
             states = draft.unroll(draft.feature(taps), batch["input_ids"], rows)
-        label_M = torch.cat([rows_M + 2 + step for step, rows_M in enumerate(rows)])
+        label_M = torch.cat([order[:count] + 2 + step for step, count in enumerate(counts)])
+        state_MH = torch.cat([state[:count] for state, count in zip(states, counts, strict=True)])
         # By label: the rows that guess the same token share the target's distribution of it.
         label_M, by_label_M = label_M.sort(stable=True)
         label_L, teacher_index_M = label_M.unique_consecutive(return_inverse=True)
         step_M = steps_S.repeat_interleave(counts_S)[by_label_M]
         with torch.no_grad():
             teacher_LH = target.get_decoder().norm(taps[last].flatten(0, 1)[label_L - 1])
-        with OneDNNLinear():
-            hidden_MH = draft.normed(torch.cat(states)[by_label_M])
         result = chunked_distillation(
-            hidden_MH,
+            draft.normed(state_MH.index_select(0, by_label_M)),
             draft.lm_head.weight,
             teacher_LH,
             target.get_output_embeddings().weight,
             kind=self.config.loss,
             teacher_index_M=teacher_index_M,
             teacher_rows_U=draft.draft_ids if self.config.draft_vocab_size else None,
-            weights_M=self.config.step_decay**step_M,
+            weights_M=self.config.step_decay ** step_M.double(),
         )
         sums = {"mass_outside": result.mass_outside_sum}
         by_step_4S = result.rows_4M.new_zeros(4, num_steps).index_add(1, step_M, result.rows_4M)

@@ -1,0 +1,396 @@
+"""EAGLE-3 by training-time test: its attention, its states, its rows, its loss."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_llama, tiny_qwen3
+
+from pipedraft.data_recipes.batch import collate
+from pipedraft.models.eagle import KeyValues
+from pipedraft.models.eagle3 import Eagle3
+from pipedraft.models.target import capture_hidden
+from pipedraft.models.ttt_attention import ttt_attention
+from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
+
+torch.set_num_threads(1)
+
+# -- attention ----------------------------------------------------------------------------------
+
+
+def rows(*shape, seed=0):
+    """Random [..., heads, T, D] in the memory order [..., T, heads, D]."""
+    *batch, heads, T, D = shape
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*batch, T, heads, D, generator=generator, dtype=torch.float64)
+    return x.transpose(-3, -2).requires_grad_()
+
+
+def attention_inputs(step, B=2, N=4, J=2, T=9, D=4):
+    """Query, and keys and values of steps 0 .. step."""
+    keys, values = ([rows(B, J, T, D, seed=s + 10 * i) for i in range(step + 1)] for s in (1, 2))
+    return [rows(B, N, T, D), *keys, *values]
+
+
+def dense_attention(query, *keys_and_values):
+    """Oracle: one masked softmax over the keys of all steps."""
+    half, T, G = len(keys_and_values) // 2, query.shape[2], query.shape[1]
+    G //= keys_and_values[0].shape[1]
+    key, value = (
+        torch.cat(x, 2).repeat_interleave(G, 1)
+        for x in (keys_and_values[:half], keys_and_values[half:])
+    )
+    ones = torch.ones(T, T, dtype=torch.bool)
+    mask = torch.cat([ones.tril(), *[torch.eye(T, dtype=torch.bool)] * (half - 1)], 1)
+    scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+def attend(query, *keys_and_values):
+    half = len(keys_and_values) // 2
+    return ttt_attention(query, keys_and_values[:half], keys_and_values[half:])
+
+
+def output_and_gradients(function, inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    weight = rows(*out.shape, seed=4).detach().to(out.dtype)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
+
+
+@pytest.mark.parametrize("step", [0, 1, 6])
+@pytest.mark.parametrize(
+    "shape", [{}, {"T": 1}, {"T": 2, "N": 3, "J": 3}, {"N": 6, "J": 1}], ids=str
+)
+def test_attention_and_all_gradients_equal_the_dense_reference(step, shape):
+    inputs = attention_inputs(step, **shape)
+    for x, y in zip(
+        output_and_gradients(attend, inputs),
+        output_and_gradients(dense_attention, inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+def test_attention_over_several_tiles_of_the_fused_kernel_equals_the_dense_reference():
+    inputs = attention_inputs(2, B=1, N=2, J=1, T=600)
+    for x, y in zip(
+        output_and_gradients(attend, inputs),
+        output_and_gradients(dense_attention, inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+def test_attention_under_autocast_computes_in_bfloat16():
+    inputs = [x.detach().float().requires_grad_() for x in attention_inputs(3, T=70, D=16)]
+    expected = output_and_gradients(dense_attention, [x.double() for x in inputs])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(*inputs)
+    assert out.dtype is torch.bfloat16
+    assert (out - expected[0]).abs().max() < 4e-2 * expected[0].abs().max()
+    (out * rows(*out.shape, seed=4).detach()).sum().backward()
+    for x, y in zip(inputs, expected[1:], strict=True):
+        assert (x.grad - y).abs().max() < 4e-2 * y.abs().max()
+
+
+# -- rows that count ----------------------------------------------------------------------------
+
+
+def counts_at(mask, row, step) -> bool:
+    """The rule, spelled out: x_{t+1} and x_{t+2+i} belong to one turn, a run of ones."""
+    first, label = row + 1, row + 2 + step
+    return label < len(mask) and all(mask[first : label + 1])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [0, 0, 1, 1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 0, 1, 0, 0, 1, 1, 1, 1],
+        [1] * 9,
+        [0] * 5,
+        [1],
+        [0, 1],
+    ],
+    ids=str,
+)
+def test_a_row_counts_at_the_steps_whose_label_is_in_the_turn_of_its_token(mask):
+    lengths = chain_lengths(torch.tensor([mask]), 4)[0].tolist()
+    for row in range(len(mask)):
+        assert [counts_at(mask, row, step) for step in range(4)] == [
+            step < lengths[row] for step in range(4)
+        ]
+
+
+# -- states and loss ----------------------------------------------------------------------------
+
+
+def make_objective(target=None, **options) -> Eagle3Objective:
+    """Float64, and no parameter at a special value."""
+    target = tiny_llama(layers=6, hidden=32, vocab=24) if target is None else target
+    data = SimpleNamespace(
+        report=SimpleNamespace(to_dict=dict),
+        train={"input_ids": [list(range(24)) + [3] * 9], "loss_mask": [[1] * 33]},
+    )
+    data.train = TrainRows(data.train)
+    objective = Eagle3Objective(
+        Eagle3TrainConfig(**{"num_steps": 3, **options}),
+        target.double(),
+        target_name="tiny",
+        revision=None,
+        data=data,
+    )
+    generator = torch.Generator().manual_seed(3)
+    for parameter in objective.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.5
+        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
+    return objective.double()
+
+
+class TrainRows:
+    """As a dataset: columns of a slice of rows."""
+
+    def __init__(self, columns):
+        self.columns = columns
+
+    def __len__(self):
+        return len(self.columns["input_ids"])
+
+    def __getitem__(self, rows):
+        return {name: column[rows] for name, column in self.columns.items()}
+
+
+def make_batch(masks, vocab=24):
+    generator = torch.Generator().manual_seed(5)
+    return collate(
+        [
+            {
+                "input_ids": torch.randint(vocab, (len(mask),), generator=generator).tolist(),
+                "loss_mask": mask,
+            }
+            for mask in masks
+        ],
+        0,
+    )
+
+
+MASKS = ([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 0, 1])
+FLAGS = [{}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}]
+
+
+def features_of(objective, batch):
+    taps = capture_hidden(objective.target, batch["input_ids"], objective.draft.taps)
+    return objective.draft.feature(taps)
+
+
+@torch.no_grad()
+def decode(draft, ids_T, feature_TH, row, num_steps):
+    """States of a chain of guesses below ``row``, one call of the runtime after another."""
+    cache, T = KeyValues(), row + 1
+    visible = torch.ones(T, T, dtype=torch.bool).tril()
+    positions = torch.arange(T)
+    states = draft.rows(
+        ids_T[1 : T + 1], feature_TH[:T], positions_R=positions, cache=cache, visible_RC=visible
+    )
+    chain = [states[-1]]
+    for step in range(1, num_steps):
+        state = draft.rows(
+            ids_T[row + 1 + step, None],
+            chain[-1][None],
+            positions_R=torch.tensor([row + step]),
+            cache=cache,
+            visible_RC=torch.ones(1, T + step, dtype=torch.bool),
+        )
+        chain.append(state[0])
+    return chain
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("family", [tiny_llama, tiny_qwen3])
+def test_the_states_of_training_are_those_of_decoding(family, flags):
+    steps, T = 4, 12
+    objective = make_objective(family(layers=6, hidden=32, vocab=24), num_steps=steps, **flags)
+    draft, batch = objective.draft, make_batch([[1] * T] * 2)
+    with torch.no_grad():
+        feature = features_of(objective, batch)
+        # Every row that has a label at its step, those of the two texts interleaved.
+        lengths, order = chain_lengths(batch["loss_mask"], steps).flatten().sort(descending=True)
+        step_rows = [order[lengths > step] for step in range(steps)]
+        states = draft.unroll(feature, batch["input_ids"], step_rows)
+        for text in range(2):
+            for row in range(T - 2):
+                chain = decode(
+                    draft, batch["input_ids"][text], feature[text], row, min(steps, T - 2 - row)
+                )
+                for step, expected in enumerate(chain):
+                    place = (step_rows[step] == text * T + row).nonzero().item()
+                    actual = states[step][place]
+                    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+                    torch.testing.assert_close(draft.logits(actual), draft.logits(expected))
+
+
+def plain_loss(objective, batch):
+    """Oracle: every row of every step with a dense mask, whole logits, gradients by autograd."""
+    config, draft, ids = objective.config, objective.draft, batch["input_ids"]
+    B, T = ids.shape
+    taps = capture_hidden(objective.target, ids, {*draft.taps, draft.config.num_target_layers})
+    p_full = objective.target.lm_head(
+        objective.target.model.norm(taps[draft.config.num_target_layers])
+    ).softmax(-1)
+    state, loss, keys, values = draft.feature(taps), 0.0, [], []
+    sums = {
+        f"{k}_{i + 1}": 0.0
+        for k in ("acceptance", "agreement", "count")
+        for i in range(config.num_steps)
+    }
+    for step in range(config.num_steps):
+        tokens = torch.nn.functional.pad(ids, (0, step + 1))[:, step + 1 :][:, :T]
+        cos, sin = (x[:, None] for x in draft.rotary(torch.arange(T) + step, state.dtype))
+        residual, query, key, value = draft.project(draft.embed(tokens), state, cos, sin)
+        keys.append(key.transpose(1, 2))
+        values.append(value.transpose(1, 2))
+        out = dense_attention(query.transpose(1, 2), *keys, *values)
+        state = draft.finish(residual, out.transpose(1, 2))
+        q = draft.logits(state).softmax(-1)
+        for text in range(B):
+            for row in range(T):
+                if not counts_at(batch["loss_mask"][text].tolist(), row, step):
+                    continue
+                p_all, q_row = p_full[text, row + 1 + step], q[text, row]
+                p = p_all[draft.draft_ids]
+                sums[f"acceptance_{step + 1}"] += torch.minimum(p, q_row).sum().item()
+                top = draft.draft_ids[q_row.argmax()]
+                sums[f"agreement_{step + 1}"] += float(top == p_all.argmax())
+                sums[f"count_{step + 1}"] += 1
+                p = p / p.sum()
+                overlap = torch.minimum(p, q_row).sum()
+                divergence = {
+                    "kl": (p * (p.log() - q_row.log())).sum(),
+                    "tv": 1 - overlap,
+                    "lk": -overlap.log(),
+                }[config.loss]
+                loss = loss + config.step_decay**step * divergence
+    return loss, sums
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"draft_vocab_size": 10}, {"loss": "tv"}, {"loss": "lk", "step_decay": 0.5}, *FLAGS[1:]],
+    ids=str,
+)
+def test_loss_sums_and_gradients_equal_the_plain_formula(options):
+    objective, batch = make_objective(**options), make_batch(MASKS)
+    parameters = list(objective.parameters())
+    expected, expected_sums = plain_loss(objective, batch)
+    expected_gradients = torch.autograd.grad(expected, parameters)
+    output = objective(batch, torch.Generator())
+    assert int(output.count) == objective.num_counted(batch) == expected_sums["count_1"]
+    torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-12)
+    for name, value in expected_sums.items():
+        assert output.sums[name].item() == pytest.approx(value, abs=1e-9), name
+    gradients = torch.autograd.grad(output.loss, parameters)
+    for parameter, x, y in zip(
+        objective.named_parameters(), gradients, expected_gradients, strict=True
+    ):
+        torch.testing.assert_close(
+            x, y, rtol=1e-8, atol=1e-10, msg=lambda m, p=parameter: f"{p[0]}: {m}"
+        )
+
+
+def test_a_step_that_attends_to_no_guess_of_its_own_row_is_another_function(monkeypatch):
+    """Known-bad: plain causal attention to step 0 alone, as if guesses left no keys."""
+    objective, batch = make_objective(), make_batch(MASKS)
+    expected = objective(batch, torch.Generator()).loss
+    monkeypatch.setattr(
+        "pipedraft.models.eagle3.ttt_attention", lambda q, k, v: ttt_attention(q, k[:1], v[:1])
+    )
+    assert (objective(batch, torch.Generator()).loss - expected).abs() > 1e-3 * expected
+
+
+def test_a_batch_without_counted_rows_gives_zero_loss_and_the_same_sums():
+    objective = make_objective()
+    empty = objective(make_batch([[0] * 6, [1] + [0] * 5]), torch.Generator())
+    full = objective(make_batch(MASKS), torch.Generator())
+    assert empty.loss.item() == 0 and int(empty.count) == 0
+    assert empty.sums.keys() == full.sums.keys()
+    empty.loss.backward()
+    for name, parameter in objective.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_padding_and_company_change_nothing():
+    objective = make_objective()
+    together = objective(make_batch(MASKS), torch.Generator()).loss
+    batch, alone = make_batch(MASKS), 0.0
+    for index, mask in enumerate(MASKS):
+        one = {
+            name: x[index : index + 1, ..., : len(mask)] if x.ndim > 1 else x[index : index + 1]
+            for name, x in batch.items()
+        }
+        alone = alone + objective(one, torch.Generator()).loss
+    torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
+
+
+def test_simulated_acceptance_length_multiplies_the_rates_of_the_guesses():
+    objective = make_objective(num_steps=3)
+    sums = {"loss": 8.0, "count": 4.0, "mass_outside": 0.0}
+    rates = {"agreement": (0.5, 0.5, 1.0), "acceptance": (0.8, 0.5, 0.0)}
+    for step in range(3):
+        sums[f"count_{step + 1}"] = 4.0 - step
+        for key, values in rates.items():
+            sums[f"{key}_{step + 1}"] = values[step] * (4.0 - step)
+    metrics = objective.summarize(sums)
+    assert metrics["loss"] == 2
+    assert metrics["agreement_2"] == metrics["acceptance_2"] == pytest.approx(0.5)
+    assert (
+        metrics["acceptance_length_T0"] == metrics["score"] == pytest.approx(1 + 0.5 + 0.25 + 0.25)
+    )
+    assert metrics["acceptance_length_T1"] == pytest.approx(1 + 0.8 + 0.4)
+
+
+def test_training_makes_chains_longer_and_autocast_follows_float64():
+    target = tiny_llama(layers=6, hidden=32, vocab=24)
+    objective = make_objective(target, num_steps=3).float()
+    target.float()
+    batch = make_batch([[0, 0] + [1] * 20] * 2)
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
+    scores = []
+    for _ in range(20):
+        output = objective(batch, torch.Generator())
+        (output.loss / output.count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sums = {"loss": output.loss.item(), "count": output.count.item()}
+        scores.append(
+            objective.summarize({**sums, **{k: v.item() for k, v in output.sums.items()}})["score"]
+        )
+    assert scores[-1] > scores[0] + 0.5
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        lower = objective(batch, torch.Generator()).loss
+    assert abs(lower.item() - output.loss.item()) < 0.1 * output.loss.item()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_steps": 0}, "model.num_steps: 0 is below 1"),
+        ({"step_decay": 1.5}, "model.step_decay: 1.5 is outside"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        Eagle3TrainConfig(**options)
+
+
+def test_a_checkpoint_of_the_objective_loads_as_the_same_head(tmp_path):
+    from pipedraft.models import load_draft
+
+    objective = make_objective(draft_vocab_size=10).float()
+    objective.target.float()
+    objective.save(tmp_path, {"score": 1.0})
+    draft = load_draft(str(tmp_path), objective.target)
+    assert isinstance(draft, Eagle3)
+    assert torch.equal(draft.draft_ids, objective.draft.draft_ids)
+    for name, value in objective.draft.state_dict().items():
+        assert torch.equal(draft.state_dict()[name], value), name
