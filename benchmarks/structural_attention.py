@@ -11,16 +11,13 @@ work that no implementation on the same kernel can avoid. Memory is read from /p
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from pipedraft.benchmarks.measurement import extra_memory_mb, measure_apart
 from pipedraft.models.structural import dense_structural_mask, structural_attention
 
 METHODS = ("structural", "dense", "causal")
@@ -63,12 +60,6 @@ def build(method: str, args: argparse.Namespace, T: int) -> tuple[list[torch.Ten
     )
 
 
-def memory_kb(field: str) -> int:
-    """VmRSS: resident now; VmHWM: its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-
 def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
     """Times are in ms; the extra memory is the peak above the inputs (the mask is an input)."""
     torch.set_num_threads(1)
@@ -77,38 +68,29 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
     attend(*small_inputs).sum().backward()
     inputs, attend = build(method, args, args.length)
     upstream = torch.randn(args.batch, args.length, args.heads, args.head_dim).transpose(1, 2)
-    Path("/proc/self/clear_refs").write_text("5")
-    resident_kb = memory_kb("VmRSS")
     forward_s, backward_s, total_s = [], [], []
-    for _ in range(args.repeats):
-        for x in inputs:
-            x.grad = None
-        start = time.process_time()
-        out = attend(*inputs)
-        middle = time.process_time()
-        out.backward(upstream)
-        end = time.process_time()
-        del out
-        forward_s.append(middle - start)
-        backward_s.append(end - middle)
-        total_s.append(end - start)
+
+    def repeat() -> None:
+        for _ in range(args.repeats):
+            for x in inputs:
+                x.grad = None
+            start = time.process_time()
+            out = attend(*inputs)
+            middle = time.process_time()
+            out.backward(upstream)
+            end = time.process_time()
+            del out
+            forward_s.append(middle - start)
+            backward_s.append(end - middle)
+            total_s.append(end - start)
+
+    peak_extra_mb = extra_memory_mb(repeat)
     return {
         "forward_ms": 1e3 * min(forward_s),
         "backward_ms": 1e3 * min(backward_s),
         "cpu_ms": 1e3 * min(total_s),
-        "peak_extra_mb": (memory_kb("VmHWM") - resident_kb) / 1024,
+        "peak_extra_mb": peak_extra_mb,
     }
-
-
-def measure_apart(method: str) -> dict[str, float]:
-    child = subprocess.run(
-        [sys.executable, __file__, *sys.argv[1:], "--method", method],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    return json.loads(child.stdout)
 
 
 def main() -> None:
@@ -116,7 +98,7 @@ def main() -> None:
     if args.method:
         print(json.dumps(measure(args.method, args)))
         return
-    results = {method: measure_apart(method) for method in METHODS}
+    results = {method: measure_apart("--method", method) for method in METHODS}
     columns = ("forward_ms", "backward_ms", "cpu_ms", "peak_extra_mb")
     print(f"{'method':<12}" + "".join(f"{name:>15}" for name in columns))
     for method, row in results.items():

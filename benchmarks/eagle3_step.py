@@ -1,0 +1,118 @@
+"""CPU time and memory of one whole training step of the EAGLE-3 head, in float32 on one thread.
+
+    python benchmarks/eagle3_step.py --json
+    python benchmarks/eagle3_step.py --lengths 512,1024,2048,4096 --json
+
+A step is what the training loop runs: target without gradients, the head's guesses one after the
+other, distillation of the counted rows of each, backward, gradient clipping, AdamW. The draft
+vocabulary is the target's. For what is measured see `training_step.py`. With --lengths: the peak
+memory of one step at each length above that of a short one, each in its own process.
+"""
+
+import argparse
+import json
+
+import torch
+
+from pipedraft.benchmarks.measurement import extra_memory_mb, measure_apart
+from pipedraft.benchmarks.training_step import (
+    HEAD_SIZE,
+    NO_DATA,
+    add_arguments,
+    compare_cases,
+    layer_gigaflop,
+    make_batch,
+    make_step,
+    measure_case,
+    print_summary,
+    random_target,
+)
+from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
+
+PARTS = (
+    ("target", "pipedraft.train.eagle3.capture_hidden"),
+    ("fused features", "pipedraft.models.eagle3.Eagle3.feature"),
+    ("decoder layer", "pipedraft.models.eagle3.Eagle3.unroll"),
+    ("attention", "pipedraft.models.eagle3.ttt_attention"),
+    ("LM head and loss", "pipedraft.train.eagle3.chunked_distillation"),
+)
+SHORT_LENGTH = 128
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=7, help="guesses of a chain")
+    parser.add_argument("--lengths", help="measure memory at these lengths instead: 512,1024")
+    parser.add_argument("--memory", action="store_true", help="of --length, in this process")
+    add_arguments(parser, length=512)
+    return parser.parse_args()
+
+
+def build_objective(args: argparse.Namespace) -> Eagle3Objective:
+    head = Eagle3TrainConfig(num_steps=args.steps)
+    target = random_target(args)
+    return Eagle3Objective(head, target, target_name="random", revision=None, data=NO_DATA)
+
+
+def gigaflop(args: argparse.Namespace, counted: float) -> dict[str, float]:
+    """Products and attention of one step; everything elementwise is left out.
+
+    The projections of the embeddings are the same for all guesses, and so is the target's
+    distribution of a token: each is counted once. The fused backward of attention is five products
+    to the forward's two. Taps need no gradient, so their fusion has only that of its weight.
+    """
+    rows, hidden = args.batch * args.length, args.hidden
+    lengths = chain_lengths(make_batch(args, counted, args.length)["loss_mask"], args.steps)
+    guessed, labels = int(lengths.sum()), int((lengths > 0).sum())
+    layer, guess = layer_gigaflop(args, rows, hidden), layer_gigaflop(args, guessed, hidden)
+    one_head = 2e-9 * hidden * args.vocabulary
+    return {
+        "target": args.target_layers * sum(layer.values()),
+        "fused features": 4e-9 * rows * 3 * hidden**2,
+        "embedding projections": 3 * (layer["query"] + layer["key and value"]),
+        "guess projections": 3 * (guess["query"] + guess["key and value"] + guess["rest"]),
+        "attention": 3.5 * args.steps * layer["attention"],
+        "LM heads": one_head * (3 * guessed + labels),
+    }
+
+
+def measure_memory(args: argparse.Namespace) -> dict[str, float]:
+    torch.set_num_threads(1)
+    step = make_step(build_objective(args))
+    step(make_batch(args, 1.0, SHORT_LENGTH))
+    batch = make_batch(args, 1.0, args.length)
+    return {"extra_mb": extra_memory_mb(lambda: step(batch))}
+
+
+def compare_lengths(args: argparse.Namespace) -> None:
+    lengths = [int(part) for part in args.lengths.split(",")]
+    extra = [measure_apart("--memory", "--length", str(length))["extra_mb"] for length in lengths]
+    print(f"{'positions':>9}{'extra MB':>10}{'MB a token':>12}")
+    for length, megabytes in zip(lengths, extra, strict=True):
+        per_token = megabytes / (args.batch * length)
+        print(f"{length:>9}{megabytes:>10.0f}{per_token:>12.3f}")
+    if args.json:
+        growth = [round(b / a, 2) for a, b in zip(extra, extra[1:], strict=False)]
+        summary = {"lengths": lengths, "extra_mb": [round(x) for x in extra], "growth": growth}
+        print(json.dumps({**summary, "batch": args.batch, "steps": args.steps}))
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.memory:
+        print(json.dumps(measure_memory(args)))
+    elif args.case is not None:
+        print(json.dumps(measure_case(args, build_objective(args), PARTS)))
+    elif args.lengths:
+        compare_lengths(args)
+    else:
+        every, some = compare_cases(args, lambda counted: gigaflop(args, counted))
+        if args.json:
+            more = {"key_heads": args.key_heads, "head_dim": HEAD_SIZE}
+            print_summary(args, every, some, steps=args.steps, heads=args.heads, **more)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What the benchmarks share: a process per case, CPU time, memory, and shares of a step's parts."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from pipedraft.models.layers import linear
+
+# The last one stops the profiler's remarks on stderr.
+CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+
+
+def measure_apart(*options: str) -> dict[str, Any]:
+    """Run the script once more, with more options and one thread; it prints one line of JSON."""
+    child = subprocess.run(
+        [sys.executable, *sys.argv, *options],
+        env={**os.environ, **CHILD_ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return json.loads(child.stdout)
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """CPU seconds of this process."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+class ProductRate:
+    """GFLOP/s at which this core multiplies float32 matrices, the best of many tries."""
+
+    def __init__(self) -> None:
+        self.rows, self.weight = torch.randn(2048, 512), torch.randn(512, 512)
+        self.by_blas, self.by_linear = 0.0, 0.0
+
+    def sample(self) -> None:
+        work = 2 * self.rows.numel() * len(self.weight) / 1e9
+        for _ in range(3):
+            blas = work / seconds(lambda: self.rows @ self.weight)
+            self.by_blas = max(self.by_blas, blas)
+            self.by_linear = max(
+                self.by_linear, work / seconds(lambda: linear(self.rows, self.weight))
+            )
+
+
+def memory_kb(field: str) -> int:
+    """VmRSS: resident now; VmHWM: its peak. Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def extra_memory_mb(work: Callable[[], Any]) -> float:
+    """Peak above what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
+    resident_kb = memory_kb("VmRSS")
+    work()
+    return (memory_kb("VmHWM") - resident_kb) / 1024
+
+
+def breakdown(
+    step: Callable[[], Any], parts: Sequence[tuple[str, str]], repeats: int = 5
+) -> dict[str, float]:
+    """Share of each part in the step, its backward included; each part's least of the repeats.
+
+    A backward operator belongs to the part whose forward made it: autograd gives both one number.
+
+    Args:
+        parts: (label, function to wrap); an operator counts for the innermost part it runs in.
+            A label may also be a ``record_function`` of the step, without a function: "".
+    """
+    least: dict[str, float] = defaultdict(lambda: float("inf"))
+    with ExitStack() as wrapped:
+        for label, name in parts:
+            if name:
+                wrapped.enter_context(patch(name, _labelled(label, resolve_name(name))))
+        for _ in range(repeats):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                step()
+            for label, microseconds in _by_part(profiler.events(), parts).items():
+                least[label] = min(least[label], microseconds)
+    total = sum(least.values())
+    return {label: value / total for label, value in least.items()}
+
+
+def _labelled(label: str, function: Callable) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(label):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _by_part(events: Any, parts: Sequence[tuple[str, str]]) -> dict[str, float]:
+    labels = {label for label, _ in parts}
+    part_of_sequence: dict[int, str] = {}
+    times: dict[str, float] = defaultdict(float)
+
+    def part(event: Any) -> str:
+        while event is not None:
+            if event.name in labels:
+                return event.name
+            if event.name.startswith("autograd::engine"):
+                return part_of_sequence.get(event.sequence_nr, "other")
+            event = event.cpu_parent
+        return "other"
+
+    for event in events:  # forward first: events come in the order of their start
+        name = part(event)
+        if event.sequence_nr >= 0 and not event.name.startswith("autograd::engine"):
+            part_of_sequence.setdefault(event.sequence_nr, name)
+        times[name] += event.self_cpu_time_total
+    return times
