@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.pipeline import LocalPipeline
+from pipedraft.inference.pipeline import LocalPipeline, Returned
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Expansion, TreeShape
 from pipedraft.inference.sources import DraftSource, Growth, Sampling, make_source
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier, RejectionVerifier, Verifier
-from pipedraft.models.target import Segment, StagedTarget
+from pipedraft.models.target import StagedTarget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +133,7 @@ class Engine:
                 )
             cut = self.draft.boundaries or cut
         self.target = StagedTarget(target, cut)
+        self.pipeline = LocalPipeline(self.target)
         self._check_growth()
 
     def _check_growth(self) -> None:
@@ -214,7 +215,7 @@ class Session:
         self.verifier: Verifier = rule(config.temperature, self.random)
         self.sampling = Sampling(config.temperature, config.uses_rejection, self.random)
         self.source = engine.make_source()
-        self.pipeline = LocalPipeline(engine.target, self.source.taps if self.source else ())
+        self.pipeline = engine.pipeline
         self.clock = VirtualClock(config.cost, engine.target.num_stages, engine.draft_cost)
         self.result = DecodeResult(
             prompt_ids=list(prompt_ids),
@@ -226,15 +227,13 @@ class Session:
         self.num_rounds = 0
         self.round_length = 0
         self.pending_forwards = 0
-        logits_V, features = self.pipeline.prefill(torch.tensor(prompt_ids))
-        first = MatchVerifier(config.temperature, self.random).walk(
-            TokenTree(prompt_ids[-1], len(prompt_ids) - 1), logits_V[None]
-        )
+        taps = self.source.taps if self.source else ()
+        token, features = self.pipeline.prefill(torch.tensor(prompt_ids), taps, self.verifier)
         if self.source is not None:
-            self.source.begin(features, [*prompt_ids[1:], first.next_token])
+            self.source.begin(features, [*prompt_ids[1:], token])
         self.result.prefill_s = time.perf_counter() - self.started
-        self.tree = TokenTree(first.next_token, len(prompt_ids))
-        self._emit(first.next_token)
+        self.tree = TokenTree(token, len(prompt_ids))
+        self._emit(token)
 
     # -- verbs ------------------------------------------------------------------------------
 
@@ -258,6 +257,7 @@ class Session:
             if start < stop:
                 self.pipeline.inject(tree.segment(start, stop))
         tree.num_injected = len(tree)
+        self.pipeline.start()
 
     def grow_layer(self) -> None:
         """Let the draft add guesses below the deepest rows, from what is known now."""
@@ -299,7 +299,7 @@ class Session:
         """Draft forwards that fit beside one step of the stages under the cost model, 1 or more."""
         return self.clock.hidden_forwards(max(self.pipeline.last_rows))
 
-    def step(self, *, overlap: bool = False) -> Segment | None:
+    def step(self, *, overlap: bool = False) -> Returned | None:
         """One pipeline step, with the drafting since the last one beside it or after it."""
         returned = self.pipeline.tick()
         self.clock.step(
@@ -308,14 +308,13 @@ class Session:
         self.pending_forwards = 0
         return returned
 
-    def resolve(self, returned: Segment) -> bool:
+    def resolve(self, returned: Returned) -> bool:
         """Verify a returned segment, emit, commit and prune.
 
         Returns:
             True when the next token is a row of the tree (nothing has to restart).
         """
-        assert returned.hidden is not None
-        walk = self.verifier.walk(self.tree, self.pipeline.logits(returned.hidden))
+        walk = self.verifier.walk(self.tree, returned.verdicts)
         emitted = [self.tree.tokens[row] for row in walk.path[1:]] + [walk.next_token]
         keep = self.tree.keep_for(walk.path, walk.next_token)
         committed = self.pipeline.keep(keep)

@@ -1,11 +1,22 @@
 """A pipelined target in one process: stages step together, one segment each."""
 
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pipedraft.inference.verify import Verifier
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The first rows of the token tree, back from the last stage."""
+
+    num_rows: int
+    verdicts: Tensor
+    """[R, ...]: what the verifier's ``judge`` made of their logits."""
 
 
 class FeatureStore:
@@ -42,9 +53,11 @@ class FeatureStore:
 class LocalPipeline:
     """All stages of a target in this process; one ``tick`` is one pipeline step."""
 
-    def __init__(self, target: StagedTarget, taps: tuple[int, ...]) -> None:
-        self.target, self.taps = target, taps
-        self.features = FeatureStore(taps)
+    def __init__(self, target: StagedTarget) -> None:
+        self.target = target
+        self.taps: tuple[int, ...] = ()
+        self.features = FeatureStore(())
+        self._verifier: Verifier | None = None
         self._entrance: deque[Segment] = deque()
         self._waiting: list[Segment | None] = [None] * target.num_stages
         self.last_rows: list[int] = [0] * target.num_stages
@@ -54,12 +67,17 @@ class LocalPipeline:
     def num_stages(self) -> int:
         return self.target.num_stages
 
-    def prefill(self, input_ids: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Commit a prompt; returns the last row's logits [V] and the tapped states [P, H]."""
-        self.features = FeatureStore(self.taps)
+    def prefill(
+        self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
+    ) -> tuple[int, dict[int, Tensor]]:
+        """Commit a prompt; returns the target's next token and the tapped states [P, H]."""
+        self.taps, self._verifier = taps, verifier
+        self.features = FeatureStore(taps)
         self._entrance.clear()
         self._waiting = [None] * self.num_stages
-        return self.target.prefill(input_ids, self.taps)
+        logits_V, features = self.target.prefill(input_ids, taps)
+        last = torch.tensor([len(input_ids) - 1])
+        return int(verifier.target_tokens(logits_V[None], last)), features
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids)
@@ -71,7 +89,10 @@ class LocalPipeline:
             assert segment.ids is not None
             self.features.append(0, self.embed(segment.ids))
 
-    def tick(self) -> Segment | None:
+    def start(self) -> None:
+        """The next segment may enter now: everything that precedes the step is known."""
+
+    def tick(self) -> Returned | None:
         """Every stage processes what waits at its input; returns what leaves the last one."""
         returned = None
         if self._entrance:
@@ -88,7 +109,7 @@ class LocalPipeline:
                 if start < layer <= end:
                     self.features.append(layer, output.taps[layer])
             if index == self.num_stages - 1:
-                returned = output
+                returned = self._judge(output)
             else:
                 self._waiting[index + 1] = output
         return returned
@@ -104,5 +125,8 @@ class LocalPipeline:
             stage.keep(keep)
         return self.features.keep(keep)
 
-    def logits(self, hidden_RH: Tensor) -> Tensor:
-        return self.target.logits(hidden_RH)
+    def _judge(self, segment: Segment) -> Returned:
+        assert segment.hidden is not None and self._verifier is not None
+        logits_RV = self.target.logits(segment.hidden)
+        verdicts = self._verifier.judge(logits_RV, segment.positions)
+        return Returned(segment.num_rows, verdicts)

@@ -8,7 +8,7 @@ token. The law of the emitted text is the target's, for every schedule.
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -64,60 +64,77 @@ class Walk:
     """One entry for each token that was tested against guesses: whether a guess was right."""
 
 
-class Verifier(Protocol):
-    def walk(self, tree: TokenTree, logits_RV: Tensor) -> Walk: ...
+class Verifier:
+    """A rule in two parts: ``judge`` where the logits are, ``walk`` where the tree is.
 
-
-class MatchVerifier:
-    """Draw x ~ p(. | node), argmax when greedy; go to child x if the tree has it.
-
-    Exact for any tree that is a function of earlier draws only, whichever siblings were verified
-    before: the draw at a node never looks at its children (PIPELINES 1.6; EAGLE's sequential test
-    with q = 1 has the same law).
+    Between them lies the link from the last stage to the controller, so a rule whose verdicts are
+    token ids sends nothing larger.
     """
 
     def __init__(self, temperature: float, random: KeyedRandom) -> None:
         self.temperature, self.random = temperature, random
 
-    def walk(self, tree: TokenTree, logits_RV: Tensor) -> Walk:
+    def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
+        """What ``walk`` has to know of returned rows: [R, ...], on the CPU."""
+        raise NotImplementedError
+
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
+        """Walk through the first R rows of the tree."""
+        raise NotImplementedError
+
+    def target_tokens(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
+        """int64 [R]: the target's own draw x ~ p(. | row), argmax when greedy, after each row."""
+        if self.temperature == 0:
+            return logits_RV.argmax(-1).cpu()
+        p_RV = probabilities(logits_RV, self.temperature)
+        uniforms = [self.random.uniform(p + 1, "target") for p in positions_R.tolist()]
+        return torch.tensor([draw(p_V, u) for p_V, u in zip(p_RV, uniforms, strict=True)])
+
+
+class MatchVerifier(Verifier):
+    """Draw x ~ p(. | node), argmax when greedy; go to child x if the tree has it.
+
+    Exact for any tree that is a function of earlier draws only, whichever siblings were verified
+    before: the draw at a node never looks at its children (EAGLE's sequential test with q = 1
+    has the same law). A verdict is the drawn token.
+    """
+
+    def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
+        return self.target_tokens(logits_RV, positions_R)
+
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
+        tokens = verdicts_R.tolist()
         path: list[int] = [0]
         tests: list[bool] = []
         while True:
             row = path[-1]
-            token = self._token(logits_RV[row], tree.position(row) + 1)
-            child = tree.child(row, token)
+            child = tree.child(row, tokens[row])
             if tree.children(row):
                 tests.append(child is not None)
-            if child is None or child >= len(logits_RV):
-                return Walk(path, token, tests)
+            if child is None or child >= len(tokens):
+                return Walk(path, tokens[row], tests)
             path.append(child)
 
-    def _token(self, logits_V: Tensor, position: int) -> int:
-        if self.temperature == 0:
-            return int(logits_V.argmax())
-        uniform = self.random.uniform(position, "target")
-        return draw(probabilities(logits_V, self.temperature), uniform)
 
-
-class RejectionVerifier:
+class RejectionVerifier(Verifier):
     """Speculative sampling on a chain of sampled guesses: accept x ~ q with min(1, p(x) / q(x)).
 
     On rejection the token comes from the residual (p - q)+ (Leviathan et al., arXiv:2211.17192).
     The acceptance probability is sum_v min(p, q), more than the match rule's sum_v p q. Only for
     chains whose guesses were sampled from the stored q: deterministic or several children would
-    change the law.
+    change the law. A verdict is the row's logits: the residual needs all of p.
     """
 
-    def __init__(self, temperature: float, random: KeyedRandom) -> None:
-        self.temperature, self.random = temperature, random
+    def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
+        return logits_RV.cpu()
 
-    def walk(self, tree: TokenTree, logits_RV: Tensor) -> Walk:
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
         path: list[int] = [0]
         tests: list[bool] = []
         while True:
             row = path[-1]
             position = tree.position(row) + 1
-            p_V = probabilities(logits_RV[row], self.temperature)
+            p_V = probabilities(verdicts_R[row], self.temperature)
             children = tree.children(row)
             if not children:
                 token = draw(p_V, self.random.uniform(position, "target"))
@@ -131,6 +148,6 @@ class RejectionVerifier:
                 residual_V = (p_V - q_V).clamp_min(0)
                 uniform = self.random.uniform(position, "residual")
                 return Walk(path, draw(residual_V, uniform), tests)
-            if child >= len(logits_RV):
+            if child >= len(verdicts_R):
                 return Walk(path, token, tests)
             path.append(child)

@@ -247,6 +247,9 @@ def test_sampled_text_has_the_targets_law(way):
 class AcceptMostLikelyMutant(MatchVerifier):
     """Published: accept a greedy guess with probability p(x) / q(x) although it was not sampled."""
 
+    def judge(self, logits_RV, positions_R):
+        return logits_RV
+
     def walk(self, tree, logits_RV):
         children = tree.children(0)
         if children:
@@ -258,7 +261,8 @@ class AcceptMostLikelyMutant(MatchVerifier):
                 from pipedraft.inference.verify import Walk
 
                 return Walk([0], token, [True])
-        return super().walk(tree, logits_RV)
+        positions = tree.positions(0, len(logits_RV))
+        return super().walk(tree, self.target_tokens(logits_RV, positions))
 
 
 def test_the_law_test_catches_the_published_tree_rule(monkeypatch):

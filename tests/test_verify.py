@@ -12,6 +12,8 @@ from pipedraft.inference.verify import (
     KeyedRandom,
     MatchVerifier,
     RejectionVerifier,
+    Verifier,
+    Walk,
     draw,
     probabilities,
 )
@@ -104,6 +106,10 @@ class Script:
         return self.values[purpose]
 
 
+def walk_on(rule: Verifier, tree: TokenTree, logits_RV: torch.Tensor) -> Walk:
+    return rule.walk(tree, rule.judge(logits_RV, tree.positions(0, len(logits_RV))))
+
+
 def simplex_points(size: int) -> list[torch.Tensor]:
     """Distributions with entries in multiples of 1/4, zeros included."""
     points = [p for p in itertools.product(range(5), repeat=size) if sum(p) == 4]
@@ -122,7 +128,7 @@ def one_step_law(p: torch.Tensor, q: torch.Tensor, residual_of=None) -> np.ndarr
         tree.add(0, int(guess), 0.0, q)
         for accept, residual in itertools.product(GRID, GRID):
             rule = RejectionVerifier(1.0, Script(accept=accept, residual=residual))
-            walk = rule.walk(tree, logits)
+            walk = walk_on(rule, tree, logits)
             token = walk.next_token
             if residual_of is not None and not walk.tests[0]:
                 token = draw(residual_of(p, q), residual)
@@ -154,7 +160,7 @@ def test_the_rejection_rule_accepts_with_the_overlap_of_both_distributions():
             tree = TokenTree(0, 0)
             tree.add(0, int(guess), 0.0, q)
             rule = RejectionVerifier(1.0, Script(accept=accept, residual=0.5))
-            accepted += float(q[guess]) / len(GRID) * rule.walk(tree, p.log()[None]).tests[0]
+            accepted += float(q[guess]) / len(GRID) * walk_on(rule, tree, p.log()[None]).tests[0]
         assert accepted == pytest.approx(float(torch.minimum(p, q).sum()))
 
 
@@ -165,7 +171,7 @@ def test_disjoint_supports_reject_always_and_draw_from_the_target():
     tree.add(0, 0, 0.0, q)
     for residual, expected in ((0.0, 1), (0.49, 1), (0.5, 2), (0.999, 2)):
         rule = RejectionVerifier(1.0, Script(accept=0.0, residual=residual))
-        walk = rule.walk(tree, p.log()[None])
+        walk = walk_on(rule, tree, p.log()[None])
         assert (walk.path, walk.next_token, walk.tests) == ([0], expected, [False])
 
 
@@ -184,7 +190,7 @@ def test_two_rejection_steps_have_the_product_law_with_hashed_uniforms():
     for seed in range(seeds):
         random = KeyedRandom(seed, 0)
         guesses = [draw(q, random.uniform(position, "draft")) for position in (11, 12)]
-        walk = RejectionVerifier(1.0, random).walk(chain(guesses, q), p_2V.log())
+        walk = walk_on(RejectionVerifier(1.0, random), chain(guesses, q), p_2V.log())
         text = [guesses[row - 1] for row in walk.path[1:]] + [walk.next_token]
         if len(text) == 1:  # rejected: the second token is drawn in a round of its own
             text.append(draw(p_2V[1], KeyedRandom(seed, 1).uniform(12, "target")))
@@ -202,16 +208,16 @@ def test_a_walk_stops_at_the_first_row_whose_logits_are_in_flight():
         MatchVerifier(1.0, Script(target=0.5)),
         MatchVerifier(0.0, Script()),
     ):
-        walk = rule.walk(tree, sure.expand(2, 3))
+        walk = walk_on(rule, tree, sure.expand(2, 3))
         assert (walk.path, walk.next_token, walk.tests) == ([0, 1], 1, [True, True])
-        walk = rule.walk(tree, sure.expand(1, 3))
+        walk = walk_on(rule, tree, sure.expand(1, 3))
         assert (walk.path, walk.next_token, walk.tests) == ([0], 1, [True])
 
 
 def test_a_leaf_gets_one_more_token_and_no_test():
     sure = torch.tensor([[50.0, -50.0, -50.0]])
     for rule in (RejectionVerifier(1.0, Script(target=0.5)), MatchVerifier(0.0, Script())):
-        walk = rule.walk(TokenTree(2, 4), sure)
+        walk = walk_on(rule, TokenTree(2, 4), sure)
         assert (walk.path, walk.next_token, walk.tests) == ([0], 0, [])
 
 
@@ -225,7 +231,7 @@ def test_the_match_rule_draws_without_looking_at_the_guesses():
         for _ in range(8):
             tree.add(int(rng.integers(len(tree))), int(rng.integers(6)), 0.0)
         logits = p_RV[: len(tree)].log() * 0.8
-        walk = MatchVerifier(0.8, random).walk(tree, logits)
+        walk = walk_on(MatchVerifier(0.8, random), tree, logits)
         for row, following in zip(walk.path, [*walk.path[1:], None], strict=True):
             uniform = random.uniform(tree.position(row) + 1, "target")
             expected = draw(p_RV[row], uniform)
@@ -241,5 +247,5 @@ def test_greedy_matching_follows_the_argmax_to_its_end():
     leaf = tree.add(right, 1, 0.0)
     logits = torch.full((len(tree), 3), -1.0)
     logits[0, 2] = logits[right, 1] = logits[leaf, 0] = 1.0
-    walk = MatchVerifier(0.0, Script()).walk(tree, logits)
+    walk = walk_on(MatchVerifier(0.0, Script()), tree, logits)
     assert (walk.path, walk.next_token, walk.tests) == ([0, right, leaf], 0, [True, True])

@@ -1,6 +1,5 @@
 """Draft a tree, verify it, start again: EAGLE on a pipelined target, in one batch or in several."""
 
-from dataclasses import replace
 from typing import Any
 
 
@@ -20,6 +19,8 @@ def naive_pp(session: Any) -> None:
 def _in_micro_batches(session: Any, count: int) -> None:
     import torch  # not above: --help names the schedules without it
 
+    from pipedraft.inference.pipeline import Returned
+
     while not session.done:
         session.grow_tree(session.config.tree, by_score=False)
         session.draft_alone()
@@ -29,4 +30,5 @@ def _in_micro_batches(session: Any, count: int) -> None:
             returned = session.step()
             if returned is not None:
                 parts.append(returned)
-        session.resolve(replace(parts[0], hidden=torch.cat([part.hidden for part in parts])))
+        verdicts = torch.cat([part.verdicts for part in parts])
+        session.resolve(Returned(len(verdicts), verdicts))
