@@ -27,6 +27,9 @@ class Parser(argparse.ArgumentParser):
         before, _, missing = message.partition("the following arguments are required: ")
         if not before and missing:
             raise UsageError(f"{missing}: missing; see --help for an example")
+        choices = message.removeprefix("one of the arguments ").removesuffix(" is required")
+        if message == f"one of the arguments {choices} is required":
+            raise UsageError(f"{choices.replace(' ', ' or ')}: missing; see --help for an example")
         raise UsageError(f"{message.removeprefix('argument ')} (see --help)")
 
 

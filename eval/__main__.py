@@ -1,13 +1,20 @@
 """Evaluate drafts against autoregressive decoding: `python -m pipedraft.eval --help`."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipedraft.errors import Parser, make_folder, run_command
-from pipedraft.inference.arguments import add_drafting_arguments, drafting_settings
+from pipedraft.inference.arguments import (
+    add_backend_arguments,
+    add_drafting_arguments,
+    backend_of,
+    drafting_settings,
+)
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 
@@ -15,6 +22,8 @@ EXAMPLE = """\
 example:
   python -m pipedraft.eval --checkpoint out/spd_tiny --benchmarks mt_bench,gsm8k,humaneval \\
       --limit 16 --max-new-tokens 128 --temperature 0,1 --out out/eval
+  python -m pipedraft.eval --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B \\
+      --benchmarks gsm8k --schedule pipeinfer,eagle --stages 4 --out out/draft_model
 
 writes results.json, report.md, manifest.json and two plots into --out and prints the table.
 The autoregressive baseline is always part of it. Without --data-dir the repository's own small
@@ -62,14 +71,21 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add(
+    drafts = parser.add_mutually_exclusive_group(required=True)
+    drafts.add_argument(
         "--checkpoint",
         action="append",
-        required=True,
+        default=[],
         metavar="DIR",
         help="checkpoint folder or Hub repository of a draft; may be given several times",
     )
+    drafts.add_argument(
+        "--draft-model",
+        metavar="DIR",
+        help="folder or Hub name of a language model with the target's tokenizer, as the draft "
+        "(its own schedule is pipeinfer); needs --target",
+    )
+    add = parser.add_argument
     add("--target", help="folder or Hub name of the target; default: the one the draft names")
     add(
         "--benchmarks",
@@ -86,6 +102,21 @@ def build_parser() -> Parser:
         ", or hub: or hub:owner/name; default: the repository's own prompts",
     )
     _add_decoding_arguments(parser)
+    add_backend_arguments(parser)
+    add(
+        "--cost",
+        type=Path,
+        metavar="FILE",
+        help="cost model (JSON, as --calibrate writes it) for the modelled speed-up S; default: "
+        "links and verification free, a draft forward by its layers",
+    )
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="write the cost model that this run's measurements make: the time of a row more, a "
+        "hop, a verification, a draft forward",
+    )
     add("--out", type=Path, required=True, metavar="OUT", help="folder of the results")
     return parser
 
@@ -195,6 +226,8 @@ def _read_drafts(
             )
     if arguments.target is not None:
         return arguments.target, None, drafts
+    if arguments.draft_model is not None:
+        raise ValueError(f"--target: missing; --draft-model {arguments.draft_model} names none")
     references = [description["target"] for description in drafts.values()]
     targets = dict.fromkeys((target["name"], target.get("revision")) for target in references)
     if len(targets) > 1:
@@ -218,30 +251,62 @@ def _method_name(folder: Path, drafts: dict[Path, dict[str, Any]]) -> str:
     return draft_type if alone else f"{draft_type} ({folder.parent.name}/{folder.name})"
 
 
+@dataclass(frozen=True)
+class _Draft:
+    name: str
+    """Of the method."""
+    kind: str
+    place: str
+    network: Any
+
+
+def _load_drafts(
+    arguments: argparse.Namespace,
+    drafts: dict[Path, dict[str, Any]],
+    target: Any,
+    tokenizer: Any,
+) -> list[_Draft]:
+    from pipedraft.models import load_draft
+    from pipedraft.models.language_model import load_draft_model
+
+    if arguments.draft_model is not None:
+        network = load_draft_model(arguments.draft_model, target, tokenizer)
+        return [_Draft("draft model", network.draft_type, arguments.draft_model, network)]
+    return [
+        _Draft(
+            _method_name(folder, drafts),
+            description["draft_type"],
+            str(folder),
+            load_draft(str(folder), target).to(target.device, target.dtype),
+        )
+        for folder, description in drafts.items()
+    ]
+
+
 def _make_methods(
-    arguments: argparse.Namespace, drafts: dict[Path, dict[str, Any]], target: Any
+    arguments: argparse.Namespace, drafts: Sequence[_Draft], target: "_Target", cost: Any
 ) -> list[Any]:
-    """Every checkpoint x schedule x temperature x tree, or tree width."""
+    """Every draft x schedule x temperature x tree, or tree width."""
     from pipedraft.eval.run import Method
     from pipedraft.inference.engine import EngineConfig
     from pipedraft.inference.sources import default_schedule
-    from pipedraft.models import load_draft
 
     methods = []
-    for folder, description in drafts.items():
-        draft = load_draft(str(folder), target).to(target.device, target.dtype)
-        name = _method_name(folder, drafts)
-        schedules = arguments.schedule or [default_schedule(description["draft_type"])]
+    for draft in drafts:
+        name, network = draft.name, draft.network
+        schedules = arguments.schedule or [default_schedule(draft.kind)]
         for schedule in schedules:
             methods += [
                 Method(
                     # One draft may run under several schedules; its type alone would hide which.
                     name=name if len(schedules) == 1 else f"{name}: {schedule}",
-                    draft=draft,
-                    checkpoint=str(folder),
+                    draft=network,
+                    checkpoint=draft.place,
                     config=EngineConfig(
                         schedule=schedule,
-                        num_stages=draft.num_stages or arguments.stages or DEFAULT_STAGES,
+                        num_stages=network.num_stages or target.num_stages or DEFAULT_STAGES,
+                        boundaries=target.boundaries,
+                        cost=cost,
                         temperature=temperature,
                         verifier=arguments.verifier,
                         seed=arguments.seed,
@@ -258,7 +323,10 @@ def _make_methods(
 
 def _shapes(arguments: argparse.Namespace, schedule: str) -> list[dict[str, Any]]:
     """The trees, or the widths, that the schedule is to be run with."""
-    if schedule in SCHEDULES and SCHEDULES[schedule].grows == "trees":
+    grows = SCHEDULES[schedule].grows if schedule in SCHEDULES else None
+    if grows == "micro_batches":
+        return [{}]
+    if grows == "trees":
         return [{"tree": TreeShape.parse(tree)} for tree in arguments.tree]
     return [{"tree_width": width} for width in arguments.tree_width]
 
@@ -277,47 +345,118 @@ def _device(name: str) -> Any:
         ) from error
 
 
+@dataclass(frozen=True)
+class _Target:
+    """The target as the engine sees it, and as transformers does."""
+
+    model: Any
+    reference: Any
+    connect: Callable[..., Any]
+    boundaries: tuple[int, ...]
+    num_stages: int | None
+
+
+def _load_target(
+    arguments: argparse.Namespace, name: str, revision: str | None, trained: Any, cluster: Any
+) -> _Target:
+    """
+    Args:
+        trained: descriptions of the drafts.
+    """
+    import torch
+
+    from pipedraft.inference.pipeline import LocalPipeline
+    from pipedraft.models.target import load_target
+
+    dtype = getattr(torch, arguments.dtype)
+    if cluster is None:
+        model = load_target(name, revision=revision, dtype=dtype, device=_device(arguments.device))
+        reference = None if arguments.no_lossless else model
+        return _Target(model, reference, LocalPipeline, arguments.boundaries, arguments.stages)
+    architectures = [description["architecture"] for description in trained]
+    wanted = {a["num_stages"] for a in architectures if a.get("num_stages")}
+    cuts = {tuple(a["boundaries"]) for a in architectures if a.get("boundaries")}
+    if len(wanted | {arguments.stages} - {None}) > 1 or len(cuts) > 1:
+        raise ValueError(
+            f"--checkpoint: drafts for {sorted(wanted)} stages and cuts {sorted(cuts)}, but the "
+            "processes hold one cut of the target; evaluate them in several launches"
+        )
+    num_stages = cluster.num_stages(arguments.stages or next(iter(wanted), None))
+    cut = arguments.boundaries or next(iter(cuts), ())
+    model = cluster.load_target(
+        name, revision=revision, num_stages=num_stages, boundaries=cut, dtype=dtype
+    )
+    reference = None if arguments.no_lossless else load_target(name, revision=revision)
+    return _Target(model, reference, cluster.connect, cluster.job.boundaries, num_stages)
+
+
+def _read_cost(path: Path | None) -> Any:
+    from pipedraft.inference.clock import CostModel
+
+    if path is None:
+        return CostModel()
+    try:
+        return CostModel(**json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"--cost: {str(path)!r} is no cost model ({error}); write one with --calibrate"
+        ) from error
+
+
 def run(argv: Sequence[str]) -> None:
     """The whole command; bad input raises ValueError, cheap checks before the models load."""
     arguments = build_parser().parse_args(argv)
-    import torch
+    with backend_of(arguments) as cluster:
+        if cluster is None or cluster.is_controller:
+            _evaluate(arguments, argv, cluster)
+        else:
+            cluster.serve()
+
+
+def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) -> None:
     from transformers.utils import logging
 
+    from pipedraft.eval.calibrate import fit_cost
     from pipedraft.eval.manifest import build_manifest
     from pipedraft.eval.report import format_table, write_report
     from pipedraft.eval.run import Comparison
-    from pipedraft.models.target import load_target, load_tokenizer
+    from pipedraft.models.target import load_tokenizer
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     benchmarks = _load_benchmarks(arguments)
     target_name, revision, drafts = _read_drafts(arguments)
-    device = _device(arguments.device)
+    cost = _read_cost(arguments.cost)
     make_folder("--out", arguments.out)
     tokenizer = load_tokenizer(target_name, revision=revision)
-    target = load_target(
-        target_name, revision=revision, dtype=getattr(torch, arguments.dtype), device=device
-    )
+    target = _load_target(arguments, target_name, revision, drafts.values(), cluster)
     comparison = Comparison(
-        target=target,
+        target=target.model,
         tokenizer=tokenizer,
         benchmarks=benchmarks,
-        lossless=not arguments.no_lossless,
+        reference=target.reference,
+        connect=target.connect,
     )
-    runs = comparison.run(_make_methods(arguments, drafts, target))
+    loaded = _load_drafts(arguments, drafts, target.model, tokenizer)
+    runs = comparison.run(_make_methods(arguments, loaded, target, cost))
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(arguments).items()}
     manifest = build_manifest(
-        target=target,
+        target=target.model,
         tokenizer=tokenizer,
         benchmarks=benchmarks,
         checkpoints=list(drafts),
-        config=settings | {"target": target_name, "device": str(device)},
+        draft_model=loaded[0].network.model if arguments.draft_model is not None else None,
+        config=settings | {"target": target_name, "device": str(target.model.device)},
         argv=["python", "-m", "pipedraft.eval", *argv],
         seed=arguments.seed,
     )
     write_report(arguments.out, runs, manifest)
     print(format_table(runs))
     print(f"written: {arguments.out}/results.json, report.md, manifest.json and plots")
+    if arguments.calibrate is not None:
+        measured = fit_cost(runs)
+        arguments.calibrate.write_text(json.dumps(vars(measured), indent=2) + "\n")
+        print(f"written: {arguments.calibrate}: {vars(measured)}")
 
 
 def main() -> None:

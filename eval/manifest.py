@@ -75,12 +75,21 @@ def _hardware(device: torch.device) -> dict[str, Any]:
     }
 
 
+def _model(model: PreTrainedModel) -> dict[str, Any]:
+    return {
+        "name": model.config.name_or_path,
+        "parameters": model.num_parameters(),
+        "fingerprint": target_fingerprint(model),
+    }
+
+
 def build_manifest(
     *,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     benchmarks: Mapping[str, Sequence[Prompt]],
     checkpoints: Sequence[Path],
+    draft_model: PreTrainedModel | None = None,
     config: Mapping[str, Any],
     argv: Sequence[str],
     seed: int,
@@ -89,6 +98,7 @@ def build_manifest(
 
     Args:
         checkpoints: folders of the drafts; the SHA-256 of their weights is recorded.
+        draft_model: a language model as the draft; recorded as the target is.
         config: the settings as resolved.
         argv: the command line, program first.
     """
@@ -105,11 +115,8 @@ def build_manifest(
             **{name: version(name) for name in PACKAGES},
         },
         "git": git_state(),
-        "target": {
-            "name": target.config.name_or_path,
-            "parameters": target.num_parameters(),
-            "fingerprint": target_fingerprint(target),
-        },
+        "target": _model(target),
+        "draft_model": None if draft_model is None else _model(draft_model),
         "tokenizer": {
             "name": tokenizer.name_or_path,
             "sha256": tokenizer_hash(tokenizer),

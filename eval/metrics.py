@@ -222,7 +222,7 @@ class RunLabel:
     temperature: float
     tree_width: int
     tree: str | None = None
-    """Shape of the draft tree, for schedules that grow whole trees."""
+    """Shape of the draft tree or micro-batch, for schedules that grow these."""
     checkpoint: str | None = None
     verifier: str = "match"
     """The rule that was applied, not "auto"."""

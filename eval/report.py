@@ -16,10 +16,10 @@ HISTOGRAM_LENGTHS = 8
 LENGTH_PLOT = "equivalent_acceptance_length.png"
 POSITION_PLOT = "acceptance_by_position.png"
 LEGEND = """\
-- **n** pipeline stages of the target, **T** temperature, **W** tree width (guesses per layer, or
-  children of the root), **tree** shape of a whole draft tree (chain:levels, or
-  dynamic:levels:beams:tokens), **N** tokens after the prefill token, **K** pipeline steps (idle and
-  rejecting ones counted).
+- **n** pipeline stages of the target, **T** temperature, **W** tree width (guesses per layer,
+  children of the root, or branches of a micro-batch), **tree** what is drafted at once
+  (chain:levels, dynamic:levels:beams:tokens, or micro-batch:tokens), **N** tokens after the prefill
+  token, **K** pipeline steps (idle and rejecting ones counted).
 - **alpha** accepted over tested draft tokens; **tau** tokens per round.
 - **L'** = n N / K, the equivalent acceptance length: *pooled* is n sum(N) / sum(K) with its 95 %
   bootstrap interval over conversations, *mean* the average over conversations. Autoregressive

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,9 @@ from pipedraft.eval.metrics import (
 )
 from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.pipeline import LocalPipeline
 from pipedraft.inference.result import DecodeResult
+from pipedraft.models.target import StagedTarget
 
 WARM_UP_TOKENS = 8
 
@@ -136,6 +138,8 @@ class _Decoded:
     summary: Summary
     lossless: dict[str, int] | None
     num_turns: int
+    processes: list[dict[str, Any]]
+    """What each process measured: seconds, counts and rows by kind of work, peak memory."""
 
     def entry(self, method: Method, benchmark: str, baseline: "_Decoded") -> dict[str, Any]:
         config = method.config
@@ -145,7 +149,7 @@ class _Decoded:
             benchmark=benchmark,
             temperature=config.temperature,
             tree_width=config.width,
-            tree=config.tree.label if config.grows == "trees" else None,
+            tree=config.shape_label,
             checkpoint=method.checkpoint,
             verifier="rejection" if config.uses_rejection else "match",
             seed=config.seed,
@@ -155,6 +159,7 @@ class _Decoded:
             label, self.summary, autoregressive=baseline.summary, lossless=self.lossless
         )
         entry["skipped_turns"] = self.num_turns - len(self.records)
+        entry["processes"] = self.processes
         entry["stop_reasons"] = dict(Counter(r.result.stop_reason for r in self.records))
         entry["per_prompt"] = _per_prompt(self.records)
         return entry
@@ -170,7 +175,18 @@ def _pool(parts: Sequence[_Decoded], seed: int) -> _Decoded:
         if checks
         else None,
         num_turns=sum(part.num_turns for part in parts),
+        processes=[_add_up(same) for same in zip(*(part.processes for part in parts), strict=True)],
     )
+
+
+def _add_up(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One process on several benchmarks."""
+    total: dict[str, Any] = {"name": reports[0]["name"]}
+    for quantity in ("seconds", "counts", "rows"):
+        counters = [Counter(report[quantity]) for report in reports]
+        total[quantity] = dict(sum(counters, Counter()))
+    total["peak_rss_mb"] = max(report["peak_rss_mb"] for report in reports)
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +196,11 @@ class Comparison:
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     benchmarks: dict[str, list[Prompt]]
-    lossless: bool = True
-    """Compare every greedy text with transformers; costs one more greedy decoding per turn."""
+    reference: PreTrainedModel | None
+    """Whole target with which transformers decodes every turn once more, to compare greedy texts;
+    None: texts are not compared."""
+    connect: Callable[[StagedTarget], Any] = LocalPipeline
+    """Makes the pipeline; see ``Engine``."""
     progress: bool = True
 
     def run(self, methods: Sequence[Method]) -> list[dict[str, Any]]:
@@ -240,6 +259,7 @@ class Comparison:
         engine = self._engine(method)
         parts = {}
         for name, prompts in self.benchmarks.items():
+            engine.pipeline.clear()
             records = evaluate(
                 engine,
                 prompts,
@@ -249,10 +269,11 @@ class Comparison:
                 f"W={config.width} {name}",
                 progress=self.progress,
             )
+            reports = engine.pipeline.reports()
             check = None
-            if self.lossless and config.temperature == 0:
+            if self.reference is not None and config.temperature == 0:
                 reference = references.setdefault(
-                    config.max_new_tokens, GreedyReference(self.target, config.max_new_tokens)
+                    config.max_new_tokens, GreedyReference(self.reference, config.max_new_tokens)
                 )
                 check = reference.check([record.result for record in records])
             parts[name] = _Decoded(
@@ -260,6 +281,7 @@ class Comparison:
                 summary=summarize_records(records, seed=config.seed),
                 lossless=check,
                 num_turns=sum(len(prompt.turns) for prompt in prompts),
+                processes=[_add_up([report]) for report in reports],
             )
         if len(parts) > 1:
             parts[OVERALL] = _pool(list(parts.values()), config.seed)
@@ -276,4 +298,6 @@ class Comparison:
         self._engine(short).decode(prompt_ids)
 
     def _engine(self, method: Method) -> Engine:
-        return Engine(self.target, self.tokenizer, method.config, method.draft)
+        return Engine(
+            self.target, self.tokenizer, method.config, method.draft, connect=self.connect
+        )

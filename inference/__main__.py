@@ -1,18 +1,29 @@
 """Decode one prompt: text is streamed as it becomes certain, then the figures."""
 
 import argparse
+import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 from pipedraft.errors import Parser, run_command
-from pipedraft.inference.arguments import add_drafting_arguments, drafting_settings
+from pipedraft.inference.arguments import (
+    add_backend_arguments,
+    add_drafting_arguments,
+    backend_of,
+    drafting_settings,
+)
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 
 EXAMPLE = """example:
   python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
   python -m pipedraft.inference --checkpoint out/eagle3 --schedule flowspec --stages 4 --prompt "Hi"
+  python -m pipedraft.inference --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --stages 4 \\
+      --prompt "Hi"
   python -m pipedraft.inference --target assets/target --schedule autoregressive --prompt "Hi"
+  torchrun --nproc-per-node 4 -m pipedraft.inference --checkpoint out/spd --backend process \\
+      --prompt "Hi"
 """
 
 
@@ -23,7 +34,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--checkpoint", help="folder or Hub id of a trained draft")
+    drafts = parser.add_mutually_exclusive_group()
+    drafts.add_argument("--checkpoint", help="folder or Hub id of a trained draft")
+    drafts.add_argument(
+        "--draft-model",
+        help="folder or Hub id of a language model with the target's tokenizer, as the draft "
+        "(its own schedule is pipeinfer)",
+    )
     parser.add_argument("--target", help="folder or Hub id; default: the one the draft names")
     parser.add_argument("--prompt", required=True, help="the user's message; - reads stdin")
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
@@ -40,8 +57,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--verifier", default="auto", choices=["auto", "match", "rejection"])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
+    add_backend_arguments(parser)
     parser.add_argument("--quiet", action="store_true", help="only the text, no figures")
     return parser.parse_args(arguments)
+
+
+@dataclass(frozen=True)
+class Choice:
+    target: str
+    revision: str | None
+    schedule: str
+    num_stages: int | None
+    boundaries: tuple[int, ...]
 
 
 class Stream:
@@ -73,39 +100,59 @@ def encode(tokenizer, text: str, raw: bool) -> list[int]:
     return tokenizer(rendered, add_special_tokens=False).input_ids
 
 
-def main() -> None:
-    options = parse(sys.argv[1:])
+def describe(options: argparse.Namespace) -> Choice:
+    """Which target and schedule the options and the checkpoint's description ask for."""
+    from pipedraft.inference.sources import default_schedule
+    from pipedraft.models.draft import read_description, resolve_folder
+
+    if options.checkpoint is None and options.target is None:
+        if options.draft_model is not None:
+            raise ValueError(f"--target: missing; --draft-model {options.draft_model} names none")
+        raise ValueError("--checkpoint: missing; give a trained draft, or --target alone for AR")
+    if options.draft_model is not None:
+        schedule = options.schedule or default_schedule("language_model")
+        return Choice(options.target, None, schedule, options.stages, options.boundaries)
+    if options.checkpoint is None:
+        if options.schedule not in (None, "autoregressive"):
+            raise ValueError(
+                f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, "
+                "--draft-model DIR, or --schedule autoregressive"
+            )
+        return Choice(options.target, None, "autoregressive", options.stages, options.boundaries)
+    description = read_description(resolve_folder(options.checkpoint))
+    reference, architecture = description["target"], description["architecture"]
+    return Choice(
+        options.target or reference["name"],
+        reference.get("revision") if options.target is None else None,
+        options.schedule or default_schedule(description["draft_type"]),
+        architecture.get("num_stages") if options.stages is None else options.stages,
+        options.boundaries or tuple(architecture.get("boundaries") or ()),
+    )
+
+
+def run(options: argparse.Namespace, cluster: Any) -> None:
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not text.strip():
         raise ValueError(f"--prompt: {text!r} is empty; give at least one word")
     from transformers.utils import logging
 
     from pipedraft.inference.engine import Engine, EngineConfig
-    from pipedraft.inference.sources import default_schedule
+    from pipedraft.inference.pipeline import LocalPipeline
     from pipedraft.models import load_draft
-    from pipedraft.models.draft import read_description, resolve_folder
+    from pipedraft.models.language_model import load_draft_model
     from pipedraft.models.target import load_target, load_tokenizer
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if options.checkpoint is None and options.target is None:
-        raise ValueError("--checkpoint: missing; give a trained draft, or --target alone for AR")
-    name, revision, own_schedule = options.target, None, "autoregressive"
-    if options.checkpoint is not None:
-        description = read_description(resolve_folder(options.checkpoint))
-        own_schedule = default_schedule(description["draft_type"])
-        if name is None:
-            name = description["target"]["name"]
-            revision = description["target"].get("revision")
-    elif options.schedule not in (None, "autoregressive"):
-        raise ValueError(
-            f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, or "
-            "--schedule autoregressive"
-        )
+    choice = describe(options)
+    num_stages = 1 if choice.num_stages is None else choice.num_stages
+    if cluster is not None:
+        num_stages = cluster.num_stages(choice.num_stages)
     # Before anything is loaded, so that bad values are refused at once.
     config = EngineConfig(
-        schedule=options.schedule or own_schedule,
-        num_stages=1 if options.stages is None else options.stages,
+        schedule=choice.schedule,
+        num_stages=num_stages,
+        boundaries=choice.boundaries,
         temperature=options.temperature,
         verifier=options.verifier,
         tree_width=options.tree_width,
@@ -114,26 +161,66 @@ def main() -> None:
         max_new_tokens=options.max_new_tokens,
         **drafting_settings(options),
     )
-    tokenizer = load_tokenizer(name, revision=revision)
-    target = load_target(name, revision=revision)
-    draft = load_draft(options.checkpoint, target) if options.checkpoint else None
-    if options.stages is None and draft is not None and draft.num_stages is not None:
-        config = replace(config, num_stages=draft.num_stages)
-    engine = Engine(target, tokenizer, config, draft)
+    tokenizer = load_tokenizer(choice.target, revision=choice.revision)
+    if cluster is None:
+        target = load_target(choice.target, revision=choice.revision)
+    else:
+        target = cluster.load_target(
+            choice.target,
+            revision=choice.revision,
+            num_stages=num_stages,
+            boundaries=choice.boundaries,
+            traces=options.trace is not None,
+        )
+    draft: Any = None
+    if options.checkpoint is not None:
+        draft = load_draft(options.checkpoint, target)
+    elif options.draft_model is not None:
+        draft = load_draft_model(options.draft_model, target, tokenizer)
+    connect = LocalPipeline if cluster is None else cluster.connect
+    engine = Engine(target, tokenizer, config, draft, connect=connect)
     stream = Stream(tokenizer)
     result = engine.decode(encode(tokenizer, text, options.raw), on_token=stream)
     stream.finish(result.text)
     if not options.quiet:
-        elapsed = result.token_times_s[-1] - result.prefill_s
-        print(
-            f"[{config.schedule}, n = {result.num_stages}] {result.num_tokens} tokens after the "
-            f"first in {result.num_steps} steps: equivalent acceptance length "
-            f"{result.equivalent_acceptance_length:.2f}, acceptance rate "
-            f"{result.draft_acceptance_rate:.2f}; {result.num_tokens / max(elapsed, 1e-9):.0f} "
-            f"tokens/s in one process, {result.prefill_s * 1e3:.0f} ms to the first token "
-            f"({result.stop_reason})",
-            file=sys.stderr,
-        )
+        print_figures(config, result, "one process" if cluster is None else "these processes")
+    if cluster is not None:
+        report_processes(engine.pipeline.reports(), options)
+
+
+def print_figures(config: Any, result: Any, where: str) -> None:
+    elapsed = result.token_times_s[-1] - result.prefill_s
+    print(
+        f"[{config.schedule}, n = {result.num_stages}] {result.num_tokens} tokens after the "
+        f"first in {result.num_steps} steps: equivalent acceptance length "
+        f"{result.equivalent_acceptance_length:.2f}, acceptance rate "
+        f"{result.draft_acceptance_rate:.2f}; {result.num_tokens / max(elapsed, 1e-9):.0f} "
+        f"tokens/s in {where}, {result.prefill_s * 1e3:.0f} ms to the first token "
+        f"({result.stop_reason})",
+        file=sys.stderr,
+    )
+
+
+def report_processes(reports: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    from pipedraft.inference.timeline import chrome_trace
+
+    if not options.quiet:
+        for report in reports:
+            parts = ", ".join(
+                f"{kind} {seconds * 1e3:.0f} ms" for kind, seconds in report["seconds"].items()
+            )
+            print(f"{report['name']}: {parts}; {report['peak_rss_mb']:.0f} MB", file=sys.stderr)
+    if options.trace is not None:
+        options.trace.write_text(json.dumps(chrome_trace(reports)))
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    with backend_of(options) as cluster:
+        if cluster is None or cluster.is_controller:
+            run(options, cluster)
+        else:
+            cluster.serve()
 
 
 if __name__ == "__main__":

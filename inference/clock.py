@@ -11,42 +11,78 @@ class CostModel:
     row: float = 0.0
     """Extra stage time for each row after the first, relative to the stage time of one row."""
     link: float = 0.0
-    """One hop between stages."""
+    """One hop: between stages, from the last one back to the controller, or to the first."""
     verify: float = 0.0
     """Final norm, LM head and the walk."""
     draft_forward: float | None = None
     """One forward pass of the draft; None: its layers over the target's layers."""
+    is_asynchronous: bool = False
+    """No stage waits for another one's step: a token still takes n stages, n + 1 hops and one
+    verification to come back, but of the hops and the verification a step pays only its n-th part.
+    Otherwise all stages step together and pay one hop and one verification at every step."""
+    draft_on_first_stage: bool = False
+    """The draft shares the first stage's processor instead of having its own."""
+
+    def __post_init__(self) -> None:
+        for name in ("row", "link", "verify", "draft_forward"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"cost.{name}: {value} is not a duration; give 0 or more")
 
 
 class VirtualClock:
     """K counts elapsed stage times with free draft, link and verification; T has their costs."""
 
-    def __init__(self, cost: CostModel, num_stages: int, draft_forward: float) -> None:
-        self.cost, self.num_stages, self.draft_forward = cost, num_stages, draft_forward
+    def __init__(self, cost: CostModel, boundaries: Sequence[int], draft_forward: float) -> None:
+        """``boundaries``: layers (0, b1, .., L) at which the target is cut."""
+        self.cost, self.draft_forward = cost, draft_forward
+        self.num_stages = len(boundaries) - 1
+        self.shares = [
+            (end - start) / boundaries[-1]
+            for start, end in zip(boundaries, boundaries[1:], strict=False)
+        ]
+        """Of a target pass, for each stage."""
         self.num_steps = 0
         self.time = 0.0
 
-    def stage(self, num_rows: int) -> float:
-        return (1.0 + self.cost.row * max(num_rows - 1, 0)) / self.num_stages
+    def _growth(self, num_rows: int) -> float:
+        """Stage time relative to that of one row; 0 for an idle stage."""
+        return 1.0 + self.cost.row * (num_rows - 1) if num_rows else 0.0
+
+    @property
+    def _fixed(self) -> float:
+        """Part of a step in which no stage computes."""
+        cost, n = self.cost, self.num_stages
+        if cost.is_asynchronous:
+            return (cost.link * (n + 1) + cost.verify) / n
+        return cost.link + cost.verify
 
     def step(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> None:
-        """One lock-step pipeline step.
+        """One pipeline step.
 
         Args:
             rows: rows that each stage processes (0: idle).
             overlap: whether the draft runs beside the stages or after them.
         """
         self.num_steps += 1
-        stages = self.stage(max(rows, default=0))
+        stages = [s * self._growth(r) for s, r in zip(self.shares, rows, strict=True)]
         draft = draft_forwards * self.draft_forward
-        self.time += max(stages, draft) if overlap else stages + draft
-        self.time += self.cost.link + self.cost.verify
+        if not overlap:
+            self.time += max(stages) + draft
+        elif self.cost.draft_on_first_stage:
+            self.time += max(stages[0] + draft, *stages)
+        else:
+            self.time += max(draft, *stages)
+        self.time += self._fixed
 
     def hidden_forwards(self, num_rows: int) -> int:
         """Draft forwards that take no longer than one step with ``num_rows`` rows; at least 1."""
         if not self.draft_forward:
             return 1_000
-        return max(1, int(self.stage(num_rows) / self.draft_forward + 1e-9))
+        room = max(self.shares) * self._growth(max(num_rows, 1))
+        if self.cost.draft_on_first_stage:
+            room -= self.shares[0] * self._growth(max(num_rows, 1))
+        return max(1, int(room / self.draft_forward + 1e-9))
 
     def serial_draft(self, forwards: int) -> None:
         """Drafting while every stage waits."""
@@ -54,5 +90,4 @@ class VirtualClock:
 
     def autoregressive_time(self, num_tokens: int) -> float:
         """Modelled time of plain decoding of as many tokens on the same pipeline."""
-        per_token = self.num_stages * (self.stage(1) + self.cost.link + self.cost.verify)
-        return num_tokens * per_token
+        return num_tokens * (1.0 + self.num_stages * self._fixed)

@@ -3,7 +3,8 @@
 import difflib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -14,8 +15,9 @@ from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.pipeline import LocalPipeline, Returned
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.shapes import Expansion, TreeShape
+from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape
 from pipedraft.inference.sources import DraftSource, Growth, Sampling, make_source
+from pipedraft.inference.sources.micro_batch import grow_micro_batch
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier, RejectionVerifier, Verifier
 from pipedraft.models.target import StagedTarget
@@ -25,6 +27,8 @@ from pipedraft.models.target import StagedTarget
 class EngineConfig:
     schedule: str = "spd"
     num_stages: int = 4
+    boundaries: tuple[int, ...] = ()
+    """Where the target is cut, (0, b1, .., L); empty: near-even, or as the draft was trained."""
     temperature: float = 0.0
     """0 is greedy."""
     verifier: Literal["auto", "match", "rejection"] = "auto"
@@ -39,6 +43,8 @@ class EngineConfig:
     max_segment_rows: int = 16
     """A tree that does not fit that many segments of this size is cut into more of them."""
     expansion: Expansion = field(default_factory=Expansion)
+    micro_batch: MicroBatch = field(default_factory=MicroBatch)
+    """What pipeinfer drafts in one step; ``micro_batches`` are something else, FlowSpec's."""
     seed: int = 0
     max_new_tokens: int = 128
     """New tokens at most, the one drawn from the prefill included."""
@@ -55,6 +61,11 @@ class EngineConfig:
             raise ValueError(
                 f"temperature: {self.temperature} is not a temperature; give 0 (greedy) or more"
             )
+        if self.boundaries and len(self.boundaries) != self.num_stages + 1:
+            raise ValueError(
+                f"boundaries: {list(self.boundaries)} do not make {self.num_stages} stages; give "
+                f"{self.num_stages + 1} ascending layer numbers, 0 first"
+            )
         if self.tree_width is None:
             width = SCHEDULES[self.schedule].default_width
             object.__setattr__(self, "tree_width", width)
@@ -63,7 +74,7 @@ class EngineConfig:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1; give at least 1")
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ValueError(f"micro_batches: {self.micro_batches} is below 1; give at least 1")
-        if self.verifier == "rejection" and (self.temperature == 0 or not self.is_chain):
+        if self.verifier == "rejection" and (self.temperature == 0 or not self.can_sample):
             raise ValueError(
                 "verifier: 'rejection' needs a sampled chain (temperature above 0 and tree width "
                 "1, or a chain as the tree's kind); use 'match', which is exact for every tree"
@@ -76,21 +87,36 @@ class EngineConfig:
 
     @property
     def width(self) -> int:
-        """Guesses per layer, or children of the root of a whole tree."""
+        """Guesses per layer, children of the root of a whole tree, or a micro-batch's branches."""
+        if self.grows == "micro_batches":
+            return self.micro_batch.branches
         return self.tree.width if self.grows == "trees" else (self.tree_width or 1)
+
+    @property
+    def shape_label(self) -> str | None:
+        """What is drafted at once, for tables; None: a layer of ``width`` guesses."""
+        labels = {"trees": self.tree.label, "micro_batches": self.micro_batch.label}
+        return labels.get(self.grows or "layers")
 
     @property
     def is_chain(self) -> bool:
         """Every row of the token tree has one child at most."""
+        if self.grows == "micro_batches" and self.micro_batch.restart:
+            return False  # a root that is continued again may get another guess
         if self.grows != "trees":
             return self.width == 1
         expands = SCHEDULES[self.schedule].expands and self.expansion.enabled
         return self.tree.is_chain and not expands
 
     @property
+    def can_sample(self) -> bool:
+        """Guesses may be drawn from the draft: a chain, and not PipeInfer's, which is greedy."""
+        return self.is_chain and self.grows != "micro_batches"
+
+    @property
     def uses_rejection(self) -> bool:
         if self.verifier == "auto":
-            return self.temperature > 0 and self.is_chain
+            return self.temperature > 0 and self.can_sample
         return self.verifier == "rejection"
 
 
@@ -105,12 +131,15 @@ class Engine:
         draft: Any | None = None,
         *,
         source: DraftSource | None = None,
+        connect: Callable[[StagedTarget], Any] = LocalPipeline,
     ) -> None:
         """
         Args:
             target: causal LM as returned by ``load_target``.
-            draft: network from ``load_draft``; None only for the autoregressive schedule.
+            draft: from ``load_draft`` or ``load_draft_model``; None only for the autoregressive
+                schedule.
             source: where guesses come from instead of a network, for example a simulated draft.
+            connect: makes the pipeline: ``LocalPipeline``, or a ``Cluster``'s.
 
         Raises:
             ValueError: no draft for a schedule that needs one, or a draft for another n.
@@ -118,36 +147,54 @@ class Engine:
         needs_draft = config.grows is not None
         if needs_draft and draft is None and source is None:
             raise ValueError(
-                f"draft: schedule {config.schedule!r} needs one; give --checkpoint DIR"
+                f"draft: schedule {config.schedule!r} needs one; give --checkpoint DIR or "
+                "--draft-model"
             )
         self.config, self.tokenizer = config, tokenizer
         self.draft = draft if needs_draft else None
         self._source = source
-        cut: Any = config.num_stages
+        self.target = self._stage(target)
+        self.pipeline = connect(self.target)
+        self._check_growth()
+
+    def _stage(self, target: Any) -> StagedTarget:
+        """Cut the target; a draft that reads the stages' outputs says where."""
+        config, trained = self.config, None
         if self.draft is not None:
             trained = self.draft.num_stages
-            if trained not in (None, config.num_stages):
-                raise ValueError(
-                    f"num_stages: {config.num_stages}, but this draft was trained for {trained}; "
-                    f"give --stages {trained} or another draft"
-                )
-            cut = self.draft.boundaries or cut
-        self.target = StagedTarget(target, cut)
-        self.pipeline = LocalPipeline(self.target)
-        self._check_growth()
+        if self.draft is None or trained is None:
+            return StagedTarget(target, config.boundaries or config.num_stages)
+        if trained != config.num_stages:
+            raise ValueError(
+                f"num_stages: {config.num_stages}, but this draft was trained for {trained}; "
+                f"give --stages {trained} or another draft"
+            )
+        staged = StagedTarget(target, self.draft.boundaries or trained)
+        if config.boundaries not in ((), staged.boundaries):
+            raise ValueError(
+                f"boundaries: {list(config.boundaries)}, but this draft was trained for "
+                f"{list(staged.boundaries)}; leave them out"
+            )
+        return staged
 
     def _check_growth(self) -> None:
         """Refuse trees on a recurrent target, and a schedule whose verb the draft lacks."""
         config, grows = self.config, self.config.grows
-        if self.target.is_chain_only and not config.is_chain:
+        source = self.make_source()
+        draft_is_chain_only = source is not None and source.is_chain_only
+        if (self.target.is_chain_only or draft_is_chain_only) and not config.is_chain:
             given = f"tree_width: {config.tree_width}"
             if grows == "trees":
                 given = f"tree: {config.tree.label} under {config.schedule}"
+            elif grows == "micro_batches":
+                batch = config.micro_batch
+                given = f"micro_batch: branches {batch.branches}, restart {batch.restart}"
+            owner = "target" if self.target.is_chain_only else "draft"
             raise ValueError(
-                f"{given}, but this target has recurrent layers, which carry one state per "
-                "sequence; give --tree-width 1, or --tree chain:7 with eagle, naive_pp or pruned_pp"
+                f"{given}, but this {owner} has recurrent layers, which carry one state per "
+                "sequence; give --tree-width 1, --tree chain:7 with eagle, naive_pp or pruned_pp, "
+                "or pipeinfer without --branches and --restart"
             )
-        source = self.make_source()
         if source is not None and grows is not None and grows not in source.grows:
             known = [name for name, s in SCHEDULES.items() if s.grows in source.grows]
             raise ValueError(
@@ -165,7 +212,7 @@ class Engine:
         """Modelled time of one draft forward, in target passes of one token."""
         if self.config.cost.draft_forward is not None or self.draft is None:
             return self.config.cost.draft_forward or 0.0
-        return self.draft.config.num_layers / self.target.num_layers
+        return self.draft.relative_cost(self.target)
 
     @torch.inference_mode()
     def decode(
@@ -216,7 +263,7 @@ class Session:
         self.sampling = Sampling(config.temperature, config.uses_rejection, self.random)
         self.source = engine.make_source()
         self.pipeline = engine.pipeline
-        self.clock = VirtualClock(config.cost, engine.target.num_stages, engine.draft_cost)
+        self.clock = VirtualClock(config.cost, engine.target.boundaries, engine.draft_cost)
         self.result = DecodeResult(
             prompt_ids=list(prompt_ids),
             token_ids=[],
@@ -230,7 +277,7 @@ class Session:
         taps = self.source.taps if self.source else ()
         token, features = self.pipeline.prefill(torch.tensor(prompt_ids), taps, self.verifier)
         if self.source is not None:
-            self.source.begin(features, [*prompt_ids[1:], token])
+            self.source.begin(features, [*prompt_ids, token])
         self.result.prefill_s = time.perf_counter() - self.started
         self.tree = TokenTree(token, len(prompt_ids))
         self._emit(token)
@@ -262,37 +309,73 @@ class Session:
     def grow_layer(self) -> None:
         """Let the draft add guesses below the deepest rows, from what is known now."""
         assert self.source is not None
-        before = self.source.num_forwards
-        self.result.num_drafted += self.source.grow_layer(
-            self.tree,
-            self.pipeline.features.view(),
-            width=self.config.width,
-            sampling=self._round_sampling(),
-        )
-        self.pending_forwards += self.source.num_forwards - before
+        with self._drafting():
+            self.source.grow_layer(
+                self.tree,
+                self.pipeline.features.view(),
+                width=self.config.width,
+                sampling=self._round_sampling(),
+            )
 
     def grow_tree(self, shape: TreeShape, *, by_score: bool) -> None:
         """Let the draft merge a fresh tree below the root, from the committed text."""
         assert self.source is not None
-        before = self.source.num_forwards
-        self.result.num_drafted += self.source.grow_tree(
-            self.tree, shape, by_score=by_score, sampling=self._round_sampling()
-        )
-        self.pending_forwards += self.source.num_forwards - before
+        with self._drafting():
+            self.source.grow_tree(
+                self.tree, shape, by_score=by_score, sampling=self._round_sampling()
+            )
 
     def deepen_tree(self, levels: int, num_tokens: int) -> None:
         """Let the draft extend its last fresh tree."""
         assert self.source is not None
-        before = self.source.num_forwards
-        self.result.num_drafted += self.source.deepen_tree(self.tree, levels, num_tokens)
-        self.pending_forwards += self.source.num_forwards - before
+        with self._drafting():
+            self.source.deepen_tree(self.tree, levels, num_tokens)
+
+    def grow_micro_batch(self, start: int, shift: float) -> list[int]:
+        """Let the draft guess on below one row, as far as it is sure.
+
+        Args:
+            shift: what is added to the thresholds of the micro-batch.
+
+        Returns:
+            The row of every guess; the tree may have had some of them before.
+        """
+        assert self.source is not None
+        with self._drafting():
+            return grow_micro_batch(
+                self.source,
+                self.tree,
+                self.pipeline.features.view(),
+                start=start,
+                batch=self.config.micro_batch,
+                shift=shift,
+                interrupted=self.verdict_waits,
+            )
+
+    def verdict_waits(self) -> bool:
+        """Rows are back before they are due, and the draft keeps them waiting."""
+        return self.pipeline.verdict_waits()
+
+    @contextmanager
+    def _drafting(self) -> Iterator[None]:
+        """Count what the draft does and adds, and its time."""
+        assert self.source is not None
+        num_rows, num_forwards = len(self.tree), self.source.num_forwards
+        with self.pipeline.timeline.span("draft"):
+            yield
+        self.result.num_drafted += len(self.tree) - num_rows
+        self.pending_forwards += self.source.num_forwards - num_forwards
 
     def _round_sampling(self) -> Sampling:
         return replace(self.sampling, attempt=self.num_rounds)
 
-    def draft_alone(self) -> None:
-        """Spend the time of the drafting since the last step while every stage waits."""
-        self.clock.serial_draft(self.pending_forwards)
+    def draft_alone(self, *, at_least: int = 0) -> None:
+        """Spend the time of the drafting since the last step while every stage waits.
+
+        Args:
+            at_least: forwards that take their time even where their guesses are of no use.
+        """
+        self.clock.serial_draft(max(self.pending_forwards, at_least))
         self.pending_forwards = 0
 
     def hidden_forwards(self) -> int:
@@ -333,8 +416,9 @@ class Session:
             self.round_length = 0
             self.num_rounds += 1
         if self.source is not None and not self.done:
-            self.source.keep(keep)
-            self.source.observe(committed, emitted)
+            with self.pipeline.timeline.span("draft"):
+                self.source.keep(keep)
+                self.source.observe(committed, emitted)
         return hit
 
     def finish(self) -> DecodeResult:

@@ -2,10 +2,12 @@
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
 
@@ -55,6 +57,7 @@ class LocalPipeline:
 
     def __init__(self, target: StagedTarget) -> None:
         self.target = target
+        self.timeline = Timeline("one process")
         self.taps: tuple[int, ...] = ()
         self.features = FeatureStore(())
         self._verifier: Verifier | None = None
@@ -103,7 +106,8 @@ class LocalPipeline:
             self.last_rows[index] = 0 if segment is None else segment.num_rows
             if segment is None:
                 continue
-            output = self.target.stages[index].forward(segment, deeper)
+            with self.timeline.span("stage", segment.num_rows):
+                output = self.target.stages[index].forward(segment, deeper)
             start, end = self.target.boundaries[index : index + 2]
             for layer in deeper:
                 if start < layer <= end:
@@ -113,6 +117,10 @@ class LocalPipeline:
             else:
                 self._waiting[index + 1] = output
         return returned
+
+    def verdict_waits(self) -> bool:
+        """Nothing comes back between two steps here."""
+        return False
 
     def keep(self, keep: Keep) -> dict[int, Tensor]:
         """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
@@ -125,8 +133,17 @@ class LocalPipeline:
             stage.keep(keep)
         return self.features.keep(keep)
 
+    def reports(self) -> list[dict[str, Any]]:
+        """What this process measured since the last ``clear``."""
+        return [self.timeline.report()]
+
+    def clear(self) -> None:
+        """Start measuring anew."""
+        self.timeline.clear()
+
     def _judge(self, segment: Segment) -> Returned:
         assert segment.hidden is not None and self._verifier is not None
-        logits_RV = self.target.logits(segment.hidden)
-        verdicts = self._verifier.judge(logits_RV, segment.positions)
+        with self.timeline.span("verify", segment.num_rows):
+            logits_RV = self.target.logits(segment.hidden)
+            verdicts = self._verifier.judge(logits_RV, segment.positions)
         return Returned(segment.num_rows, verdicts)

@@ -93,6 +93,10 @@ class Expansion:
     step of the stages under the cost model, at least one."""
     num_tokens: int = 64
     """Guesses of that tree, those already on their way included."""
+    root_first: bool = True
+    """After a miss the root enters at once and its tree is drafted beside the first steps; off, as
+    published: the stages wait until the whole tree is drafted, which then enters with the root.
+    Costs up to a step per round, and saves the whole time of the tree."""
     refill_depth: int = 2
     """Levels added to the last tree when the returning segment was pruned to nothing; 0: none."""
     refill_tokens: int = 48
@@ -104,3 +108,58 @@ class Expansion:
         for name in ("num_tokens", "refill_depth", "refill_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expansion.{name}: {getattr(self, name)} is negative; give 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What PipeInfer drafts in one step, and how sure the draft has to be.
+
+    The defaults never stop drafting: on the lock-step clock a guess in an entry that would stay
+    empty costs nothing. PipeInfer's code has size 16, accept 0.5 and split 0.1 as defaults, and its
+    published runs size 3 or 4, branches 3, accept 0.001 to 0.1, split 0.8 to 0.9, recovery up to
+    0.4 and decay up to 0.01.
+    """
+
+    size: int = 3
+    """Guesses, over all branches; they enter the first stage together."""
+    branches: int = 1
+    """Paths that one micro-batch may begin; 1: a chain."""
+    accept: float = 0.0
+    """A branch ends where the probability of the draft's best token is below this."""
+    split: float = 0.1
+    """A branch forks into the draft's next best tokens where their probability is above this."""
+    recovery: float = 0.0
+    """Added to both thresholds for each micro-batch since the last verdict."""
+    decay: float = 0.0
+    """Taken off both for each micro-batch since the last verdict that came out empty."""
+    restart: bool = False
+    """As published: draft from the root again after every verdict, and verify it on its own."""
+    max_in_flight: int | None = None
+    """Nothing is drafted while the tree has this many rows; None: no limit."""
+
+    def __post_init__(self) -> None:
+        for name in ("size", "branches"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"micro_batch.{name}: {getattr(self, name)} is below 1; give at least 1"
+                )
+        for name in ("accept", "split"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"micro_batch.{name}: {getattr(self, name)} is no probability; give 0 to 1"
+                )
+        for name in ("recovery", "decay"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(
+                    f"micro_batch.{name}: {getattr(self, name)} is not 0 or more; give 0 for none"
+                )
+        if self.max_in_flight is not None and self.max_in_flight < 1:
+            raise ValueError(
+                f"micro_batch.max_in_flight: {self.max_in_flight} is below 1; leave it out or "
+                "give at least 1"
+            )
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        return f"micro-batch:{self.size}" + (":restart" if self.restart else "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class TokenTree:
         """Rows [0, num_injected) have been handed to the pipeline."""
         self._children: list[dict[int, int]] = [{}]
         self._ancestors = np.zeros((16, 16), dtype=bool)
-        self._ancestors[0, 0] = True
+        self._num_filled = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,10 +44,6 @@ class TokenTree:
         if existing is not None:
             return existing
         row = len(self.tokens)
-        if row == len(self._ancestors):
-            self._ancestors = np.pad(self._ancestors, (0, row))
-        self._ancestors[row, :row] = self._ancestors[parent, :row]
-        self._ancestors[row, row] = True
         self._children[parent][token] = row
         self._children.append({})
         self.tokens.append(token)
@@ -70,7 +68,33 @@ class TokenTree:
 
     def visible(self, start: int, stop: int) -> Tensor:
         """Ancestors-or-self among all rows up to ``stop``: bool [stop - start, stop]."""
-        return torch.from_numpy(self._ancestors[start:stop, :stop].copy())
+        return torch.from_numpy(self._ancestor_matrix()[start:stop, :stop].copy())
+
+    def ancestors(self, rows: Sequence[int], others: Sequence[int]) -> Tensor:
+        """Whether each of some other rows is an ancestor of a row, or itself: bool [R, O]."""
+        places = {other: place for place, other in enumerate(others)}
+        found = np.zeros((len(rows), len(others)), dtype=bool)
+        for index, row in enumerate(rows):
+            while row >= 0:
+                if row in places:
+                    found[index, places[row]] = True
+                row = self.parents[row]
+        return torch.from_numpy(found)
+
+    def _ancestor_matrix(self) -> np.ndarray:
+        """Ancestors-or-self of every row; filled when it is asked for, as trees that only a draft
+        looks at may have many rows and never are."""
+        count = len(self)
+        if count > len(self._ancestors):
+            more = max(count, 2 * len(self._ancestors)) - len(self._ancestors)
+            self._ancestors = np.pad(self._ancestors, (0, more))
+        matrix = self._ancestors
+        for row in range(self._num_filled, count):
+            if row:
+                matrix[row, :row] = matrix[self.parents[row], :row]
+            matrix[row, row] = True
+        self._num_filled = count
+        return matrix
 
     def segment(self, start: int, stop: int) -> Segment:
         """Rows [start, stop) as the pipeline's input."""
@@ -91,7 +115,7 @@ class TokenTree:
 
     def _column(self, row: int) -> np.ndarray:
         """Descendants-or-self of a row, as a mask over all rows."""
-        return self._ancestors[: len(self), row]
+        return self._ancestor_matrix()[: len(self), row]
 
     def reroot(self, keep: Keep) -> TokenTree:
         """The tree that is left after a Keep with retained rows; the first of them is the root."""
@@ -110,5 +134,6 @@ class TokenTree:
         ]
         size = max(16, len(rows))
         tree._ancestors = np.zeros((size, size), dtype=bool)
-        tree._ancestors[: len(rows), : len(rows)] = self._ancestors[np.ix_(rows, rows)]
+        tree._ancestors[: len(rows), : len(rows)] = self._ancestor_matrix()[np.ix_(rows, rows)]
+        tree._num_filled = len(rows)
         return tree

@@ -16,9 +16,10 @@ def load_draft(path_or_repo: str, target: Any, *, revision: str | None = None) -
     from pipedraft.models.draft import Draft, read_description, resolve_folder
     from pipedraft.models.eagle import Eagle
     from pipedraft.models.eagle3 import Eagle3
+    from pipedraft.models.ppsd import PPSD
     from pipedraft.models.spd import SPD
 
-    drafts: dict[str, type[Draft]] = {"spd": SPD, "eagle": Eagle, "eagle3": Eagle3}
+    drafts: dict[str, type[Draft]] = {"spd": SPD, "ppsd": PPSD, "eagle": Eagle, "eagle3": Eagle3}
     folder = resolve_folder(path_or_repo, revision=revision)
     description = read_description(folder)
     kind = description["draft_type"]

@@ -62,6 +62,18 @@ class Draft(nn.Module):
         """Stage boundaries it was trained for, where they are not the even ones."""
         return ()
 
+    @property
+    def target_vocab_size(self) -> int:
+        return self.reference.fingerprint["vocab_size"]
+
+    def relative_cost(self, target: Any) -> float:
+        """One forward pass, in target passes of one token: layers over layers.
+
+        Args:
+            target: the ``StagedTarget`` that the draft runs with.
+        """
+        return self.config.num_layers / target.num_layers
+
     def attach(self, target: Any) -> None:
         """Take what the draft uses of its target without saving it; most drafts need nothing."""
 
@@ -123,6 +135,11 @@ def read_description(folder: Path) -> dict[str, Any]:
             raise ValueError(f"checkpoint: {path} has no {part!r}; train or copy it again")
     if "name" not in description["target"]:
         raise ValueError(f"checkpoint: {path} has no 'target.name'; train or copy it again")
+    num_stages = description["architecture"].get("num_stages", 1)
+    if not isinstance(num_stages, int):
+        raise ValueError(
+            f"checkpoint: {path} has num_stages {num_stages!r}, no whole number; copy it again"
+        )
     return description
 
 

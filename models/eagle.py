@@ -20,38 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import (
     DecoderLayer,
     LayerConfig,
     RotaryEmbedding,
     initialise_matrices,
 )
-
-
-@dataclass
-class KeyValues:
-    """Keys and values of rows in order, [J, P, D] each; None before the first."""
-
-    keys: Tensor | None = None
-    values: Tensor | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[1]
-
-    def append(self, keys_JRD: Tensor, values_JRD: Tensor) -> None:
-        if self.keys is None or self.values is None:
-            self.keys, self.values = keys_JRD, values_JRD
-        else:
-            self.keys = torch.cat([self.keys, keys_JRD], 1)
-            self.values = torch.cat([self.values, values_JRD], 1)
-
-    def select(self, rows: list[int]) -> "KeyValues":
-        """A copy with some of the rows."""
-        if self.keys is None or self.values is None:
-            return KeyValues()
-        index = torch.tensor(rows, dtype=torch.int64, device=self.keys.device)
-        return KeyValues(self.keys[:, index], self.values[:, index])
 
 
 class EagleHead(Draft):
@@ -136,14 +111,8 @@ class EagleHead(Draft):
             self.embed(tokens_R), states_RH, cos, sin
         )
         cache.append(keys_RJD.transpose(0, 1), values_RJD.transpose(0, 1))
-        attended_NRD = F.scaled_dot_product_attention(
-            query_RND.transpose(0, 1)[None],
-            cache.keys[None],  # type: ignore[index]  # just appended
-            cache.values[None],  # type: ignore[index]
-            attn_mask=visible_RC,
-            enable_gqa=query_RND.shape[1] != keys_RJD.shape[1],
-        )[0]
-        return self.finish(residual_RH, attended_NRD.transpose(0, 1))
+        attended_RND = cache.attend(query_RND, visible_RC)
+        return self.finish(residual_RH, attended_RND)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,6 +197,14 @@ class StageCache:
             assert self._num_new == 1, "recurrent layers take speculative rows one at a time"
             self._history.append(states)
 
+    def skip(self, positions_l: Tensor) -> None:
+        """Count speculative rows that nobody will look at; zeros, as 0 * NaN would reach others."""
+        for positions in positions_l.split(1) if self.recurrent_layers else [positions_l]:
+            end = self.begin(positions).shape[0]
+            for buffer_1NCD in (*self._keys.values(), *self._values.values()):
+                buffer_1NCD[:, :, self.num_rows : end] = 0
+            self.advance(committed=False)
+
     def keep(self, keep: Keep) -> None:
         """Gather the retained rows in place; a prefix that stays where it is costs nothing."""
         keep.check_committed(self.num_speculative)

@@ -64,7 +64,7 @@ def load_target(
         ValueError: nothing there, a family that cannot be staged, or no safetensors weights.
     """
     _check_attention(attention)
-    _check_family(read_config(name_or_path, revision).get("model_type"), name_or_path)
+    check_family(read_config(name_or_path, revision).get("model_type"), name_or_path)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             name_or_path,
@@ -108,7 +108,7 @@ def _check_attention(attention: str) -> None:
         )
 
 
-def _check_family(model_type: str | None, name: str) -> None:
+def check_family(model_type: str | None, name: str) -> None:
     if model_type not in FAMILIES:
         raise ValueError(
             f"target: {str(name)!r} has model_type {model_type!r}, which cannot be cut into "
@@ -217,6 +217,11 @@ class Stage:
         self.cache.keep(keep)
 
     @torch.inference_mode()
+    def skip(self, segment: Segment) -> None:
+        """Count the rows of a segment without computing them: a later Keep drops all of them."""
+        self.cache.skip(segment.positions.to(self.device))
+
+    @torch.inference_mode()
     def forward(self, segment: Segment, taps: Collection[int] = ()) -> Segment:
         """Run a segment and append its rows as speculative.
 
@@ -323,7 +328,7 @@ class StagedTarget:
         """``num_stages``: a count (near-even cut) or the boundaries (0, b1, .., L) themselves."""
         decoder = model.get_decoder()
         config = decoder.config
-        _check_family(config.model_type, type(model).__name__)
+        check_family(config.model_type, type(model).__name__)
         _check_attention(config._attn_implementation)
         if isinstance(num_stages, int):
             self.boundaries = stage_boundaries(config.num_hidden_layers, num_stages)

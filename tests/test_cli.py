@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
+from test_eval_tasks import byte_tokenizer
 from test_train import World, make_world
 
 from pipedraft.data_recipes.__main__ import main as data_main
@@ -68,6 +69,8 @@ def place(tmp_path_factory) -> Place:
     for name in ("other_weights", "other_vocabulary"):
         for file in world.target.glob("tokenizer*"):
             shutil.copy(file, folder / name)
+    tiny_llama(layers=1, vocab=300).save_pretrained(folder / "other_tokens")
+    byte_tokenizer().save_pretrained(folder / "other_tokens")
     (folder / "empty").mkdir()
     (folder / "a_file").write_text("")
     (folder / "gsm8k").mkdir()
@@ -133,6 +136,7 @@ INFERENCE = ["--prompt", "hi", "--max-new-tokens", "4"]
 EVAL = ["--benchmarks", "gsm8k", "--data-dir", "{}", "--out", "{out}", "--max-new-tokens", "4"]
 ALONE = ["--target", "{target}", "--schedule", "autoregressive"]
 RUN = ["--checkpoint", "{run}"]
+WITH_MODEL = ["--target", "{target}", "--draft-model", "{other_weights}"]
 
 CASES: list[tuple[str, list[str], list[str]]] = [
     *(("inference", ["--checkpoint", c, *INFERENCE], w) for c, w in DAMAGED + DAMAGED_ON_LOADING),
@@ -205,7 +209,32 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         ["--target", "{empty}", "--schedule", "autoregressive", *INFERENCE],
         ["empty", "give a folder"],
     ),
+    ("inference", [*WITH_MODEL[2:], *INFERENCE], ["--target", "missing", "--draft-model"]),
+    (
+        "inference",
+        [*RUN, *WITH_MODEL, *INFERENCE],
+        ["--draft-model", "not allowed", "--checkpoint"],
+    ),
+    (
+        "inference",
+        [*WITH_MODEL[:3], "{other_vocabulary}", *INFERENCE],
+        ["draft_model", "vocab_size 301", "the target's is 300", "give a model"],
+    ),
+    (
+        "inference",
+        [*WITH_MODEL[:3], "{other_tokens}", *INFERENCE],
+        ["draft_model", "other_tokens", "another tokenizer", "give a model"],
+    ),
+    ("inference", [*WITH_MODEL[:3], "{empty}", *INFERENCE], ["draft_model", "empty", "give a"]),
+    ("inference", [*WITH_MODEL[:3], "{run}/best", *INFERENCE], ["draft_model", "run", "give a"]),
+    (
+        "inference",
+        [*WITH_MODEL, *INFERENCE, "--draft-tokens", "0"],
+        ["micro_batch.size", "0", "at least 1"],
+    ),
     # eval (more in test_eval_run)
+    ("eval", [*WITH_MODEL[2:], *EVAL], ["--target", "missing", "--draft-model"]),
+    ("eval", [*WITH_MODEL, *EVAL, "--accept", "2"], ["micro_batch.accept", "2", "give 0 to 1"]),
     ("eval", EVAL, ["--checkpoint", "missing", "--help"]),
     ("eval", [*RUN, *EVAL, "--benchmarks", "gsm9k"], ["--benchmarks", "'gsm9k'", "'gsm8k'"]),
     ("eval", [*RUN, *EVAL, "--benchmarks", "mt_bench"], ["--data-dir", "question.jsonl", "put"]),
@@ -341,6 +370,31 @@ def test_the_example_of_the_upload_works_as_written(place, tmp_path, monkeypatch
     assert sorted(capfd.readouterr().out.split()) == sorted(files)
 
 
+def test_a_language_model_drafts_and_is_evaluated(place, tmp_path, monkeypatch, capfd):
+    arguments = [place.fill(part) for part in WITH_MODEL]
+    decode = [*arguments, *INFERENCE, "--stages", "2"]
+    assert call("inference", decode, monkeypatch) == 0
+    pipelined = capfd.readouterr()
+    assert pipelined.err.startswith("[pipeinfer, n = 2] 3 tokens after the first")
+    plain = [place.fill(part) for part in [*ALONE, *INFERENCE, "--quiet"]]
+    assert call("inference", plain, monkeypatch) == 0
+    assert capfd.readouterr().out == pipelined.out
+    options = ["--schedule", "pipeinfer,eagle", "--tree", "chain:2", "--draft-tokens", "2"]
+    evaluate = [place.fill(part) for part in EVAL] + options
+    evaluate[evaluate.index("--out") + 1] = str(tmp_path)
+    assert call("eval", [*arguments, *evaluate], monkeypatch) == 0
+    results = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert [(r["method"], r["tree"]) for r in results] == [
+        ("autoregressive", None),
+        ("draft model: pipeinfer", "micro-batch:2"),
+        ("draft model: eagle", "chain:2"),
+    ]
+    assert all(r["lossless"] == {"checked": 1, "mismatches": 0} for r in results)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["draft_model"]["name"] == place.fill("{other_weights}")
+    assert manifest["checkpoints"] == {}
+
+
 # -- real processes -------------------------------------------------------------------------
 
 
@@ -355,7 +409,7 @@ def run_module(*words: str, stdin: str = "") -> subprocess.CompletedProcess:
         (["pipedraft.inference"], ["--prompt", "missing"]),
         (["pipedraft", "inference", "--prompt", "-"], ["--prompt", "''", "at least one word"]),
         (["pipedraft.models", "push", "--repo", "a/b"], ["--checkpoint", "missing"]),
-        (["pipedraft.eval", "--limt", "3"], ["--checkpoint", "missing"]),
+        (["pipedraft.eval", "--limt", "3"], ["--benchmarks", "missing"]),
     ],
     ids=lambda value: " ".join(value),
 )

@@ -11,7 +11,8 @@ from test_train import World, make_world
 from pipedraft.inference.closed_forms import chain_acceptance_length
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle import Eagle, EagleConfig, KeyValues
+from pipedraft.models.eagle import Eagle, EagleConfig
+from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import capture_hidden, target_fingerprint
 from pipedraft.train.__main__ import quieten

@@ -32,8 +32,9 @@ from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom
 from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle import Eagle, EagleConfig, KeyValues
+from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import capture_hidden, target_fingerprint
 
@@ -49,6 +50,7 @@ WAYS = [
     {"schedule": "pruned_pp", "tree": CHAIN},
     {"schedule": "pipedec", "tree_width": 4},
     {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, num_tokens=6)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(num_tokens=6, root_first=False)},
     {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(by_score=False, num_tokens=5)},
     {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(enabled=False)},
     {"schedule": "flowspec", "tree": SMALL, "max_segment_rows": 1},
@@ -232,17 +234,24 @@ def test_flowspec_with_a_perfect_draft_never_restarts():
     assert result.equivalent_acceptance_length > restarting.equivalent_acceptance_length
 
 
-def test_expansion_depth_stays_within_the_stage_time():
+@pytest.mark.parametrize("root_first", [True, False])
+def test_expansion_depth_stays_within_the_stage_time(root_first):
+    """Only the published order of a round lets the stages wait for the draft."""
     target = tiny_llama(layers=4, vocab=16)
     head = make_head(target)
     for num_stages, expected in ((1, 4), (2, 2), (4, 1)):
         config = EngineConfig(
-            schedule="flowspec", num_stages=num_stages, max_new_tokens=40, tree=SMALL
+            schedule="flowspec",
+            num_stages=num_stages,
+            max_new_tokens=40,
+            tree=SMALL,
+            expansion=Expansion(root_first=root_first),
         )
         engine = Engine(target, PlainTokenizer(), config, head)
         assert engine.draft_cost == 1 / 4
         result = engine.decode([3, 1, 4])
-        serial = len(result.round_lengths) * SMALL.depth * engine.draft_cost
+        waits = 0 if root_first else len(result.round_lengths)
+        serial = waits * SMALL.depth * engine.draft_cost
         refills = config.expansion.refill_depth * engine.draft_cost
         longest = max(expected * engine.draft_cost, 1 / num_stages, refills)
         assert result.virtual_time <= serial + result.num_steps * longest + 1e-9
@@ -328,7 +337,7 @@ def test_a_dynamic_tree_equals_one_drafted_from_scratch(kind):
     taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
     rows = {layer: hidden[0] for layer, hidden in taps.items()}
     source = EagleSource(head)
-    source.begin({layer: hidden[:3] for layer, hidden in rows.items()}, text[1:4])
+    source.begin({layer: hidden[:3] for layer, hidden in rows.items()}, text[:4])
     source.observe({layer: hidden[3:5] for layer, hidden in rows.items()}, text[4:6])
     shape = TreeShape(depth=3, top_k=4, num_tokens=12)
     sampling = Sampling(0.0, False, KeyedRandom(0, 0))
@@ -355,10 +364,10 @@ def test_growing_layer_by_layer_equals_the_tree_of_the_same_beams():
     sampling = Sampling(0.0, False, KeyedRandom(0, 0))
     whole, layered = TokenTree(text[-1], 4), TokenTree(text[-1], 4)
     source = EagleSource(head)
-    source.begin(rows, text[1:])
+    source.begin(rows, text)
     chain = TreeShape(kind="chain", depth=4)
     source.grow_tree(whole, chain, by_score=True, sampling=sampling)
-    source.begin(rows, text[1:])
+    source.begin(rows, text)
     for _ in range(4):
         source.grow_layer(layered, {}, width=1, sampling=sampling)
     assert whole.tokens == layered.tokens
@@ -372,21 +381,21 @@ def test_rows_that_survive_a_keep_are_continued_from_their_own_states():
     sampling = Sampling(0.0, False, KeyedRandom(0, 0))
     taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
     source = EagleSource(head)
-    source.begin({layer: hidden[0, :-1] for layer, hidden in taps.items()}, text[1:])
+    source.begin({layer: hidden[0, :-1] for layer, hidden in taps.items()}, text)
     tree = TokenTree(text[-1], 3)
     for _ in range(3):
         source.grow_layer(tree, {}, width=3, sampling=sampling)
     child = tree.children(0)[0]
     survivors = [row for row in range(len(tree)) if row and _descends(tree, row, child)]
-    before = {paths_of(tree)[row][1:]: source._row_states.get(row) for row in survivors}
+    before = {paths_of(tree)[row][1:]: source._rows.outputs.get(row) for row in survivors}
     keep = tree.keep_for([0], tree.tokens[child])
     tree = tree.reroot(keep)
     source.keep(keep)
-    kept = {paths_of(tree)[row]: state for row, state in source._row_states.items()}
+    kept = {paths_of(tree)[row]: state for row, state in source._rows.outputs.items()}
     assert kept and () not in kept
     for path, state in kept.items():
         assert torch.equal(state, before[path])
-    assert source._row_cache.num_rows == len(kept)
+    assert source._rows.layers[0].num_rows == len(kept)
 
 
 def _descends(tree, row, ancestor) -> bool:
@@ -402,7 +411,7 @@ def test_a_static_tree_has_the_published_shape():
     source = engine.make_source()
     assert source is not None
     taps = capture_hidden(target, torch.tensor([[1, 2, 3]]), set(source.taps))
-    source.begin({layer: hidden[0] for layer, hidden in taps.items()}, [2, 3, 4])
+    source.begin({layer: hidden[0] for layer, hidden in taps.items()}, [1, 2, 3, 4])
     tree = TokenTree(4, 3)
     sampling = Sampling(0.0, False, KeyedRandom(0, 0))
     assert source.grow_tree(tree, config.tree, by_score=False, sampling=sampling) == 25

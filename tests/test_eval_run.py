@@ -51,7 +51,9 @@ class StubEngine:
     wrong_last_token = False
     log: list = []
 
-    def __init__(self, target, tokenizer, config, draft=None):
+    pipeline = SimpleNamespace(clear=lambda: None, reports=list)
+
+    def __init__(self, target, tokenizer, config, draft=None, *, connect=None):
         if config.num_stages > 16:
             raise ValueError(f"num_stages: {config.num_stages} is more than 16; give fewer")
         self.target, self.config, self.draft = target, config, draft
@@ -108,7 +110,11 @@ def compare(target, tokenizer, methods, *, lossless=True, prompts=None):
         "two": make_prompts("two", ["what"], ["who"], ["why"]),
     }
     comparison = Comparison(
-        target=target, tokenizer=tokenizer, benchmarks=prompts, lossless=lossless, progress=False
+        target=target,
+        tokenizer=tokenizer,
+        benchmarks=prompts,
+        reference=target if lossless else None,
+        progress=False,
     )
     return comparison.run(methods)
 

@@ -27,9 +27,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle import Eagle, EagleConfig, KeyValues
+from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.export import export, read_target, vocabulary_maps
+from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import capture_hidden, target_fingerprint
 from pipedraft.train.__main__ import quieten

@@ -11,6 +11,7 @@ from test_spd import make_module
 
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.sources import DraftSource
 from pipedraft.inference.verify import MatchVerifier, probabilities
 
 NEW_TOKENS = 24
@@ -39,28 +40,46 @@ def friendly_module(target, **options):
     return module
 
 
-class SimulatedSource:
+class SimulatedSource(DraftSource):
     """Guesses the target's own greedy token with a given probability, among ``width`` children.
 
     Whether the guess at a position is right is drawn once per visit of a growing verb.
     """
 
-    taps = ()
-    grows = ("layers", "trees")
+    grows = ("layers", "trees", "micro_batches")
 
     def __init__(self, target, prompt, acceptance, length=400, seed=0):
         self.text = [*prompt, *greedy_reference(target, prompt, length)]
         self.vocab = target.config.vocab_size
         self.acceptance, self.rng, self.num_forwards = acceptance, np.random.default_rng(seed), 0
+        self._right: list[bool] = []
 
-    def begin(self, features, next_tokens):
+    def begin(self, features, tokens):
         pass
 
     def observe(self, features, next_tokens):
         pass
 
-    def keep(self, keep):
-        pass
+    @property
+    def draft_ids(self):
+        return torch.arange(self.vocab)
+
+    def leaf_logits(self, tree, rows, features):
+        """The right token first or, for a whole text at the same positions, second."""
+        self.num_forwards += 1
+        logits_QU = torch.zeros(len(rows), self.vocab)
+        for logits_U, row in zip(logits_QU, rows, strict=True):
+            position = tree.position(row) + 1
+            right = self.text[position] if position < len(self.text) else 0
+            best = right if self.is_right(position) else right + 1
+            logits_U[best % self.vocab] = 4.0
+            logits_U[(best - 1) % self.vocab] = 3.0
+        return logits_QU
+
+    def is_right(self, position):
+        while len(self._right) <= position:
+            self._right.append(self.rng.random() < self.acceptance)
+        return self._right[position]
 
     def add_children(self, tree, leaf, width):
         """The right token's child among the others, or not; returns the best child's row."""

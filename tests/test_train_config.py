@@ -140,7 +140,9 @@ def test_missing_settings_are_named(tmp_path):
 
 
 SHIPPED = [
-    p for folder in ("spd", "eagle", "target") for p in (REPOSITORY / "configs" / folder).iterdir()
+    p
+    for folder in ("spd", "ppsd", "eagle", "target")
+    for p in (REPOSITORY / "configs" / folder).iterdir()
 ]
 
 

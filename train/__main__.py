@@ -16,10 +16,12 @@ def registry() -> dict[str, tuple[type, Any]]:
     from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
     from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
     from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
+    from pipedraft.train.ppsd import PPSDObjective, PPSDTrainConfig
     from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 
     return {
         "spd": (SPDTrainConfig, SPDObjective),
+        "ppsd": (PPSDTrainConfig, PPSDObjective),
         "eagle": (EagleTrainConfig, EagleObjective),
         "eagle3": (Eagle3TrainConfig, Eagle3Objective),
         "language_model": (LanguageModelConfig, LanguageModelObjective),

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.models.eagle import Eagle, EagleConfig, EagleHead, KeyValues
+from pipedraft.models.eagle import Eagle, EagleConfig, EagleHead
+from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import OneDNNLinear
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.loop import LossOutput

@@ -1,22 +1,20 @@
 """Training of SPD's speculation module: distillation with simulated pipeline fill."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.models.layers import OneDNNLinear
 from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.models.target import StagedTarget, capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.loop import LossOutput
-from pipedraft.train.losses import chunked_distillation
-from pipedraft.train.objective import DraftObjective
+from pipedraft.train.next_token import NextTokenObjective, counted_rows
 
-# B batch, T positions, H hidden, M counted rows, V vocabulary
+# B batch, T positions, H hidden, M counted rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,40 +46,10 @@ def sample_occupancy(
     return torch.where(is_full, num_stages, partial).tolist()
 
 
-def counted_rows(batch: dict[str, Tensor]) -> Tensor:
-    """Rows whose NEXT token is an assistant token: bool [B, T-1]."""
-    return batch["loss_mask"][:, 1:].bool()
-
-
-class SPDObjective(DraftObjective):
+class SPDObjective(NextTokenObjective):
     """KL(target || module) at temperature 1, summed over rows that the assistant continues."""
 
-    def __init__(
-        self,
-        config: SPDTrainConfig,
-        target: Any,
-        *,
-        target_name: str,
-        revision: str | None,
-        data: TokenizedData,
-    ) -> None:
-        note = {"loss": config.loss}
-        super().__init__(target, target_name=target_name, revision=revision, data=data, note=note)
-        self.config = config
-        architecture = replace(config.architecture(), num_target_layers=self.num_target_layers)
-        self.adopt(SPD(architecture, self.layer_config, self.reference), config.draft_vocab_size)
-
-    @staticmethod
-    def check(config: SPDTrainConfig, target: Any) -> None:
-        num_stages = StagedTarget(target, config.boundaries or config.num_stages).num_stages
-        if num_stages != config.num_stages:
-            raise ValueError(
-                f"model.boundaries: {list(config.boundaries)} make {num_stages} stages, "
-                f"model.num_stages is {config.num_stages}; give {config.num_stages + 1} numbers"
-            )
-
-    def num_counted(self, batch: dict[str, Tensor]) -> int:
-        return int(counted_rows(batch).sum())
+    draft_class: ClassVar[type] = SPD
 
     def forward(
         self,
@@ -96,8 +64,7 @@ class SPDObjective(DraftObjective):
         Args:
             occupancies: evaluation: run every example at each of these instead of a random draw.
         """
-        target, draft = self.target, self.draft
-        last = draft.config.num_target_layers
+        draft, last = self.draft, self.num_target_layers
         if occupancies is None:
             batch, drawn = self._fill(batch, generator)
             runs = [drawn]
@@ -105,21 +72,13 @@ class SPDObjective(DraftObjective):
             runs = [[a] * len(batch["input_ids"]) for a in occupancies]
         counted_BT = counted_rows(batch)
         with OneDNNLinear():
-            taps = capture_hidden(target, batch["input_ids"], {*draft.taps, last})
-        with torch.no_grad():
-            teacher_MH = target.get_decoder().norm(taps[last][:, :-1][counted_BT])
+            taps = capture_hidden(self.target, batch["input_ids"], {*draft.taps, last})
+        teacher_MH = self.teacher(taps[last], counted_BT)
         sums: dict[str, Tensor] = {}
         for run in runs:
             with OneDNNLinear():
                 stream_BTH = draft(taps, run)
-            result = chunked_distillation(
-                draft.norm(stream_BTH[:, :-1][counted_BT]),
-                draft.lm_head.weight,
-                teacher_MH,
-                target.get_output_embeddings().weight,
-                kind=self.config.loss,
-                teacher_rows_U=draft.draft_ids if self.config.draft_vocab_size else None,
-            )
+            result = self.distil(stream_BTH, counted_BT, teacher_MH)
             prefix = f"fill{run[0]}_" if occupancies is not None else ""
             sums[prefix + "acceptance"] = result.acceptance_sum
             sums[prefix + "agreement"] = result.agreement_sum

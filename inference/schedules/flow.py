@@ -19,7 +19,8 @@ def flowspec(session: Any) -> None:
 
     After a commit a fresh tree from the new root is merged into the one on its way (context-aware
     expansion). When the returning segment was pruned to nothing, the context is the old one and
-    the last fresh tree is deepened instead (score-aware expansion).
+    the last fresh tree is deepened instead (score-aware expansion). Deviation: the first tree of a
+    round is not drafted while the stages wait, unless ``root_first`` is off.
     """
     expansion = session.config.expansion
     _flow(session, expansion if expansion.enabled else None)
@@ -29,9 +30,16 @@ def _flow(session: Any, expansion: Expansion | None) -> None:
     config = session.config
     by_score = config.expansion.by_score
     while not session.done:
-        session.grow_tree(config.tree, by_score=by_score)
-        session.draft_alone()
-        session.inject(config.micro_batches or config.num_stages + 1)
+        num_segments = config.micro_batches or config.num_stages + 1
+        root_first = False
+        if expansion is not None and expansion.root_first:
+            root_first = True
+            session.inject()
+            _grow(session, expansion)
+        else:
+            session.grow_tree(config.tree, by_score=by_score)
+            session.draft_alone()
+            session.inject(num_segments)
         num_steps, hit = 0, True
         while hit and not session.done:
             returned = session.step(overlap=True)
@@ -39,12 +47,24 @@ def _flow(session: Any, expansion: Expansion | None) -> None:
             hit = returned is None or session.resolve(returned)
             if not hit or session.done:
                 break
-            session.inject()
+            session.inject(num_segments if root_first and num_steps == 1 else 1)
             if expansion is None:
                 continue
             if returned is not None:
-                depth = expansion.depth or min(config.tree.depth, session.hidden_forwards())
-                shape = replace(config.tree, depth=depth, num_tokens=max(1, expansion.num_tokens))
-                session.grow_tree(shape, by_score=by_score)
+                _grow(session, expansion)
+            elif num_steps < config.num_stages and root_first:
+                session.deepen_tree(_levels(session, expansion), expansion.num_tokens)
             elif num_steps >= config.num_stages and expansion.refill_depth:
                 session.deepen_tree(expansion.refill_depth, expansion.refill_tokens)
+
+
+def _levels(session: Any, expansion: Expansion) -> int:
+    """What the draft can make beside a step."""
+    return expansion.depth or min(session.config.tree.depth, session.hidden_forwards())
+
+
+def _grow(session: Any, expansion: Expansion) -> None:
+    """A fresh tree below the root, merged into the one on its way."""
+    num_tokens = max(1, expansion.num_tokens)
+    shape = replace(session.config.tree, depth=_levels(session, expansion), num_tokens=num_tokens)
+    session.grow_tree(shape, by_score=expansion.by_score)

@@ -1,10 +1,10 @@
-"""One layer of guesses enters per step while older ones travel: SPD, and PipeDec with its width."""
+"""One layer of guesses enters per step while older ones travel: SPD, PipeDec, PPSD."""
 
 from typing import Any
 
 
 def layered(session: Any) -> None:
-    """The draft reads the states BEFORE the step and runs beside the stages.
+    """SPD, and PipeDec with its width: the draft reads the states BEFORE the step, runs beside it.
 
     A round starts with the pending root alone in the pipeline, so its first verdict takes n steps;
     from then on every step returns one verified token until a guess is wrong. Every branch that
@@ -17,5 +17,25 @@ def layered(session: Any) -> None:
             session.grow_layer()
             returned = session.step(overlap=True)
             hit = returned is None or session.resolve(returned)
+            if hit:
+                session.inject()
+
+
+def ppsd(session: Any) -> None:
+    """The draft reads the states AFTER the step, and every stage waits for it.
+
+    Rounds are those of ``layered``. A head behind the first stage starts before the verdict is
+    known, so its time counts at every step, as in the paper: S = L' L / (Ls n + L). A step whose
+    verdict leaves nothing to continue pays for a guess that is not made.
+    """
+    while not session.done:
+        session.inject()
+        hit = True
+        while hit and not session.done:
+            returned = session.step()
+            hit = returned is None or session.resolve(returned)
+            if hit and not session.done:
+                session.grow_layer()
+            session.draft_alone(at_least=1)
             if hit:
                 session.inject()

@@ -15,7 +15,7 @@ from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, draw
 from pipedraft.models.target import Keep
 
-Growth = Literal["layers", "trees"]
+Growth = Literal["layers", "trees", "micro_batches"]
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,18 @@ class DraftSource:
     taps: tuple[int, ...] = ()
     """Layer indices of the target whose hidden states it reads."""
     grows: tuple[Growth, ...] = ()
-    """Which of the growing verbs it has."""
+    """Which of the growing verbs it has; micro-batches: ``leaf_logits``."""
+    is_chain_only: bool = False
+    """It has one state per sequence: guesses are a chain."""
     num_forwards: int = 0
     """Forward passes of the draft so far."""
 
-    def begin(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         """A new text.
 
         Args:
             features: hidden states [P, H] of the prompt, by layer index.
-            next_tokens: the token after each of these positions; the last is the first root.
+            tokens: the P of the prompt, and the first root.
         """
         raise NotImplementedError
 
@@ -58,6 +60,21 @@ class DraftSource:
 
     def keep(self, keep: Keep) -> None:
         """The tree's rows are renumbered as in ``TokenTree.reroot``; nothing retained: a miss."""
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """int64 [U]: target token of each entry of the draft's logits."""
+        raise NotImplementedError
+
+    def leaf_logits(
+        self, tree: TokenTree, rows: list[int], features: Mapping[int, Tensor]
+    ) -> Tensor:
+        """Logits [Q, U] of the token after each of some rows of the tree.
+
+        Args:
+            features: as in ``grow_layer``.
+        """
+        raise NotImplementedError
 
     def grow_layer(
         self,
@@ -98,7 +115,7 @@ def add_sampled(
 
     q is float64 over the target's vocabulary; tokens that the draft does not know have 0.
     """
-    q_V = logits_U.new_zeros(draft.reference.fingerprint["vocab_size"], dtype=torch.float64)
+    q_V = logits_U.new_zeros(draft.target_vocab_size, dtype=torch.float64)
     q_V[draft.draft_ids] = torch.softmax(logits_U.double() / sampling.temperature, -1)
     uniform = sampling.random.uniform(tree.position(leaf) + 1, "draft", sampling.attempt)
     token = draw(q_V, uniform)
@@ -144,16 +161,21 @@ def add_most_likely(
 def make_source(draft: Any) -> DraftSource:
     """The decode-time side of a loaded draft."""
     from pipedraft.inference.sources.eagle import EagleSource
+    from pipedraft.inference.sources.language_model import LanguageModelSource
+    from pipedraft.inference.sources.ppsd import PPSDSource
     from pipedraft.inference.sources.spd import SPDSource
 
     sources: dict[str, Callable[[Any], DraftSource]] = {
         "spd": SPDSource,
+        "ppsd": PPSDSource,
         "eagle": EagleSource,
         "eagle3": EagleSource,
+        "language_model": LanguageModelSource,
     }
     return sources[draft.draft_type](draft)
 
 
 def default_schedule(draft_type: str) -> str:
-    """The schedule a head was made for."""
-    return "spd" if draft_type == "spd" else "eagle"
+    """The schedule a draft was made for."""
+    made_for = {"spd": "spd", "ppsd": "ppsd", "language_model": "pipeinfer"}
+    return made_for.get(draft_type, "eagle")

@@ -29,9 +29,9 @@ class SPDSource(DraftSource):
         self.num_forwards = 0
         self._state = SPDState()
 
-    def begin(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._state = SPDState()
-        self.observe(features, next_tokens)
+        self.observe(features, tokens[1:])
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
         self.draft.extend(self._state, features, self._state.num_rows)
@@ -47,14 +47,18 @@ class SPDSource(DraftSource):
         width: int,
         sampling: Sampling,
     ) -> int:
+        logits_QU = self.deepest_logits(tree, features)
+        return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
+
+    def deepest_logits(self, tree: TokenTree, features: Mapping[int, Tensor]) -> Tensor:
+        """Logits [Q, U] of the token after each of the deepest rows."""
         deepest = tree.depths[-1]
         device = self.draft.lm_head.weight.device
-        logits_QU = self.draft.propose(
+        self.num_forwards += 1
+        return self.draft.propose(
             self._state,
             features,
             depths=[deepest - depth for depth in tree.depths],
             positions=tree.positions(0, len(tree)).to(device),
             visible_RR=tree.visible(0, len(tree)).to(device),
         )
-        self.num_forwards += 1
-        return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)

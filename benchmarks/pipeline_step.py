@@ -1,0 +1,224 @@
+"""Wall clock of a pipeline of processes: its steady step, and SPD's speed-up over plain decoding.
+
+    python benchmarks/pipeline_step.py --json
+    python benchmarks/pipeline_step.py --apart --json      # the draft on a rank of its own
+
+A target with random weights, large enough that a stage takes several milliseconds, is cut into
+stages of one process and one thread each; the first stage shares its process with the draft and has
+fewer layers for it. The draft is a speculation module with random weights that runs in full at
+every step; what it proposes is then replaced by the target's own token with probability
+--acceptance (the texts are known from plain decoding, on the same processes). Reported:
+
+step_over_slowest_stage: median time between two verdicts inside a round, over what the busiest
+    process computes in a step (layers, draft or LM head; means of the same run).
+wallclock_over_theoretical: speed-up over plain decoding, over L' of the same run.
+draft_share: the draft's part of what all processes compute in a step. With the first stage cut by
+    it, a step cannot be shorter than the mean of their work: wallclock_over_balanced compares
+    with that (1 would be a pipeline without any overhead).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+PROMPT = list(range(5, 37))
+TIMEOUT_S = 900
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--stages", type=int, default=2)
+    add("--layers", type=int, default=32)
+    add("--hidden", type=int, default=768)
+    add("--vocab", type=int, default=4096)
+    add("--first", type=int, help="layers of the first stage (default: two fewer than the others)")
+    add("--acceptance", type=float, default=0.85)
+    add("--tokens", type=int, default=128, help="of each text")
+    add("--texts", type=int, default=3)
+    add("--apart", action="store_true", help="the draft on a rank of its own")
+    add("--json", action="store_true", help="nothing but a line of JSON")
+    add("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def save_target(args: argparse.Namespace, folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3 // 64 * 64,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=max(1, args.hidden // 256),
+        vocab_size=args.vocab,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def boundaries(args: argparse.Namespace) -> tuple[int, ...]:
+    from pipedraft.models.target import stage_boundaries
+
+    if args.apart:
+        return stage_boundaries(args.layers, args.stages)
+    rest = args.stages - 1
+    first = args.first or max(1, (args.layers - 2 * rest) // args.stages)
+    others = stage_boundaries(args.layers - first, rest) if rest else (0,)
+    return (0, *(first + end for end in others))
+
+
+def make_source(args: argparse.Namespace, target: Any, text: list[int], seed: int) -> Any:
+    """A speculation module at full cost whose token is put right as often as asked."""
+    from pipedraft.inference.sources.spd import SPDSource
+    from pipedraft.models.draft import TargetReference
+    from pipedraft.models.fingerprint import target_fingerprint
+    from pipedraft.models.layers import LayerConfig
+    from pipedraft.models.spd import SPD, SPDConfig
+
+    class Corrected(SPDSource):
+        def grow_layer(self, tree: Any, features: Any, **options: Any) -> int:
+            self.deepest_logits(tree, features)
+            leaf = len(tree) - 1
+            position = tree.position(leaf) + 1
+            right = text[position] if position < len(text) else 0
+            is_right = Random(f"{seed}:{position}").random() < args.acceptance
+            tree.add(leaf, right if is_right else (right + 1) % args.vocab, 0.0)
+            return 1
+
+    cut = boundaries(args)
+    config = SPDConfig(
+        num_stages=args.stages, num_layers=1, num_target_layers=args.layers, boundaries=cut
+    )
+    torch.manual_seed(1)
+    reference = TargetReference(name="random", fingerprint=target_fingerprint(target))
+    draft = SPD(config, LayerConfig.from_target(target.config), reference)
+    return Corrected(draft.eval().requires_grad_(False))
+
+
+def work_of(reports: list[dict[str, Any]]) -> list[float]:
+    """Seconds of computing in each process."""
+    kinds = ("stage", "verify", "draft")
+    return [sum(report["seconds"].get(kind, 0.0) for kind in kinds) for report in reports]
+
+
+def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
+    from pipedraft.inference.engine import Engine, EngineConfig
+
+    class Tokenizer:
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return " ".join(map(str, ids))
+
+    cut = boundaries(args)
+    name = str(args.folder)
+    target = cluster.load_target(name, revision=None, num_stages=args.stages, boundaries=cut)
+    common = {"num_stages": args.stages, "boundaries": cut, "max_new_tokens": args.tokens}
+    plain_config = EngineConfig(schedule="autoregressive", **common)
+    plain = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)
+    prompts = [[token + index for token in PROMPT] for index in range(args.texts)]
+    plain.decode(PROMPT)  # warm up
+    plain.pipeline.clear()
+    texts, plain_s, count = [], 0.0, 0
+    for prompt in prompts:
+        result = plain.decode(prompt)
+        texts.append([*prompt, *result.token_ids])
+        plain_s += result.token_times_s[-1] - result.token_times_s[0]
+        count += result.num_tokens
+    plain_work = work_of(plain.pipeline.reports())
+    gaps, spd_s, steps = [], 0.0, 0
+    plain.pipeline.clear()
+    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        source = make_source(args, target, text, index)
+        config = EngineConfig(schedule="spd", **common)
+        engine = Engine(target, Tokenizer(), config, source=source, connect=cluster.connect)
+        result = engine.decode(prompt)
+        assert [*prompt, *result.token_ids] == text, "the text changed"
+        times = result.token_times_s
+        spd_s += times[-1] - times[0]
+        steps += result.num_steps
+        emitted = 1
+        for length in result.round_lengths:
+            inside = range(emitted + 1, emitted + length)
+            gaps += [times[i] - times[i - 1] for i in inside]
+            emitted += length
+    reports = plain.pipeline.reports()
+    work = [seconds / steps for seconds in work_of(reports)]
+    draft_s = sum(r["seconds"].get("draft", 0.0) for r in reports) / steps
+    equivalent = args.stages * count / steps
+    speedup = plain_s / spd_s
+    step_s = statistics.median(gaps)
+    return {
+        "step_over_slowest_stage": step_s / max(work),
+        "wallclock_over_theoretical": speedup / equivalent,
+        "wallclock_over_balanced": speedup / equivalent * sum(work) / (sum(work) - draft_s),
+        "step_ms": step_s * 1e3,
+        "step_ms_quartiles": [q * 1e3 for q in statistics.quantiles(gaps, n=4)],
+        "work_ms": [value * 1e3 for value in work],
+        "draft_share": draft_s / sum(work),
+        "autoregressive_work_ms": [value / count * 1e3 for value in plain_work],
+        "equivalent_acceptance_length": equivalent,
+        "speedup": speedup,
+        "tokens_per_s": count / spd_s,
+        "autoregressive_tokens_per_s": count / plain_s,
+        "stages": args.stages,
+        "boundaries": list(cut),
+        "processes": cluster.world_size,
+        "breakdown_ms_per_step": [
+            {kind: s / steps * 1e3 for kind, s in r["seconds"].items()} for r in reports
+        ],
+        "peak_rss_mb": [r["peak_rss_mb"] for r in reports],
+    }
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.folder is not None:  # one of the ranks
+        from pipedraft.inference.process.cluster import Cluster
+        from pipedraft.inference.process.watch import Limits
+
+        with Cluster(Limits(step_s=60)) as cluster:
+            if cluster.is_controller:
+                print(json.dumps(controller(args, cluster)), flush=True)
+            else:
+                cluster.serve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        save_target(args, Path(folder))
+        command = [
+            str(Path(sys.executable).with_name("torchrun")),
+            *("--nproc-per-node", str(args.stages + args.apart)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+            *(sys.argv[0], *sys.argv[1:], "--folder", folder),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        child = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=True,
+        )
+    outcome = json.loads(child.stdout.splitlines()[-1])
+    if not args.json:
+        for name, value in outcome.items():
+            print(f"{name}: {value}")
+    print(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

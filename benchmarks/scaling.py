@@ -1,0 +1,203 @@
+"""Where pipelined speculation pays: modelled speed-up by stages, links and target sizes.
+
+    python benchmarks/scaling.py
+    python benchmarks/scaling.py --acceptance 0.85 --json
+
+A chain draft whose guesses are right independently of each other, with the same probability for
+every method and n (a simplification: heads that see deeper states guess better), is decoded on the
+virtual clock with durations from sizes and bandwidths. A stage streams its weights from memory and
+launches its layers; a hop is latency plus hidden states over bandwidth; verification and drafting
+stream the LM head and the draft's layers. Sources of the numbers are in docs/scaling.md.
+
+S is over plain decoding on the SAME pipeline; "over one device" compares with plain decoding where
+all layers are on one device (which may not exist for the larger targets), so that it shows what
+the pipeline itself costs.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.models.target import stage_boundaries
+
+NUM_TOKENS = 1_000
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    parameters: float
+    num_layers: int
+    hidden: int
+    vocab: int
+
+
+@dataclass(frozen=True)
+class Link:
+    name: str
+    latency_s: float
+    bytes_per_s: float
+
+
+TARGETS = (
+    Target("4B", 4.0e9, 36, 2560, 151_936),
+    Target("8B", 8.2e9, 36, 4096, 151_936),
+    Target("70B", 70.6e9, 80, 8192, 128_256),
+    Target("405B", 405.9e9, 126, 16_384, 128_256),
+)
+LINKS = (
+    Link("NVLink", 3e-6, 400e9),
+    Link("InfiniBand", 6e-6, 40e9),
+    Link("10 GbE", 40e-6, 1.1e9),
+    Link("LAN, 1 Gbit/s", 200e-6, 0.11e9),
+    Link("WAN, 20 ms", 20e-3, 0.1e9),
+)
+STAGES = (2, 4, 8, 16, 32, 64)
+MEMORY_BYTES_PER_S = 3.35e12
+LAYER_LAUNCH_S = 15e-6
+BYTES = 2  # bf16
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds, from sizes."""
+
+    target_pass: float
+    head: float
+    """Final norm and LM head."""
+    hop: float
+    layer: float
+
+    @classmethod
+    def of(cls, target: Target, link: Link) -> "Durations":
+        head_parameters = target.vocab * target.hidden
+        layers = (target.parameters - head_parameters) * BYTES / MEMORY_BYTES_PER_S
+        layers += target.num_layers * LAYER_LAUNCH_S
+        return cls(
+            target_pass=layers,
+            head=head_parameters * BYTES / MEMORY_BYTES_PER_S,
+            hop=link.latency_s + target.hidden * BYTES / link.bytes_per_s,
+            layer=layers / target.num_layers,
+        )
+
+    def clock(self, target: Target, num_stages: int, method: "Method") -> VirtualClock:
+        head = self.head * (method.draft_vocab or target.vocab) / target.vocab
+        draft = (method.draft_layers * self.layer + head) / self.target_pass
+        cost = CostModel(
+            link=self.hop / self.target_pass,
+            verify=self.head / self.target_pass,
+            draft_forward=draft,
+            is_asynchronous=True,
+        )
+        return VirtualClock(cost, stage_boundaries(target.num_layers, num_stages), draft)
+
+
+def spd(clock: VirtualClock, right: Random, acceptance: float) -> float:
+    """A hit takes one step, a miss n; the draft runs beside the stages."""
+    busy = [1] * clock.num_stages
+    for _ in range(NUM_TOKENS):
+        steps = 1 if right.random() < acceptance else clock.num_stages
+        for _ in range(steps):
+            clock.step(busy, draft_forwards=1, overlap=True)
+    return clock.time
+
+
+def ppsd(clock: VirtualClock, right: Random, acceptance: float) -> float:
+    """As SPD, but every step waits for the draft."""
+    busy = [1] * clock.num_stages
+    for _ in range(NUM_TOKENS):
+        steps = 1 if right.random() < acceptance else clock.num_stages
+        for _ in range(steps):
+            clock.step(busy, draft_forwards=1, overlap=False)
+    return clock.time
+
+
+def eagle_chain(clock: VirtualClock, right: Random, acceptance: float, length: int = 7) -> float:
+    """A round drafts a chain while the stages wait, then takes n steps."""
+    emitted = 0
+    while emitted < NUM_TOKENS:
+        clock.serial_draft(length)
+        for stage in range(clock.num_stages):
+            rows = [0] * clock.num_stages
+            rows[stage] = length + 1
+            clock.step(rows, draft_forwards=0, overlap=False)
+        accepted = next((i for i in range(length) if right.random() >= acceptance), length)
+        emitted += accepted + 1
+    return clock.time * NUM_TOKENS / emitted
+
+
+@dataclass(frozen=True)
+class Method:
+    simulate: Callable[[VirtualClock, Random, float], float]
+    draft_layers: int
+    draft_vocab: int | None
+    """None: the target's."""
+
+
+METHODS = {
+    "SPD, Ls = 4": Method(spd, 4, None),
+    "SPD, Ls = 1, 32 k": Method(spd, 1, 32_000),
+    "PPSD, 32 k": Method(ppsd, 1, 32_000),
+    "EAGLE chain:7, 32 k": Method(eagle_chain, 1, 32_000),
+}
+
+
+def speedup(
+    target: Target, link: Link, num_stages: int, method: str, acceptance: float
+) -> tuple[float, float]:
+    """S over the same pipeline, and over one device."""
+    durations = Durations.of(target, link)
+    clock = durations.clock(target, num_stages, METHODS[method])
+    time = METHODS[method].simulate(clock, Random(0), acceptance)
+    one_device = NUM_TOKENS * (1 + durations.head / durations.target_pass)
+    return clock.autoregressive_time(NUM_TOKENS) / time, one_device / time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--acceptance", type=float, default=0.75)
+    parser.add_argument("--json", action="store_true", help="one line of JSON, no tables")
+    args = parser.parse_args()
+    rows = []
+    for target in TARGETS:
+        for link in LINKS:
+            for num_stages in STAGES:
+                if num_stages > target.num_layers:
+                    continue
+                row = {"target": target.name, "link": link.name, "n": num_stages}
+                for method in METHODS:
+                    pair = speedup(target, link, num_stages, method, args.acceptance)
+                    row[method], row[f"{method} over one device"] = pair
+                rows.append(row)
+    if not args.json:
+        print_tables(rows)
+    print(json.dumps(rows if args.json else {"acceptance": args.acceptance, "rows": len(rows)}))
+
+
+def print_tables(rows: list[dict]) -> None:
+    for target in TARGETS:
+        print(f"### {target.name}\n")
+        print("| link | method | " + " | ".join(f"n = {n}" for n in STAGES) + " |")
+        print("|---" * (2 + len(STAGES)) + "|")
+        for link in LINKS:
+            for method in METHODS:
+                cells = []
+                for n in STAGES:
+                    found = [
+                        row
+                        for row in rows
+                        if (row["target"], row["link"], row["n"]) == (target.name, link.name, n)
+                    ]
+                    one_device = f"{method} over one device"
+                    cells += [f"{r[method]:.2f} ({r[one_device]:.2f})" for r in found] or ["-"]
+                print(f"| {link.name} | {method} | " + " | ".join(cells) + " |")
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""From measured times to the cost model of the virtual clock."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+from pipedraft.inference.clock import CostModel
+
+Run = dict[str, Any]
+
+
+def fit_cost(runs: Sequence[Run]) -> CostModel:
+    """Fit the cost model to what a comparison measured.
+
+    - A target pass is the stages' mean time for one row, added up, in plain decoding.
+    - ``row``: least squares of the stages' times over calls and further rows, of all methods.
+    - ``verify``: a mean verification of one row.
+    - ``link``: what plain decoding takes beyond stages and verification, over its n + 1 hops.
+      In one process: nothing.
+    - ``draft_forward``: drafting time over forward passes, of all methods.
+
+    Args:
+        runs: entries of results.json with "processes", one number of stages, plain decoding among
+            them.
+
+    Raises:
+        ValueError: plain decoding emitted nothing to measure.
+    """
+    runs = [run for run in runs if run["benchmark"] == OVERALL] or list(runs)
+    plain = next(run for run in runs if run["schedule"] == AUTOREGRESSIVE)
+    if not plain["tokens"]:
+        raise ValueError("--calibrate: plain decoding emitted one token a text; give longer texts")
+    num_stages = plain["stages"]
+    one_row = _total(plain, "seconds", "stage") / plain["tokens"]
+    names = [process["name"] for process in plain["processes"]]
+    is_asynchronous = len(names) > 1
+    verify = _total(plain, "seconds", "verify") / plain["tokens"]
+    waits = 0.0
+    if is_asynchronous:
+        per_token = 1.0 / plain["wallclock"]["tokens_per_s"]
+        waits = max(per_token - one_row - verify, 0.0) / (num_stages + 1)
+    forwards = sum(run["draft_forwards"] for run in runs)
+    drafting = sum(_total(run, "seconds", "draft") for run in runs if run["draft_forwards"])
+    return CostModel(
+        row=_row_slope(runs),
+        link=waits / one_row,
+        verify=verify / one_row,
+        draft_forward=drafting / forwards / one_row if forwards else None,
+        is_asynchronous=is_asynchronous,
+        draft_on_first_stage=is_asynchronous and len(names) == num_stages,
+    )
+
+
+def _total(run: Run, quantity: str, kind: str) -> float:
+    return sum(process[quantity].get(kind, 0.0) for process in run["processes"])
+
+
+def _row_slope(runs: Sequence[Run]) -> float:
+    """Extra time of a row over the time of the first."""
+    calls = np.array([_total(run, "counts", "stage") for run in runs])
+    rows = np.array([_total(run, "rows", "stage") for run in runs])
+    seconds = np.array([_total(run, "seconds", "stage") for run in runs])
+    further = rows - calls
+    if not further.any():
+        return 0.0
+    (first, more), *_ = np.linalg.lstsq(np.stack([calls, further], 1), seconds, rcond=None)
+    return max(float(more / first), 0.0) if first > 0 else 0.0

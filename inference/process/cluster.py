@@ -1,0 +1,274 @@
+"""The ranks of one launch: who holds which stage, how they find each other, how they end.
+
+Rank 0 is the controller and holds the draft. With one rank more than stages the stages are ranks
+1..n; with as many ranks as stages the first stage lives on rank 0, too.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from pipedraft.inference.process import is_launched
+from pipedraft.inference.process.link import (
+    ANSWER,
+    CANCEL,
+    FORWARD,
+    Local,
+    LostLink,
+    Receiver,
+    Sender,
+)
+from pipedraft.inference.process.messages import Cancel, Close, Message
+from pipedraft.inference.process.pipeline import Inbox, Outbox, ProcessPipeline
+from pipedraft.inference.process.watch import Limits, Watch
+from pipedraft.inference.process.worker import StageWorker
+from pipedraft.inference.timeline import WAIT, Timeline
+from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
+from pipedraft.models.target_part import load_target_part
+
+JOB_KEY = "pipedraft/job"
+LOAD_TIMEOUT = timedelta(hours=2)
+CONNECT_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What rank 0 tells the others."""
+
+    target: str
+    revision: str | None
+    boundaries: tuple[int, ...]
+    dtype: str
+    traces: bool
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.boundaries) - 1
+
+
+class Cluster:
+    """Use as a context on every rank; leaving it ends the other ranks, in order or in failure."""
+
+    def __init__(self, limits: Limits) -> None:
+        """
+        Raises:
+            ValueError: this process was not started by a launcher.
+        """
+        if not is_launched():
+            raise ValueError(
+                "--backend: 'process' needs one process per stage; start it with "
+                "torchrun --nproc-per-node N -m pipedraft.inference ..."
+            )
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.watch = Watch(self.rank, self.world_size, ["starting"] * self.world_size, limits)
+        self._closing: list[Sender] = []
+        self._draining: list[Receiver] = []
+        self.pipeline: ProcessPipeline | None = None
+
+    @property
+    def is_controller(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.device("cuda", local % torch.cuda.device_count())
+
+    def __enter__(self) -> Self:
+        self.watch.start()
+        dist.init_process_group("gloo", timeout=CONNECT_TIMEOUT)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, ValueError | FileNotFoundError):
+            if os.environ.get("PIPEDRAFT_TRACEBACK"):
+                raise error
+            self.watch.fail(self._reason(error))
+        if error is not None:  # bad input: the caller prints its line; the others leave quietly
+            self.watch.announce(f"{self.watch.name}: bad input")
+            return
+        for sender in self._closing:
+            sender.close()
+        for receiver in self._draining:
+            while not isinstance(receiver.receive(), Close):
+                pass
+        self.watch.stop()
+        dist.destroy_process_group()
+
+    # -- the controller -----------------------------------------------------------------------
+
+    def num_stages(self, wanted: int | None) -> int:
+        """Stages of this launch.
+
+        Raises:
+            ValueError: the number of processes fits neither layout.
+        """
+        num_stages = self.world_size if wanted is None else wanted
+        if self.world_size not in (num_stages, num_stages + 1):
+            raise ValueError(
+                f"--nproc-per-node: {self.world_size} processes for {num_stages} stages; start "
+                f"{num_stages} (the first stage beside the draft) or {num_stages + 1}"
+            )
+        return num_stages
+
+    def load_target(
+        self,
+        name: str,
+        *,
+        revision: str | None,
+        num_stages: int,
+        boundaries: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+        traces: bool = False,
+    ) -> Any:
+        """Tell every rank to load its part; returns the controller's part as a model."""
+        layers = read_config(name, revision)
+        count = layers.get("text_config", layers)["num_hidden_layers"]
+        cut = tuple(boundaries) or stage_boundaries(count, num_stages)
+        job = Job(
+            target=os.path.abspath(name) if os.path.isdir(name) else name,
+            revision=revision,
+            boundaries=cut,
+            dtype=str(dtype).removeprefix("torch."),
+            traces=traces,
+        )
+        self._name_ranks(job)
+        self.watch.store.set(JOB_KEY, json.dumps(asdict(job)))
+        self.job = job
+        return self._load_part(job, has_embedding=True, has_head=True)
+
+    def connect(self, target: StagedTarget) -> ProcessPipeline:
+        """The pipeline over all ranks; ``target`` is what ``load_target`` returned, staged.
+
+        Raises:
+            ValueError: the target was cut elsewhere than the ranks have been told.
+        """
+        if target.boundaries != self.job.boundaries:
+            raise ValueError(
+                f"boundaries: {list(target.boundaries)}, but the processes hold stages cut at "
+                f"{list(self.job.boundaries)}; evaluate drafts with other cuts in another launch"
+            )
+        if self.pipeline is None:
+            self.pipeline = self._connect(target)
+        return self.pipeline
+
+    def _connect(self, target: StagedTarget) -> ProcessPipeline:
+        timeline = Timeline(self.watch.name, traces=self.job.traces)
+        self.watch.timeline = timeline
+        ranks = [self._first_rank(self.job) + k for k in range(target.num_stages)]
+        answers: list[Inbox] = [self._receiver(rank, ANSWER) if rank else Local() for rank in ranks]
+        cancels = [self._sender(rank, CANCEL, timeline) for rank in ranks if rank]
+        first: Outbox
+        if ranks[0]:
+            first = self._sender(1, FORWARD, timeline)
+        else:
+            mailbox = answers[0]
+            assert isinstance(mailbox, Local)
+            following = self._sender(1, FORWARD, timeline) if target.num_stages > 1 else None
+            worker = StageWorker(
+                target, 0, following=following, controller=mailbox, timeline=timeline
+            )
+            first = Local(worker.handle)
+        return ProcessPipeline(target, first, answers, timeline, cancels=cancels)
+
+    # -- the stages ---------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Hold a stage until the controller closes the pipeline."""
+        store = self.watch.store
+        store.wait([JOB_KEY], LOAD_TIMEOUT)
+        fields = json.loads(store.get(JOB_KEY))
+        job = Job(**{**fields, "boundaries": tuple(fields["boundaries"])})
+        self._name_ranks(job)
+        index = self.rank - self._first_rank(job)
+        last = job.num_stages - 1
+        model = self._load_part(job, has_embedding=index == 0, has_head=index == last)
+        timeline = Timeline(self.watch.name, traces=job.traces)
+        self.watch.timeline = timeline
+        inbox = self._receiver(self.rank - 1, FORWARD)
+        cancels = self._receiver(0, CANCEL)
+        worker = StageWorker(
+            StagedTarget(model, job.boundaries),
+            index,
+            following=None if index == last else self._sender(self.rank + 1, FORWARD, timeline),
+            controller=self._sender(0, ANSWER, timeline),
+            timeline=timeline,
+        )
+        self._draining.clear()  # both are read to their end here
+        thread = threading.Thread(target=self._listen, args=(cancels, worker), daemon=True)
+        thread.start()
+        while not isinstance(message := self._next(inbox, timeline), Close):
+            worker.handle(message)
+        thread.join()
+
+    def _next(self, inbox: Receiver, timeline: Timeline) -> Message:
+        with timeline.span(WAIT):
+            return inbox.receive()
+
+    def _listen(self, cancels: Receiver, worker: StageWorker) -> None:
+        """Cancellations overtake the segments that they are about."""
+        try:
+            while isinstance(message := cancels.receive(), Cancel):
+                worker.first_live = max(worker.first_live, message.sequence + 1)
+        except LostLink as error:
+            self.watch.fail(self._reason(error))
+
+    # -- both ---------------------------------------------------------------------------------
+
+    def _first_rank(self, job: Job) -> int:
+        return self.world_size - job.num_stages
+
+    def _name_ranks(self, job: Job) -> None:
+        first = self._first_rank(job)
+        names = [f"stage {rank - first}" for rank in range(self.world_size)]
+        names[0] = "controller" if first else "controller and stage 0"
+        self.watch.names = names
+
+    def _load_part(self, job: Job, *, has_embedding: bool, has_head: bool) -> Any:
+        index = self.rank - self._first_rank(job)
+        layers = range(*job.boundaries[index : index + 2]) if index >= 0 else range(0)
+        return load_target_part(
+            job.target,
+            layers=layers,
+            has_embedding=has_embedding,
+            has_head=has_head,
+            revision=job.revision,
+            dtype=getattr(torch, job.dtype),
+            device=self.device,
+        )
+
+    def _sender(self, peer: int, channel: int, timeline: Timeline) -> Sender:
+        link = Sender(peer, channel, timeline)
+        self.watch.sent.append(link)
+        self._closing.append(link)
+        return link
+
+    def _receiver(self, peer: int, channel: int) -> Receiver:
+        link = Receiver(peer, channel)
+        self.watch.received.append(link)
+        self._draining.append(link)
+        return link
+
+    def _reason(self, error: BaseException) -> str:
+        """One line for a failure that is not the user's."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, LostLink):
+            return f"lost rank {error.peer} ({self.watch.names[error.peer]}): {text}"
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in text:
+            return f"out of memory ({text}); use more stages or a smaller dtype"
+        return f"{type(error).__name__}: {text}"

@@ -1,0 +1,151 @@
+"""Ordered messages from one rank to another over torch.distributed's point-to-point operations.
+
+Receives are posted ahead into static buffers, so that a frame never waits for its receiver to ask,
+and sends return at once. A frame that does not fit a static buffer comes in two pieces.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipedraft.inference.process.messages import Close, Message, decode, encode, frame_bytes
+from pipedraft.inference.timeline import Timeline
+
+BUFFER_BYTES = 1 << 18
+NUM_BUFFERS = 2
+MAX_UNSENT = 64
+"""Sends under way at most; beyond them a send waits for the oldest."""
+FORWARD, ANSWER, CANCEL = range(3)
+"""Channels: links between the same two ranks that do not wait for each other."""
+DAY = timedelta(days=1)
+"""Receives have no timeout of their own: ``Watch`` ends a process whose peer is silent or dead."""
+
+
+class LostLink(ConnectionError):
+    """The other side of a link is gone, or sends what is no message."""
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+
+
+@contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ConnectionError) as error:
+        reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
+        raise LostLink(peer, reason) from error
+
+
+class Sender:
+    def __init__(self, peer: int, channel: int, timeline: Timeline) -> None:
+        self.peer, self.channel, self.timeline = peer, channel, timeline
+        self.num_sent = self.num_bytes = 0
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, message: Message) -> None:
+        with self.timeline.span("send"), _naming(self.peer):
+            frame = encode(message, time.monotonic())
+            self.num_sent += 1
+            self.num_bytes += len(frame)
+            self._post(frame[:BUFFER_BYTES], 2 * self.channel)
+            if len(frame) > BUFFER_BYTES:
+                self._post(frame[BUFFER_BYTES:], 2 * self.channel + 1)
+
+    def _post(self, piece: Tensor, tag: int) -> None:
+        if len(self._under_way) == MAX_UNSENT:
+            oldest, _ = self._under_way.popleft()
+            oldest.wait(DAY)
+        work = dist.isend(piece, self.peer, tag=tag)
+        assert work is not None
+        self._under_way.append((work, piece))
+
+    def close(self) -> None:
+        """Answer every receive that the other side has posted, and see them all through."""
+        for _ in range(NUM_BUFFERS):
+            self.send(Close())
+        for work, _ in self._under_way:
+            work.wait(DAY)
+        self._under_way.clear()
+
+
+class Receiver:
+    def __init__(self, peer: int, channel: int) -> None:
+        self.peer, self.channel = peer, channel
+        self.num_received = self.num_bytes = 0
+        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        for _ in range(NUM_BUFFERS):
+            self._post(torch.zeros(BUFFER_BYTES, dtype=torch.uint8))
+
+    def _post(self, buffer: Tensor) -> None:
+        buffer[:4] = 0
+        work = dist.irecv(buffer, self.peer, tag=2 * self.channel)
+        assert work is not None
+        self._posted.append((work, buffer))
+
+    def has_arrived(self) -> bool:
+        """The next message is here, or its first bytes are."""
+        return bool(self._posted[0][1][0])
+
+    def receive(self) -> Message:
+        """The next message; waits for it.
+
+        Raises:
+            LostLink: the link broke, or what came is no message.
+        """
+        with _naming(self.peer):
+            return self._receive()
+
+    def _receive(self) -> Message:
+        work, buffer = self._posted.popleft()
+        work.wait(DAY)
+        total = frame_bytes(buffer)
+        frame = buffer
+        if total > BUFFER_BYTES:
+            rest = torch.empty(total - BUFFER_BYTES, dtype=torch.uint8)
+            rest_work = dist.irecv(rest, self.peer, tag=2 * self.channel + 1)
+            assert rest_work is not None
+            rest_work.wait(DAY)
+            frame = torch.cat([buffer, rest])
+        message = decode(frame)
+        self.num_received += 1
+        self.num_bytes += total
+        if isinstance(message, Close):
+            while self._posted:  # one Close for each posted receive
+                work, _ = self._posted.popleft()
+                work.wait(DAY)
+        else:
+            self._post(buffer)
+        return message
+
+
+class Local:
+    """A link inside one process: what is sent is handled, or waits to be received."""
+
+    def __init__(self, handle: Callable[[Message], None] | None = None) -> None:
+        self._handle = handle
+        self._waiting: deque[Message] = deque()
+        self.num_bytes = 0
+
+    def send(self, message: Message) -> None:
+        message.sent_at = time.monotonic()
+        if self._handle is None:
+            self._waiting.append(message)
+        else:
+            self._handle(message)
+
+    def has_arrived(self) -> bool:
+        return bool(self._waiting)
+
+    def receive(self) -> Message:
+        return self._waiting.popleft()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,344 @@
+"""The controller's side of a pipeline of processes.
+
+It keeps the books of the lock-step pipeline (which rows would be where) and so counts the same
+steps as ``LocalPipeline``, but it waits only for what it needs: a step in which nothing can come
+back costs no time, and nothing but the next verdict is on the critical path.
+"""
+
+# P prompt rows, R rows, H hidden
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipedraft.inference.pipeline import Returned
+from pipedraft.inference.process.messages import Cancel, Message, Prefill, Result, Step, Text
+from pipedraft.inference.timeline import WAIT, Timeline
+from pipedraft.inference.verify import RejectionVerifier, Verifier
+from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
+
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 512
+
+
+class Inbox(Protocol):
+    def has_arrived(self) -> bool: ...
+    def receive(self) -> Message: ...
+
+
+class Outbox(Protocol):
+    def send(self, message: Message) -> None: ...
+
+
+@dataclass
+class _Flight:
+    """A segment from its injection until no row of it is speculative any more."""
+
+    segment: Segment | None
+    """What is to be sent; None once it was."""
+    alive: list[int]
+    """Rows as sent that no Keep has pruned or committed yet, in the order of the tree."""
+    sequence: int = -1
+    entered: int = -1
+    """Number of the step in which the first stage processes it."""
+    taps: dict[int, Tensor] = field(default_factory=dict)
+    verdicts: Tensor | None = None
+
+
+class _Features(Mapping[int, Tensor]):
+    """Hidden states of the rows in flight as the lock-step pipeline has them now, on demand."""
+
+    def __init__(self, pipeline: "ProcessPipeline") -> None:
+        self._pipeline = pipeline
+
+    def view(self) -> "_Features":
+        return self
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self._pipeline.rows_past(layer)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._pipeline.taps)
+
+    def __len__(self) -> int:
+        return len(self._pipeline.taps)
+
+
+class ProcessPipeline:
+    """A target whose stages are other processes (the first may be in this one)."""
+
+    def __init__(
+        self,
+        target: StagedTarget,
+        first_stage: Outbox,
+        answers: Sequence[Inbox],
+        timeline: Timeline,
+        *,
+        cancels: Sequence[Outbox] = (),
+    ) -> None:
+        """
+        Args:
+            target: only its embedding and its description are used here.
+            answers: results of each stage.
+            cancels: links past the pipeline to every stage that is not in this process.
+        """
+        self.target, self.timeline = target, timeline
+        self.taps: tuple[int, ...] = ()
+        self.features = _Features(self)
+        self._first_stage, self._answers, self._cancels = first_stage, answers, cancels
+        self.last_rows: list[int] = [0] * target.num_stages
+        """Rows that each stage processed in the last step of the lock-step pipeline."""
+        self._sequence = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._now = 0
+        self._has_started = False
+        self._flights: list[_Flight] = []
+        self._keeps: list[Keep] = []
+
+    @property
+    def num_stages(self) -> int:
+        return self.target.num_stages
+
+    # -- prompt -----------------------------------------------------------------------------
+
+    def prefill(
+        self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
+    ) -> tuple[int, dict[int, Tensor]]:
+        """Commit a prompt in chunks that follow each other through the stages.
+
+        Returns:
+            The target's next token and the tapped states [P, H].
+        """
+        self._cancel_all()
+        self._forget()
+        self.taps = taps
+        message = Prefill(
+            rows=input_ids,
+            first_position=0,
+            is_last=False,
+            taps=taps,
+            temperature=verifier.temperature,
+            uses_rejection=isinstance(verifier, RejectionVerifier),
+            seed=verifier.random.seed,
+            prompt=verifier.random.prompt,
+        )
+        even = -(-len(input_ids) // self.num_stages)
+        size = min(max(even, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
+        chunks = input_ids.split(size)
+        parts: dict[int, list[Tensor]] = {layer: [] for layer in taps}
+        first_sequence = self._sequence
+        token = -1
+        for index in range(len(chunks) + self.num_stages):
+            if index < len(chunks):
+                is_last = index == len(chunks) - 1
+                chunk = replace(message, rows=chunks[index], is_last=is_last)
+                chunk.first_position = index * size
+                self._send(chunk)
+            done = index - self.num_stages
+            if done >= 0:
+                token = self._take_chunk(first_sequence + done, chunks[done], parts)
+        return token, {layer: torch.cat(part) for layer, part in parts.items()}
+
+    def _take_chunk(self, sequence: int, ids: Tensor, parts: dict[int, list[Tensor]]) -> int:
+        """States of one chunk; the token after it if it was the last one."""
+        token = -1
+        for stage in self._answering():
+            is_last_stage = stage == self.num_stages - 1
+            is_last_chunk = sequence == self._sequence - 1
+            if not self._layers(stage) and not (is_last_stage and is_last_chunk):
+                continue
+            result: Message = Message(sequence=-1)
+            while result.sequence != sequence:  # answers about the text before may come first
+                result = self._receive(stage)
+            assert isinstance(result, Result)
+            for layer, rows in result.taps.items():
+                parts[layer].append(rows)
+            if result.verdicts is not None:
+                token = int(result.verdicts)
+        if 0 in parts:
+            parts[0].append(self.target.embed(ids))
+        return token
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def inject(self, segment: Segment) -> None:
+        """Queue rows at the first stage; one segment enters per step."""
+        assert segment.ids is not None
+        flight = _Flight(segment, list(range(segment.num_rows)))
+        if 0 in self.taps:
+            flight.taps[0] = self.target.embed(segment.ids)
+        self._flights.append(flight)
+
+    def start(self) -> None:
+        """Send what enters in the coming step; the draft may run while the stages do."""
+        if self._has_started:
+            return
+        self._has_started = True
+        flight = next((f for f in self._flights if f.segment is not None), None)
+        if flight is None:
+            return
+        assert flight.segment is not None
+        flight.sequence, flight.entered = self._sequence, self._now
+        self._send(Step(keeps=self._keeps, segment=flight.segment))
+        flight.segment, self._keeps = None, []
+
+    def tick(self) -> Returned | None:
+        """One step of the lock-step pipeline; waits only for rows that come back in it."""
+        self.start()
+        self._has_started = False
+        self._now += 1
+        self._count_rows()
+        for flight in self._flights:
+            due = flight.segment is None and flight.entered + self.num_stages == self._now
+            if due and flight.alive:
+                self._fetch(self.num_stages - 1, flight)
+                assert flight.verdicts is not None
+                return Returned(len(flight.alive), flight.verdicts[flight.alive])
+        return None
+
+    def _count_rows(self) -> None:
+        self.last_rows = [0] * self.num_stages
+        for flight in self._flights:
+            stage = self._now - 1 - flight.entered
+            if flight.segment is None and 0 <= stage < self.num_stages:
+                self.last_rows[stage] = len(flight.alive)
+
+    def verdict_waits(self) -> bool:
+        """The oldest rows under way are back already, so drafting on would delay them."""
+        last = self.num_stages - 1
+        while self._answers[last].has_arrived():
+            self._take_answer(last)
+        oldest = self._flights[0] if self._flights else None
+        return oldest is not None and oldest.verdicts is not None
+
+    def keep(self, keep: Keep) -> dict[int, Tensor]:
+        """Commit, prune, roll back or flush everywhere; returns the committed rows' features.
+
+        The Keep itself travels with the next segment.
+        """
+        self._keeps.append(keep)
+        committed: dict[int, list[Tensor]] = {layer: [] for layer in self.taps}
+        first = 0
+        for flight in self._flights:
+            count = len(flight.alive)
+            rows = [
+                i - first for i in keep.rows[: keep.num_committed] if first <= i < first + count
+            ]
+            if rows:
+                self._fetch_all(flight)
+                index = torch.tensor([flight.alive[row] for row in rows])
+                for layer, parts in committed.items():
+                    parts.append(flight.taps[layer][index])
+            kept = keep.segment_rows(first, first + count)
+            if flight.segment is not None:
+                flight.segment = prune_segment(flight.segment, keep, first)
+                flight.taps = {layer: part[list(kept)] for layer, part in flight.taps.items()}
+                flight.alive = list(range(len(kept)))
+            else:
+                flight.alive = [flight.alive[row] for row in kept[len(rows) :]]
+            first += count
+        self._drop_finished()
+        return {layer: torch.cat(parts) for layer, parts in committed.items()}
+
+    def _drop_finished(self) -> None:
+        """Forget flights without a speculative row; those still under way are cancelled."""
+        gone = [flight for flight in self._flights if not flight.alive]
+        self._flights = [flight for flight in self._flights if flight.alive]
+        under_way = [f.sequence for f in gone if f.verdicts is None and f.sequence >= 0]
+        wanted = [f.sequence for f in self._flights if f.segment is None]
+        if under_way and (not wanted or max(under_way) < min(wanted)):
+            self._cancel(max(under_way))
+
+    def _cancel(self, last: int) -> None:
+        for link in self._cancels:
+            link.send(Cancel(sequence=last))
+
+    def _cancel_all(self) -> None:
+        if any(f.segment is None and f.verdicts is None for f in self._flights):
+            self._cancel(self._sequence - 1)
+
+    def rows_past(self, layer: int) -> Tensor:
+        """Live rows that have passed a layer in the lock-step pipeline: [r, H]."""
+        stage = next((k for k in range(self.num_stages) if layer <= self._end(k)), 0)
+        parts = []
+        for flight in self._flights:
+            if layer and (flight.segment is not None or flight.entered + stage >= self._now):
+                break
+            if layer:
+                self._fetch(stage, flight)
+            parts.append(flight.taps[layer][flight.alive])
+        if not parts:
+            raise KeyError(layer)
+        return torch.cat(parts)
+
+    # -- answers ----------------------------------------------------------------------------
+
+    def _end(self, stage: int) -> int:
+        return self.target.boundaries[stage + 1]
+
+    def _layers(self, stage: int) -> list[int]:
+        """Tapped layers whose states a stage sends."""
+        start, end = self.target.boundaries[stage : stage + 2]
+        return [layer for layer in self.taps if start < layer <= end]
+
+    def _answering(self) -> list[int]:
+        last = self.num_stages - 1
+        return [k for k in range(self.num_stages) if k == last or self._layers(k)]
+
+    def _send(self, message: Message) -> None:
+        message.sequence = self._sequence
+        self._sequence += 1
+        self._first_stage.send(message)
+
+    def _receive(self, stage: int) -> Message:
+        with self.timeline.span(WAIT):
+            return self._answers[stage].receive()
+
+    def _take_answer(self, stage: int) -> None:
+        """Receive one answer and put it to its flight; the flight may be gone, pruned."""
+        message = self._receive(stage)
+        assert isinstance(message, Result)
+        for flight in self._flights:
+            if flight.sequence == message.sequence:
+                flight.taps.update(message.taps)
+                if message.verdicts is not None:
+                    flight.verdicts = message.verdicts
+
+    def _fetch(self, stage: int, flight: _Flight) -> None:
+        """Take in what a stage has to say of a live flight, if that was not done before."""
+        layers = self._layers(stage)
+        if stage == self.num_stages - 1:
+            while flight.verdicts is None:
+                self._take_answer(stage)
+        elif layers:
+            while layers[0] not in flight.taps:
+                self._take_answer(stage)
+
+    def _fetch_all(self, flight: _Flight) -> None:
+        for stage in self._answering():
+            self._fetch(stage, flight)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What every stage measured since the last ``clear``, in their order."""
+        sequence = self._sequence
+        self._send(Text(text="report"))
+        found = []
+        for stage in range(self.num_stages):
+            message = Message(sequence=-1)
+            while message.sequence != sequence:
+                message = self._receive(stage)
+            assert isinstance(message, Text)
+            found.append(json.loads(message.text))
+        if found[0]["name"] == self.timeline.name:  # the first stage is in this process
+            return found
+        return [self.timeline.report(), *found]
+
+    def clear(self) -> None:
+        """Start measuring anew, here and at every stage."""
+        self.timeline.clear()
+        self._send(Text(text="clear"))

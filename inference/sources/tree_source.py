@@ -1,0 +1,186 @@
+"""Drafts that can continue any of their own guesses: layers, chains, trees and micro-batches."""
+
+# Q rows asked about, R forwarded rows, W children of each, H hidden, U draft vocabulary
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.sources import DraftSource, Growth, Sampling, add_layer, deepest_rows
+from pipedraft.inference.tree import TokenTree
+from pipedraft.models.target import Keep
+
+
+@dataclass
+class _FreshTree:
+    """Guesses below the root that were drafted from the committed text alone.
+
+    All of them, in the order of their making; some are merged into the session's tree.
+    """
+
+    tree: TokenTree
+    merged: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """Row -> its row in the session's tree."""
+
+    @property
+    def guesses(self) -> range:
+        return range(1, len(self.tree))
+
+    def best(self, count: int | None = None) -> list[int]:
+        """Best guesses by cumulative score; a tie goes to the older one, so parents come first."""
+        return sorted(self.guesses, key=lambda row: (-self.tree.scores[row], row))[:count]
+
+    def merge(self, tree: TokenTree, chosen: list[int]) -> int:
+        """Add guesses where their token path is not there yet; returns rows added."""
+        before = len(tree)
+        for row in chosen:
+            parent = self.merged[self.tree.parents[row]]
+            self.merged[row] = tree.add(parent, self.tree.tokens[row], self.tree.scores[row])
+        return len(tree) - before
+
+
+class TreeSource(DraftSource):
+    """A draft that makes of a row of a tree, and of what precedes it, an output [H].
+
+    ``leaf_logits`` continues rows of the session's tree from what was computed for them earlier;
+    layers and micro-batches rest on it. ``grow_tree`` drafts below the root from the committed
+    text alone. Rows of one tree at a time are remembered.
+    """
+
+    grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
+
+    def __init__(self, draft: Any) -> None:
+        self.draft = draft
+        self.num_forwards = 0
+        self._fresh: _FreshTree | None = None
+
+    # -- what a subclass adds ---------------------------------------------------------------
+
+    @property
+    def _outputs(self) -> Mapping[int, Tensor]:
+        """Row of the tree -> output [H], for the rows below the root that were computed."""
+        raise NotImplementedError
+
+    def _root_output(self) -> Tensor:
+        """Output [H] after the root; takes in committed text that was not seen yet."""
+        raise NotImplementedError
+
+    def _compute(self, tree: TokenTree, rows: list[int]) -> None:
+        """Add the outputs of some rows; those of their parents, or the root's, are there."""
+        raise NotImplementedError
+
+    def _forget_rows(self) -> None:
+        """Drop what is remembered of rows below the root."""
+        raise NotImplementedError
+
+    def _keep_rows(self, keep: Keep) -> None:
+        """The tree's rows are renumbered."""
+        raise NotImplementedError
+
+    # -- rows of the session's tree ---------------------------------------------------------
+
+    @property
+    def draft_ids(self) -> Tensor:
+        return self.draft.draft_ids
+
+    def keep(self, keep: Keep) -> None:
+        if self._fresh is not None:
+            self._start_over()
+        else:
+            self._keep_rows(keep)
+
+    def _start_over(self) -> None:
+        self._fresh = None
+        self._forget_rows()
+
+    def leaf_logits(
+        self, tree: TokenTree, rows: list[int], features: Mapping[int, Tensor]
+    ) -> Tensor:
+        if self._fresh is not None:
+            self._start_over()
+        return self._logits(tree, rows)
+
+    def _logits(self, tree: TokenTree, rows: list[int]) -> Tensor:
+        root_H = self._root_output()
+        # A leaf that got no child the last time it was asked for has its output already.
+        missing = [row for row in rows if row and row not in self._outputs]
+        if missing:
+            self._compute(tree, missing)
+        outputs_QH = torch.stack([self._outputs[row] if row else root_H for row in rows])
+        return self.draft.logits(outputs_QH)
+
+    def grow_layer(
+        self,
+        tree: TokenTree,
+        features: Mapping[int, Tensor],
+        *,
+        width: int,
+        sampling: Sampling,
+    ) -> int:
+        logits_QU = self.leaf_logits(tree, deepest_rows(tree), features)
+        return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
+
+    # -- fresh trees ------------------------------------------------------------------------
+
+    def grow_tree(
+        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: Sampling
+    ) -> int:
+        if shape.is_chain and sampling.samples_chain:
+            levels = range(shape.depth)
+            return sum(self.grow_layer(tree, {}, width=1, sampling=sampling) for _ in levels)
+        self._start_over()
+        self._fresh = fresh = _FreshTree(TokenTree(tree.tokens[0], tree.root_position))
+        if shape.kind == "static":
+            self._draft_static(fresh.tree, shape.paths)
+            chosen = list(fresh.guesses)
+        else:
+            top_k = 1 if shape.is_chain else shape.top_k
+            self._expand(fresh.tree, [0], top_k)
+            self._deepen(fresh.tree, shape.depth - 1, top_k)
+            chosen = fresh.best(shape.depth if shape.is_chain else shape.num_tokens)
+        return fresh.merge(tree, chosen if by_score else sorted(chosen))
+
+    def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
+        fresh = self._fresh
+        if fresh is None or not fresh.guesses:
+            return 0
+        self._deepen(fresh.tree, levels, len(fresh.tree.children(0)))
+        unmerged = [row for row in fresh.best() if row not in fresh.merged]
+        return fresh.merge(tree, unmerged[:num_tokens])
+
+    def _deepen(self, tree: TokenTree, levels: int, top_k: int) -> None:
+        """EAGLE-2: per level the best k guesses of the last one get k children each."""
+        for _ in range(levels):
+            beams = sorted(deepest_rows(tree), key=lambda row: -tree.scores[row])
+            self._expand(tree, beams[:top_k], top_k)
+
+    def _expand(self, tree: TokenTree, parents: list[int], top_k: int) -> None:
+        for parent, children in self._children(tree, parents, top_k).items():
+            for token, score in children:
+                tree.add(parent, token, score)
+
+    def _draft_static(self, tree: TokenTree, paths: tuple[tuple[int, ...], ...]) -> None:
+        rows: dict[tuple[int, ...], int] = {(): 0}
+        for level in range(1, max(map(len, paths)) + 1):
+            here = [path for path in paths if len(path) == level]
+            parents = list(dict.fromkeys(rows[path[:-1]] for path in here))
+            children = self._children(tree, parents, 1 + max(path[-1] for path in here))
+            for path in here:
+                parent = rows[path[:-1]]
+                token, score = children[parent][path[-1]]
+                rows[path] = tree.add(parent, token, score)
+
+    def _children(
+        self, tree: TokenTree, parents: list[int], width: int
+    ) -> dict[int, list[tuple[int, float]]]:
+        """The ``width`` most likely (token, cumulative score) below each row."""
+        logprob_RU = self._logits(tree, parents).float().log_softmax(-1)
+        best_RW, index_RW = logprob_RU.topk(min(width, logprob_RU.shape[1]), -1)
+        scores_RW = best_RW + best_RW.new_tensor([tree.scores[p] for p in parents])[:, None]
+        tokens_RW = self.draft_ids[index_RW]
+        rows = zip(parents, tokens_RW.tolist(), scores_RW.tolist(), strict=True)
+        return {parent: list(zip(tokens, scores, strict=True)) for parent, tokens, scores in rows}

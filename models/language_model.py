@@ -1,0 +1,89 @@
+"""An independent language model as the draft: any supported causal LM with the target's tokens."""
+
+# R rows, H hidden of the draft, V vocabulary of both
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pipedraft.models.target import StagedTarget, load_target, load_tokenizer
+
+
+class LanguageModelDraft(nn.Module):
+    """A causal LM that guesses for another one and reads nothing of it but the text.
+
+    It drafts for any number of stages and is no checkpoint of this package: ``load_draft_model``
+    reads it from a Hugging Face folder or the Hub.
+    """
+
+    draft_type: ClassVar[str] = "language_model"
+    num_stages: ClassVar[int | None] = None
+    boundaries: ClassVar[tuple[int, ...]] = ()
+    draft_ids: Tensor
+
+    def __init__(self, model: PreTrainedModel, target: Any) -> None:
+        """
+        Raises:
+            ValueError: the vocabularies differ in size.
+        """
+        super().__init__()
+        size, target_size = (m.config.get_text_config().vocab_size for m in (model, target))
+        if size != target_size:
+            raise ValueError(
+                f"draft_model: vocab_size {size}, but the target's is {target_size}; give a model "
+                "with the target's tokenizer and vocabulary"
+            )
+        self.model = model
+        self.target_vocab_size = size
+        self.register_buffer("draft_ids", torch.arange(size, device=model.device))
+
+    def staged(self) -> StagedTarget:
+        """The model as one stage, with a cache of its own."""
+        return StagedTarget(self.model, 1)
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """float32 [R, V] of raw hidden states after the last layer."""
+        return self.model.lm_head(self.model.get_decoder().norm(hidden_RH)).float()
+
+    def relative_cost(self, target: StagedTarget) -> float:
+        """One forward pass, in target passes of one token: parameters of the layers of both."""
+        own, others = (_num_layer_parameters(model) for model in (self.model, target.model))
+        return own / others
+
+
+def _num_layer_parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
+
+
+def load_draft_model(
+    name_or_path: str, target: Any, tokenizer: PreTrainedTokenizerBase
+) -> LanguageModelDraft:
+    """Load a causal LM as the draft of a loaded target, on its device and in its dtype.
+
+    Raises:
+        ValueError: nothing there, a family that is not supported, or another tokenizer or
+            vocabulary than the target's.
+    """
+    try:
+        own_tokenizer = load_tokenizer(name_or_path)
+        model = load_target(name_or_path, dtype=target.dtype, device=target.device)
+    except ValueError as error:  # its field is the target's or the tokenizer's
+        raise ValueError(f"draft_model: {str(error).partition(': ')[2]}") from error
+    _check_tokenizers(str(name_or_path), own_tokenizer, tokenizer)
+    return LanguageModelDraft(model, target)
+
+
+def _check_tokenizers(
+    name: str, own: PreTrainedTokenizerBase, targets: PreTrainedTokenizerBase
+) -> None:
+    ids, expected = own.get_vocab(), targets.get_vocab()
+    if ids == expected:
+        return
+    token = min(t for t in ids.keys() | expected.keys() if ids.get(t) != expected.get(t))
+    raise ValueError(
+        f"draft_model: {name!r} has another tokenizer than the target: {token!r} is token "
+        f"{ids.get(token)} there and {expected.get(token)} here; give a model with the target's "
+        "tokenizer"
+    )

@@ -1,0 +1,81 @@
+"""What every rank of tests/test_process.py runs: all schedules on processes and in one process.
+
+torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER [--endless]
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from conftest import tiny_llama
+from test_eagle_schedules import WAYS as EAGLE_WAYS
+from test_eagle_schedules import make_head
+from test_lossless import PROMPTS, PlainTokenizer, friendly_module
+
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.process.cluster import Cluster
+from pipedraft.inference.process.watch import Limits
+
+NEW_TOKENS = 16
+
+
+def main() -> None:
+    folder, endless = Path(sys.argv[1]), "--endless" in sys.argv
+    with Cluster(Limits()) as cluster:
+        if not cluster.is_controller:
+            write_id(folder, cluster.rank)
+            cluster.serve()
+            return
+        if not endless:
+            tiny_llama(layers=4, vocab=16).save_pretrained(folder / "t")
+        write_id(folder, 0)
+        name = str(folder / "t")
+        part = cluster.load_target(name, revision=None, num_stages=2)
+        if endless:
+            config = EngineConfig(schedule="autoregressive", num_stages=2, max_new_tokens=90_000)
+            Engine(part, PlainTokenizer(), config, connect=cluster.connect).decode([1, 2])
+            return
+        print(json.dumps(compare(cluster, part, name)))
+
+
+def write_id(folder: Path, rank: int) -> None:
+    (folder / f"rank{rank}.pid").write_text(str(os.getpid()))
+
+
+def compare(cluster, part, name):
+    from pipedraft.models.target import load_target
+
+    whole = load_target(name)
+    head = make_head(whole)
+    head.attach(whole)
+    module = friendly_module(whole, num_stages=2, num_layers=1)
+    ways = [({"schedule": "autoregressive"}, None), ({"schedule": "spd"}, module)]
+    ways += [({"schedule": "spd", "tree_width": 3, "temperature": 1.0}, module)]
+    ways += [({"schedule": "spd", "temperature": 1.0}, module)]
+    ways += [(way, head) for way in EAGLE_WAYS]
+    different, compared = [], 0
+    for way, draft in ways:
+        config = EngineConfig(num_stages=2, max_new_tokens=NEW_TOKENS, **way)
+        engines = [
+            Engine(whole, PlainTokenizer(), config, draft),
+            Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect),
+        ]
+        for prompt in PROMPTS:
+            local, other = (engine.decode(prompt) for engine in engines)
+            compared += 1
+            if (local.token_ids, local.num_steps) != (other.token_ids, other.num_steps):
+                different.append([str(way), prompt])
+    reports = cluster.pipeline.reports()
+    held = sum(p.numel() for p in part.parameters() if not p.is_meta)
+    total = sum(p.numel() for p in whole.parameters())
+    return {
+        "compared": compared,
+        "different": different,
+        "reports": reports,
+        "parameters": [total, held],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""PipeInfer's schedule, and a language model as the draft of every schedule."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import test_lossless
+import torch
+from conftest import tiny_llama, tiny_mistral
+from test_eagle_schedules import CHAIN, SMALL, STATIC, attentive_llama
+from test_lossless import (
+    NEW_TOKENS,
+    PROMPTS,
+    PlainTokenizer,
+    SimulatedSource,
+    engine_for,
+    exact_law,
+    greedy_reference,
+    noise_bound,
+    sampling_target,
+    total_variation,
+)
+
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.pipeline import LocalPipeline
+from pipedraft.inference.shapes import Expansion, MicroBatch
+from pipedraft.inference.sources import DraftSource
+from pipedraft.inference.sources.language_model import LanguageModelSource
+from pipedraft.inference.sources.micro_batch import grow_micro_batch
+from pipedraft.inference.tree import TokenTree
+from pipedraft.models.language_model import LanguageModelDraft
+
+# Simulated guesses have the probabilities 0.62, 0.23 and 0.01.
+OPTIONS = {
+    "default": MicroBatch(),
+    "one": MicroBatch(size=1),
+    "branches": MicroBatch(size=4, branches=3),
+    "cutoffs": MicroBatch(accept=0.7, recovery=0.1, decay=0.1),
+    "restart": MicroBatch(restart=True),
+    "restart, branches": MicroBatch(restart=True, size=4, branches=2),
+    "few in flight": MicroBatch(max_in_flight=2),
+}
+
+
+PROMPT, LONGEST = [1, 2, 3], 250
+
+
+@cache
+def target_and_text():
+    target = tiny_llama(layers=4, vocab=16)
+    return target, [*PROMPT, *greedy_reference(target, PROMPT, LONGEST)]
+
+
+def simulate(acceptance, batch, *, num_stages=4, new_tokens=NEW_TOKENS, **options):
+    target, text = target_and_text()
+    source = SimulatedSource(target, PROMPT, acceptance, length=1)
+    source.text = text
+    config = EngineConfig(
+        schedule="pipeinfer",
+        num_stages=num_stages,
+        micro_batch=batch,
+        max_new_tokens=new_tokens,
+        **options,
+    )
+    return Engine(target, PlainTokenizer(), config, source=source).decode(PROMPT)
+
+
+# -- the schedule ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("batch", OPTIONS.values(), ids=OPTIONS)
+def test_greedy_text_is_the_targets_whatever_the_draft_guesses(batch, acceptance):
+    expected = target_and_text()[1][len(PROMPT) :][:NEW_TOKENS]
+    for num_stages in (1, 3, 4):
+        result = simulate(acceptance, batch, num_stages=num_stages)
+        assert result.token_ids == expected
+        assert sum(result.round_lengths) == result.num_tokens
+        assert result.num_steps <= num_stages * result.num_tokens  # never slower than plain
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_steps_with_a_perfect_and_with_a_useless_draft(size, num_stages):
+    """One token after n steps, then a micro-batch every step; or n steps for every token."""
+    batch = MicroBatch(size=size)
+    perfect = simulate(1.0, batch, num_stages=num_stages)
+    assert perfect.num_steps == num_stages + math.ceil((perfect.num_tokens - 1) / size)
+    useless = simulate(0.0, batch, num_stages=num_stages)
+    assert useless.equivalent_acceptance_length == 1.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_steps_follow_the_closed_form(size):
+    acceptance, num_stages = 0.8, 4
+    result = simulate(acceptance, MicroBatch(size=size), new_tokens=LONGEST)
+    rounds = [num_stages + math.ceil((tokens - 1) / size) for tokens in result.round_lengths]
+    assert result.num_steps == sum(rounds)
+    alpha = result.draft_acceptance_rate
+    expected = 1 / ((1 - alpha) + alpha / (size * num_stages))
+    assert abs(alpha - acceptance) < 0.1
+    # A round that ends inside a micro-batch has paid for the whole of it.
+    assert 0.85 * expected < result.equivalent_acceptance_length < expected * 1.02
+
+
+def test_starting_again_at_the_root_costs_steps():
+    """Not in rounds that end before what was drafted until their first verdict is used up."""
+    for acceptance, least in ((0.4, 1.0), (0.9, 1.05), (1.0, 1.5)):
+        continued, restarted = (
+            simulate(acceptance, MicroBatch(restart=restart), new_tokens=100)
+            for restart in (False, True)
+        )
+        assert restarted.token_ids == continued.token_ids
+        assert restarted.num_steps >= least * continued.num_steps
+    assert simulate(0.0, MicroBatch(restart=True)).equivalent_acceptance_length == 1.0
+
+
+def test_drafting_stops_when_a_verdict_waits(monkeypatch):
+    """Asked before every draft forward but the first of a micro-batch."""
+    monkeypatch.setattr(LocalPipeline, "verdict_waits", lambda pipeline: True)
+    cut = simulate(0.8, MicroBatch(size=4), new_tokens=100)
+    monkeypatch.undo()
+    assert cut.num_steps == simulate(0.8, MicroBatch(size=1), new_tokens=100).num_steps
+
+
+def test_drafting_overlaps_the_stages():
+    """Of m draft forwards a step waits for what exceeds the stages' time."""
+    for draft_forward, step in ((1 / 16, 1 / 4), (1 / 4, 3 / 4)):
+        result = simulate(1.0, MicroBatch(), cost=CostModel(draft_forward=draft_forward))
+        assert result.virtual_time == pytest.approx(result.num_steps * step)
+
+
+class Largest:
+    """Number of rows of the largest tree."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.rows = 0
+        segment = TokenTree.segment
+
+        def watched(tree, start, stop):
+            self.rows = max(self.rows, len(tree))
+            return segment(tree, start, stop)
+
+        monkeypatch.setattr(TokenTree, "segment", watched)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 12), (5, 7), (1, 1)])
+def test_no_more_is_drafted_while_enough_is_under_way(limit, expected, monkeypatch):
+    largest = Largest(monkeypatch)
+    simulate(1.0, MicroBatch(max_in_flight=limit), new_tokens=60)
+    assert largest.rows == expected
+
+
+def test_a_wrong_mask_between_branches_is_noticed(monkeypatch):
+    """A mutant in which siblings see each other gives another text."""
+    segment = TokenTree.segment
+
+    def mutant(tree, start, stop):
+        cut = segment(tree, start, stop)
+        return replace(cut, visible=torch.ones_like(cut.visible))
+
+    target, batch = attentive_llama(), MicroBatch(size=4, branches=3)
+    texts = []
+    for is_wrong in (False, True):
+        if is_wrong:
+            monkeypatch.setattr(TokenTree, "segment", mutant)
+        decoded = []
+        for prompt in PROMPTS:
+            source = SimulatedSource(target, prompt, 0.7, length=32)
+            config = EngineConfig(schedule="pipeinfer", micro_batch=batch, max_new_tokens=32)
+            engine = Engine(target, PlainTokenizer(), config, source=source)
+            decoded.append(engine.decode(prompt).token_ids)
+        texts.append(decoded)
+    assert texts[0] == [greedy_reference(target, prompt, 32) for prompt in PROMPTS]
+    assert texts[1] != texts[0]
+
+
+# -- micro-batches --------------------------------------------------------------------------
+
+
+class Fixed(DraftSource):
+    """Token t is followed by t + 1, t + 2, t + 3 with the probabilities of its place."""
+
+    def __init__(self, *levels) -> None:
+        self.levels, self.num_forwards = levels, 0
+
+    @property
+    def draft_ids(self):
+        return torch.arange(10, 20)
+
+    def leaf_logits(self, tree, rows, features):
+        self.num_forwards += 1
+        logits_QU = torch.full((len(rows), 10), -30.0)
+        for logits_U, row in zip(logits_QU, rows, strict=True):
+            for rank, probability in enumerate(self.levels[tree.depths[row]]):
+                logits_U[(tree.tokens[row] + 1 + rank) % 10] = math.log(probability)
+        return logits_QU
+
+
+def paths(tree) -> set[tuple[int, ...]]:
+    found = {0: ()}
+    for row in range(1, len(tree)):
+        found[row] = (*found[tree.parents[row]], tree.tokens[row])
+    return set(found.values()) - {()}
+
+
+def grow(source, tree, batch, *, start=0, shift=0.0, interrupted=lambda: False):
+    return grow_micro_batch(
+        source, tree, {}, start=start, batch=batch, shift=shift, interrupted=interrupted
+    )
+
+
+def test_a_chain_ends_at_its_size_or_where_the_draft_is_unsure():
+    source = Fixed([0.9, 0.1], [0.6, 0.4], [0.3, 0.25, 0.25, 0.2], [1.0])
+    for accept, expected in ((0.0, 3), (0.59, 2), (0.61, 1), (0.95, 0)):
+        tree = TokenTree(10, 0)
+        rows = grow(source, tree, MicroBatch(accept=accept))
+        assert rows == list(range(1, expected + 1)) == list(range(1, len(tree)))
+        assert tree.tokens == [10, 11, 12, 13][: expected + 1]
+    assert math.isclose(tree.scores[0], 0.0)
+    tree = TokenTree(10, 0)
+    grow(source, tree, MicroBatch(accept=0.9), shift=-0.5)
+    assert len(tree) == 3 and math.isclose(math.exp(tree.scores[2]), 0.9 * 0.6, rel_tol=1e-5)
+
+
+def test_branches_share_the_size_and_end_one_by_one():
+    source = Fixed([0.5, 0.3, 0.2], [0.7, 0.3], *[[0.9, 0.1]] * 9)
+    tree = TokenTree(10, 0)
+    grow(source, tree, MicroBatch(size=5, branches=2, split=0.25))
+    # Two children of the root, and no third branch afterwards.
+    assert paths(tree) == {(11,), (12,), (11, 12), (12, 13), (11, 12, 13)}
+    tree = TokenTree(10, 0)
+    grow(source, tree, MicroBatch(size=9, branches=4, split=0.25), shift=0.04)
+    assert paths(tree) >= {(11,), (12,), (11, 12), (11, 13), (12, 13), (12, 14)}
+    assert (13,) not in paths(tree)
+    tree = TokenTree(10, 0)
+    grow(source, tree, MicroBatch(size=9, branches=4, split=0.25), shift=0.1)
+    assert all(path[0] == 11 for path in paths(tree))
+
+
+def test_rows_that_the_tree_has_count_but_are_not_added_again():
+    source = Fixed([1.0], [1.0], [1.0], [1.0], [1.0])
+    tree = TokenTree(10, 0)
+    first = grow(source, tree, MicroBatch(size=2))
+    assert grow(source, tree, MicroBatch(size=2)) == first
+    assert grow(source, tree, MicroBatch(size=2), start=first[-1]) == [3, 4]
+
+
+def test_a_micro_batch_is_interrupted_between_two_forwards():
+    source, tree = Fixed([1.0], [1.0], [1.0]), TokenTree(10, 0)
+    answers = iter([False, True])
+    assert grow(source, tree, MicroBatch(), interrupted=lambda: next(answers)) == [1, 2]
+    assert source.num_forwards == 2
+
+
+# -- a language model as the draft ----------------------------------------------------------
+
+# Random weights are never as sure as the simulated draft.
+LM_OPTIONS = OPTIONS | {"cutoffs": MicroBatch(accept=0.3, recovery=0.1, decay=0.1)}
+WAYS = [
+    *({"schedule": "pipeinfer", "micro_batch": batch} for batch in LM_OPTIONS.values()),
+    {"schedule": "spd"},
+    {"schedule": "pipedec", "tree_width": 3},
+    {"schedule": "eagle", "tree": CHAIN},
+    {"schedule": "eagle", "tree": STATIC},
+    {"schedule": "naive_pp", "tree": SMALL},
+    {"schedule": "pruned_pp", "tree": SMALL},
+    {"schedule": "pruned_pp", "tree": CHAIN},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, num_tokens=6)},
+]
+
+
+def way_name(way) -> str:
+    if "micro_batch" in way:
+        names = [name for name, batch in LM_OPTIONS.items() if batch == way["micro_batch"]]
+        return "-".join([way["schedule"], *names])
+    return way["schedule"] + (f"-{way['tree'].kind}" if "tree" in way else "")
+
+
+def noisy_copy(target, noise=0.1):
+    """A language model that is right often but not always."""
+    model = type(target)(target.config).to(target.dtype)
+    model.load_state_dict(target.state_dict())
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * noise * parameter.std())
+    return LanguageModelDraft(model.eval().requires_grad_(False), target)
+
+
+class Checked(LanguageModelSource):
+    """Compares its logits with those of the model on the whole text up to a row, from scratch."""
+
+    def __init__(self, draft) -> None:
+        super().__init__(draft)
+        self.text, self.num_checked = [], 0
+
+    def begin(self, features, tokens):
+        super().begin(features, tokens)
+        self.text = list(tokens)
+
+    def observe(self, features, next_tokens):
+        super().observe(features, next_tokens)
+        self.text += next_tokens
+
+    def _logits(self, tree, rows):
+        logits_QV = super()._logits(tree, rows)
+        for row, logits_V in zip(rows, logits_QV, strict=True):
+            path = []
+            while row:
+                path, row = [tree.tokens[row], *path], tree.parents[row]
+            assert self.text[-1] == tree.tokens[0]
+            expected = self.draft.model(torch.tensor([self.text + path])).logits[0, -1]
+            torch.testing.assert_close(logits_V, expected.float(), atol=1e-5, rtol=1e-5)
+            self.num_checked += 1
+        return logits_QV
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+def test_a_language_model_drafts_in_every_schedule(way):
+    """Exact text, and guesses from exactly the text and path that they continue."""
+    target = (tiny_mistral if "tree" in way else tiny_llama)(layers=4, vocab=16).double()
+    source = Checked(noisy_copy(target))
+    config = EngineConfig(num_stages=2, max_new_tokens=NEW_TOKENS, **way)
+    result = Engine(target, PlainTokenizer(), config, source=source).decode(PROMPTS[2])
+    assert result.token_ids == greedy_reference(target, PROMPTS[2])
+    assert 0 < result.num_accepted < result.num_drafted
+    assert source.num_checked >= 10
+
+
+def test_rows_that_are_kept_at_the_wrong_place_are_noticed(monkeypatch):
+    renumber = LanguageModelSource._keep_rows
+
+    def mutant(source, keep):
+        renumber(source, keep)
+        source._places = {row: max(place - 1, 0) for row, place in source._places.items()}
+
+    monkeypatch.setattr(LanguageModelSource, "_keep_rows", mutant)
+    target = tiny_llama(layers=2, vocab=16).double()
+    config = EngineConfig(
+        schedule="pipeinfer",
+        num_stages=2,
+        micro_batch=OPTIONS["branches"],
+        max_new_tokens=NEW_TOKENS,
+    )
+    with pytest.raises(AssertionError):
+        engine = Engine(target, PlainTokenizer(), config, source=Checked(noisy_copy(target)))
+        engine.decode(PROMPTS[2])
+
+
+def test_what_a_guess_cost_is_paid_once():
+    """A guess that becomes text, or the root, is not forwarded again."""
+    target = tiny_llama(layers=4, vocab=16)
+    same = LanguageModelDraft(target, target)
+    way = {"schedule": "pipeinfer", "num_stages": 4, "max_new_tokens": 41}
+    result = engine_for(target, draft=same, **way).decode([1, 2, 3])
+    assert result.draft_acceptance_rate == 1.0
+    assert result.num_steps == 4 + math.ceil(39 / 3)
+    assert result.num_draft_forwards == result.num_drafted == 3 * result.num_steps
+
+
+def test_sampled_text_has_the_targets_law(monkeypatch):
+    monkeypatch.setattr(test_lossless, "SAMPLES", 600)
+    target = sampling_target()
+    small = tiny_llama(layers=1, hidden=16, vocab=target.config.vocab_size, heads=2, kv_heads=1)
+    engine = engine_for(
+        target,
+        draft=LanguageModelDraft(small, target),
+        schedule="pipeinfer",
+        micro_batch=MicroBatch(size=2, branches=2),
+        num_stages=2,
+        temperature=1.3,
+        max_new_tokens=3,
+    )
+    law = exact_law(target, [1, 2], 1.3)
+    assert total_variation(engine, [1, 2], law) < noise_bound(law)
+
+
+def test_a_recurrent_language_model_drafts_chains_only():
+    from test_target import tiny
+
+    target = tiny("qwen3_5")
+    draft = LanguageModelDraft(target, target)
+    dense = tiny_llama(vocab=61)
+    for model in (target, dense):
+        config = EngineConfig(schedule="pipeinfer", num_stages=2, max_new_tokens=12)
+        result = Engine(model, PlainTokenizer(), config, draft).decode(PROMPTS[2])
+        assert result.token_ids == greedy_reference(model, PROMPTS[2], 12)
+        for batch in (MicroBatch(branches=2), MicroBatch(restart=True)):
+            with pytest.raises(ValueError, match="micro_batch: .* has recurrent layers"):
+                Engine(model, PlainTokenizer(), replace(config, micro_batch=batch), draft)
+
+
+def test_the_cost_of_a_language_model_is_its_layers_share():
+    target = tiny_llama(layers=4, vocab=16)
+    draft = LanguageModelDraft(tiny_llama(layers=1, vocab=16), target)
+    config = EngineConfig(schedule="pipeinfer", num_stages=2)
+    assert Engine(target, PlainTokenizer(), config, draft).draft_cost == 1 / 4
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("size", 0),
+        ("branches", 0),
+        ("accept", 1.1),
+        ("split", -0.1),
+        ("recovery", -1.0),
+        ("decay", math.inf),
+        ("max_in_flight", 0),
+    ],
+)
+def test_bad_settings_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=rf"micro_batch\.{field}: {value} .*give"):
+        MicroBatch(**{field: value})
+
+
+def test_what_cannot_be_combined_is_refused():
+    target = tiny_llama(layers=4, vocab=16)
+    with pytest.raises(ValueError, match="verifier: 'rejection'"):
+        EngineConfig(schedule="pipeinfer", temperature=1.0, verifier="rejection")
+    assert not EngineConfig(schedule="pipeinfer", temperature=1.0).uses_rejection
+    with pytest.raises(ValueError, match="draft_model: vocab_size 17, but the target's is 16"):
+        LanguageModelDraft(tiny_llama(vocab=17), target)
+    from test_spd import make_module
+
+    config = EngineConfig(schedule="pipeinfer", num_stages=2)
+    module = make_module(target, num_stages=2, num_layers=1).float()
+    with pytest.raises(ValueError, match="'pipeinfer' grows micro_batches.*choose spd"):
+        Engine(target, PlainTokenizer(), config, module)

@@ -1,0 +1,414 @@
+"""PPSD: what the head trains is what it decodes, and what its schedule costs."""
+
+import json
+import math
+
+import pytest
+import test_lossless
+import torch
+import torch.nn.functional as F
+from conftest import tiny_llama, tiny_qwen3
+from test_eagle_schedules import make_head
+from test_lossless import (
+    NEW_TOKENS,
+    PROMPTS,
+    PlainTokenizer,
+    SimulatedSource,
+    engine_for,
+    exact_law,
+    greedy_reference,
+    noise_bound,
+    sampling_target,
+    total_variation,
+)
+from test_train import World, losses_on_one_batch, make_world
+
+from pipedraft.inference import engine as engine_module
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.closed_forms import continuous_acceptance_length
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.sources.ppsd import PPSDSource
+from pipedraft.inference.sources.row_cache import RowCache
+from pipedraft.models import load_draft
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.key_values import KeyValues
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.ppsd import PPSD, PPSDConfig
+from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.train.__main__ import quieten
+from pipedraft.train.next_token import counted_rows
+
+LENGTH = 11
+
+
+def make_exit(target, **options) -> PPSD:
+    """A head whose weights carry noise, so that it is right now and then."""
+    fingerprint = target_fingerprint(target)
+    config = PPSDConfig(num_target_layers=fingerprint["num_layers"], **options)
+    reference = TargetReference(name="tiny", fingerprint=fingerprint)
+    head = PPSD(config, LayerConfig.from_target(target.config), reference)
+    torch.manual_seed(5)
+    head.initialise(target)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5)
+    return head.eval().requires_grad_(False)
+
+
+# -- the head -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
+def test_rows_in_training_equal_rows_in_decoding(make_target, num_layers):
+    target = make_target(layers=4).double()
+    head = make_exit(target, num_stages=2, num_layers=num_layers).double()
+    ids = torch.randint(0, target.config.vocab_size, (1, LENGTH))
+    taps = capture_hidden(target, ids, head.taps)
+    assert list(taps) == [2]
+    expected = head(taps)[0]
+    caches = [KeyValues() for _ in range(num_layers)]
+    for start, stop in ((0, 5), (5, 6), (6, 7), (7, LENGTH)):
+        out = head.rows(
+            taps[2][0, start:stop],
+            positions_R=torch.arange(start, stop),
+            caches=caches,
+            visible_RC=torch.ones(stop - start, stop, dtype=torch.bool).tril(start),
+        )
+        torch.testing.assert_close(out, expected[start:stop], rtol=1e-10, atol=1e-10)
+
+
+def test_a_row_of_the_head_is_blind_to_what_comes_later():
+    target = tiny_llama(layers=4).double()
+    head = make_exit(target, num_stages=2).double()
+    state = torch.randn(1, LENGTH, target.config.hidden_size, dtype=torch.float64)
+    changed = state.clone()
+    changed[0, 6:] += 1
+    before, after = (head({2: x})[0] for x in (state, changed))
+    assert torch.equal(before[:6], after[:6])
+    assert not torch.allclose(before[6:], after[6:])
+
+
+class Checked(PPSDSource):
+    """Compares the score of every guess with a head and a target that read its path from scratch.
+
+    That covers the masks of a tree, and what becomes of cached rows when the text moves on.
+    """
+
+    def __init__(self, draft, target) -> None:
+        super().__init__(draft)
+        self.target, self.text, self.num_checked = target, [], 0
+
+    def begin(self, features, tokens):
+        self.text = tokens[:1]
+        super().begin(features, tokens)
+
+    def observe(self, features, next_tokens):
+        super().observe(features, next_tokens)
+        self.text += next_tokens
+
+    def grow_layer(self, tree, features, *, width, sampling):
+        before = len(tree)
+        added = super().grow_layer(tree, features, width=width, sampling=sampling)
+        for row in range(before, len(tree)):
+            path, above = [], tree.parents[row]
+            while above > 0:
+                path, above = [tree.tokens[above], *path], tree.parents[above]
+            taps = capture_hidden(self.target, torch.tensor([self.text + path]), self.taps)
+            expected = self.draft.logits(self.draft(taps)[0, -1]).log_softmax(-1)
+            score = tree.scores[row] - tree.scores[tree.parents[row]]
+            # Scores are kept in float32.
+            assert math.isclose(score, expected[tree.tokens[row]], abs_tol=1e-5)
+            self.num_checked += 1
+        return added
+
+
+def decode_checked(width) -> int:
+    target = tiny_llama(layers=4, vocab=8).double()
+    for layer in target.model.layers:  # random weights attend weakly
+        layer.self_attn.o_proj.weight.mul_(4)
+    source = Checked(make_exit(target, num_stages=4, num_layers=2).double(), target)
+    config = EngineConfig(schedule="ppsd", num_stages=4, tree_width=width, max_new_tokens=12)
+    engine = Engine(target, PlainTokenizer(), config, source=source)
+    tested = accepted = 0
+    for prompt in ([5], [1, 2, 7, 3, 4, 3]):  # the second text must not see the first one's rows
+        result = engine.decode(prompt)
+        assert result.token_ids == greedy_reference(target, prompt, 12)
+        tested, accepted = tested + result.num_tested, accepted + result.num_accepted
+    assert 0 < accepted < tested
+    return source.num_checked
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_guesses_in_flight_are_those_of_their_paths_read_from_scratch(width):
+    assert decode_checked(width) > 24 * width
+
+
+def see_siblings(monkeypatch) -> None:
+    right = RowCache.compute
+
+    def mutant(cache, tree, rows, committed, forward):
+        blind = lambda caches, visible: forward(caches, torch.ones_like(visible))  # noqa: E731
+        right(cache, tree, rows, committed, blind)
+
+    monkeypatch.setattr(RowCache, "compute", mutant)
+
+
+def leave_rows_where_they_were(monkeypatch) -> None:
+    right = RowCache.renumber
+
+    def mutant(cache, places):
+        first = [layer.select(list(range(layer.num_rows))) for layer in cache.layers]
+        right(cache, places)
+        size = len(cache.rows)
+        cache.layers = [layer.select(list(range(size))) for layer in first]
+
+    monkeypatch.setattr(RowCache, "renumber", mutant)
+
+
+@pytest.mark.parametrize("mutate", [see_siblings, leave_rows_where_they_were])
+def test_wrong_rows_in_flight_are_noticed(mutate, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        decode_checked(4)
+
+
+# -- the schedule -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_stages": 2}, {"num_stages": 4}, {"num_stages": 2, "boundaries": (0, 1, 4)}],
+    ids=["n2", "n4", "uneven"],
+)
+def test_greedy_text_equals_transformers_greedy(options, width):
+    target = (tiny_qwen3 if options["num_stages"] == 4 else tiny_llama)(layers=4, vocab=16)
+    head = make_exit(target, **options)
+    tested = accepted = 0
+    for prompt in PROMPTS[2:]:
+        expected = greedy_reference(target, prompt)
+        for schedule in ("ppsd", "spd"):
+            engine = engine_for(
+                target,
+                draft=head,
+                schedule=schedule,
+                num_stages=head.num_stages,
+                tree_width=width,
+                max_new_tokens=NEW_TOKENS,
+            )
+            result = engine.decode(prompt)
+            assert result.token_ids == expected, (schedule, prompt)
+            assert sum(result.round_lengths) == result.num_tokens
+            tested, accepted = tested + result.num_tested, accepted + result.num_accepted
+    assert 0 < accepted < tested
+
+
+def simulate(acceptance, prompt=(1, 2, 3), length=NEW_TOKENS, **options):
+    target = tiny_llama(layers=4, vocab=16)
+    source = SimulatedSource(target, list(prompt), acceptance, length)
+    config = EngineConfig(
+        **{"schedule": "ppsd", "num_stages": 4, "max_new_tokens": length, **options}
+    )
+    result = Engine(target, PlainTokenizer(), config, source=source).decode(list(prompt))
+    assert result.token_ids == source.text[len(prompt) :]
+    return result
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("width", [1, 2])
+def test_greedy_text_is_the_targets_whatever_the_draft_guesses(acceptance, width):
+    for prompt, num_stages in ((PROMPTS[0], 1), (PROMPTS[1], 2), (PROMPTS[2], 4), (PROMPTS[3], 4)):
+        simulate(acceptance, prompt, tree_width=width, num_stages=num_stages)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_an_eagle_head_runs_under_the_schedule(kind):
+    target = tiny_llama(layers=4, vocab=16)
+    head = make_head(target, kind)
+    for width in (1, 3):
+        engine = engine_for(
+            target,
+            draft=head,
+            schedule="ppsd",
+            num_stages=4,
+            tree_width=width,
+            max_new_tokens=NEW_TOKENS,
+        )
+        for prompt in PROMPTS[1:3]:
+            assert engine.decode(prompt).token_ids == greedy_reference(target, prompt)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_hit_takes_one_step_and_a_miss_n(num_stages):
+    """The law of SPD's schedule: the drafts differ in what they know, not in when they come."""
+    length = 200
+    result = simulate(0.8, length=length, num_stages=num_stages)
+    *finished, last = result.round_lengths
+    assert result.num_steps == sum(num_stages + tokens - 1 for tokens in [*finished, last])
+    expected = continuous_acceptance_length([result.draft_acceptance_rate], num_stages)
+    assert abs(result.equivalent_acceptance_length - expected) < 0.08
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("num_stages", "num_layers"), [(2, 1), (4, 1), (4, 2)])
+def test_speedup_is_the_papers_closed_form(num_stages, num_layers, width):
+    """S = L' L / (Ls n + L), whatever the text: every step waits for the head's layers."""
+    target = tiny_llama(layers=4, vocab=16)
+    head = make_exit(target, num_stages=num_stages, num_layers=num_layers)
+    options = {"num_stages": num_stages, "tree_width": width, "max_new_tokens": NEW_TOKENS}
+    for prompt in PROMPTS:
+        result = engine_for(target, draft=head, schedule="ppsd", **options).decode(prompt)
+        length = result.equivalent_acceptance_length
+        expected = length * 4 / (num_layers * num_stages + 4)
+        assert math.isclose(result.theoretical_speedup, expected, rel_tol=1e-9)
+        assert result.num_draft_forwards <= result.num_steps
+
+
+def test_speedup_counts_links_and_verification_besides():
+    cost = CostModel(draft_forward=1 / 32, link=0.01, verify=0.02)
+    result = simulate(0.7, cost=cost)
+    step = 1 / 4 + 1 / 32 + 0.03
+    assert math.isclose(result.virtual_time, result.num_steps * step, rel_tol=1e-9)
+    hidden = simulate(0.7, cost=cost, schedule="spd")
+    assert math.isclose(hidden.virtual_time, hidden.num_steps * (1 / 4 + 0.03), rel_tol=1e-9)
+
+
+SAMPLED_WAYS = [{"verifier": "rejection"}, {"tree_width": 3}]
+
+
+def sample(monkeypatch, **way) -> tuple[float, float]:
+    """Total variation of the first three tokens from the target's law, and what noise allows."""
+    monkeypatch.setattr(test_lossless, "SAMPLES", 300)
+    target = sampling_target()
+    engine = engine_for(
+        target,
+        draft=make_exit(target, num_stages=2),
+        schedule="ppsd",
+        num_stages=2,
+        temperature=1.3,
+        max_new_tokens=3,
+        **way,
+    )
+    law = exact_law(target, [1, 2], 1.3)
+    return total_variation(engine, [1, 2], law), noise_bound(law)
+
+
+@pytest.mark.parametrize("way", SAMPLED_WAYS, ids=lambda way: str(*way.values()))
+def test_sampled_text_has_the_targets_law(way, monkeypatch):
+    distance, bound = sample(monkeypatch, **way)
+    assert distance < bound
+
+
+def test_the_law_test_catches_the_published_tree_rule(monkeypatch):
+    monkeypatch.setattr(engine_module, "MatchVerifier", test_lossless.AcceptMostLikelyMutant)
+    distance, bound = sample(monkeypatch, verifier="match")
+    assert distance > bound
+
+
+# -- training and checkpoints -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    quieten()
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+def test_the_loss_is_the_divergence_before_every_assistant_token(world, tmp_path, draft_vocab_size):
+    trainer = world.trainer(
+        "ppsd", tmp_path, model__num_stages=2, model__draft_vocab_size=draft_vocab_size
+    )
+    objective = trainer.objective
+    draft, target = objective.draft, objective.target
+    batch = trainer.load(trainer.data.train, [0, 1, 2])
+    output = objective(batch, torch.Generator())
+    loss, agreed, count = 0.0, 0, 0
+    for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+        p = target(ids[None]).logits[0].double().softmax(-1)
+        logits = draft.logits(draft(capture_hidden(target, ids[None], draft.taps)))[0].double()
+        for position in range(len(ids) - 1):
+            if mask[position + 1]:
+                inside = p[position, draft.draft_ids]
+                inside = inside / inside.sum()
+                log_q = logits[position].log_softmax(-1)
+                loss += F.kl_div(log_q, inside, reduction="sum").item()
+                agreed += int(draft.draft_ids[log_q.argmax()] == p[position].argmax())
+                count += 1
+    assert output.count == count == objective.num_counted(batch) == counted_rows(batch).sum()
+    assert output.loss.item() == pytest.approx(loss, rel=1e-4)
+    assert output.sums["agreement"] == agreed
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk"])
+def test_it_learns_a_handful_of_conversations_by_heart(world, tmp_path, loss):
+    trainer = world.trainer(
+        "ppsd",
+        tmp_path,
+        model__num_stages=2,
+        model__loss=loss,
+        optim__lr=1e-2,
+        optim__schedule="constant",
+        optim__warmup_fraction=0.0,
+    )
+    losses = losses_on_one_batch(trainer, 4, 40)
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < 0.5 * losses[0]
+    for name, parameter in trainer.objective.draft.named_parameters():
+        assert parameter.requires_grad, name
+
+
+def test_validation_reports_the_closed_form(world, tmp_path):
+    trainer = world.trainer("ppsd", tmp_path, model__num_stages=4)
+    metrics = trainer.evaluate()
+    for key, temperature in (("agreement", 0), ("acceptance", 1)):
+        expected = continuous_acceptance_length([metrics[key]], 4)
+        assert metrics[f"equivalent_acceptance_length_T{temperature}"] == expected
+    assert metrics["score"] == metrics["equivalent_acceptance_length_T0"] >= 1
+
+
+def test_it_starts_as_the_target_goes_on(world, tmp_path):
+    options = {"model__num_stages": 4, "model__num_layers": 2, "model__draft_vocab_size": 40}
+    trainer = world.trainer("ppsd", tmp_path, **options)
+    draft, target = trainer.objective.draft, trainer.objective.target
+    assert torch.equal(draft.norm.weight, target.model.norm.weight)
+    assert torch.equal(draft.lm_head.weight, target.lm_head.weight[draft.draft_ids])
+    assert len(draft.draft_ids) == 40 and (draft.draft_ids.diff() > 0).all()
+    taps = capture_hidden(target, torch.randint(0, 300, (2, LENGTH)), {1, 3})
+    torch.testing.assert_close(draft(taps), taps[3])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_5"])
+def test_it_starts_random_where_the_targets_layers_are_of_another_kind(name):
+    from test_target import tiny
+
+    target, prompt = tiny(name), [7, 3, 9, 3, 7, 1]
+    head = make_exit(target, num_stages=2, num_layers=2)
+    engine = engine_for(target, draft=head, schedule="ppsd", num_stages=2, max_new_tokens=12)
+    assert engine.decode(prompt).token_ids == greedy_reference(target, prompt, 12)
+
+
+def test_a_saved_head_loads_and_refuses_another_target_or_cut(tmp_path):
+    target = tiny_llama(layers=8)
+    head = make_exit(target, num_stages=4, num_layers=2)
+    head.save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["draft_type"] == "ppsd"
+    loaded = load_draft(str(tmp_path), target)
+    assert (loaded.exit_layer, loaded.num_stages, loaded.config) == (2, 4, head.config)
+    for name, value in head.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    with pytest.raises(ValueError, match="num_layers: 8 != 6"):
+        load_draft(str(tmp_path), tiny_llama(layers=6))
+    with pytest.raises(ValueError, match="num_stages: 2, but this draft was trained for 4"):
+        engine_for(target, draft=loaded, schedule="ppsd", num_stages=2)
+    with pytest.raises(ValueError, match=r"schedule: 'flowspec' grows trees.*or ppsd"):
+        engine_for(target, draft=loaded, schedule="flowspec", num_stages=4)
+
+
+def test_values_that_do_not_fit_are_refused_by_name(world, tmp_path):
+    with pytest.raises(ValueError, match=r"model\.num_stages: 1 .*at least 2"):
+        PPSDConfig(num_stages=1)
+    with pytest.raises(ValueError, match=r"model\.num_layers: 0 "):
+        PPSDConfig(num_layers=0)
+    with pytest.raises(ValueError, match=r"model\.boundaries: \[0, 1, 4\] make 2 stages"):
+        world.trainer("ppsd", tmp_path, model__num_stages=4, model__boundaries="[0,1,4]")

@@ -1,0 +1,449 @@
+"""Stages as processes: frames, the controller's books, and real ranks that agree and end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama, tiny_qwen3
+from test_eagle_schedules import WAYS as EAGLE_WAYS
+from test_eagle_schedules import make_head, way_name
+from test_lossless import NEW_TOKENS, PROMPTS, PlainTokenizer, SimulatedSource, friendly_module
+
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.process.link import Local
+from pipedraft.inference.process.messages import (
+    Cancel,
+    Close,
+    Message,
+    Prefill,
+    Result,
+    Step,
+    Text,
+    decode,
+    encode,
+)
+from pipedraft.inference.process.pipeline import ProcessPipeline
+from pipedraft.inference.process.worker import StageWorker
+from pipedraft.inference.timeline import Timeline, chrome_trace
+from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target_part import load_target_part
+
+SPD_WAYS = [
+    {"schedule": "autoregressive"},
+    {"schedule": "spd"},
+    {"schedule": "spd", "tree_width": 3},
+    {"schedule": "ppsd"},
+]
+
+
+# -- frames ---------------------------------------------------------------------------------
+
+
+def segment(num_rows=3, num_columns=11, **payload) -> Segment:
+    visible = torch.rand(num_rows, num_columns) < 0.5
+    return Segment(positions=torch.arange(num_rows) + 70_000, visible=visible, **payload)
+
+
+MESSAGES: list[Message] = [
+    Prefill(
+        rows=torch.tensor([5, 9, 2]),
+        first_position=512,
+        is_last=True,
+        taps=(2, 7),
+        temperature=0.7,
+        uses_rejection=True,
+        seed=-(2**40),
+        prompt=2**31 - 1,
+        sequence=2**40,
+    ),
+    Prefill(
+        rows=torch.randn(2, 4, dtype=torch.bfloat16),
+        first_position=0,
+        is_last=False,
+        taps=(),
+        temperature=0.0,
+        uses_rejection=False,
+        seed=1,
+        prompt=0,
+    ),
+    Step(
+        keeps=[Keep((0, 2, 5), 2), Keep((), 0), Keep((0,), 1)],
+        segment=segment(ids=torch.tensor([1, 2, 3])),
+        sequence=3,
+    ),
+    Step(keeps=[], segment=segment(hidden=torch.randn(3, 8)), sequence=4),
+    Step(keeps=[Keep((1,), 0)], segment=segment(1, 1), is_cancelled=True),
+    Result(taps={4: torch.randn(2, 3), 8: torch.randn(2, 3)}, verdicts=torch.tensor([4, 7])),
+    Result(verdicts=torch.randn(2, 5)),
+    Result(),
+    Cancel(sequence=9),
+    Text(text='{"a": "\u00e9"}'),
+    Close(),
+]
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, Segment):
+        return same(vars(a), vars(b))
+    return a == b
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_a_message_survives_its_frame(message):
+    frame = encode(message, 12.5)
+    buffer = torch.zeros(len(frame) + 100, dtype=torch.uint8)  # a receive buffer is longer
+    buffer[: len(frame)] = frame
+    back = decode(buffer)
+    buffer.zero_()  # the message owns its tensors
+    assert type(back) is type(message) and back.sent_at == 12.5
+    assert all(
+        same(value, vars(back)[key]) for key, value in vars(message).items() if key[0] != "s"
+    )
+    assert back.sequence == message.sequence
+
+
+def test_bytes_that_are_no_frame_are_refused():
+    with pytest.raises(ConnectionError, match="frame starts with"):
+        decode(torch.full((200,), 7, dtype=torch.uint8))
+    frame = encode(Result(verdicts=torch.arange(4)), 0.0)
+    huge = frame.clone()
+    huge[8:16] = 255  # the length
+    with pytest.raises(ConnectionError, match="claims"):
+        decode(huge)
+    longer = frame.clone()
+    start = len(frame) - 32 - 8 - 2 * 14
+    for place in range(start, len(frame) - 32):
+        longer[place] = 120  # array sizes
+    with pytest.raises((ConnectionError, IndexError)):
+        decode(longer)
+
+
+# -- the controller's books ------------------------------------------------------------------
+
+
+class Wire(Local):
+    """A link that turns every message into bytes and back, as between processes."""
+
+    def send(self, message: Message) -> None:
+        super().send(decode(encode(message, 0.0)))
+
+
+class LateWire(Wire):
+    """Cancellations arrive when the stage is at work: every other one too late."""
+
+    count = 0
+
+    def send(self, message: Message) -> None:
+        self.count += 1
+        if self.count % 2:
+            super().send(message)
+
+
+def connect_inline(target):
+    """All stages in this process, each finishing a message before the next is sent."""
+    last = target.num_stages - 1
+    answers = [Wire() for _ in range(target.num_stages)]
+    workers: list[StageWorker] = []
+    following = None
+    for index in range(last, -1, -1):
+        worker = StageWorker(
+            target,
+            index,
+            following=following,
+            controller=answers[index],
+            timeline=Timeline(f"stage {index}"),
+        )
+        workers.append(worker)
+        following = Wire(worker.handle)
+
+    def cancel(worker):
+        def handle(message):
+            worker.first_live = max(worker.first_live, message.sequence + 1)
+
+        return LateWire(handle)
+
+    return ProcessPipeline(
+        target,
+        following,
+        answers,
+        Timeline("controller"),
+        cancels=[cancel(worker) for worker in workers],
+    )
+
+
+def decode_both(target, prompts, *, draft=None, make_source=None, **options):
+    """The same prompts on both backends, one after the other on one pipeline."""
+    found = []
+    for connect in (None, connect_inline):
+        extra = {} if connect is None else {"connect": connect}
+        results, engine = [], None
+        for prompt in prompts:
+            source = make_source(prompt) if make_source else None
+            config = EngineConfig(max_new_tokens=NEW_TOKENS, **options)
+            if engine is None or source is not None:
+                engine = Engine(target, PlainTokenizer(), config, draft, source=source, **extra)
+            results.append(engine.decode(prompt))
+        found.append(results)
+    for local, other in zip(*found, strict=True):
+        for name in ("token_ids", "num_steps", "round_lengths", "position_tests", "num_drafted"):
+            assert getattr(local, name) == getattr(other, name), name
+        assert local.virtual_time == pytest.approx(other.virtual_time)
+    return found[0]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("way", EAGLE_WAYS, ids=way_name)
+def test_both_backends_agree_with_an_eagle_head(way, num_stages):
+    target = tiny_llama(layers=4, vocab=16)
+    decode_both(target, PROMPTS, draft=make_head(target), num_stages=num_stages, **way)
+
+
+@pytest.mark.parametrize("way", EAGLE_WAYS, ids=way_name)
+def test_both_backends_agree_when_segments_are_pruned_on_their_way(way):
+    target = tiny_llama(layers=4, vocab=16)
+
+    def make_source(prompt):
+        return SimulatedSource(target, prompt, 0.7, length=NEW_TOKENS)
+
+    decode_both(target, PROMPTS, make_source=make_source, num_stages=4, micro_batches=9, **way)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("way", SPD_WAYS[:3], ids=lambda way: f"W{way.get('tree_width', 1)}")
+def test_both_backends_agree_with_a_speculation_module(way, temperature):
+    target = tiny_qwen3(layers=4, vocab=16)
+    for num_stages, query in ((4, "newest"), (3, "all"), (1, "newest")):
+        draft = friendly_module(target, num_stages=num_stages, num_layers=1, query=query)
+        decode_both(
+            target, PROMPTS, draft=draft, num_stages=num_stages, temperature=temperature, **way
+        )
+
+
+def test_cancelled_segments_are_not_computed(monkeypatch):
+    target = tiny_llama(layers=4, vocab=16)
+    skipped = []
+    skip = StageWorker._answer
+
+    def watched(worker, message, cause):
+        if isinstance(cause, Step) and message.verdicts is None and worker.following is None:
+            skipped.append(cause.segment.num_rows)
+        skip(worker, message, cause)
+
+    monkeypatch.setattr(StageWorker, "_answer", watched)
+    pipelines = []
+
+    def connect(staged):
+        pipelines.append(ThreadlessPipeline(staged))
+        return pipelines[-1].pipeline
+
+    source = SimulatedSource(target, PROMPTS[2], 0.3, length=NEW_TOKENS)
+    config = EngineConfig(num_stages=4, max_new_tokens=NEW_TOKENS)
+    engine = Engine(target, PlainTokenizer(), config, source=source, connect=connect)
+    result = engine.decode(PROMPTS[2])
+    local = Engine(
+        target,
+        PlainTokenizer(),
+        config,
+        source=SimulatedSource(target, PROMPTS[2], 0.3, length=NEW_TOKENS),
+    ).decode(PROMPTS[2])
+    assert result.token_ids == local.token_ids and result.num_steps == local.num_steps
+    assert len(skipped) > 3
+
+
+class ThreadlessPipeline:
+    """Stages that work only when the controller waits, so that cancellations come in time."""
+
+    def __init__(self, target) -> None:
+        num_stages = target.num_stages
+        self.queues = [Wire() for _ in range(num_stages)]
+        self.answers = [Lazy(self) for _ in range(num_stages)]
+        self.workers = [
+            StageWorker(
+                target,
+                index,
+                following=self.queues[index + 1] if index + 1 < num_stages else None,
+                controller=self.answers[index],
+                timeline=Timeline(""),
+            )
+            for index in range(num_stages)
+        ]
+
+        def cancel(message):
+            for worker in self.workers:
+                worker.first_live = max(worker.first_live, message.sequence + 1)
+
+        self.pipeline = ProcessPipeline(
+            target, self.queues[0], self.answers, Timeline(""), cancels=[Wire(cancel)]
+        )
+
+    def work(self) -> None:
+        """Every stage takes one message, the last stage first: a lock-step."""
+        for queue, worker in zip(reversed(self.queues), reversed(self.workers), strict=True):
+            if queue.has_arrived():
+                worker.handle(queue.receive())
+
+
+class Lazy(Wire):
+    def __init__(self, owner) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def receive(self) -> Message:
+        while not self.has_arrived():
+            self.owner.work()
+        return super().receive()
+
+
+def test_a_keep_that_stays_behind_is_noticed(monkeypatch):
+    """The mutant that these comparisons are there for: a stage forgets to apply Keeps."""
+    target = tiny_llama(layers=4, vocab=16)
+    handle = StageWorker._step
+
+    def mutant(worker, step):
+        handle(worker, replace(step, keeps=step.keeps[:1] if step.sequence % 5 else []))
+
+    monkeypatch.setattr(StageWorker, "_step", mutant)
+    with pytest.raises(AssertionError):
+        decode_both(target, PROMPTS, draft=make_head(target), num_stages=4, **EAGLE_WAYS[7])
+
+
+def test_a_part_of_a_target_computes_what_the_whole_computes(tmp_path):
+    from pipedraft.models.target import StagedTarget, load_target, target_fingerprint
+
+    for make_target in (tiny_llama, tiny_qwen3):
+        whole = make_target(layers=4, vocab=16)
+        folder = tmp_path / make_target.__name__
+        whole.save_pretrained(folder, max_shard_size="20KB")
+        assert len(list(folder.glob("*.safetensors"))) > 1
+        loaded = load_target(str(folder))
+        part = load_target_part(str(folder), layers=[1, 2], has_embedding=True, has_head=True)
+        assert target_fingerprint(part) == target_fingerprint(loaded)
+        rows = torch.randn(5, whole.config.hidden_size)
+        stages = [StagedTarget(model, (0, 1, 3, 4)).stages[1] for model in (loaded, part)]
+        outputs = [stage.prefill(rows, torch.arange(5))[0] for stage in stages]
+        assert torch.equal(*outputs)
+        absent = [p for name, p in part.named_parameters() if "layers.0" in name]
+        assert absent and all(parameter.is_meta for parameter in absent)
+        middle = load_target_part(str(folder), layers=[1], has_embedding=False, has_head=False)
+        held = {name for name, p in middle.named_parameters() if not p.is_meta}
+        assert held and all("layers.1." in name for name in held)
+
+
+def test_a_trace_has_a_track_for_every_process():
+    timeline = Timeline("stage 0", traces=True)
+    with timeline.span("stage", 3):
+        pass
+    trace = chrome_trace([timeline.report(), Timeline("stage 1").report()])
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert names == ["stage 0", "stage 1"]
+    assert [(e["name"], e["args"]["rows"], e["ts"]) for e in spans] == [("stage", 3, 0.0)]
+
+
+# -- real processes --------------------------------------------------------------------------
+
+
+def launch(arguments, *, num_processes, **options):
+    """torchrun on a free port of this machine."""
+    command = [
+        str(Path(sys.executable).with_name("torchrun")),
+        *("--nproc-per-node", str(num_processes), "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "127.0.0.1:0", *arguments),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_ranks_decode_what_one_process_decodes(num_processes, tmp_path):
+    """Two stages, the first one beside the controller and on a rank of its own."""
+    script = Path(__file__).with_name("process_agreement.py")
+    process = launch([str(script), str(tmp_path)], num_processes=num_processes)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors[-3000:]
+    outcome = json.loads(output.splitlines()[-1])
+    assert outcome["compared"] >= 30 and outcome["different"] == []
+    names = [report["name"] for report in outcome["reports"]]
+    assert len(names) == num_processes and "stage 1" in names[-1]
+    assert all(report["seconds"]["stage"] > 0 for report in outcome["reports"][-2:])
+    held = outcome["parameters"]
+    assert held[-1] < 0.8 * held[-2] + held[-1]
+
+
+def decode_for_long(tmp_path, num_processes=3):
+    """A run that would take minutes; returns it with its ranks' process ids by rank."""
+    target = tiny_llama(layers=4, vocab=16)
+    target.config.max_position_embeddings = 100_000
+    target.save_pretrained(tmp_path / "t")
+    script = Path(__file__).with_name("process_agreement.py")
+    process = launch([str(script), str(tmp_path), "--endless"], num_processes=num_processes)
+    deadline = time.monotonic() + 90
+    ids: dict[int, int] = {}
+    while len(ids) < num_processes and time.monotonic() < deadline:
+        time.sleep(0.2)
+        ids = {int(f.stem[4:]): int(f.read_text()) for f in tmp_path.glob("rank*.pid")}
+    time.sleep(1.5)
+    assert len(ids) == num_processes and process.poll() is None, process.communicate(timeout=5)
+    return process, ids
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("killed", signal.SIGKILL), ("hung", signal.SIGSTOP), ("ended", signal.SIGTERM)],
+)
+def test_a_lost_stage_ends_every_rank_with_a_line(name, number, tmp_path):
+    process, ids = decode_for_long(tmp_path)
+    start = time.monotonic()
+    os.kill(ids[2], number)
+    try:
+        while any(is_running(ids[rank]) for rank in (0, 1)) and time.monotonic() < start + 20:
+            time.sleep(0.05)
+        elapsed = time.monotonic() - start
+    finally:
+        if number == signal.SIGSTOP:
+            os.kill(ids[2], signal.SIGKILL)  # a stopped process cannot end by itself
+    _, errors = process.communicate(timeout=60)
+    assert elapsed < 10, errors[-2000:]
+    assert process.returncode != 0
+    lines = [line for line in errors.splitlines() if line.startswith("error: rank")]
+    assert any("rank 2 (stage 1)" in line for line in lines), errors[-3000:]
+    assert not any(is_running(process_id) for process_id in ids.values())
+
+
+def test_without_a_launcher_the_process_backend_says_how_to_start():
+    command = [sys.executable, "-m", "pipedraft.inference", "--backend", "process"]
+    result = subprocess.run(
+        [*command, "--target", "assets/target", "--prompt", "Hi"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 2 and "torchrun --nproc-per-node" in result.stderr
