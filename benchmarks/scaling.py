@@ -18,6 +18,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from pipedraft.inference.clock import CostModel, VirtualClock
@@ -95,23 +96,18 @@ class Durations:
         return VirtualClock(cost, stage_boundaries(target.num_layers, num_stages), draft)
 
 
-def spd(clock: VirtualClock, right: Random, acceptance: float) -> float:
-    """A hit takes one step, a miss n; the draft runs beside the stages."""
+def layered(
+    clock: VirtualClock, right: Random, acceptance: float, *, overlap: bool = True
+) -> float:
+    """SPD: a hit takes one step, a miss n, and the draft runs beside the stages.
+
+    PPSD is the same without ``overlap``: every step waits for the draft.
+    """
     busy = [1] * clock.num_stages
     for _ in range(NUM_TOKENS):
         steps = 1 if right.random() < acceptance else clock.num_stages
         for _ in range(steps):
-            clock.step(busy, draft_forwards=1, overlap=True)
-    return clock.time
-
-
-def ppsd(clock: VirtualClock, right: Random, acceptance: float) -> float:
-    """As SPD, but every step waits for the draft."""
-    busy = [1] * clock.num_stages
-    for _ in range(NUM_TOKENS):
-        steps = 1 if right.random() < acceptance else clock.num_stages
-        for _ in range(steps):
-            clock.step(busy, draft_forwards=1, overlap=False)
+            clock.step(busy, draft_forwards=1, overlap=overlap)
     return clock.time
 
 
@@ -138,9 +134,9 @@ class Method:
 
 
 METHODS = {
-    "SPD, Ls = 4": Method(spd, 4, None),
-    "SPD, Ls = 1, 32 k": Method(spd, 1, 32_000),
-    "PPSD, 32 k": Method(ppsd, 1, 32_000),
+    "SPD, Ls = 4": Method(layered, 4, None),
+    "SPD, Ls = 1, 32 k": Method(layered, 1, 32_000),
+    "PPSD, 32 k": Method(partial(layered, overlap=False), 1, 32_000),
     "EAGLE chain:7, 32 k": Method(eagle_chain, 1, 32_000),
 }
 

@@ -373,6 +373,11 @@ def _load_target(
         model = load_target(name, revision=revision, dtype=dtype, device=_device(arguments.device))
         reference = None if arguments.no_lossless else model
         return _Target(model, reference, LocalPipeline, arguments.boundaries, arguments.stages)
+    if arguments.device != "auto":
+        raise ValueError(
+            f"--device: {arguments.device!r} is for one process; with --backend process every "
+            "rank takes an accelerator of its own, or the CPU: leave it out"
+        )
     architectures = [description["architecture"] for description in trained]
     wanted = {a["num_stages"] for a in architectures if a.get("num_stages")}
     cuts = {tuple(a["boundaries"]) for a in architectures if a.get("boundaries")}

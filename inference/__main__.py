@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipedraft.errors import Parser, run_command
@@ -58,6 +59,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     add_backend_arguments(parser)
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write what every process did (Chrome trace; with --backend process)",
+    )
     parser.add_argument("--quiet", action="store_true", help="only the text, no figures")
     return parser.parse_args(arguments)
 
@@ -134,6 +141,8 @@ def run(options: argparse.Namespace, cluster: Any) -> None:
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not text.strip():
         raise ValueError(f"--prompt: {text!r} is empty; give at least one word")
+    if options.trace is not None and cluster is None:
+        raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
     from transformers.utils import logging
 
     from pipedraft.inference.engine import Engine, EngineConfig

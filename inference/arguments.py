@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from pipedraft.inference.shapes import Expansion, MicroBatch
@@ -146,7 +145,6 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="0,B,..,L",
         help="first layer of each stage, then the number of layers (default: near-even)",
     )
-    add("--trace", type=Path, metavar="FILE", help="write what every process did (Chrome trace)")
     add(
         "--step-timeout",
         type=float,
@@ -162,8 +160,6 @@ def backend_of(options: argparse.Namespace) -> Iterator[Any]:
     from pipedraft.inference.process import is_launched
 
     if options.backend == "local":
-        if options.trace is not None:
-            raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
         if is_launched() and int(os.environ["WORLD_SIZE"]) > 1:
             if os.environ["RANK"] != "0":
                 sys.exit(2)  # rank 0 says it

@@ -14,7 +14,15 @@ import torch
 from conftest import tiny_llama, tiny_qwen3
 from test_eagle_schedules import WAYS as EAGLE_WAYS
 from test_eagle_schedules import make_head, way_name
-from test_lossless import NEW_TOKENS, PROMPTS, PlainTokenizer, SimulatedSource, friendly_module
+from test_lossless import (
+    NEW_TOKENS,
+    PROMPTS,
+    PlainTokenizer,
+    SimulatedSource,
+    friendly_module,
+    greedy_reference,
+)
+from test_ppsd import make_exit
 
 from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.process.link import Local
@@ -39,7 +47,6 @@ SPD_WAYS = [
     {"schedule": "autoregressive"},
     {"schedule": "spd"},
     {"schedule": "spd", "tree_width": 3},
-    {"schedule": "ppsd"},
 ]
 
 
@@ -220,7 +227,7 @@ def test_both_backends_agree_when_segments_are_pruned_on_their_way(way):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("way", SPD_WAYS[:3], ids=lambda way: f"W{way.get('tree_width', 1)}")
+@pytest.mark.parametrize("way", SPD_WAYS, ids=lambda way: f"W{way.get('tree_width', 1)}")
 def test_both_backends_agree_with_a_speculation_module(way, temperature):
     target = tiny_qwen3(layers=4, vocab=16)
     for num_stages, query in ((4, "newest"), (3, "all"), (1, "newest")):
@@ -228,6 +235,34 @@ def test_both_backends_agree_with_a_speculation_module(way, temperature):
         decode_both(
             target, PROMPTS, draft=draft, num_stages=num_stages, temperature=temperature, **way
         )
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_both_backends_agree_with_an_early_exit_head(width):
+    target = tiny_llama(layers=4, vocab=16)
+    for num_stages in (2, 4):
+        draft = make_exit(target, num_stages=num_stages)
+        decode_both(
+            target, PROMPTS, draft=draft, num_stages=num_stages, schedule="ppsd", tree_width=width
+        )
+
+
+def test_pipeinfer_has_the_same_text_when_waiting_verdicts_cut_its_drafting_short(monkeypatch):
+    """Here every verdict waits at once, so micro-batches shrink, and K is another one."""
+    target = tiny_llama(layers=4, vocab=16)
+    waited = []
+    waits = ProcessPipeline.verdict_waits
+
+    def watched(pipeline):
+        waited.append(waits(pipeline))
+        return waited[-1]
+
+    monkeypatch.setattr(ProcessPipeline, "verdict_waits", watched)
+    config = EngineConfig(schedule="pipeinfer", num_stages=4, max_new_tokens=NEW_TOKENS)
+    engine = Engine(target, PlainTokenizer(), config, make_head(target), connect=connect_inline)
+    for prompt in PROMPTS:
+        assert engine.decode(prompt).token_ids == greedy_reference(target, prompt)
+    assert any(waited)
 
 
 def test_cancelled_segments_are_not_computed(monkeypatch):

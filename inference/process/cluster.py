@@ -21,13 +21,15 @@ from pipedraft.inference.process.link import (
     ANSWER,
     CANCEL,
     FORWARD,
+    Inbox,
     Local,
     LostLink,
+    Outbox,
     Receiver,
     Sender,
 )
 from pipedraft.inference.process.messages import Cancel, Close, Message
-from pipedraft.inference.process.pipeline import Inbox, Outbox, ProcessPipeline
+from pipedraft.inference.process.pipeline import ProcessPipeline
 from pipedraft.inference.process.watch import Limits, Watch
 from pipedraft.inference.process.worker import StageWorker
 from pipedraft.inference.timeline import WAIT, Timeline

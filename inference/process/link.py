@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,19 @@ FORWARD, ANSWER, CANCEL = range(3)
 """Channels: links between the same two ranks that do not wait for each other."""
 DAY = timedelta(days=1)
 """Receives have no timeout of their own: ``Watch`` ends a process whose peer is silent or dead."""
+
+
+class Inbox(Protocol):
+    """Where messages come from: a ``Receiver``, or a ``Local`` link."""
+
+    def has_arrived(self) -> bool: ...
+    def receive(self) -> Message: ...
+
+
+class Outbox(Protocol):
+    """Where messages go: a ``Sender``, or a ``Local`` link."""
+
+    def send(self, message: Message) -> None: ...
 
 
 class LostLink(ConnectionError):
@@ -47,14 +61,13 @@ def _naming(peer: int) -> Iterator[None]:
 class Sender:
     def __init__(self, peer: int, channel: int, timeline: Timeline) -> None:
         self.peer, self.channel, self.timeline = peer, channel, timeline
-        self.num_sent = self.num_bytes = 0
+        self.num_sent = 0
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, message: Message) -> None:
         with self.timeline.span("send"), _naming(self.peer):
             frame = encode(message, time.monotonic())
             self.num_sent += 1
-            self.num_bytes += len(frame)
             self._post(frame[:BUFFER_BYTES], 2 * self.channel)
             if len(frame) > BUFFER_BYTES:
                 self._post(frame[BUFFER_BYTES:], 2 * self.channel + 1)
@@ -79,7 +92,7 @@ class Sender:
 class Receiver:
     def __init__(self, peer: int, channel: int) -> None:
         self.peer, self.channel = peer, channel
-        self.num_received = self.num_bytes = 0
+        self.num_received = 0
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
         for _ in range(NUM_BUFFERS):
             self._post(torch.zeros(BUFFER_BYTES, dtype=torch.uint8))
@@ -116,7 +129,6 @@ class Receiver:
             frame = torch.cat([buffer, rest])
         message = decode(frame)
         self.num_received += 1
-        self.num_bytes += total
         if isinstance(message, Close):
             while self._posted:  # one Close for each posted receive
                 work, _ = self._posted.popleft()
@@ -132,7 +144,6 @@ class Local:
     def __init__(self, handle: Callable[[Message], None] | None = None) -> None:
         self._handle = handle
         self._waiting: deque[Message] = deque()
-        self.num_bytes = 0
 
     def send(self, message: Message) -> None:
         message.sent_at = time.monotonic()
@@ -146,6 +157,3 @@ class Local:
 
     def receive(self) -> Message:
         return self._waiting.popleft()
-
-    def close(self) -> None:
-        pass

@@ -10,27 +10,19 @@ back costs no time, and nothing but the next verdict is on the critical path.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipedraft.inference.pipeline import Returned
+from pipedraft.inference.process.link import Inbox, Outbox
 from pipedraft.inference.process.messages import Cancel, Message, Prefill, Result, Step, Text
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.verify import RejectionVerifier, Verifier
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
 
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 512
-
-
-class Inbox(Protocol):
-    def has_arrived(self) -> bool: ...
-    def receive(self) -> Message: ...
-
-
-class Outbox(Protocol):
-    def send(self, message: Message) -> None: ...
 
 
 @dataclass

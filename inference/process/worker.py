@@ -2,10 +2,10 @@
 
 import json
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
+from pipedraft.inference.process.link import Outbox
 from pipedraft.inference.process.messages import Message, Prefill, Result, Step, Text
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.verify import (
@@ -15,10 +15,6 @@ from pipedraft.inference.verify import (
     Verifier,
 )
 from pipedraft.models.target import StagedTarget
-
-
-class Outbox(Protocol):
-    def send(self, message: Message) -> None: ...
 
 
 class StageWorker:

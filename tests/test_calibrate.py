@@ -1,0 +1,89 @@
+"""The cost model: what an asynchronous pipeline pays, and its recovery from measured times."""
+
+import pytest
+
+from pipedraft.eval.calibrate import fit_cost
+from pipedraft.inference.clock import CostModel, VirtualClock
+
+CUT = (0, 3, 8)
+
+
+def test_only_a_lock_step_pipeline_pays_hops_and_verification_at_every_step():
+    for is_asynchronous, fixed in ((False, 0.1 + 0.2), (True, (3 * 0.1 + 0.2) / 2)):
+        cost = CostModel(link=0.1, verify=0.2, is_asynchronous=is_asynchronous)
+        clock = VirtualClock(cost, CUT, 0.0)
+        clock.step([1, 0], draft_forwards=0, overlap=False)
+        clock.step([0, 1], draft_forwards=0, overlap=False)
+        assert clock.time == pytest.approx(1 + 2 * fixed)
+        assert clock.autoregressive_time(1) == pytest.approx(clock.time)
+
+
+@pytest.mark.parametrize(("shares", "expected"), [(False, 0.625), (True, 0.675)])
+def test_a_draft_beside_the_first_stage_takes_its_time(shares, expected):
+    clock = VirtualClock(CostModel(draft_on_first_stage=shares), CUT, 0.3)
+    clock.step([1, 1], draft_forwards=1, overlap=True)
+    assert clock.time == pytest.approx(expected)
+
+
+def test_further_rows_make_the_busiest_stage_longer():
+    clock = VirtualClock(CostModel(row=0.5), CUT, 0.0)
+    clock.step([4, 1], draft_forwards=0, overlap=True)
+    assert clock.time == pytest.approx(0.375 * 2.5)
+
+
+def run(schedule, processes, *, tokens=100, forwards=0, seconds_per_token=0.0):
+    return {
+        "schedule": schedule,
+        "benchmark": "overall",
+        "stages": 2,
+        "tokens": tokens,
+        "draft_forwards": forwards,
+        "wallclock": {"tokens_per_s": 1 / seconds_per_token} if seconds_per_token else None,
+        "processes": processes,
+    }
+
+
+def process(name, *, calls, rows, first, more, verify=0.0, draft=0.0):
+    """A stage whose first row takes ``first`` and every further one ``more`` seconds."""
+    stage = calls * first + (rows - calls) * more
+    return {
+        "name": name,
+        "seconds": {"stage": stage, "verify": verify, "draft": draft},
+        "counts": {"stage": calls},
+        "rows": {"stage": rows},
+    }
+
+
+def test_a_known_cost_model_is_recovered():
+    plain = run(
+        "autoregressive",
+        [
+            process("rank 0", calls=100, rows=100, first=0.01, more=0.001),
+            process("rank 1", calls=100, rows=100, first=0.01, more=0.001, verify=0.2),
+        ],
+        seconds_per_token=0.02 + 0.002 + 3 * 0.0005,
+    )
+    drafted = run(
+        "eagle",
+        [
+            process("rank 0", calls=40, rows=640, first=0.01, more=0.001, draft=1.2),
+            process("rank 1", calls=40, rows=640, first=0.01, more=0.001),
+        ],
+        forwards=240,
+    )
+    cost = fit_cost([plain, drafted])
+    assert (cost.row, cost.link) == (pytest.approx(0.1), pytest.approx(0.025))
+    assert (cost.verify, cost.draft_forward) == (pytest.approx(0.1), pytest.approx(0.25))
+    assert cost.is_asynchronous and cost.draft_on_first_stage
+
+
+def test_one_process_has_no_links():
+    alone = [process("one process", calls=200, rows=200, first=0.01, more=0.001)]
+    cost = fit_cost([run("autoregressive", alone, seconds_per_token=0.5)])
+    assert (cost.link, cost.row, cost.draft_forward) == (0.0, 0.0, None)
+    assert not cost.is_asynchronous and not cost.draft_on_first_stage
+
+
+def test_a_cost_that_is_no_duration_is_refused():
+    with pytest.raises(ValueError, match=r"cost.link: -1 is not a duration"):
+        CostModel(link=-1)
