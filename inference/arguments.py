@@ -22,26 +22,38 @@ def _add_segment_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = group.add_argument
     add("--micro-batches", type=int, metavar="M", help="segments (default: stages + 1)")
-    add("--level-order", action="store_true", help="send level by level, not the best rows first")
+    add("--level-order", action="store_true", help="level by level, not the best guesses first")
     add("--no-expansion", action="store_true", help="flowspec: no new guesses inside a round")
-    add(
-        "--tree-first",
-        action="store_true",
-        help="flowspec, as published: after a miss the stages wait until a whole tree is drafted",
-    )
     add(
         "--expansion-depth",
         type=int,
         metavar="D",
-        help="flowspec: levels of the fresh tree after a commit (default: as many as the draft can "
-        "make beside one step)",
+        help="flowspec: draft forwards per step (default: as many as fit beside it)",
     )
-    add("--expansion-tokens", type=int, metavar="L", help="flowspec: its draft tokens (default 64)")
+    add(
+        "--step-tokens",
+        type=int,
+        metavar="L",
+        help="flowspec: guesses that one of them continues and adds (default 32)",
+    )
+    add(
+        "--tree-first",
+        action="store_true",
+        help="flowspec, as published: after a miss the stages wait until a whole tree is drafted, "
+        "and a fresh tree of D levels is merged after each commit",
+    )
+    add(
+        "--expansion-tokens",
+        type=int,
+        metavar="L",
+        help="with --tree-first: draft tokens of a fresh tree (default 64)",
+    )
     add(
         "--refill-depth",
         type=int,
         metavar="D",
-        help="flowspec: levels added when the returning segment was pruned to nothing (default 2)",
+        help="with --tree-first: levels added when the returning segment was pruned to nothing "
+        "(default 2)",
     )
 
 
@@ -92,9 +104,10 @@ def drafting_settings(options: argparse.Namespace) -> dict[str, Any]:
     expansion = Expansion(
         enabled=not options.no_expansion,
         by_score=not options.level_order,
-        root_first=not options.tree_first,
+        tree_first=options.tree_first,
         **_given(
             depth=options.expansion_depth,
+            step_tokens=options.step_tokens,
             num_tokens=options.expansion_tokens,
             refill_depth=options.refill_depth,
         ),

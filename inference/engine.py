@@ -331,6 +331,18 @@ class Session:
         with self._drafting():
             self.source.deepen_tree(self.tree, levels, num_tokens)
 
+    def expand_tree(self) -> None:
+        """Let the draft continue the tree on its way where it is most likely right."""
+        assert self.source is not None
+        expansion = self.config.expansion
+        with self._drafting():
+            self.source.expand_tree(
+                self.tree,
+                self.expansion_forwards(),
+                expansion.step_tokens,
+                by_score=expansion.by_score,
+            )
+
     def grow_micro_batch(self, start: int, shift: float) -> list[int]:
         """Let the draft guess on below one row, as far as it is sure.
 
@@ -378,9 +390,13 @@ class Session:
         self.clock.serial_draft(max(self.pending_forwards, at_least))
         self.pending_forwards = 0
 
-    def hidden_forwards(self) -> int:
-        """Draft forwards that fit beside one step of the stages under the cost model, 1 or more."""
-        return self.clock.hidden_forwards(max(self.pipeline.last_rows))
+    def expansion_forwards(self) -> int:
+        """FlowSpec's draft forwards a step: by default what fits beside it under the cost model.
+
+        At least one, and no more than a whole tree takes.
+        """
+        hidden = self.clock.hidden_forwards(max(self.pipeline.last_rows))
+        return self.config.expansion.depth or min(self.config.tree.depth, hidden)
 
     def step(self, *, overlap: bool = False) -> Returned | None:
         """One pipeline step, with the drafting since the last one beside it or after it."""

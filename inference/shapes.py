@@ -89,14 +89,16 @@ class Expansion:
     by_score: bool = True
     """Send the best guesses first; off: level by level."""
     depth: int | None = None
-    """Levels of the fresh tree after each commit; None: as many draft forwards as fit beside one
-    step of the stages under the cost model, at least one."""
+    """Draft forwards beside a step; None: as many as fit beside it under the cost model, at least
+    one and at most those of a whole tree."""
+    step_tokens: int = 32
+    """Guesses that one draft forward continues, and that it adds."""
+    tree_first: bool = False
+    """As published: the stages wait after a miss until a whole tree is drafted, which then enters
+    with the root, and a fresh tree of ``depth`` levels from the root follows each commit. Off: the
+    root enters at once, and the tree on its way is continued beside every step."""
     num_tokens: int = 64
-    """Guesses of that tree, those already on their way included."""
-    root_first: bool = True
-    """After a miss the root enters at once and its tree is drafted beside the first steps; off, as
-    published: the stages wait until the whole tree is drafted, which then enters with the root.
-    Costs up to a step per round, and saves the whole time of the tree."""
+    """Guesses of a fresh tree, those already on their way included."""
     refill_depth: int = 2
     """Levels added to the last tree when the returning segment was pruned to nothing; 0: none."""
     refill_tokens: int = 48
@@ -105,6 +107,10 @@ class Expansion:
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth < 1:
             raise ValueError(f"expansion.depth: {self.depth} is below 1; leave it out or give 1")
+        if self.step_tokens < 1:
+            raise ValueError(
+                f"expansion.step_tokens: {self.step_tokens} is below 1; give 1 or more"
+            )
         for name in ("num_tokens", "refill_depth", "refill_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expansion.{name}: {getattr(self, name)} is negative; give 0")

@@ -27,25 +27,12 @@ class KeyValues:
             self.keys = torch.cat([self.keys, keys_JRD], 1)
             self.values = torch.cat([self.values, values_JRD], 1)
 
-    def followed_by(self, others: "KeyValues") -> "KeyValues":
-        """These rows and then the others; appending to it changes neither."""
-        joined = KeyValues(self.keys, self.values)
-        if others.keys is not None and others.values is not None:
-            joined.append(others.keys, others.values)
-        return joined
-
     def select(self, rows: list[int]) -> "KeyValues":
         """A copy with some of the rows."""
         if self.keys is None or self.values is None:
             return KeyValues()
         index = torch.tensor(rows, dtype=torch.int64, device=self.keys.device)
         return KeyValues(self.keys[:, index], self.values[:, index])
-
-    def after(self, num_rows: int) -> "KeyValues":
-        """All but the first rows, without a copy."""
-        if self.keys is None or self.values is None:
-            return KeyValues()
-        return KeyValues(self.keys[:, num_rows:], self.values[:, num_rows:])
 
     def attend(self, query_RND: Tensor, visible_RP: Tensor) -> Tensor:
         """Attention over the cached rows: [R, N, D].

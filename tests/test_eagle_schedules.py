@@ -41,6 +41,7 @@ from pipedraft.models.target import capture_hidden, target_fingerprint
 CHAIN = TreeShape(kind="chain", depth=3)
 SMALL = TreeShape(depth=3, top_k=3, num_tokens=8)
 STATIC = TreeShape(kind="static", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+PUBLISHED = Expansion(tree_first=True, depth=2, num_tokens=5)
 WAYS = [
     {"schedule": "eagle", "tree": CHAIN},
     {"schedule": "eagle", "tree": SMALL},
@@ -49,11 +50,13 @@ WAYS = [
     {"schedule": "pruned_pp", "tree": SMALL},
     {"schedule": "pruned_pp", "tree": CHAIN},
     {"schedule": "pipedec", "tree_width": 4},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, num_tokens=6)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(num_tokens=6, root_first=False)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(by_score=False, num_tokens=5)},
+    {"schedule": "flowspec", "tree": SMALL},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, by_score=False)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=4, step_tokens=3)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": replace(PUBLISHED, by_score=False)},
     {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(enabled=False)},
-    {"schedule": "flowspec", "tree": SMALL, "max_segment_rows": 1},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED, "max_segment_rows": 1},
 ]
 
 
@@ -137,7 +140,7 @@ def attentive_llama():
     return target
 
 
-def decode_pruned(schedule, target, prompt):
+def decode_pruned(schedule, target, prompt, tree_first=True):
     """Decode with many small segments and a draft that is wrong often enough to prune them."""
     source = SimulatedSource(target, prompt, 0.7, length=48)
     config = EngineConfig(
@@ -146,17 +149,19 @@ def decode_pruned(schedule, target, prompt):
         max_new_tokens=48,
         micro_batches=9,
         tree=TreeShape(depth=6, top_k=3, num_tokens=18),
-        expansion=Expansion(depth=2, num_tokens=6),
+        expansion=Expansion(depth=2, step_tokens=1, num_tokens=6, tree_first=tree_first),
     )
     return Engine(target, PlainTokenizer(), config, source=source).decode(prompt)
 
 
-@pytest.mark.parametrize("schedule", ["pruned_pp", "flowspec"])
-def test_segments_pruned_to_one_row_and_to_none_change_nothing(schedule, monkeypatch):
+@pytest.mark.parametrize(
+    ("schedule", "tree_first"), [("pruned_pp", True), ("flowspec", True), ("flowspec", False)]
+)
+def test_segments_pruned_to_one_row_and_to_none_change_nothing(schedule, tree_first, monkeypatch):
     watch = Watch(monkeypatch)
     target = attentive_llama()
     for prompt in PROMPTS:
-        result = decode_pruned(schedule, target, prompt)
+        result = decode_pruned(schedule, target, prompt, tree_first)
         assert result.token_ids == greedy_reference(target, prompt, 48)
     assert watch.single > 5 and watch.emptied > 5
 
@@ -172,7 +177,8 @@ def test_ignoring_the_mask_of_single_row_segments_is_noticed(monkeypatch):
         return cut
 
     # Two children a node: a grandchild enters the first stage before its uncle is pruned.
-    way = {"schedule": "flowspec", "tree": replace(SMALL, top_k=2), "max_segment_rows": 1}
+    tree, expansion = replace(SMALL, top_k=2), Expansion(tree_first=True)
+    way = {"schedule": "flowspec", "tree": tree, "expansion": expansion, "max_segment_rows": 1}
     config = EngineConfig(max_new_tokens=48, num_stages=4, **way)
     target = attentive_llama()
     texts = []
@@ -227,15 +233,15 @@ def test_pipedec_follows_the_closed_form_of_one_verdict_per_step():
 
 
 def test_flowspec_with_a_perfect_draft_never_restarts():
-    expansion = Expansion(depth=8, num_tokens=16)
+    expansion = Expansion(tree_first=True, depth=8, num_tokens=16)
     result = bernoulli("flowspec", 1.0, 120, tree=CHAIN, expansion=expansion)
     assert len(result.round_lengths) == 1
     restarting = bernoulli("pruned_pp", 1.0, 120, tree=CHAIN)
     assert result.equivalent_acceptance_length > restarting.equivalent_acceptance_length
 
 
-@pytest.mark.parametrize("root_first", [True, False])
-def test_expansion_depth_stays_within_the_stage_time(root_first):
+@pytest.mark.parametrize("tree_first", [True, False])
+def test_expansion_depth_stays_within_the_stage_time(tree_first):
     """Only the published order of a round lets the stages wait for the draft."""
     target = tiny_llama(layers=4, vocab=16)
     head = make_head(target)
@@ -245,14 +251,14 @@ def test_expansion_depth_stays_within_the_stage_time(root_first):
             num_stages=num_stages,
             max_new_tokens=40,
             tree=SMALL,
-            expansion=Expansion(root_first=root_first),
+            expansion=Expansion(tree_first=tree_first),
         )
         engine = Engine(target, PlainTokenizer(), config, head)
         assert engine.draft_cost == 1 / 4
         result = engine.decode([3, 1, 4])
-        waits = 0 if root_first else len(result.round_lengths)
+        waits = len(result.round_lengths) if tree_first else 0
         serial = waits * SMALL.depth * engine.draft_cost
-        refills = config.expansion.refill_depth * engine.draft_cost
+        refills = config.expansion.refill_depth * engine.draft_cost * tree_first
         longest = max(expected * engine.draft_cost, 1 / num_stages, refills)
         assert result.virtual_time <= serial + result.num_steps * longest + 1e-9
 
@@ -266,7 +272,8 @@ SAMPLED_WAYS = [
     {"schedule": "pruned_pp", "tree": SMALL},
     {"schedule": "pipedec", "tree_width": 3},
     {"schedule": "pipedec", "tree_width": 1, "verifier": "rejection"},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, num_tokens=4)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, step_tokens=4)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED},
 ]
 
 
@@ -372,36 +379,6 @@ def test_growing_layer_by_layer_equals_the_tree_of_the_same_beams():
         source.grow_layer(layered, {}, width=1, sampling=sampling)
     assert whole.tokens == layered.tokens
     np.testing.assert_allclose(whole.scores, layered.scores, atol=1e-5)
-
-
-def test_rows_that_survive_a_keep_are_continued_from_their_own_states():
-    target = tiny_llama(layers=4, vocab=16).double()
-    head = make_head(target).double()
-    text = [3, 1, 4, 1]
-    sampling = Sampling(0.0, False, KeyedRandom(0, 0))
-    taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
-    source = EagleSource(head)
-    source.begin({layer: hidden[0, :-1] for layer, hidden in taps.items()}, text)
-    tree = TokenTree(text[-1], 3)
-    for _ in range(3):
-        source.grow_layer(tree, {}, width=3, sampling=sampling)
-    child = tree.children(0)[0]
-    survivors = [row for row in range(len(tree)) if row and _descends(tree, row, child)]
-    before = {paths_of(tree)[row][1:]: source._rows.outputs.get(row) for row in survivors}
-    keep = tree.keep_for([0], tree.tokens[child])
-    tree = tree.reroot(keep)
-    source.keep(keep)
-    kept = {paths_of(tree)[row]: state for row, state in source._rows.outputs.items()}
-    assert kept and () not in kept
-    for path, state in kept.items():
-        assert torch.equal(state, before[path])
-    assert source._rows.layers[0].num_rows == len(kept)
-
-
-def _descends(tree, row, ancestor) -> bool:
-    while row > 0 and row != ancestor:
-        row = tree.parents[row]
-    return row == ancestor
 
 
 def test_a_static_tree_has_the_published_shape():

@@ -11,7 +11,7 @@ from test_spd import make_module
 
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.sources import DraftSource
+from pipedraft.inference.sources import DraftSource, add_most_likely
 from pipedraft.inference.verify import MatchVerifier, probabilities
 
 NEW_TOKENS = 24
@@ -109,6 +109,13 @@ class SimulatedSource(DraftSource):
             self.num_forwards += 1
             leaf = self.add_children(tree, leaf, 1 if shape.is_chain else shape.top_k)
         return len(tree) - added
+
+    def expand_tree(self, tree, num_forwards, width, *, by_score):
+        """One forward: the two best children of the best rows that have none."""
+        leaves = [row for row in range(len(tree)) if not tree.children(row)]
+        leaves = sorted(leaves, key=lambda row: -tree.scores[row])[:width]
+        logits_QU = self.leaf_logits(tree, leaves, {})
+        return add_most_likely(tree, leaves, logits_QU, self.draft_ids, 2 * len(leaves))
 
     def deepen_tree(self, tree, levels, num_tokens):
         self.num_forwards += 1

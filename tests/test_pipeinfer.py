@@ -268,7 +268,8 @@ WAYS = [
     {"schedule": "naive_pp", "tree": SMALL},
     {"schedule": "pruned_pp", "tree": SMALL},
     {"schedule": "pruned_pp", "tree": CHAIN},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, num_tokens=6)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, step_tokens=6)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, tree_first=True)},
 ]
 
 

@@ -146,23 +146,23 @@ def test_guesses_in_flight_are_those_of_their_paths_read_from_scratch(width):
 def see_siblings(monkeypatch) -> None:
     right = RowCache.compute
 
-    def mutant(cache, tree, rows, committed, forward):
+    def mutant(cache, tree, rows, forward, **options):
         blind = lambda caches, visible: forward(caches, torch.ones_like(visible))  # noqa: E731
-        right(cache, tree, rows, committed, blind)
+        return right(cache, tree, rows, blind, **options)
 
     monkeypatch.setattr(RowCache, "compute", mutant)
 
 
 def leave_rows_where_they_were(monkeypatch) -> None:
-    right = RowCache.renumber
+    right = RowCache.rename
 
-    def mutant(cache, places):
+    def mutant(cache, names):
         first = [layer.select(list(range(layer.num_rows))) for layer in cache.layers]
-        right(cache, places)
-        size = len(cache.rows)
+        right(cache, names)
+        size = len(cache.names)
         cache.layers = [layer.select(list(range(size))) for layer in first]
 
-    monkeypatch.setattr(RowCache, "renumber", mutant)
+    monkeypatch.setattr(RowCache, "rename", mutant)
 
 
 @pytest.mark.parametrize("mutate", [see_siblings, leave_rows_where_they_were])

@@ -6,6 +6,7 @@ Pruned pipeline parallelism stops there; FlowSpec also extends the tree on its w
 from dataclasses import replace
 from typing import Any
 
+from pipedraft.inference.schedules.layered import drafting_beside
 from pipedraft.inference.shapes import Expansion
 
 
@@ -17,29 +18,30 @@ def pruned_pp(session: Any) -> None:
 def flowspec(session: Any) -> None:
     """Pruned pipeline parallelism that keeps drafting beside the stages.
 
-    After a commit a fresh tree from the new root is merged into the one on its way (context-aware
-    expansion). When the returning segment was pruned to nothing, the context is the old one and
-    the last fresh tree is deepened instead (score-aware expansion). Deviation: the first tree of a
-    round is not drafted while the stages wait, unless ``root_first`` is off.
+    The tree on its way is continued where it is most likely right: below the root after a commit
+    (context-aware expansion), and below its best guesses that were not continued (score-aware
+    expansion). Deviation: published FlowSpec, with ``tree_first``, drafts a fresh tree below the
+    root after every commit instead, and the stages wait for the first one of a round.
     """
     expansion = session.config.expansion
-    _flow(session, expansion if expansion.enabled else None)
+    if expansion.enabled and not expansion.tree_first:
+        drafting_beside(session, session.expand_tree)
+    else:
+        _flow(session, expansion if expansion.enabled else None)
 
 
 def _flow(session: Any, expansion: Expansion | None) -> None:
+    """Whole trees. Fresh ones from the root of each commit are merged into the one on its way.
+
+    When the returning segment was pruned to nothing, the context is the old one and the last fresh
+    tree is deepened instead.
+    """
     config = session.config
     by_score = config.expansion.by_score
     while not session.done:
-        num_segments = config.micro_batches or config.num_stages + 1
-        root_first = False
-        if expansion is not None and expansion.root_first:
-            root_first = True
-            session.inject()
-            _grow(session, expansion)
-        else:
-            session.grow_tree(config.tree, by_score=by_score)
-            session.draft_alone()
-            session.inject(num_segments)
+        session.grow_tree(config.tree, by_score=by_score)
+        session.draft_alone()
+        session.inject(config.micro_batches or config.num_stages + 1)
         num_steps, hit = 0, True
         while hit and not session.done:
             returned = session.step(overlap=True)
@@ -47,24 +49,15 @@ def _flow(session: Any, expansion: Expansion | None) -> None:
             hit = returned is None or session.resolve(returned)
             if not hit or session.done:
                 break
-            session.inject(num_segments if root_first and num_steps == 1 else 1)
+            session.inject()
             if expansion is None:
                 continue
             if returned is not None:
-                _grow(session, expansion)
-            elif num_steps < config.num_stages and root_first:
-                session.deepen_tree(_levels(session, expansion), expansion.num_tokens)
+                shape = replace(
+                    config.tree,
+                    depth=session.expansion_forwards(),
+                    num_tokens=max(1, expansion.num_tokens),
+                )
+                session.grow_tree(shape, by_score=by_score)
             elif num_steps >= config.num_stages and expansion.refill_depth:
                 session.deepen_tree(expansion.refill_depth, expansion.refill_tokens)
-
-
-def _levels(session: Any, expansion: Expansion) -> int:
-    """What the draft can make beside a step."""
-    return expansion.depth or min(session.config.tree.depth, session.hidden_forwards())
-
-
-def _grow(session: Any, expansion: Expansion) -> None:
-    """A fresh tree below the root, merged into the one on its way."""
-    num_tokens = max(1, expansion.num_tokens)
-    shape = replace(session.config.tree, depth=_levels(session, expansion), num_tokens=num_tokens)
-    session.grow_tree(shape, by_score=expansion.by_score)

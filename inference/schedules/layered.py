@@ -1,20 +1,26 @@
-"""One layer of guesses enters per step while older ones travel: SPD, PipeDec, PPSD."""
+"""Guesses enter at every step while older ones travel: SPD, PipeDec, PPSD, and FlowSpec's flow."""
 
+from collections.abc import Callable
 from typing import Any
 
 
 def layered(session: Any) -> None:
-    """SPD, and PipeDec with its width: the draft reads the states BEFORE the step, runs beside it.
+    """SPD, and PipeDec with its width: one layer of guesses below the deepest ones per step."""
+    drafting_beside(session, session.grow_layer)
+
+
+def drafting_beside(session: Any, grow: Callable[[], None]) -> None:
+    """The draft reads the states BEFORE the step and runs beside it.
 
     A round starts with the pending root alone in the pipeline, so its first verdict takes n steps;
-    from then on every step returns one verified token until a guess is wrong. Every branch that
+    from then on every step returns verified tokens while guesses are right. Every branch that
     agrees with the text is kept.
     """
     while not session.done:
         session.inject()
         hit = True
         while hit and not session.done:
-            session.grow_layer()
+            grow()
             returned = session.step(overlap=True)
             hit = returned is None or session.resolve(returned)
             if hit:
@@ -24,8 +30,8 @@ def layered(session: Any) -> None:
 def ppsd(session: Any) -> None:
     """The draft reads the states AFTER the step, and every stage waits for it.
 
-    Rounds are those of ``layered``. A head behind the first stage starts before the verdict is
-    known, so its time counts at every step, as in the paper: S = L' L / (Ls n + L). A step whose
+    Rounds are those of ``drafting_beside``. A head behind the first stage starts before the verdict
+    is known, so its time counts at every step, as in the paper: S = L' L / (Ls n + L). A step whose
     verdict leaves nothing to continue pays for a guess that is not made.
     """
     while not session.done:

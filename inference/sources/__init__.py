@@ -103,6 +103,18 @@ class DraftSource:
         """
         raise NotImplementedError
 
+    def expand_tree(self, tree: TokenTree, num_forwards: int, width: int, *, by_score: bool) -> int:
+        """Continue rows of the tree, each once, and the root once per context; returns rows added.
+
+        Args:
+            num_forwards: passes of the draft, at most; a few more where the draft must first read
+                committed text.
+            width: rows that one pass continues besides the root, and best children of them all
+                that join the tree.
+            by_score: the best rows and children, else the oldest rows, with as many children each.
+        """
+        raise NotImplementedError
+
     def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
         """Grow the last fresh tree by ``levels`` and add its best rows that are not there yet."""
         raise NotImplementedError

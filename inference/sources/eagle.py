@@ -5,9 +5,10 @@ guesses below the root is dropped when they are committed, because the target's 
 it.
 """
 
-# R rows of a call, C cached rows, H hidden
+# R rows of a call after A of the text, C cached rows, H hidden
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +34,10 @@ class EagleSource(TreeSource):
         self._reset()
 
     def _reset(self) -> None:
-        self._committed = KeyValues()
         self._pending: list[tuple[Mapping[int, Tensor], list[int]]] = []
         self._root_state: Tensor | None = None
-        self._start_over()
+        self._rows = RowCache(1)
+        self._restart()
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._reset()
@@ -46,43 +47,55 @@ class EagleSource(TreeSource):
         """Taken in with the next growth: text that nobody continues costs nothing."""
         self._pending.append((features, next_tokens))
 
-    def _forget_rows(self) -> None:
-        self._rows = RowCache(1)
+    def _rename_rows(self, names: Mapping[int, int]) -> None:
+        self._rows.rename(names)
 
     def _keep_rows(self, keep: Keep) -> None:
         """Forget the rows that left the tree, and the new root's: its true state follows."""
         retained = keep.rows[keep.num_committed :]
-        self._rows.renumber({row: place for place, row in enumerate(retained) if place})
+        self._rows.rename({row: place for place, row in enumerate(retained) if place})
 
     @property
     def _outputs(self) -> Mapping[int, Tensor]:
         return self._rows.outputs
 
-    def _root_output(self) -> Tensor:
+    def _root_output(self, tree: TokenTree) -> Tensor:
         if self._pending:
-            features = [self.draft.feature(taps) for taps, _ in self._pending]
-            tokens = [token for _, part in self._pending for token in part]
-            self._pending = []
-            first = self._committed.num_rows
-            visible = torch.ones(len(tokens), first + len(tokens), dtype=torch.bool).tril(first)
-            positions = range(first, first + len(tokens))
-            states = self._forward(tokens, torch.cat(features), positions, self._committed, visible)
-            self._root_state = states[-1]
+            self._take_in(tree, [])
         assert self._root_state is not None
         return self._root_state
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
-        # The root is a committed row of the head, which joins a token to the state before it.
-        root = self._root_output()
-        parents = [tree.parents[row] for row in rows]
-        states = [self._outputs[parent] if parent else root for parent in parents]
-        tokens = [tree.tokens[row] for row in rows]
-        positions = [self._committed.num_rows - 1 + tree.depths[row] for row in rows]
+        """The text that was not seen yet is in the same pass, unless a row needs its outcome."""
+        if any(tree.parents[row] == 0 for row in rows):
+            self._root_output(tree)
+        self._take_in(tree, rows)
+
+    def _take_in(self, tree: TokenTree, rows: list[int]) -> None:
+        """One forward pass: newly committed text, then rows of a tree.
+
+        The head joins a token to the state before it: the target's in the text, else its own.
+        """
+        states = [self.draft.feature(taps) for taps, _ in self._pending]
+        tokens = [token for _, part in self._pending for token in part]
+        self._pending = []
+        first, num_text = self._rows.num_text, len(tokens)
+        root = first + num_text - 1
+        for row in rows:
+            parent = tree.parents[row]
+            state = self._outputs[self._name(tree, parent)] if parent else self._root_state
+            assert state is not None
+            states.append(state[None])
+        tokens += [tree.tokens[row] for row in rows]
+        positions = [*range(first, root + 1), *(root + tree.depths[row] for row in rows)]
 
         def forward(caches: list[KeyValues], visible_RC: Tensor) -> Tensor:
-            return self._forward(tokens, torch.stack(states), positions, caches[0], visible_RC)
+            return self._forward(tokens, torch.cat(states), positions, caches[0], visible_RC)
 
-        self._rows.compute(tree, rows, [self._committed], forward)
+        name = partial(self._name, tree)
+        text_AH = self._rows.compute(tree, rows, forward, num_text=num_text, name=name)
+        if num_text:
+            self._root_state = text_AH[-1]
 
     def _forward(
         self,

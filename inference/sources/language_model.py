@@ -39,8 +39,8 @@ class LanguageModelSource(TreeSource):
         """Of the next tokens to be observed: those whose rows a Keep has committed already."""
         self._hidden: dict[int, Tensor] = {}
         self._places: dict[int, int] = {}
-        """Row of the tree -> its place among the speculative rows."""
-        self._fresh = None
+        """Name of a row of the tree -> its place among the speculative rows, in order."""
+        self._restart()
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._reset(list(tokens))
@@ -54,7 +54,7 @@ class LanguageModelSource(TreeSource):
     def _outputs(self) -> Mapping[int, Tensor]:
         return self._hidden
 
-    def _root_output(self) -> Tensor:
+    def _root_output(self, tree: TokenTree) -> Tensor:
         if self._pending:
             ids = torch.tensor(self._pending)
             positions = torch.arange(len(ids)) + self._stage.num_committed
@@ -66,9 +66,11 @@ class LanguageModelSource(TreeSource):
         return self._root_hidden
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
+        self._root_output(tree)
         first = len(self._places)
-        self._places.update({row: first + index for index, row in enumerate(rows)})
-        cached = sorted(self._places, key=self._places.__getitem__)
+        new = [self._name(tree, row) for row in rows]
+        self._places.update({name: first + index for index, name in enumerate(new)})
+        cached = [self._name(tree, name) for name in self._places]
         segment = Segment(
             positions=torch.tensor([tree.position(row) for row in rows]),
             visible=tree.ancestors(rows, cached),
@@ -76,27 +78,27 @@ class LanguageModelSource(TreeSource):
         )
         hidden_RH = self._stage.forward(segment).hidden
         assert hidden_RH is not None
-        self._hidden.update(zip(rows, hidden_RH, strict=True))
+        self._hidden.update(zip(new, hidden_RH, strict=True))
         self.num_forwards += 1
 
-    def _forget_rows(self) -> None:
-        self._stage.keep(Keep((), 0))
-        self._hidden, self._places = {}, {}
+    def _rename_rows(self, names: Mapping[int, int], num_committed: int = 0) -> None:
+        """
+        Args:
+            num_committed: of the first computed rows, which become text and need no name.
+        """
+        retained = sorted(self._places.keys() & names.keys(), key=self._places.__getitem__)
+        self._stage.keep(Keep(tuple(self._places[name] for name in retained), num_committed))
+        retained = retained[num_committed:]
+        self._hidden = {names[name]: self._hidden[name] for name in retained}
+        self._places = {names[name]: place for place, name in enumerate(retained)}
 
     def _keep_rows(self, keep: Keep) -> None:
         """The old root is committed here already; the new one is text as well."""
         text = keep.rows[1 : keep.num_committed + 1]
-        hit = len(keep.rows) > keep.num_committed
-        cached = [row for row in keep.rows[1:] if row in self._places]
-        # A row is computed after its ancestors, so those that become text come first.
-        cached.sort(key=self._places.__getitem__)
         self._num_taken_in = sum(row in self._places for row in text)
-        places = tuple(self._places[row] for row in cached)
-        self._stage.keep(Keep(places, self._num_taken_in))
-        if hit and text[-1] in self._places:
+        if len(keep.rows) > keep.num_committed and text[-1] in self._places:
             self._root_hidden = self._hidden[text[-1]]
-        renumbered = {row: index for index, row in enumerate(keep.rows[keep.num_committed :])}
-        left = [renumbered[row] for row in cached[self._num_taken_in :]]
-        hidden = [self._hidden[row] for row in cached[self._num_taken_in :]]
-        self._places = {row: place for place, row in enumerate(left)}
-        self._hidden = dict(zip(left, hidden, strict=True))
+        # Parents precede their children in a Keep, so those that become text come first.
+        first = keep.num_committed
+        places = {row: place - first for place, row in enumerate(keep.rows) if place}
+        self._rename_rows(places, self._num_taken_in)

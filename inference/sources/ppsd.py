@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources import DraftSource, Growth, Sampling, add_layer, deepest_rows
-from pipedraft.inference.sources.row_cache import RowCache
+from pipedraft.inference.sources.row_cache import TEXT, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.key_values import KeyValues
 from pipedraft.models.target import Keep
@@ -33,7 +33,6 @@ class PPSDSource(DraftSource):
 
     def _reset(self) -> None:
         num_layers = self.draft.config.num_layers
-        self._committed = [KeyValues() for _ in range(num_layers)]
         self._rows = RowCache(num_layers)
         self._num_moved = 0
 
@@ -47,20 +46,14 @@ class PPSDSource(DraftSource):
         self._num_moved = 0
         if not len(stream_PH):
             return
-        first, num_rows = self._committed[0].num_rows, len(stream_PH)
-        visible = torch.ones(num_rows, first + num_rows, dtype=torch.bool).tril(first)
-        positions = list(range(first, first + num_rows))
-        self._forward(stream_PH, positions, self._committed, visible)
+        first, num_rows = self._rows.num_text, len(stream_PH)
+        self._forward(TokenTree(0, 0), [], stream_PH, list(range(first, first + num_rows)))
 
     def keep(self, keep: Keep) -> None:
         path, retained = keep.rows[: keep.num_committed], keep.rows[keep.num_committed :]
-        moved = [row for row in path if row in self._rows.outputs]
-        self._num_moved = len(moved)
-        self._committed = [
-            layer.followed_by(rows)
-            for layer, rows in zip(self._committed, self._rows.select(moved), strict=True)
-        ]
-        self._rows.renumber({row: place for place, row in enumerate(retained)})
+        self._num_moved = sum(row in self._rows.outputs for row in path)
+        names = {row: place for place, row in enumerate(retained)}
+        self._rows.rename(names | dict.fromkeys(path, TEXT))
 
     def grow_layer(
         self,
@@ -79,27 +72,22 @@ class PPSDSource(DraftSource):
         new = [row for row in needed if row not in self._rows.outputs]
         if new:
             self.num_forwards += 1
-            stream_RH, positions = stream_H[new], [tree.position(row) for row in new]
-            self._rows.compute(
-                tree,
-                new,
-                self._committed,
-                lambda caches, visible: self._forward(stream_RH, positions, caches, visible),
-            )
+            self._forward(tree, new, stream_H[new], [tree.position(row) for row in new])
         logits_QU = self.draft.logits(torch.stack([self._rows.outputs[row] for row in leaves]))
         return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
 
     def _forward(
-        self,
-        stream_RH: Tensor,
-        positions: list[int],
-        caches: list[KeyValues],
-        visible_RC: Tensor,
-    ) -> Tensor:
+        self, tree: TokenTree, rows: list[int], stream_RH: Tensor, positions: list[int]
+    ) -> None:
+        """Rows of the tree, or without any the next rows of the text."""
         device = stream_RH.device
-        return self.draft.rows(
-            stream_RH,
-            positions_R=torch.tensor(positions, device=device),
-            caches=caches,
-            visible_RC=visible_RC.to(device),
-        )
+
+        def forward(caches: list[KeyValues], visible_RC: Tensor) -> Tensor:
+            return self.draft.rows(
+                stream_RH,
+                positions_R=torch.tensor(positions, device=device),
+                caches=caches,
+                visible_RC=visible_RC.to(device),
+            )
+
+        self._rows.compute(tree, rows, forward, num_text=len(positions) - len(rows))

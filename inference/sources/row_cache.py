@@ -1,8 +1,9 @@
-"""What a draft has computed for rows of the token tree."""
+"""What a draft has computed for the committed text and for rows of the token tree."""
 
-# R new rows, C committed rows, cached rows of the tree and the new ones, H hidden
+# R new rows of the tree after A of the text, C cached rows with them, H hidden
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,55 +11,64 @@ from torch import Tensor
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.key_values import KeyValues
 
+TEXT = sys.maxsize
+"""Name of every row of the committed text; no tree has as many rows."""
+
 
 class RowCache:
-    """Keys and values of every draft layer, and the output, of rows of the tree.
+    """Keys and values of every draft layer, and the output, of rows.
 
-    A row is computed once and stays until it leaves the tree. It sees the committed rows, which
-    are kept elsewhere, and its ancestors-or-self among the cached ones.
+    A row is computed once. One of the tree has the name of its row there, and stays until it leaves
+    the tree or becomes text. It sees the text, and its ancestors-or-self among the cached rows.
     """
 
     def __init__(self, num_layers: int) -> None:
-        self.rows: list[int] = []
-        """Row of the tree of each cached row, in the order of the keys and values."""
+        self.names: list[int] = []
+        """Of each cached row, in the order of the keys and values."""
         self.layers = [KeyValues() for _ in range(num_layers)]
         self.outputs: dict[int, Tensor] = {}
-        """Row of the tree -> output [H]."""
+        """Name -> output [H], of the rows of the tree."""
+
+    @property
+    def num_text(self) -> int:
+        return self.names.count(TEXT)
 
     def compute(
         self,
         tree: TokenTree,
         rows: list[int],
-        committed: Sequence[KeyValues],
         forward: Callable[[list[KeyValues], Tensor], Tensor],
-    ) -> None:
-        """Add rows of the tree.
+        *,
+        num_text: int = 0,
+        name: Callable[[int], int] = int,
+    ) -> Tensor:
+        """Add rows of the tree, and before them the next rows of the text.
 
         Args:
-            rows: not cached yet; the ancestors of each are cached or committed, or precede it.
-            committed: of every layer.
-            forward: appends R rows to the caches of all layers, each seeing what the bool [R, C]
-                says, and returns their outputs [R, H].
+            rows: not cached yet; the ancestors of each are text, or cached, or precede it.
+            forward: appends A + R rows to the caches of all layers, each seeing what the bool
+                [A + R, C] says, and returns their outputs [A + R, H].
+            num_text: A.
+            name: of a row of this tree, and the other way round; it keeps rows of two trees apart.
+
+        Returns:
+            Outputs [A, H] of the rows of the text.
         """
-        num_committed = committed[0].num_rows
-        self.rows += rows
-        ancestors_RR = tree.ancestors(rows, self.rows)
-        committed_RC = torch.ones(len(rows), num_committed, dtype=torch.bool)
-        joined = [
-            before.followed_by(layer) for before, layer in zip(committed, self.layers, strict=True)
-        ]
-        outputs_RH = forward(joined, torch.cat([committed_RC, ancestors_RR], 1))
-        self.layers = [layer.after(num_committed) for layer in joined]
-        self.outputs.update(zip(rows, outputs_RH, strict=True))
+        first, new = len(self.names), [name(row) for row in rows]
+        self.names += [TEXT] * num_text + new
+        text_C = torch.tensor([cached == TEXT for cached in self.names])
+        earlier_AC = text_C.expand(num_text, -1).tril(first)
+        ancestors_RC = tree.ancestors(rows, [name(cached) for cached in self.names])
+        outputs_RH = forward(self.layers, torch.cat([earlier_AC, text_C | ancestors_RC]))
+        self.outputs.update(zip(new, outputs_RH[num_text:], strict=True))
+        return outputs_RH[:num_text]
 
-    def select(self, rows: Sequence[int]) -> list[KeyValues]:
-        """Keys and values of some rows of the tree, of every layer."""
-        places = [self.rows.index(row) for row in rows]
-        return [layer.select(places) for layer in self.layers]
-
-    def renumber(self, places: Mapping[int, int]) -> None:
-        """Rows of the tree have moved; those without a new place are forgotten."""
-        rows = [row for row in self.rows if row in places]
-        self.layers = self.select(rows)
-        self.rows = [places[row] for row in rows]
-        self.outputs = {places[row]: self.outputs[row] for row in rows}
+    def rename(self, names: Mapping[int, int]) -> None:
+        """Rows of the tree have moved or became ``TEXT``; those without a new name are dropped."""
+        names = {**names, TEXT: TEXT}
+        places = [place for place, name in enumerate(self.names) if name in names]
+        self.layers = [layer.select(places) for layer in self.layers]
+        self.names = [names[self.names[place]] for place in places]
+        outputs = {names.get(name, TEXT): output for name, output in self.outputs.items()}
+        outputs.pop(TEXT, None)
+        self.outputs = outputs

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources import DraftSource, Growth, Sampling, add_layer, deepest_rows
+from pipedraft.inference.sources import (
+    DraftSource,
+    Growth,
+    Sampling,
+    add_layer,
+    add_most_likely,
+    deepest_rows,
+)
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import Keep
 
@@ -47,8 +54,8 @@ class TreeSource(DraftSource):
     """A draft that makes of a row of a tree, and of what precedes it, an output [H].
 
     ``leaf_logits`` continues rows of the session's tree from what was computed for them earlier;
-    layers and micro-batches rest on it. ``grow_tree`` drafts below the root from the committed
-    text alone. Rows of one tree at a time are remembered.
+    layers and micro-batches rest on it. ``grow_tree`` drafts a fresh tree below the root from the
+    committed text alone. What was computed for its guesses stays with those that were merged.
     """
 
     grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
@@ -56,25 +63,31 @@ class TreeSource(DraftSource):
     def __init__(self, draft: Any) -> None:
         self.draft = draft
         self.num_forwards = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        """A new text."""
         self._fresh: _FreshTree | None = None
+        self._root_waits = True
+        """``expand_tree`` has not continued this root yet."""
 
     # -- what a subclass adds ---------------------------------------------------------------
 
     @property
     def _outputs(self) -> Mapping[int, Tensor]:
-        """Row of the tree -> output [H], for the rows below the root that were computed."""
+        """Name of a row -> output [H], for the rows below the root that were computed."""
         raise NotImplementedError
 
-    def _root_output(self) -> Tensor:
+    def _root_output(self, tree: TokenTree) -> Tensor:
         """Output [H] after the root; takes in committed text that was not seen yet."""
         raise NotImplementedError
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
-        """Add the outputs of some rows; those of their parents, or the root's, are there."""
+        """Add the outputs of some rows; those of their parents are there."""
         raise NotImplementedError
 
-    def _forget_rows(self) -> None:
-        """Drop what is remembered of rows below the root."""
+    def _rename_rows(self, names: Mapping[int, int]) -> None:
+        """Rows have another name; what is remembered of those without one is dropped."""
         raise NotImplementedError
 
     def _keep_rows(self, keep: Keep) -> None:
@@ -88,30 +101,42 @@ class TreeSource(DraftSource):
         return self.draft.draft_ids
 
     def keep(self, keep: Keep) -> None:
-        if self._fresh is not None:
-            self._start_over()
-        else:
-            self._keep_rows(keep)
+        self._adopt_fresh()
+        self._keep_rows(keep)
+        self._root_waits = True
 
-    def _start_over(self) -> None:
-        self._fresh = None
-        self._forget_rows()
+    def _name(self, tree: TokenTree, row: int) -> int:
+        """Of a row in what is remembered: itself, or ~row in the fresh tree; its own inverse."""
+        is_fresh = self._fresh is not None and tree is self._fresh.tree
+        return ~row if is_fresh else row
+
+    def _adopt_fresh(self) -> None:
+        """End the fresh tree: its computed rows become those of the session's tree they are in.
+
+        They replace what was computed for these from an older context.
+        """
+        if self._fresh is None:
+            return
+        merged, self._fresh = self._fresh.merged, None
+        adopted = {~row: mine for row, mine in merged.items() if ~row in self._outputs}
+        replaced = set(adopted.values())
+        own = {row: row for row in self._outputs if row >= 0 and row not in replaced}
+        self._rename_rows(own | adopted)
 
     def leaf_logits(
         self, tree: TokenTree, rows: list[int], features: Mapping[int, Tensor]
     ) -> Tensor:
-        if self._fresh is not None:
-            self._start_over()
+        self._adopt_fresh()
         return self._logits(tree, rows)
 
     def _logits(self, tree: TokenTree, rows: list[int]) -> Tensor:
-        root_H = self._root_output()
         # A leaf that got no child the last time it was asked for has its output already.
-        missing = [row for row in rows if row and row not in self._outputs]
+        names = {row: self._name(tree, row) for row in rows}
+        missing = [row for row in rows if row and names[row] not in self._outputs]
         if missing:
             self._compute(tree, missing)
-        outputs_QH = torch.stack([self._outputs[row] if row else root_H for row in rows])
-        return self.draft.logits(outputs_QH)
+        outputs = [self._outputs[names[row]] if row else self._root_output(tree) for row in rows]
+        return self.draft.logits(torch.stack(outputs))
 
     def grow_layer(
         self,
@@ -124,6 +149,35 @@ class TreeSource(DraftSource):
         logits_QU = self.leaf_logits(tree, deepest_rows(tree), features)
         return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
 
+    def expand_tree(self, tree: TokenTree, num_forwards: int, width: int, *, by_score: bool) -> int:
+        before, limit = len(tree), self.num_forwards + num_forwards
+        while self.num_forwards < limit:
+            rows = self._rows_to_continue(tree, width, by_score)
+            if not rows:
+                break
+            logits_QU = self.leaf_logits(tree, rows, {})
+            self._root_waits = False
+            if by_score:
+                add_most_likely(tree, rows, logits_QU, self.draft_ids, width)
+                continue
+            for row, logits_U in zip(rows, logits_QU, strict=True):
+                share = max(1, width // len(rows))
+                add_most_likely(tree, [row], logits_U[None], self.draft_ids, share)
+        return len(tree) - before
+
+    def _rows_to_continue(self, tree: TokenTree, width: int, by_score: bool) -> list[int]:
+        """The root once per context, and the best rows that were not continued yet.
+
+        A child of a root that waits is left to the next forward pass, which needs this one's state.
+        """
+        self._adopt_fresh()
+        waiting = [row for row in range(1, len(tree)) if row not in self._outputs]
+        if self._root_waits:
+            waiting = [row for row in waiting if tree.parents[row]]
+        if by_score:
+            waiting.sort(key=lambda row: -tree.scores[row])
+        return [0] * self._root_waits + sorted(waiting[:width])
+
     # -- fresh trees ------------------------------------------------------------------------
 
     def grow_tree(
@@ -132,7 +186,7 @@ class TreeSource(DraftSource):
         if shape.is_chain and sampling.samples_chain:
             levels = range(shape.depth)
             return sum(self.grow_layer(tree, {}, width=1, sampling=sampling) for _ in levels)
-        self._start_over()
+        self._adopt_fresh()
         self._fresh = fresh = _FreshTree(TokenTree(tree.tokens[0], tree.root_position))
         if shape.kind == "static":
             self._draft_static(fresh.tree, shape.paths)
