@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,9 +35,10 @@ PROMPT = list(range(5, 37))
 TIMEOUT_S = 900
 
 
-def parse_arguments() -> argparse.Namespace:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of the target and of how it is cut."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--stages", type=int, default=2)
@@ -44,13 +46,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--hidden", type=int, default=768)
     add("--vocab", type=int, default=4096)
     add("--first", type=int, help="layers of the first stage (default: two fewer than the others)")
-    add("--acceptance", type=float, default=0.85)
     add("--tokens", type=int, default=128, help="of each text")
     add("--texts", type=int, default=3)
     add("--apart", action="store_true", help="the draft on a rank of its own")
     add("--json", action="store_true", help="nothing but a line of JSON")
     add("--folder", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser
 
 
 def save_target(args: argparse.Namespace, folder: Path) -> None:
@@ -116,12 +117,15 @@ def work_of(reports: list[dict[str, Any]]) -> list[float]:
     return [sum(report["seconds"].get(kind, 0.0) for kind in kinds) for report in reports]
 
 
+class Tokenizer:
+    """Of a target with random weights: token ids are its text."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, ids))
+
+
 def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     from pipedraft.inference.engine import Engine, EngineConfig
-
-    class Tokenizer:
-        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-            return " ".join(map(str, ids))
 
     cut = boundaries(args)
     name = str(args.folder)
@@ -185,7 +189,15 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = parse_arguments()
+    parser = make_parser(__doc__)
+    parser.add_argument("--acceptance", type=float, default=0.85)
+    run_ranks(parser.parse_args(), controller)
+
+
+def run_ranks(
+    args: argparse.Namespace, controller: Callable[[argparse.Namespace, Any], dict[str, Any]]
+) -> None:
+    """Start this script again on every rank; the controller's outcome is printed as JSON."""
     if args.folder is not None:  # one of the ranks
         from pipedraft.inference.process.cluster import Cluster
         from pipedraft.inference.process.watch import Limits

@@ -87,6 +87,12 @@ def _add_micro_batch_arguments(parser: argparse.ArgumentParser) -> None:
         help="lowers both with each of them that came out empty (default 0)",
     )
     add(
+        "--give-up",
+        type=float,
+        metavar="P",
+        help="draft rarely while a smaller part of the latest guesses was right (default 0.1)",
+    )
+    add(
         "--restart",
         action="store_true",
         help="as published: draft from the root again after every verdict",
@@ -121,6 +127,7 @@ def drafting_settings(options: argparse.Namespace) -> dict[str, Any]:
             split=options.split,
             recovery=options.recovery,
             decay=options.decay,
+            give_up=options.give_up,
             max_in_flight=options.max_in_flight,
         ),
     )

@@ -138,6 +138,9 @@ class MicroBatch:
     """Added to both thresholds for each micro-batch since the last verdict."""
     decay: float = 0.0
     """Taken off both for each micro-batch since the last verdict that came out empty."""
+    give_up: float = 0.1
+    """While a smaller part of the latest guesses was right, only one verdict in ``PROBE_EVERY`` is
+    followed by drafting: a draft that is of no use then costs the stages little. 0: never."""
     restart: bool = False
     """As published: draft from the root again after every verdict, and verify it on its own."""
     max_in_flight: int | None = None
@@ -149,7 +152,7 @@ class MicroBatch:
                 raise ValueError(
                     f"micro_batch.{name}: {getattr(self, name)} is below 1; give at least 1"
                 )
-        for name in ("accept", "split"):
+        for name in ("accept", "split", "give_up"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(
                     f"micro_batch.{name}: {getattr(self, name)} is no probability; give 0 to 1"

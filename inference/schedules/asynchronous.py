@@ -2,6 +2,11 @@
 
 from typing import Any
 
+PROBE_EVERY = 8
+"""Verdicts between two attempts of a draft that was hardly ever right."""
+USEFULNESS_STEP = 0.1
+"""Weight of the latest verdict in the mean share of right guesses."""
+
 
 def pipeinfer(session: Any) -> None:
     """The draft continues the deepest guess that may still be right, whatever was verified since.
@@ -15,17 +20,20 @@ def pipeinfer(session: Any) -> None:
     tree merges their copies, so a copy costs its entry, or the place of another guess in its
     micro-batch, but no row. What differs from the publication: the stages keep step, with one
     entry per step; no verdict is drawn a second time for a position; a copy costs the stages and
-    the links nothing else.
+    the links nothing else. Beyond the publication: a draft whose guesses are hardly ever right is
+    asked rarely (``give_up``), whatever it believes of them.
     """
     batch = session.config.micro_batch
-    leaf = successive = empty = 0
+    leaf = successive = empty = num_verdicts = 0
+    usefulness = 1.0
     is_entry_taken = False
     while not session.done:
         if not is_entry_taken:
             session.inject()
         tree = session.tree
         is_idle = tree.num_injected == len(tree)
-        if is_idle and len(tree) < (batch.max_in_flight or float("inf")):
+        is_useful = usefulness >= batch.give_up or num_verdicts % PROBE_EVERY == 0
+        if is_useful and is_idle and len(tree) < (batch.max_in_flight or float("inf")):
             if not batch.restart:
                 leaf = _deepest(tree, range(len(tree)))
             shift = successive * batch.recovery - empty * batch.decay
@@ -36,7 +44,13 @@ def pipeinfer(session: Any) -> None:
         returned = session.step(overlap=True)
         is_entry_taken = False
         if returned is not None:
+            before = session.result.num_tested, session.result.num_accepted
             session.resolve(returned)
+            tested = session.result.num_tested - before[0]
+            if tested:
+                share = (session.result.num_accepted - before[1]) / tested
+                usefulness += USEFULNESS_STEP * (share - usefulness)
+            num_verdicts += 1
             leaf = successive = empty = 0
             is_entry_taken = batch.restart and session.tree.num_injected > 0
 

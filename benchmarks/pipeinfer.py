@@ -1,0 +1,143 @@
+"""Wall clock of PipeInfer on processes: its parts, a draft that is never right, first tokens.
+
+    python benchmarks/pipeinfer.py --json
+
+The target and its processes are those of pipeline_step.py. The draft is a language model with
+random weights (a layer of the target's width) that runs in full for every guess; its token is then
+put right with probability --acceptance, with a probability of 0.9 either way: a wrong draft is as
+sure as a right one, so a cutoff cannot save it. "unsure" leaves the random draft's own, flat
+distribution, which a cutoff of 0.3 stops. Each case decodes the same texts, in turn with plain
+decoding on the same processes; reported are tokens per second over plain decoding's (median and
+range over texts), the virtual clock's L', and the time to the first and to the second token over
+plain decoding's.
+"""
+
+import argparse
+import math
+import statistics
+from contextlib import ExitStack
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from pipeline_step import PROMPT, Tokenizer, boundaries, make_parser, run_ranks
+
+SURE = 0.9
+
+
+def make_draft(args: argparse.Namespace) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 2,
+        num_hidden_layers=1,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=max(1, args.hidden // 256),
+        vocab_size=args.vocab,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def make_source(args: argparse.Namespace, draft: Any, text: list[int], acceptance: float) -> Any:
+    """Guesses at the full cost of the draft, right as often as asked."""
+    from pipedraft.inference.sources.language_model import LanguageModelSource
+
+    others = math.log((1 - SURE) / (args.vocab - 1))
+
+    class Corrected(LanguageModelSource):
+        def leaf_logits(self, tree: Any, rows: list[int], features: Any) -> torch.Tensor:
+            own_QU = super().leaf_logits(tree, rows, features)
+            if acceptance < 0:
+                return own_QU
+            logits_QU = torch.full_like(own_QU, others)
+            for logits_U, row in zip(logits_QU, rows, strict=True):
+                position = tree.position(row) + 1
+                right = text[position] if position < len(text) else 0
+                is_right = Random(f"{len(text)}:{position}").random() < acceptance
+                logits_U[right if is_right else (right + 1) % args.vocab] = math.log(SURE)
+            return logits_QU
+
+    return Corrected(draft)
+
+
+def cases(args: argparse.Namespace) -> dict[str, tuple[float, dict[str, Any], bool]]:
+    """Name -> acceptance (below 0: the draft's own logits), micro-batch options, cancellation."""
+    found: dict[str, tuple[float, dict[str, Any], bool]] = {}
+    for acceptance in args.acceptance:
+        found[f"full, {acceptance:g}"] = acceptance, {}, True
+        found[f"no early cancellation, {acceptance:g}"] = acceptance, {}, False
+        found[f"no continuous speculation, {acceptance:g}"] = acceptance, {"max_in_flight": 2}, True
+        found[f"restart as published, {acceptance:g}"] = acceptance, {"restart": True}, True
+    found["random, unsure, no cutoff"] = -1.0, {}, True
+    found["random, unsure, cutoff 0.3"] = -1.0, {"accept": 0.3}, True
+    return found
+
+
+def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
+    from pipedraft.inference.engine import Engine, EngineConfig
+    from pipedraft.inference.process.pipeline import ProcessPipeline
+    from pipedraft.inference.shapes import MicroBatch
+    from pipedraft.models.language_model import LanguageModelDraft
+
+    cut, name = boundaries(args), str(args.folder)
+    target = cluster.load_target(name, revision=None, num_stages=args.stages, boundaries=cut)
+    common = {"num_stages": args.stages, "boundaries": cut, "max_new_tokens": args.tokens}
+    plain_config = EngineConfig(schedule="autoregressive", **common)
+    plain = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)
+    plain.decode(PROMPT)  # warm up
+    draft = LanguageModelDraft(make_draft(args), target)
+    prompts = [[token + index for token in PROMPT] for index in range(args.texts)]
+    rows: dict[str, dict[str, Any]] = {}
+    for label, (acceptance, options, cancels) in cases(args).items():
+        pairs, counts = [], [0, 0]
+        for prompt in prompts:
+            before = plain.decode(prompt)
+            text = [*prompt, *before.token_ids]
+            source = make_source(args, draft, text, acceptance)
+            config = EngineConfig(schedule="pipeinfer", micro_batch=MicroBatch(**options), **common)
+            with ExitStack() as stack:
+                if not cancels:
+                    stack.enter_context(patch.object(ProcessPipeline, "_cancel", lambda *_: None))
+                engine = Engine(target, Tokenizer(), config, source=source, connect=cluster.connect)
+                after = engine.decode(prompt)
+            assert after.token_ids == before.token_ids, "the text changed"
+            pairs.append((before, after))
+            counts[0] += after.num_tokens
+            counts[1] += after.num_steps
+        speedups = [span(before) / span(after) for before, after in pairs]
+        rows[label] = {
+            "speedup": statistics.median(speedups),
+            "speedup_range": [min(speedups), max(speedups)],
+            "equivalent_acceptance_length": args.stages * counts[0] / counts[1],
+            "first_token": statistics.median(
+                a.token_times_s[0] / b.token_times_s[0] for b, a in pairs
+            ),
+            "second_token": statistics.median(
+                a.token_times_s[1] / b.token_times_s[1] for b, a in pairs
+            ),
+        }
+    return {"cases": rows, "processes": cluster.world_size, "boundaries": list(cut)}
+
+
+def span(result: Any) -> float:
+    """Seconds from the first token to the last."""
+    return result.token_times_s[-1] - result.token_times_s[0]
+
+
+def time_over_plain(pairs: list[tuple[Any, Any]], token: int) -> float:
+    return statistics.median(b.token_times_s[token] / a.token_times_s[token] for a, b in pairs)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.5, 0.85])
+    run_ranks(parser.parse_args(), controller)
+
+
+if __name__ == "__main__":
+    main()
