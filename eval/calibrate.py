@@ -15,7 +15,8 @@ def fit_cost(runs: Sequence[Run]) -> CostModel:
     """Fit the cost model to what a comparison measured.
 
     - A target pass is the stages' mean time for one row, added up, in plain decoding.
-    - ``row``: least squares of the stages' times over calls and further rows, of all methods.
+    - ``row``, ``sharing``: least squares of the stages' times over calls, further rows, and calls
+      times the processes that computed beside them on average, of all methods.
     - ``verify``: a mean verification of one row.
     - ``link``: what plain decoding takes beyond stages and verification, over its n + 1 hops.
       In one process: nothing.
@@ -43,8 +44,10 @@ def fit_cost(runs: Sequence[Run]) -> CostModel:
         waits = max(per_token - one_row - verify, 0.0) / (num_stages + 1)
     forwards = sum(run["draft_forwards"] for run in runs)
     drafting = sum(_total(run, "seconds", "draft") for run in runs if run["draft_forwards"])
+    row, sharing = _row_and_sharing(runs)
     return CostModel(
-        row=_row_slope(runs),
+        row=row,
+        sharing=sharing,
         link=waits / one_row,
         verify=verify / one_row,
         draft_forward=drafting / forwards / one_row if forwards else None,
@@ -57,13 +60,32 @@ def _total(run: Run, quantity: str, kind: str) -> float:
     return sum(process[quantity].get(kind, 0.0) for process in run["processes"])
 
 
-def _row_slope(runs: Sequence[Run]) -> float:
-    """Extra time of a row over the time of the first."""
+def _row_and_sharing(runs: Sequence[Run]) -> tuple[float, float]:
+    """Extra time of a further row, and beside a further busy process, over the time of the first.
+
+    Non-negative least squares; a column that does not vary is left out.
+    """
     calls = np.array([_total(run, "counts", "stage") for run in runs])
     rows = np.array([_total(run, "rows", "stage") for run in runs])
     seconds = np.array([_total(run, "seconds", "stage") for run in runs])
-    further = rows - calls
-    if not further.any():
+    columns = [calls, rows - calls, calls * np.array([_others_busy(run) for run in runs])]
+    used = [index for index, column in enumerate(columns) if column.any()]
+    while True:
+        fitted, *_ = np.linalg.lstsq(
+            np.stack([columns[index] for index in used], 1), seconds, rcond=None
+        )
+        if (fitted >= 0).all() or len(used) == 1:
+            break
+        used.pop(int(fitted[1:].argmin()) + 1)
+    times = dict(zip(used, fitted.tolist(), strict=True))
+    first = times[0]
+    return (times.get(1, 0.0) / first, times.get(2, 0.0) / first) if first > 0 else (0.0, 0.0)
+
+
+def _others_busy(run: Run) -> float:
+    """Processes that computed beside a busy one on average, while the run lasted."""
+    if not run["wallclock"] or len(run["processes"]) == 1:
         return 0.0
-    (first, more), *_ = np.linalg.lstsq(np.stack([calls, further], 1), seconds, rcond=None)
-    return max(float(more / first), 0.0) if first > 0 else 0.0
+    kinds = ("stage", "verify", "draft")
+    busy = sum(_total(run, "seconds", kind) for kind in kinds)
+    return max(busy * run["wallclock"]["tokens_per_s"] / run["tokens"] - 1.0, 0.0)

@@ -22,9 +22,12 @@ class CostModel:
     Otherwise all stages step together and pay one hop and one verification at every step."""
     draft_on_first_stage: bool = False
     """The draft shares the first stage's processor instead of having its own."""
+    sharing: float = 0.0
+    """What each further process that computes at the same time adds to the time of all of them, as
+    part of it: processes that share cores, caches or memory. 0: each has its own."""
 
     def __post_init__(self) -> None:
-        for name in ("row", "link", "verify", "draft_forward"):
+        for name in ("row", "link", "verify", "draft_forward", "sharing"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"cost.{name}: {value} is not a duration; give 0 or more")
@@ -67,12 +70,16 @@ class VirtualClock:
         self.num_steps += 1
         stages = [s * self._growth(r) for s, r in zip(self.shares, rows, strict=True)]
         draft = draft_forwards * self.draft_forward
+        shared = 1.0 + self.cost.sharing * max(sum(map(bool, rows)) - 1, 0)
         if not overlap:
-            self.time += max(stages) + draft
+            self.time += max(stages) * shared + draft
         elif self.cost.draft_on_first_stage:
-            self.time += max(stages[0] + draft, *stages)
+            is_further = bool(draft) and not rows[0] and any(rows)
+            shared += self.cost.sharing * is_further
+            self.time += max(stages[0] + draft, *stages) * shared
         else:
-            self.time += max(draft, *stages)
+            shared += self.cost.sharing * (bool(draft) and any(rows))
+            self.time += max(draft, *stages) * shared
         self.time += self._fixed
 
     def hidden_forwards(self, num_rows: int) -> int:

@@ -77,6 +77,36 @@ def test_a_known_cost_model_is_recovered():
     assert cost.is_asynchronous and cost.draft_on_first_stage
 
 
+@pytest.mark.parametrize(
+    ("rows", "forwards", "expected"),
+    [([1, 1], 0, 2), ([1, 1], 1, 2), ([1, 0], 1, 1), ([0, 1], 1, 2)],
+)
+def test_processes_that_share_cores_slow_each_other(rows, forwards, expected):
+    clock = VirtualClock(CostModel(sharing=0.5, draft_on_first_stage=True), (0, 4, 8), 0.1)
+    clock.step(rows, draft_forwards=forwards, overlap=True)
+    busiest = max(0.5 * rows[0] + 0.1 * forwards, 0.5 * rows[1])
+    assert clock.time == pytest.approx(busiest * (1 + 0.5 * (expected - 1)))
+
+
+def test_the_slowness_of_shared_cores_is_recovered():
+    """Two methods keep both processes busy for another part of their time."""
+    methods = []
+    for schedule, rows, others in (
+        ("autoregressive", 100, 0.0),
+        ("naive_pp", 300, 0.6),
+        ("flowspec", 800, 0.9),
+    ):
+        slower = 1 + 0.4 * others
+        parts = [
+            process(name, calls=100, rows=rows, first=0.01 * slower, more=0.002)
+            for name in ("rank 0", "rank 1")
+        ]
+        busy = sum(part["seconds"]["stage"] for part in parts)
+        methods.append(run(schedule, parts, seconds_per_token=busy / (1 + others) / 100))
+    cost = fit_cost(methods)
+    assert (cost.row, cost.sharing) == (pytest.approx(0.2), pytest.approx(0.4))
+
+
 def test_one_process_has_no_links():
     alone = [process("one process", calls=200, rows=200, first=0.01, more=0.001)]
     cost = fit_cost([run("autoregressive", alone, seconds_per_token=0.5)])
