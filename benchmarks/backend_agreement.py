@@ -28,6 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--checkpoint", nargs="+", required=True, help="drafts for as many stages as processes")
     add("--target", default="assets/target")
     add("--data-dir", help="official files (default: the prompts of assets/eval)")
+    add("--schedules", nargs="+", help="only these")
     add("--prompts", type=int, default=200)
     add("--prompt-tokens", type=int, default=128, help="the last ones of each prompt")
     add("--max-new-tokens", type=int, default=16)
@@ -52,6 +53,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
 def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     from pipedraft.inference.engine import Engine, EngineConfig
     from pipedraft.inference.schedules import SCHEDULES
+    from pipedraft.inference.shapes import Expansion
     from pipedraft.inference.sources import default_schedule, make_source
     from pipedraft.models import load_draft
     from pipedraft.models.target import load_target, load_tokenizer
@@ -65,7 +67,8 @@ def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     counts: dict[str, int] = {}
     texts: list[list[Any]] = []
     steps: list[list[Any]] = []
-    for name, schedule in SCHEDULES.items():
+    for name in args.schedules or SCHEDULES:
+        schedule = SCHEDULES[name]
         able = [d for d in drafts if schedule.grows in make_source(d).grows]
         if schedule.grows is not None and not able:
             continue
@@ -78,6 +81,7 @@ def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
                 temperature=temperature,
                 max_new_tokens=args.max_new_tokens,
                 boundaries=cut,
+                expansion=Expansion(step_tokens=4),
             )
             engines = [
                 Engine(whole, tokenizer, config, draft),

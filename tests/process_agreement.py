@@ -1,10 +1,9 @@
 """What every rank of tests/test_process.py runs: all schedules on processes and in one process.
 
-torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER [--endless]
+torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -21,26 +20,15 @@ NEW_TOKENS = 16
 
 
 def main() -> None:
-    folder, endless = Path(sys.argv[1]), "--endless" in sys.argv
+    folder = Path(sys.argv[1])
     with Cluster(Limits()) as cluster:
         if not cluster.is_controller:
-            write_id(folder, cluster.rank)
             cluster.serve()
             return
-        if not endless:
-            tiny_llama(layers=4, vocab=16).save_pretrained(folder / "t")
-        write_id(folder, 0)
         name = str(folder / "t")
+        tiny_llama(layers=4, vocab=16).save_pretrained(name)
         part = cluster.load_target(name, revision=None, num_stages=2)
-        if endless:
-            config = EngineConfig(schedule="autoregressive", num_stages=2, max_new_tokens=90_000)
-            Engine(part, PlainTokenizer(), config, connect=cluster.connect).decode([1, 2])
-            return
         print(json.dumps(compare(cluster, part, name)))
-
-
-def write_id(folder: Path, rank: int) -> None:
-    (folder / f"rank{rank}.pid").write_text(str(os.getpid()))
 
 
 def compare(cluster, part, name):

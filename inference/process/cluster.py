@@ -100,7 +100,7 @@ class Cluster:
         if error is not None and not isinstance(error, ValueError | FileNotFoundError):
             if os.environ.get("PIPEDRAFT_TRACEBACK"):
                 raise error
-            self.watch.fail(self._reason(error))
+            self.watch.fail_with(error)
         if error is not None:  # bad input: the caller prints its line; the others leave quietly
             self.watch.announce(f"{self.watch.name}: bad input")
             return
@@ -227,8 +227,8 @@ class Cluster:
         try:
             while isinstance(message := cancels.receive(), Cancel):
                 worker.first_live = max(worker.first_live, message.sequence + 1)
-        except LostLink as error:
-            self.watch.fail(self._reason(error))
+        except (LostLink, RuntimeError, MemoryError) as error:
+            self.watch.fail_with(error)
 
     # -- both ---------------------------------------------------------------------------------
 
@@ -265,12 +265,3 @@ class Cluster:
         self.watch.received.append(link)
         self._draining.append(link)
         return link
-
-    def _reason(self, error: BaseException) -> str:
-        """One line for a failure that is not the user's."""
-        text = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, LostLink):
-            return f"lost rank {error.peer} ({self.watch.names[error.peer]}): {text}"
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in text:
-            return f"out of memory ({text}); use more stages or a smaller dtype"
-        return f"{type(error).__name__}: {text}"

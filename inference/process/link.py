@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedraft.inference.process.memory import is_out_of_memory
 from pipedraft.inference.process.messages import Close, Message, decode, encode, frame_bytes
 from pipedraft.inference.timeline import Timeline
 
@@ -54,6 +55,8 @@ def _naming(peer: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ConnectionError) as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
         raise LostLink(peer, reason) from error
 
@@ -105,7 +108,10 @@ class Receiver:
 
     def has_arrived(self) -> bool:
         """The next message is here, or its first bytes are."""
-        return bool(self._posted[0][1][0])
+        try:
+            return bool(self._posted[0][1][0])
+        except IndexError:  # closed, perhaps by another thread in this moment
+            return False
 
     def receive(self) -> Message:
         """The next message; waits for it.
@@ -133,6 +139,7 @@ class Receiver:
             while self._posted:  # one Close for each posted receive
                 work, _ = self._posted.popleft()
                 work.wait(DAY)
+                self.num_received += 1
         else:
             self._post(buffer)
         return message

@@ -1,8 +1,10 @@
 """Ends this process, with one line, when it or another rank can no longer do its part.
 
-A thread of its own looks after signals, the other ranks' signs of life, this rank's own progress,
-and the launcher. A stage waits in C++ for messages that may never come, so nothing here needs the
-main thread: the process is left at once, with the line on stderr and status 1.
+One thread looks after signals, this rank's own progress and the launcher; another one exchanges
+signs of life with the other ranks, through the store of the launch. A stage waits in C++ for
+messages that may never come, and so does whoever asks a store that cannot be reached: nothing here
+needs the main thread, and the first thread nothing of the second. The process is left at once, with
+the line on stderr and status 1.
 """
 
 import json
@@ -11,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,11 +21,14 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from pipedraft.inference.process.link import Receiver, Sender
+from pipedraft.inference.process.link import LostLink, Receiver, Sender
+from pipedraft.inference.process.memory import is_out_of_memory
 from pipedraft.inference.timeline import Timeline
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 BEAT_S = 0.25
+TELL_S = 1.0
+"""For telling the other ranks why this one leaves."""
 FAILED_KEY = "pipedraft/failed"
 
 
@@ -31,7 +37,7 @@ class Limits:
     """Seconds until something counts as failed; all below the 10 s in which every rank ends."""
 
     silence_s: float = 5.0
-    """Without a sign of life of a rank."""
+    """Without a sign of life of a rank, or an answer of the launch's store."""
     undelivered_s: float = 5.0
     """After a rank says it sent a message that did not come."""
     step_s: float = 8.0
@@ -56,8 +62,15 @@ class Watch:
         self._beats = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._late: dict[Receiver, tuple[int, float]] = {}
+        self._failure = ""
+        """What the other ranks are to be told."""
+        self._wake, self._told = threading.Event(), threading.Event()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
+        self._failing = threading.Lock()
+        self._inward, self._outward = (
+            threading.Thread(target=self._see_through, args=(loop,), daemon=True)
+            for loop in (self._look_here, self._look_around)
+        )
 
     @property
     def name(self) -> str:
@@ -72,42 +85,86 @@ class Watch:
             wait_for_workers=False,
             timeout=timedelta(seconds=self.limits.silence_s),
         )
-        self._thread.start()
+        self._answered = time.monotonic()
+        self._inward.start()
+        self._outward.start()
 
     def stop(self) -> None:
         """The work is done: other ranks may leave in any order now."""
         self._stopping.set()
-        self._thread.join()
+        self._wake.set()
+        self._inward.join()
+        self._outward.join(TELL_S)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def fail(self, reason: str) -> NoReturn:
-        """Say why, tell the other ranks, and leave."""
+        """Say why, tell the other ranks, and leave; if another rank failed first, say that."""
+        self._failing.acquire()  # for good: what another thread of this rank finds comes later
         line = f"{self.name}: {reason}"
-        print(f"error: {line}", file=sys.stderr, flush=True)
         self.announce(line)
-        os._exit(1)
+        self._leave(line)
+
+    def fail_with(self, error: BaseException) -> NoReturn:
+        """``fail`` for an error that is not the user's."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, LostLink):
+            self.fail(f"lost rank {error.peer} ({self.names[error.peer]}): {text}")
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+            first = str(error).strip().splitlines()[0]
+            self.fail(f"lost the store of the launch ({first})")
+        if is_out_of_memory(error):
+            self.fail(
+                f"out of memory ({text}); put fewer stages on this machine, give this one fewer "
+                "layers (--boundaries), or lower --max-new-tokens"
+            )
+        self.fail(f"{type(error).__name__}: {text}")
 
     def announce(self, line: str) -> None:
         """Let every other rank end."""
-        with suppress(RuntimeError):  # the store may be what failed
-            self.store.set(FAILED_KEY, line)
+        self._failure = line
+        if threading.current_thread() is self._outward:
+            with suppress(RuntimeError, MemoryError):  # which may be why this rank leaves
+                self._exchange_causes()
+        else:
+            self._wake.set()
+            self._told.wait(TELL_S)
 
-    def _run(self) -> None:
+    def _leave(self, line: str) -> NoReturn:
+        try:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(1)
+
+    def _see_through(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except (RuntimeError, MemoryError) as error:
+            if not self._stopping.is_set():
+                self.fail_with(error)
+
+    def _look_here(self) -> None:
         while not self._stopping.is_set():
             received = signal.sigtimedwait(SIGNALS, BEAT_S)
             if received is not None:
+                # A launcher ends all ranks when one is gone; what this rank sees of that says more.
+                time.sleep(BEAT_S)
                 self.fail(f"ended by {signal.Signals(received.si_signo).name}")
             if self._stopping.is_set():
                 return
             if os.getppid() != self._parent:
                 self.fail("its launcher is gone")
             self._check_step()
-            try:
-                self._check_others()
-            except RuntimeError as error:
-                if not self._stopping.is_set():
-                    first = str(error).strip().splitlines()[0]
-                    self.fail(f"lost the store of the launch ({first})")
+            silence = time.monotonic() - self._answered
+            if silence > self.limits.silence_s:
+                self.fail(f"lost the store of the launch: no answer in {silence:.0f} s")
+
+    def _look_around(self) -> None:
+        while not self._stopping.is_set():
+            self._exchange_causes()
+            self._check_others()
+            self._answered = time.monotonic()
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
 
     def _check_step(self) -> None:
         since = self.timeline.working_since if self.timeline is not None else 0.0
@@ -118,16 +175,19 @@ class Watch:
                 "(--step-timeout)"
             )
 
+    def _exchange_causes(self) -> None:
+        """Tell this rank's failure, and leave if another one's came first."""
+        cause = self.store.compare_set(FAILED_KEY, "", self._failure).decode()
+        if cause and not cause.startswith(f"rank {self.rank} ("):
+            self._leave(f"{self.name}: stopped, because {cause}")
+        if cause:
+            self._told.set()
+
     def _check_others(self) -> None:
         self._beats += 1
         sent = {f"{link.peer}:{link.channel}": link.num_sent for link in self.sent}
         beat = {"beats": self._beats, "sent": sent}
         self.store.set(f"pipedraft/beat/{self.rank}", json.dumps(beat))
-        if self.store.check([FAILED_KEY]):
-            cause = self.store.get(FAILED_KEY).decode()
-            if not cause.startswith(self.name):
-                print(f"error: {self.name}: stopped, because {cause}", file=sys.stderr, flush=True)
-                os._exit(1)
         now = time.monotonic()
         for rank in range(self.world_size):
             key = f"pipedraft/beat/{rank}"

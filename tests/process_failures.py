@@ -1,0 +1,163 @@
+"""What every rank of tests/test_process_failures.py runs: a long text, and in one rank a failure.
+
+As a program, it kills rank 2: torchrun --nproc-per-node 3 tests/process_failures.py FOLDER
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.process.cluster import Cluster
+from pipedraft.inference.process.watch import Limits
+
+NUM_STAGES, NUM_RANKS = 2, 3
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # of Linux; Python's socket module does not name them
+
+PIECE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    folder: Path
+    """With the target in ``t``; every rank adds its files."""
+    num_prompt: int = 2
+    num_new: int = 90_000
+    """The default takes minutes."""
+    failing_rank: int = -1
+    failure: Callable[[Path], None] | None = None
+    """Called with ``folder`` in the failing rank soon after its first steps."""
+
+
+class PlainTokenizer:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, ids))
+
+
+def run_rank(plan: Plan) -> None:
+    with Cluster(Limits()) as cluster:
+        (plan.folder / f"rank{cluster.rank}.pid").write_text(str(os.getpid()))
+        if cluster.rank == plan.failing_rank:
+            threading.Thread(target=fail_soon, args=(plan, cluster), daemon=True).start()
+        if not cluster.is_controller:
+            cluster.serve()
+            return
+        part = cluster.load_target(str(plan.folder / "t"), revision=None, num_stages=NUM_STAGES)
+        config = EngineConfig(
+            schedule="autoregressive", num_stages=NUM_STAGES, max_new_tokens=plan.num_new
+        )
+        engine = Engine(part, PlainTokenizer(), config, connect=cluster.connect)
+        engine.decode([index % 16 for index in range(plan.num_prompt)])
+
+
+def run_forked_rank(rank: int, port: int, plan: Plan) -> None:
+    """``run_rank`` in the environment that torchrun would give it; what it says goes to a file."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    os.dup2(os.open(plan.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    run_rank(plan)
+
+
+def fail_soon(plan: Plan, cluster: Cluster) -> None:
+    while cluster.watch.timeline is None or cluster.watch.timeline.counts["wait"] < 10:
+        time.sleep(0.01)
+    (plan.folder / "failed_at").write_text(str(time.monotonic()))
+    assert plan.failure is not None
+    plan.failure(plan.folder)
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+def receive_signal(folder: Path, *, number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def exhaust_memory(folder: Path) -> None:
+    """The next allocation of ``PIECE_BYTES`` or more fails, whoever makes it."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = num_pages * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    pieces = []
+    try:
+        while True:  # what is free inside the limit
+            pieces.append(torch.empty(PIECE_BYTES, dtype=torch.uint8))
+    except RuntimeError:
+        threading.Event().wait()  # holds them
+
+
+def reset_links(folder: Path, *, peer: int) -> None:
+    for connection in connections(rank_id(folder, peer)):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def silence_links(folder: Path, *, peer: int | None = None) -> None:
+    """No packet arrives any more: from one rank, or from all of them and the launch's store."""
+    for connection in connections(None if peer is None else rank_id(folder, peer)):
+        drop_packets(connection)
+
+
+def drop_packets(connection: socket.socket) -> None:
+    """Attach a filter of one instruction, "return 0": as from a cable that was pulled."""
+
+    class Program(ctypes.Structure):
+        _fields_ = [("num_instructions", ctypes.c_ushort), ("first", ctypes.c_char_p)]
+
+    instruction = BPF_RETURN.to_bytes(2, sys.byteorder) + bytes(6)
+    program = Program(1, instruction)
+    connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(program))
+
+
+def rank_id(folder: Path, rank: int) -> int:
+    return int((folder / f"rank{rank}.pid").read_text())
+
+
+def connections(peer_id: int | None) -> list[socket.socket]:
+    """This process's TCP connections: those to another process, or all of them."""
+    descriptors = {inode: descriptor for descriptor, inode in socket_inodes(os.getpid())}
+    peer_inodes = None if peer_id is None else {inode for _, inode in socket_inodes(peer_id)}
+    ports = {}  # local and remote port -> inode
+    for table in Path("/proc/net").glob("tcp*"):  # IPv4 and, if there is one, IPv6
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            local, remote = (int(field.rpartition(":")[2], 16) for field in fields[1:3])
+            if remote:  # no listener
+                ports[local, remote] = fields[9]
+    return [
+        socket.socket(fileno=os.dup(descriptors[inode]))
+        for (local, remote), inode in ports.items()
+        if inode in descriptors
+        and (peer_inodes is None or ports.get((remote, local)) in peer_inodes)
+    ]
+
+
+def socket_inodes(process_id: int) -> Iterator[tuple[int, str]]:
+    for entry in Path(f"/proc/{process_id}/fd").iterdir():
+        try:
+            kind, _, inode = os.readlink(entry).partition(":")
+        except FileNotFoundError:  # closed since
+            continue
+        if kind == "socket":
+            yield int(entry.name), inode.strip("[]")
+
+
+if __name__ == "__main__":
+    killed = partial(receive_signal, number=signal.SIGKILL)
+    run_rank(Plan(folder=Path(sys.argv[1]), failing_rank=2, failure=killed))
