@@ -1,6 +1,8 @@
 """Evaluate drafts against autoregressive decoding: `python -m pipedraft.eval --help`."""
 
 import argparse
+import difflib
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -8,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedraft.errors import Parser, make_folder, run_command
+from pipedraft.errors import Parser, UsageError, make_folder, run_command
+from pipedraft.eval.scores import add_score_arguments, make_scorer
 from pipedraft.inference.arguments import (
     add_backend_arguments,
     add_drafting_arguments,
@@ -28,7 +31,11 @@ example:
 writes results.json, report.md, manifest.json and two plots into --out and prints the table.
 The autoregressive baseline is always part of it. Without --data-dir the repository's own small
 prompt files are used; --data-dir hub: downloads the published benchmarks.
+
+  python -m pipedraft.eval compare out/eval out/other    what differs between runs; see its --help
 """
+SUBCOMMANDS = {"compare": "pipedraft.eval.compare"}
+"""First word of the command line -> module whose ``run`` gets the words after it."""
 DEFAULT_STAGES = 4
 
 
@@ -92,14 +99,16 @@ def build_parser() -> Parser:
         type=_listed(str),
         required=True,
         metavar="NAMES",
-        help="comma list of mt_bench, gsm8k, humaneval, or paths of .jsonl files with rows of "
-        "prompt, turns or messages",
+        help="comma list of mt_bench, gsm8k, humaneval, alpaca, spec_bench, its parts cnn_dm, "
+        "natural_questions (nq), wmt14_de_en, rag, or paths of .jsonl files with rows of prompt, "
+        "turns or messages",
     )
     add(
         "--data-dir",
         metavar="D",
         help="folder with mt_bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl[.gz]"
-        ", or hub: or hub:owner/name; default: the repository's own prompts",
+        ", alpaca/alpaca_data.json[l], spec_bench/question.jsonl, or hub: or hub:owner/name; "
+        "default: the repository's own prompts of the first three",
     )
     _add_decoding_arguments(parser)
     add_backend_arguments(parser)
@@ -118,6 +127,7 @@ def build_parser() -> Parser:
         "hop, a verification, a draft forward",
     )
     add("--out", type=Path, required=True, metavar="OUT", help="folder of the results")
+    add_score_arguments(parser)
     return parser
 
 
@@ -192,20 +202,6 @@ def _add_decoding_arguments(parser: Parser) -> None:
         action="store_true",
         help="leave out the comparison of greedy texts with transformers",
     )
-
-
-def _load_benchmarks(arguments: argparse.Namespace) -> dict[str, list[Any]]:
-    from pipedraft.eval.tasks import load_task
-
-    benchmarks: dict[str, list[Any]] = {}
-    for name in arguments.benchmarks:
-        prompts = load_task(name, arguments.data_dir, arguments.limit)
-        if prompts[0].task in benchmarks:
-            raise ValueError(
-                f"--benchmarks: two are called {prompts[0].task!r}; rename the file {name!r}"
-            )
-        benchmarks[prompts[0].task] = prompts
-    return benchmarks
 
 
 def _read_drafts(
@@ -408,8 +404,23 @@ def _read_cost(path: Path | None) -> Any:
         ) from error
 
 
+def _subcommand(name: str) -> Callable[[Sequence[str]], None]:
+    if name not in SUBCOMMANDS:
+        nearest = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
+        mend = f"did you mean {nearest[0]}?" if nearest else f"give {' or '.join(SUBCOMMANDS)}"
+        raise UsageError(f"command: {name!r} is unknown; {mend} (see --help)")
+    return importlib.import_module(SUBCOMMANDS[name]).run
+
+
 def run(argv: Sequence[str]) -> None:
-    """The whole command; bad input raises ValueError, cheap checks before the models load."""
+    """The whole command; bad input raises ValueError, cheap checks before the models load.
+
+    Args:
+        argv: a subcommand and its arguments, or the options of an evaluation.
+    """
+    if argv and not argv[0].startswith("-"):
+        _subcommand(argv[0])(argv[1:])
+        return
     arguments = build_parser().parse_args(argv)
     with backend_of(arguments) as cluster:
         if cluster is None or cluster.is_controller:
@@ -425,11 +436,13 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
     from pipedraft.eval.manifest import build_manifest
     from pipedraft.eval.report import format_table, write_report
     from pipedraft.eval.run import Comparison
+    from pipedraft.eval.tasks import load_tasks
     from pipedraft.models.target import load_tokenizer
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    benchmarks = _load_benchmarks(arguments)
+    benchmarks = load_tasks(arguments.benchmarks, arguments.data_dir, arguments.limit)
+    scorer, lines = make_scorer(arguments, benchmarks)
     target_name, revision, drafts = _read_drafts(arguments)
     cost = _read_cost(arguments.cost)
     make_folder("--out", arguments.out)
@@ -441,7 +454,10 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
         benchmarks=benchmarks,
         reference=target.reference,
         connect=target.connect,
+        scorer=scorer,
     )
+    for line in lines:
+        print(line)
     loaded = _load_drafts(arguments, drafts, target.model, tokenizer)
     runs = comparison.run(_make_methods(arguments, loaded, target, cost))
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(arguments).items()}

@@ -10,6 +10,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipedraft.eval.breakdown import acceptance_by_category, acceptance_intervals_by_position
 from pipedraft.eval.lossless import GreedyReference
 from pipedraft.eval.metrics import (
     AUTOREGRESSIVE,
@@ -17,8 +18,10 @@ from pipedraft.eval.metrics import (
     RunLabel,
     Summary,
     run_record,
+    sum_lists,
     summarize,
 )
+from pipedraft.eval.scores import Score, Scorer, summarize_scores
 from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.pipeline import LocalPipeline
@@ -47,6 +50,9 @@ class Record:
     prompt: Prompt
     turn: int
     result: DecodeResult
+    answer: str
+    score: Score | None = None
+    """None: the prompt has no right answer, or scores were not asked for."""
 
 
 def prompt_seed(prompt: Prompt, turn: int) -> int:
@@ -91,7 +97,11 @@ def evaluate(
                 answers.append(answer)
                 records.append(
                     Record(
-                        conversation=(prompt.task, index), prompt=prompt, turn=turn, result=result
+                        conversation=(prompt.task, index),
+                        prompt=prompt,
+                        turn=turn,
+                        result=result,
+                        answer=answer,
                     )
                 )
                 bar.update()
@@ -121,12 +131,27 @@ def _per_prompt(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "tokens": 0,
                 "steps": 0,
                 "rounds": 0,
+                "virtual_time": 0.0,
+                "virtual_time_autoregressive": 0.0,
+                "decode_s": 0.0,  # first to last token of each turn, as tokens_per_s counts them
+                "position_tests": [],
+                "position_accepts": [],
             },
         )
+        result = record.result
         row["turns"] += 1
-        row["tokens"] += record.result.num_tokens
-        row["steps"] += record.result.num_steps
-        row["rounds"] += len(record.result.round_lengths)
+        row["tokens"] += result.num_tokens
+        row["steps"] += result.num_steps
+        row["rounds"] += len(result.round_lengths)
+        row["virtual_time"] += result.virtual_time
+        row["virtual_time_autoregressive"] += result.virtual_time_autoregressive
+        if result.token_times_s:
+            row["decode_s"] += result.token_times_s[-1] - result.token_times_s[0]
+        row["position_tests"] = sum_lists([row["position_tests"], result.position_tests])
+        row["position_accepts"] = sum_lists([row["position_accepts"], result.position_accepts])
+        if record.score is not None:
+            row["score"] = int(record.score.passed)
+            row["outcome"] = record.score.outcome
     return list(rows.values())
 
 
@@ -161,7 +186,15 @@ class _Decoded:
         entry["skipped_turns"] = self.num_turns - len(self.records)
         entry["processes"] = self.processes
         entry["stop_reasons"] = dict(Counter(r.result.stop_reason for r in self.records))
-        entry["per_prompt"] = _per_prompt(self.records)
+        rows = _per_prompt(self.records)
+        entry["acceptance_by_category"] = acceptance_by_category(
+            rows, num_stages=config.num_stages, seed=config.seed
+        )
+        entry["acceptance_by_position_ci95"] = acceptance_intervals_by_position(rows)
+        score = summarize_scores(self.records)
+        if score is not None and benchmark != OVERALL:  # different tasks have no common score
+            entry["score"] = score
+        entry["per_prompt"] = rows
         return entry
 
 
@@ -201,6 +234,7 @@ class Comparison:
     None: texts are not compared."""
     connect: Callable[[StagedTarget], Any] = LocalPipeline
     """Makes the pipeline; see ``Engine``."""
+    scorer: Scorer | None = None
     progress: bool = True
 
     def run(self, methods: Sequence[Method]) -> list[dict[str, Any]]:
@@ -245,6 +279,12 @@ class Comparison:
         room = self._num_positions - max_new_tokens
         for name, prompts in self.benchmarks.items():
             if all(len(encode_turn(self.tokenizer, prompt, [])) > room for prompt in prompts):
+                shortest = min(len(encode_turn(self.tokenizer, prompt, [])) for prompt in prompts)
+                if shortest >= self._num_positions:
+                    raise ValueError(
+                        f"--benchmarks: the shortest prompt of {name} has {shortest} tokens, the "
+                        f"target {self._num_positions} positions; leave {name} out"
+                    )
                 raise ValueError(
                     f"--max-new-tokens: {max_new_tokens} leaves {room} of the target's "
                     f"{self._num_positions} positions, too few for any prompt of {name}; lower it"
@@ -260,16 +300,23 @@ class Comparison:
         parts = {}
         for name, prompts in self.benchmarks.items():
             engine.pipeline.clear()
+            description = (
+                f"{method.name} n={config.num_stages} T={config.temperature:g} "
+                f"W={config.width} {name}"
+            )
             records = evaluate(
                 engine,
                 prompts,
                 self.tokenizer,
                 max_prompt_tokens=max_prompt_tokens,
-                description=f"{method.name} n={config.num_stages} T={config.temperature:g} "
-                f"W={config.width} {name}",
+                description=description,
                 progress=self.progress,
             )
             reports = engine.pipeline.reports()
+            if self.scorer is not None:
+                records = self.scorer.score_records(
+                    records, description=f"{description} scores", progress=self.progress
+                )
             check = None
             if self.reference is not None and config.temperature == 0:
                 reference = references.setdefault(

@@ -1,13 +1,13 @@
 """Benchmarks as lists of prompts, and prompts as token ids.
 
-A benchmark is read from files in its own published format, from the Hub, or from any .jsonl file.
-Nothing is scored here: lossless decoding leaves the text, and so the score, as the target's own.
+A benchmark is read from files in its own published format, from Spec-Bench's file, from the Hub, or
+from any .jsonl file.
 """
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -16,67 +16,27 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 import pipedraft
+from pipedraft.eval.formats import (
+    ALIASES,
+    BENCHMARKS,
+    SPEC_BENCH_FILE,
+    HubSet,
+    Parse,
+    Prompt,
+    parse_spec_bench,
+    text_of,
+    turns_of,
+)
 
 ASSETS = Path(pipedraft.__file__).parent / "assets" / "eval"
 HUB_PREFIX = "hub:"
-HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function."
+SPEC_BENCH_SOURCE = (
+    "put Spec-Bench's question.jsonl (github.com/hemingkx/Spec-Bench, data/spec_bench) into "
+    "DIR/spec_bench and give --data-dir DIR"
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One conversation: what the user says in each turn. The answers are generated."""
-
-    task: str
-    id: str
-    category: str
-    turns: list[str]
-    reference: str | list[str] | None = None
-    """The published answer, in the benchmark's own form; not used for decoding."""
-    system: str | None = None
-
-
-def _text(row: dict[str, Any], field: str, where: str) -> str:
-    value = row.get(field)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {field} is {value!r}; it must be a text that is not empty")
-    return value
-
-
-def _turns(value: Any, field: str, where: str) -> list[str]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: {field} is {value!r}; it must be a list of user texts")
-    return [_text({f"{field}[{i}]": turn}, f"{field}[{i}]", where) for i, turn in enumerate(value)]
-
-
-def _mt_bench(row: dict[str, Any], where: str) -> Prompt:
-    return Prompt(
-        task="mt_bench",
-        id=str(row.get("question_id", where)),
-        category=_text(row, "category", where),
-        turns=_turns(row.get("turns"), "turns", where),
-        reference=row.get("reference"),
-    )
-
-
-def _gsm8k(row: dict[str, Any], where: str) -> Prompt:
-    return Prompt(
-        task="gsm8k",
-        id=where.rpartition(":")[2],
-        category="math",
-        turns=[_text(row, "question", where)],
-        reference=_text(row, "answer", where).rpartition("#### ")[2],
-    )
-
-
-def _humaneval(row: dict[str, Any], where: str) -> Prompt:
-    code = _text(row, "prompt", where).strip("\n")
-    return Prompt(
-        task="humaneval",
-        id=_text(row, "task_id", where),
-        category="code",
-        turns=[f"{HUMANEVAL_INSTRUCTION}\n```python\n{code}\n```"],
-        reference=_text(row, "canonical_solution", where),
-    )
+Rows = Iterator[tuple[str, dict[str, Any]]]
+"""("path:line", row)"""
 
 
 def _messages(value: Any, where: str) -> tuple[list[str], str | None]:
@@ -87,23 +47,23 @@ def _messages(value: Any, where: str) -> tuple[list[str], str | None]:
     for message in value:
         role = message.get("role")
         if role == "user":
-            turns.append(_text(message, "content", where))
+            turns.append(text_of(message, "content", where))
         elif role == "system":
-            system = _text(message, "content", where)
+            system = text_of(message, "content", where)
         elif role != "assistant":
             raise ValueError(f"{where}: role is {role!r}; use system, user or assistant")
-    return _turns(turns, "user messages", where), system
+    return turns_of(turns, "user messages", where), system
 
 
 def _own_prompt(task: str, row: dict[str, Any], where: str) -> Prompt:
     """A row of a user's file: ``prompt`` (one text), ``turns`` (texts) or ``messages``."""
     system = None
     if "turns" in row:
-        turns = _turns(row["turns"], "turns", where)
+        turns = turns_of(row["turns"], "turns", where)
     elif "messages" in row:
         turns, system = _messages(row["messages"], where)
     elif "prompt" in row:
-        turns = [_text(row, "prompt", where)]
+        turns = [text_of(row, "prompt", where)]
     else:
         raise ValueError(
             f"{where}: fields are {sorted(row)}; one of prompt, turns or messages is needed"
@@ -118,30 +78,22 @@ def _own_prompt(task: str, row: dict[str, Any], where: str) -> Prompt:
     )
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    files: tuple[str, ...]
-    """Paths below the data folder; the first that exists is read."""
-    hub: tuple[str, str | None, str]
-    """Repository, configuration and split on the Hub."""
-    parse: Callable[[dict[str, Any], str], Prompt]
+def _read_json(path: Path) -> Rows:
+    """Every entry of a file that is one JSON list."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}:{error.lineno}: not JSON ({error.msg}); write one list of objects"
+        ) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path}: {str(rows)[:40]!r} is no list of objects; write [{{...}}, ...]")
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}:{number}", row
 
 
-BENCHMARKS = {
-    "mt_bench": Benchmark(
-        ("mt_bench/question.jsonl",), ("philschmid/mt-bench", None, "train"), _mt_bench
-    ),
-    "gsm8k": Benchmark(("gsm8k/test.jsonl",), ("openai/gsm8k", "main", "test"), _gsm8k),
-    "humaneval": Benchmark(
-        ("humaneval/HumanEval.jsonl", "humaneval/HumanEval.jsonl.gz"),
-        ("openai/openai_humaneval", None, "test"),
-        _humaneval,
-    ),
-}
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("path:line", row) of every line that is not blank."""
+def _read_jsonl(path: Path) -> Rows:
+    """Every line that is not blank."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -159,51 +111,84 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, row
 
 
-def _read_hub(
-    repository: str, configuration: str | None, split: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_hub(source: HubSet) -> Rows:
     import datasets
 
     try:
-        rows = datasets.load_dataset(repository, configuration, split=split)
+        rows = datasets.load_dataset(
+            source.repository, source.configuration, split=source.split, streaming=source.streaming
+        )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"--data-dir: {repository} (split {split}) cannot be read from the Hub ({reason}); "
-            "give --data-dir DIR with the benchmark files"
+            f"--data-dir: {source.repository} (split {source.split}) cannot be read from the Hub "
+            f"({reason}); give --data-dir DIR with the benchmark files"
         ) from error
     for number, row in enumerate(rows, start=1):
-        yield f"{repository}:{number}", row
+        yield f"{source.repository}:{number}", row
+
+
+def _hub_rows(name: str, repository: str) -> Rows:
+    """
+    Args:
+        repository: "" for the published one.
+    """
+    hub = BENCHMARKS[name].hub
+    if repository:
+        hub = replace(hub, repository=repository) if hub else HubSet(repository, None, "train")
+    if hub is None:
+        raise ValueError(f"--data-dir: the Hub has no {name} of its authors; {SPEC_BENCH_SOURCE}")
+    return _read_hub(hub)
 
 
 def _benchmark_file(name: str, data_dir: str | Path | None) -> Path:
+    benchmark = BENCHMARKS[name]
     folder = Path(data_dir) if data_dir is not None else ASSETS
-    candidates = [folder / file for file in BENCHMARKS[name].files]
+    candidates = [folder / file for file in benchmark.files]
     for path in candidates:
         if path.is_file():
             return path
     missing = " nor ".join(str(path) for path in candidates)
     if data_dir is None:
         raise ValueError(
-            f"--data-dir: not given, and there is no {missing} (an installed wheel carries no "
-            "prompt files); give --data-dir DIR or --data-dir hub:"
+            f"--data-dir: not given, and there is no {missing} (the repository's own prompts are "
+            "mt_bench, gsm8k and humaneval, and an installed wheel carries none); give --data-dir "
+            f"DIR{' or --data-dir hub:' if benchmark.hub else ''}"
         )
-    raise ValueError(
-        f"--data-dir: {str(folder)!r} has no {missing}; put {name}'s file there or use "
-        "--data-dir hub:"
-    )
+    mend = SPEC_BENCH_SOURCE if SPEC_BENCH_FILE in benchmark.files else f"put {name}'s file there"
+    from_hub = ", or use --data-dir hub:" if benchmark.hub else ""
+    raise ValueError(f"--data-dir: {str(folder)!r} has no {missing}; {mend}{from_hub}")
 
 
-def _rows(
-    name: str, data_dir: str | Path | None
-) -> tuple[Iterable[tuple[str, dict[str, Any]]], Callable[[dict[str, Any], str], Prompt]]:
+def _in_category(rows: Rows, category: str) -> Rows:
+    """Of Spec-Bench's rows those of the category; rows of another format are all of it."""
+    for where, row in rows:
+        if "turns" not in row or row.get("category") == category:
+            yield where, row
+
+
+def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse]:
+    benchmark = BENCHMARKS[name]
+    if isinstance(data_dir, str) and data_dir.startswith(HUB_PREFIX):
+        rows = _hub_rows(name, data_dir.removeprefix(HUB_PREFIX))
+    else:
+        path = _benchmark_file(name, data_dir)
+        rows = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
+    if benchmark.category is None:
+        return rows, benchmark.parse
+
+    def parse(row: dict[str, Any], where: str) -> Prompt:
+        if "turns" in row:
+            return replace(parse_spec_bench(row, where), task=name)
+        return benchmark.parse(row, where)
+
+    return _in_category(rows, benchmark.category), parse
+
+
+def _rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse]:
+    name = ALIASES.get(name, name)
     if name in BENCHMARKS:
-        benchmark = BENCHMARKS[name]
-        if isinstance(data_dir, str) and data_dir.startswith(HUB_PREFIX):
-            repository, configuration, split = benchmark.hub
-            repository = data_dir.removeprefix(HUB_PREFIX) or repository
-            return _read_hub(repository, configuration, split), benchmark.parse
-        return _read_jsonl(_benchmark_file(name, data_dir)), benchmark.parse
+        return _benchmark_rows(name, data_dir)
     if name.endswith((".jsonl", ".jsonl.gz")):
         path = Path(name)
         if not path.is_file():
@@ -224,13 +209,15 @@ def load_task(
     """Read a benchmark.
 
     Args:
-        name: mt_bench, gsm8k, humaneval, or the path of a .jsonl(.gz) file whose rows hold
-            ``prompt``, ``turns`` or ``messages`` (``id``, ``category``, ``reference`` optional).
-        data_dir: folder with mt_bench/question.jsonl, gsm8k/test.jsonl and
-            humaneval/HumanEval.jsonl(.gz); None reads the repository's own prompts in assets/eval;
-            "hub:" downloads the benchmark, "hub:owner/name" another data set of the same fields.
+        name: one of ``BENCHMARKS``, or the path of a .jsonl(.gz) file whose rows hold ``prompt``,
+            ``turns`` or ``messages`` (``id``, ``category``, ``reference`` optional). cnn_dm,
+            natural_questions (nq), wmt14_de_en and rag are parts of spec_bench's file.
+        data_dir: folder with the files that ``BENCHMARKS`` names; None reads the repository's own
+            prompts in assets/eval; "hub:" downloads the benchmark (the whole published one, not
+            Spec-Bench's 80 questions of it), "hub:owner/name" another data set of the same fields.
         limit: takes the FIRST rows of the file, never a sample, so that two runs with one limit
-            see the same prompts. MT-Bench is sorted by category: a small limit is all writing.
+            see the same prompts. MT-Bench and Spec-Bench are sorted by category: a small limit is
+            all writing.
 
     Raises:
         ValueError: names the field or file and line, the value, and the mend.
@@ -242,6 +229,22 @@ def load_task(
     if not prompts:
         raise ValueError(f"--benchmarks: {name!r} holds no prompt; add at least one row")
     return prompts
+
+
+def load_tasks(
+    names: Iterable[str], data_dir: str | Path | None = None, limit: int | None = None
+) -> dict[str, list[Prompt]]:
+    """Several benchmarks by name, each as ``load_task`` reads it."""
+    benchmarks: dict[str, list[Prompt]] = {}
+    for name in names:
+        prompts = load_task(name, data_dir, limit)
+        task = prompts[0].task
+        if task in benchmarks:
+            raise ValueError(
+                f"--benchmarks: two are called {task!r}; leave {name!r} out, or rename the file"
+            )
+        benchmarks[task] = prompts
+    return benchmarks
 
 
 def encode_turn(

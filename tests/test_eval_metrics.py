@@ -134,8 +134,11 @@ def test_interval_agrees_with_the_plain_loop_over_resamples() -> None:
     tokens, steps = rng.integers(20, 90, 30), rng.integers(30, 60, 30)
     draws = [rng.integers(0, 30, 30) for _ in range(20000)]
     ratios = [tokens[draw].sum() / steps[draw].sum() for draw in draws]
-    # Phi(-sqrt(30/29) * 2.04523) from tables: 0.01868.
-    oracle = np.quantile(ratios, [0.01868, 1 - 0.01868])
+    special = pytest.importorskip("scipy.special")
+    size = steps.sum() ** 2 / (steps**2).sum()
+    assert 28 < size < 29.5
+    tail = special.ndtr(-np.sqrt(size / (size - 1)) * special.stdtrit(size - 1, 0.975))
+    oracle = np.quantile(ratios, [tail, 1 - tail])
     got = bootstrap_ratio(tokens, steps, num_resamples=20000)
     np.testing.assert_allclose(got, oracle, atol=0.05 * (oracle[1] - oracle[0]))
 

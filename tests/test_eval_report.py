@@ -1,13 +1,15 @@
-"""Files written for a comparison: keys, tables, plots, atomic replacement."""
+"""Files written for an evaluation: keys, tables, plots, atomic replacement."""
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 
+from pipedraft.eval.breakdown import acceptance_by_category, acceptance_intervals_by_position
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, RunLabel, run_record, summarize
-from pipedraft.eval.report import format_table, write_atomically, write_report
+from pipedraft.eval.report import format_table, to_json, write_atomically, write_report
 from pipedraft.inference.result import DecodeResult
 
 MANIFEST = {
@@ -42,6 +44,19 @@ def draw_result(rng: np.random.Generator, stages: int, alpha: float) -> DecodeRe
     )
 
 
+def make_row(benchmark: str, result: DecodeResult, index: int) -> dict:
+    """Two categories in mt_bench, one elsewhere."""
+    return {
+        "benchmark": benchmark,
+        "id": str(index),
+        "category": ("writing", "math")[index % 2] if benchmark == "mt_bench" else "all",
+        "tokens": result.num_tokens,
+        "steps": result.num_steps,
+        "position_tests": result.position_tests,
+        "position_accepts": result.position_accepts,
+    }
+
+
 def make_runs(benchmarks=("mt_bench", "gsm8k", "humaneval"), stages=(4, 8, 16)) -> list[dict]:
     rng = np.random.default_rng(0)
     runs = []
@@ -56,7 +71,13 @@ def make_runs(benchmarks=("mt_bench", "gsm8k", "humaneval"), stages=(4, 8, 16)) 
             )
             check = {"checked": len(results), "mismatches": 0}
             entry = run_record(label, summarize(results), lossless=check)
-            runs.append(entry | {"skipped_turns": 0, "stop_reasons": {}, "per_prompt": []})
+            rows = [make_row(name, result, index) for index, result in enumerate(results)]
+            runs.append(
+                entry
+                | {"skipped_turns": 0, "stop_reasons": {}, "per_prompt": rows}
+                | {"acceptance_by_category": acceptance_by_category(rows, num_stages=n)}
+                | {"acceptance_by_position_ci95": acceptance_intervals_by_position(rows)}
+            )
     return runs
 
 
@@ -125,12 +146,44 @@ def test_mismatches_and_left_out_turns_are_said_in_the_report(tmp_path) -> None:
 
 
 def test_histogram_shares_sum_to_one(written) -> None:
-    lines = (written / "report.md").read_text().partition("## Tokens per round")[2].splitlines()
+    lines = (written / "report.md").read_text().partition("## Tokens per round")[2]
+    lines = lines.partition("\n## ")[0].splitlines()
     rows = [line for line in lines if line.startswith("| spd |")]
     assert len(rows) == 3
     for row in rows:
         shares = [float(cell) for cell in row.strip("| ").split("|")[4:]]
         assert math.isclose(sum(shares), 1, abs_tol=0.006)  # ten values rounded to 0.001
+
+
+def test_acceptance_by_position_has_intervals_around_every_share(written) -> None:
+    report = (written / "report.md").read_text().partition("## Acceptance by position")[2]
+    rows = [line for line in report.splitlines() if line.startswith("| spd |")][:3]
+    for row in rows:
+        for cell in row.strip("| ").split(" | ")[5:]:
+            rate, low, high = (float(part) for part in re.findall(r"\d\.\d+", cell))
+            assert low < rate < high
+            assert low < 0.7 < high or abs(rate - 0.7) < 0.1  # the draft's true acceptance
+
+
+def test_categories_are_shown_where_a_benchmark_has_several(written) -> None:
+    report = (written / "report.md").read_text()
+    section = report.partition("## mt_bench by category\n")[2]
+    lines = [line for line in section.splitlines() if line.startswith("| spd |")]
+    assert [line.split("|")[6:8] for line in lines] == [[" writing ", " 8 "], [" math ", " 8 "]] * 3
+    assert report.count("by category") == 1
+
+
+def test_lists_of_numbers_take_one_line_and_texts_are_left_alone() -> None:
+    content = {
+        "counts": [1, 2, 3],
+        "bounds": [[0.5, math.nan], [-1e-9, 2.0]],
+        "texts": ["[\n 1,\n 2\n]", "[ a ]"],
+        "empty": [],
+    }
+    text = to_json(content).decode()
+    expected = content | {"bounds": [[0.5, None], [-1e-9, 2.0]]}
+    assert json.loads(text) == expected
+    assert '"counts": [1, 2, 3],' in text and "[0.5, null]" in text
 
 
 def test_terminal_table_is_aligned_and_has_the_baseline() -> None:

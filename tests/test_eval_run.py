@@ -77,6 +77,8 @@ class StubEngine:
             round_lengths=rounds,
             position_tests=[len(rounds)] * (config.schedule == "spd"),
             position_accepts=[len(rounds) - num % 2] * (config.schedule == "spd"),
+            virtual_time=float(len(rounds)),
+            virtual_time_autoregressive=float(num),
             token_times_s=[0.1 + 0.01 * i / per_round for i in range(num + 1)],
         )
 
@@ -179,6 +181,23 @@ def test_overall_pools_the_counts_of_the_benchmarks(target, tokenizer, engine) -
     assert overall["lossless"] == {"checked": 7, "mismatches": 0}
     assert sum(row["tokens"] for row in overall["per_prompt"]) == overall["tokens"]
     assert overall["wallclock"]["speedup"] == pytest.approx(2)
+
+
+def test_rows_of_single_prompts_add_up_to_the_entry(target, tokenizer, engine) -> None:
+    for entry in compare(target, tokenizer, [make_method()]):
+        rows = entry["per_prompt"]
+        for key in ("tokens", "steps", "rounds", "turns"):
+            assert sum(row[key] for row in rows) == entry[key]
+        seconds = sum(row["decode_s"] for row in rows)
+        assert entry["tokens"] / seconds == pytest.approx(entry["wallclock"]["tokens_per_s"])
+        modelled = sum(row["virtual_time_autoregressive"] for row in rows)
+        modelled /= sum(row["virtual_time"] for row in rows)
+        assert modelled == pytest.approx(entry["theoretical_speedup"])
+        for field in ("position_tests", "position_accepts"):
+            assert sum(sum(row[field]) for row in rows) == sum(entry[field])
+        assert len(entry["acceptance_by_position_ci95"]) == len(entry["acceptance_by_position"])
+        by_category = entry["acceptance_by_category"].values()
+        assert sum(category["prompts"] for category in by_category) == entry["prompts"]
 
 
 def test_a_single_benchmark_has_no_overall_entry(target, tokenizer, engine) -> None:
@@ -314,6 +333,33 @@ def test_command_writes_every_file_and_prints_the_table(folders, engine, capsys)
     assert len(manifest["tokenizer"]["sha256"]) == 64
     assert AUTOREGRESSIVE in (folders.out / "report.md").read_text()
     assert AUTOREGRESSIVE in capsys.readouterr().out
+
+
+def test_runs_of_the_command_are_compared_by_its_subcommand(folders, engine, capsys) -> None:
+    assert status(command(folders)) == 0
+    second = folders.root / "second"
+    assert status([*command(folders, "--limit", "2"), "--out", str(second)]) == 0
+    capsys.readouterr()
+    file = folders.root / "new" / "compared.json"
+    arguments = ["compare", str(folders.out), str(second), "--json", str(file)]
+    assert status(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "prompts of mine differ" in out and "spd, n=4, W=1" in out
+    found = json.loads(file.read_text())["comparisons"]
+    assert {(line["of_compared"]["method"], line["quantity"]) for line in found} == {
+        (AUTOREGRESSIVE, "tokens_per_s"),
+        ("spd", "equivalent_acceptance_length"),
+        ("spd", "theoretical_speedup"),
+        ("spd", "tokens_per_s"),
+    }
+    for line in found:
+        assert (line["num_prompts"], line["left_out"]) == (2, 1)
+        assert line["difference"] == 0 and line["p_value"] == 1
+
+
+def test_an_unknown_subcommand_is_told_the_nearest(capsys) -> None:
+    assert status(["comapre", "a", "b"]) == 2
+    assert "command: 'comapre' is unknown; did you mean compare?" in capsys.readouterr().err
 
 
 def test_two_checkpoints_make_one_table_with_one_baseline(folders, engine) -> None:

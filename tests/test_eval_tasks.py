@@ -65,7 +65,13 @@ def test_limit_takes_the_first_rows() -> None:
 
 
 def test_humaneval_prompt_holds_the_function_in_a_code_block(tmp_path) -> None:
-    row = {"task_id": "X/0", "prompt": "def f():\n", "canonical_solution": "    return 1\n"}
+    row = {
+        "task_id": "X/0",
+        "prompt": "def f():\n",
+        "entry_point": "f",
+        "canonical_solution": "    return 1\n",
+        "test": "def check(candidate):\n    assert candidate() == 1\n",
+    }
     path = tmp_path / "humaneval" / "HumanEval.jsonl.gz"
     path.parent.mkdir()
     with gzip.open(path, "wt") as file:
@@ -155,7 +161,7 @@ def test_missing_assets_ask_for_a_data_folder(tmp_path, monkeypatch) -> None:
 def test_hub_prefix_reads_the_published_data_set(monkeypatch) -> None:
     asked = []
 
-    def load_dataset(repository, configuration, *, split):
+    def load_dataset(repository, configuration, *, split, streaming):
         asked.append((repository, configuration, split))
         return [{"question": "1 + 1?", "answer": "2\n#### 2"}]
 

@@ -1,0 +1,479 @@
+"""Compare the methods of several runs prompt by prompt: `python -m pipedraft.eval compare --help`.
+
+Reads the "per_prompt" rows of results.json; the statistics are those of paired.py.
+"""
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipedraft.errors import Parser, UsageError, make_folder
+from pipedraft.eval.metrics import AUTOREGRESSIVE, CONFIDENCE, ratio
+from pipedraft.eval.paired import (
+    RELATIVE_DIFFERENCES,
+    PairedComparison,
+    VarianceParts,
+    compare_paired,
+    variance_parts,
+)
+from pipedraft.eval.report import align_columns, to_json, write_atomically
+
+EXAMPLE = """\
+example:
+  python -m pipedraft.eval compare out/eval_short out/eval_long --json out/compared.json
+
+A method is compared with the baseline's method of the same name, schedule, stages and tree; where
+there is none, with those most like it. Prompts are matched by id. Two runs of one method with the
+same tokens and steps also show the machine's noise.
+"""
+LEGEND = """\
+difference and ratio: of the values pooled over the prompts, with 95 % intervals of a bootstrap that
+draws prompts with both runs' counts. p: two-sided, runs swapped prompt by prompt; not corrected for
+the number of rows. needed: prompts with which the measured difference, or one of 1, 2, 5 % of the
+baseline, is seen with 80 % power at 5 % (two-sided, spread as measured here). tokens/s: prompts
+count as independent; a machine that is slower for one of the runs looks like a difference."""
+Entry = dict[str, Any]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A ratio of sums over prompts: [n] sum(numerator) / sum(denominator)."""
+
+    name: str
+    label: str
+    numerator: str
+    denominator: str
+    times_stages: bool = False
+
+
+QUANTITIES = (
+    Quantity("equivalent_acceptance_length", "L'", "tokens", "steps", times_stages=True),
+    Quantity("theoretical_speedup", "S", "virtual_time_autoregressive", "virtual_time"),
+    Quantity("tokens_per_s", "tokens/s", "tokens", "decode_s"),
+)
+WALLCLOCK = QUANTITIES[-1]
+# From the most alike to anything: the fields that the two entries of a comparison share.
+LIKENESS = (
+    ("method", "schedule", "stages", "tree_width", "tree"),
+    ("schedule", "stages", "tree_width", "tree"),
+    ("method", "schedule", "tree_width", "tree"),
+    ("schedule",),
+    (),
+)
+ENTRY_FIELDS = (*LIKENESS[0], "benchmark", "temperature", "per_prompt")
+ROW_FIELDS = ("benchmark", "id", "tokens", "steps")
+# What makes numbers hard to compare if it differs, by its place in manifest.json.
+CONDITIONS = {
+    "target": ("target", "fingerprint", "hash"),
+    "tokenizer": ("tokenizer", "sha256"),
+    "dtype": ("dtype",),
+    "--max-new-tokens": ("config", "max_new_tokens"),
+}
+MACHINE = {
+    "processor": ("hardware", "processor"),
+    "threads": ("hardware", "torch_threads"),
+    "accelerator": ("hardware", "accelerator"),
+    "--backend": ("config", "backend"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A folder that an evaluation wrote."""
+
+    folder: Path
+    entries: list[Entry]
+    manifest: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run":
+        where = str(folder / "results.json")
+        results = _read_json(folder, "results.json")
+        entries = [*_list(where, results, "runs"), *_list(where, results, "overall")]
+        for entry in entries:
+            _require(where, entry, ENTRY_FIELDS)
+            names = []
+            for row in _list(where, entry, "per_prompt"):
+                _require(where, row, ROW_FIELDS)
+                names.append((row["benchmark"], row["id"]))
+            for (benchmark, name), times in Counter(names).items():
+                if times > 1:
+                    raise UsageError(
+                        f"RUN: {where!r} has {times} prompts of {benchmark} with the id {name!r}; "
+                        "give every row of the benchmark's file an id of its own"
+                    )
+        return cls(folder, entries, _read_json(folder, "manifest.json"))
+
+    def fact(self, path: Sequence[str]) -> Any:
+        """A value of the manifest; None where a run of another version did not record it."""
+        value: Any = self.manifest
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    if not path.is_file():
+        raise UsageError(
+            f"RUN: {str(folder)!r} has no {name}; give the --out folder of python -m pipedraft.eval"
+        )
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise UsageError(f"RUN: {str(path)!r} is not JSON ({error}); evaluate again") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"RUN: {str(path)!r} is not an object; evaluate again")
+    return content
+
+
+def _require(where: str, record: Any, fields: Sequence[str]) -> None:
+    """The fields that every version wrote."""
+    for field in fields:
+        if not isinstance(record, dict) or field not in record:
+            raise UsageError(
+                f"RUN: {where!r} has an entry without {field!r}; run the evaluation again"
+            )
+
+
+def _list(where: str, record: dict[str, Any], field: str) -> list[Any]:
+    _require(where, record, (field,))
+    if not isinstance(record[field], list):
+        raise UsageError(f"RUN: {where!r}: {field} is no list; run the evaluation again")
+    return record[field]
+
+
+def _rows_by_id(entry: Entry) -> dict[tuple[str, str], Row]:
+    return {(row["benchmark"], row["id"]): row for row in entry["per_prompt"]}
+
+
+def has(quantity: Quantity, entry: Entry) -> bool:
+    """Whether every prompt recorded it, and anything was counted."""
+    rows = entry["per_prompt"]
+    fields = (quantity.numerator, quantity.denominator)
+    if not all(field in row for row in rows for field in fields):
+        return False
+    return sum(row[quantity.denominator] for row in rows) > 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """One quantity of a method in one run against one in the baseline."""
+
+    baseline: Entry
+    compared: Entry
+    quantity: Quantity
+    left_out: int
+    """Prompts that only one of the two has."""
+    result: PairedComparison
+
+
+def _counts(quantity: Quantity, entry: Entry, keys: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    rows = _rows_by_id(entry)
+    factor = entry["stages"] if quantity.times_stages else 1
+    return (
+        np.array([factor * rows[key][quantity.numerator] for key in keys], dtype=np.float64),
+        np.array([rows[key][quantity.denominator] for key in keys], dtype=np.float64),
+    )
+
+
+def compare_entries(baseline: Entry, compared: Entry) -> Iterator[Line]:
+    """Every quantity that both recorded, on the prompts that both have.
+
+    Of plain decoding the wall clock alone: L' and S are 1 by construction. It shows whether the
+    machine was equally fast.
+    """
+    shared = _rows_by_id(compared).keys()
+    keys = [key for key in _rows_by_id(baseline) if key in shared]
+    left_out = len(_rows_by_id(baseline).keys() ^ shared)
+    for quantity in QUANTITIES:
+        if compared["schedule"] == AUTOREGRESSIVE and quantity is not WALLCLOCK:
+            continue
+        if not (has(quantity, baseline) and has(quantity, compared)):
+            continue
+        pairs = [_counts(quantity, entry, keys) for entry in (baseline, compared)]
+        numerator_SP, denominator_SP = (np.stack(side) for side in zip(*pairs, strict=True))
+        if denominator_SP.any(1).all():
+            result = compare_paired(numerator_SP, denominator_SP)
+            yield Line(baseline, compared, quantity, left_out, result)
+
+
+def counterparts(entry: Entry, candidates: Sequence[Entry]) -> list[Entry]:
+    """The baseline's entries most like ``entry``: namesakes if there are any."""
+    place = ("benchmark", "temperature")
+    is_plain = entry["schedule"] == AUTOREGRESSIVE
+    candidates = [
+        other
+        for other in candidates
+        if all(other[field] == entry[field] for field in place)
+        and (other["schedule"] == AUTOREGRESSIVE) == is_plain
+    ]
+    for fields in LIKENESS:
+        alike = [c for c in candidates if all(c[field] == entry[field] for field in fields)]
+        if alike:
+            return alike
+    return []
+
+
+def compare_runs(baseline: Run, compared: Run) -> list[Line]:
+    lines = [
+        line
+        for entry in compared.entries
+        for other in counterparts(entry, baseline.entries)
+        for line in compare_entries(other, entry)
+    ]
+    if not lines:
+
+        def places(run: Run) -> str:
+            return ", ".join(
+                dict.fromkeys(f"{e['benchmark']} at T = {e['temperature']:g}" for e in run.entries)
+            )
+
+        raise UsageError(
+            f"RUN: {str(compared.folder)!r} ({places(compared)}) and {str(baseline.folder)!r} "
+            f"({places(baseline)}) share no prompt of a benchmark and temperature; evaluate both "
+            "with the same --benchmarks and --temperature"
+        )
+    return lines
+
+
+def find_warnings(baseline: Run, compared: Run, lines: Sequence[Line]) -> list[str]:
+    """What a reader must know before believing the numbers."""
+    found = []
+    for benchmark in dict.fromkeys(line.compared["benchmark"] for line in lines):
+        left_out = max(x.left_out for x in lines if x.compared["benchmark"] == benchmark)
+        first, second = (run.fact(("prompts", benchmark, "sha256")) for run in (baseline, compared))
+        if first != second:
+            found.append(
+                f"prompts of {benchmark} differ ({_short(first)} and {_short(second)}): those with "
+                f"the same id are compared, {left_out} left out"
+            )
+        elif left_out:
+            found.append(f"{left_out} prompts of {benchmark} are in one run only: left out")
+    facts = dict(CONDITIONS)
+    if any(line.quantity is WALLCLOCK for line in lines):
+        facts |= MACHINE
+    for name, path in facts.items():
+        first, second = baseline.fact(path), compared.fact(path)
+        if first != second:
+            found.append(f"{name} differs: {_short(first)} and {_short(second)}")
+    for line in lines:
+        is_plain = line.compared["schedule"] == AUTOREGRESSIVE
+        if is_plain and line.result.p_value <= 1 - CONFIDENCE:
+            found.append(
+                f"the machine was not equally fast: plain decoding of {line.compared['benchmark']} "
+                f"at T = {line.compared['temperature']:g} ran at {line.result.ratio:.2f} times the "
+                "baseline's tokens/s, and so differ other methods' tokens/s"
+            )
+    for run in (baseline, compared):
+        lacking = [
+            quantity.label
+            for quantity in QUANTITIES
+            if not any(has(quantity, entry) for entry in run.entries)
+        ]
+        if lacking:
+            found.append(
+                f"{run.folder}/results.json has no {' nor '.join(lacking)} of single prompts: not "
+                "compared; run the evaluation again to record them"
+            )
+    return found
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text[:12] if len(text) == 64 else text
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Repeats of one method: the same tokens and steps, other wall-clock times."""
+
+    entry: Entry
+    folders: list[str]
+    parts: VarianceParts
+    """Of the prompts' tokens per second."""
+    pooled: list[float]
+    """Tokens per second of each run."""
+
+
+def find_noise(runs: Sequence[Run]) -> list[Noise]:
+    """One per method and benchmark that two runs or more decoded in the same steps."""
+    groups: dict[tuple, list[tuple[Run, Entry]]] = {}
+    for run in runs:
+        for entry in run.entries:
+            if not has(WALLCLOCK, entry):
+                continue
+            counts = sorted(
+                (*key, r["tokens"], r["steps"]) for key, r in _rows_by_id(entry).items()
+            )
+            setting = tuple(entry[f] for f in ("benchmark", "temperature", *LIKENESS[0]))
+            groups.setdefault((setting, tuple(counts)), []).append((run, entry))
+    found = []
+    for repeats in groups.values():
+        keys = sorted(_rows_by_id(repeats[0][1]))
+        tables = [_counts(WALLCLOCK, entry, keys) for _, entry in repeats]
+        tokens_MP, seconds_MP = (np.stack(side) for side in zip(*tables, strict=True))
+        timed_P = (seconds_MP > 0).all(0)
+        if len(repeats) < 2 or timed_P.sum() < 2:
+            continue
+        found.append(
+            Noise(
+                entry=repeats[0][1],
+                folders=[str(run.folder) for run, _ in repeats],
+                parts=variance_parts(tokens_MP[:, timed_P] / seconds_MP[:, timed_P]),
+                pooled=[
+                    ratio(float(tokens_P.sum()), float(seconds_P.sum()))
+                    for tokens_P, seconds_P in zip(tokens_MP, seconds_MP, strict=True)
+                ],
+            )
+        )
+    return found
+
+
+def _setting(entry: Entry) -> str:
+    shape = entry["tree"] or f"W={entry['tree_width']}"
+    return f"{entry['method']}, n={entry['stages']}, {shape}"
+
+
+def _name(line: Line) -> str:
+    first, second = _setting(line.baseline), _setting(line.compared)
+    return second if first == second else f"{first} -> {second}"
+
+
+def _between(interval: tuple[float, float], sign: str = "") -> str:
+    low, high = interval
+    return "-" if math.isnan(low) else f"[{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+def _whole(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+COLUMNS: dict[str, Callable[[Line], str]] = {
+    "benchmark": lambda line: line.compared["benchmark"],
+    "T": lambda line: f"{line.compared['temperature']:g}",
+    "method": _name,
+    "of": lambda line: line.quantity.label,
+    "prompts": lambda line: str(line.result.num_prompts),
+    "baseline": lambda line: f"{line.result.baseline:.3f}",
+    "compared": lambda line: f"{line.result.compared:.3f}",
+    "difference": lambda line: f"{line.result.difference:+.3f}",
+    "95 % CI": lambda line: _between(line.result.difference_ci95, "+"),
+    "ratio": lambda line: f"{line.result.ratio:.3f}",
+    "95 % CI ": lambda line: _between(line.result.ratio_ci95),
+    "p": lambda line: f"{line.result.p_value:.4f}",
+    "needed": lambda line: _whole(line.result.prompts_for_measured),
+    **{
+        f"{share:.0%}": lambda line, index=index: _whole(  # type: ignore[misc]
+            line.result.prompts_for_relative[index]
+        )
+        for index, share in enumerate(RELATIVE_DIFFERENCES)
+    },
+}
+
+
+def format_lines(lines: Sequence[Line]) -> str:
+    return align_columns(
+        list(COLUMNS), [[cell(line) for cell in COLUMNS.values()] for line in lines]
+    )
+
+
+def format_noise(noises: Sequence[Noise]) -> str:
+    lines = ["Noise of tokens/s over repeats (standard deviations of one prompt's value):"]
+    for noise in noises:
+        parts = noise.parts
+        lines.append(
+            f"  {noise.entry['benchmark']}, T={noise.entry['temperature']:g}, "
+            f"{_setting(noise.entry)}, {parts.num_repeats} runs of {parts.num_prompts} prompts: "
+            f"mean {parts.mean:.2f}, between prompts {parts.between_prompts**0.5:.2f}, between "
+            f"repeats {parts.between_repeats**0.5:.2f} ({parts.repeat_share:.0%} of the variance); "
+            f"pooled {', '.join(f'{value:.2f}' for value in noise.pooled)}"
+        )
+    return "\n".join(lines)
+
+
+def _line_record(line: Line, baseline: Run, compared: Run) -> dict[str, Any]:
+    def side(run: Run, entry: Entry) -> dict[str, Any]:
+        return {"run": str(run.folder)} | {field: entry[field] for field in LIKENESS[0]}
+
+    result = asdict(line.result)
+    needed = result.pop("prompts_for_relative")
+    return {
+        "benchmark": line.compared["benchmark"],
+        "temperature": line.compared["temperature"],
+        "quantity": line.quantity.name,
+        "of_baseline": side(baseline, line.baseline),
+        "of_compared": side(compared, line.compared),
+        "left_out": line.left_out,
+        **result,
+        "prompts_for_relative": {
+            f"{share:g}": size for share, size in zip(RELATIVE_DIFFERENCES, needed, strict=True)
+        },
+    }
+
+
+def _noise_record(noise: Noise) -> dict[str, Any]:
+    fields = ("benchmark", "temperature", *LIKENESS[0])
+    return {
+        **{field: noise.entry[field] for field in fields},
+        "runs": noise.folders,
+        **asdict(noise.parts),
+        "repeat_share": noise.parts.repeat_share,
+        "tokens_per_s": noise.pooled,
+    }
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="python -m pipedraft.eval compare",
+        description="Compare runs of pipedraft.eval on the same prompts.",
+        epilog=EXAMPLE + "\n" + LEGEND,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("baseline", type=Path, metavar="RUN_A", help="--out folder of the run to compare with")
+    add("others", type=Path, nargs="+", metavar="RUN_B", help="--out folders of other runs")
+    add("--json", type=Path, metavar="FILE", help="write the comparisons there as well")
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """The whole subcommand; bad input raises ValueError."""
+    arguments = build_parser().parse_args(argv)
+    baseline, *others = [Run.read(folder) for folder in (arguments.baseline, *arguments.others)]
+    if arguments.json is not None:
+        if arguments.json.is_dir():
+            raise UsageError(
+                f"--json: {str(arguments.json)!r} is a folder; give a file, e.g. out.json"
+            )
+        make_folder("--json", arguments.json.parent)
+    records, warnings = [], []
+    for other in others:
+        lines = compare_runs(baseline, other)
+        found = find_warnings(baseline, other, lines)
+        print(f"{other.folder} compared with {baseline.folder}")
+        print("\n".join([*(f"warning: {text}" for text in found), format_lines(lines), ""]))
+        records += [_line_record(line, baseline, other) for line in lines]
+        warnings += [f"{other.folder}: {text}" for text in found]
+    noises = find_noise([baseline, *others])
+    if noises:
+        print(format_noise(noises) + "\n")
+    print(LEGEND)
+    if arguments.json is not None:
+        content = {
+            "runs": [str(run.folder) for run in (baseline, *others)],
+            "warnings": warnings,
+            "comparisons": records,
+            "noise": [_noise_record(noise) for noise in noises],
+        }
+        write_atomically(arguments.json, to_json(content))
+        print(f"written: {arguments.json}")

@@ -1,0 +1,190 @@
+"""Share of right answers, for benchmarks that have them.
+
+Lossless decoding leaves the text, and so the score, as the target's own. Every method's own texts
+are scored all the same: a method that changes them shows it.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from pipedraft.eval.answers import Check, NumberCheck, ProgramCheck, build_program, find_number
+from pipedraft.eval.sandbox import PASSED, check_sandbox, isolation, run_program
+
+if TYPE_CHECKING:
+    from pipedraft.eval.run import Record
+    from pipedraft.eval.tasks import Prompt
+
+CONFIDENCE = 0.95
+ACCURACY = "accuracy"
+PASS_AT_1 = "pass@1"
+NOT_ISOLATED = (
+    "with the network in reach, and the user's other processes: the system does not permit "
+    "`unshare --net --pid`"
+)
+SCORES_HELP = """\
+Right answers of gsm8k (and of its part of spec_bench): the last number, or the one after ####,
+equals the reference. Of humaneval: the answer's function passes the official test.
+
+  python -m pipedraft.eval --checkpoint out/spd_tiny --benchmarks gsm8k,humaneval --score \\
+      --allow-code-execution --max-new-tokens 512 --out out/scored
+
+The latter runs programs that a model wrote. Each has a process group of its own, 3 s on the CPU,
+30 s in all, 1 GiB, files of 1 MiB, no further process, no environment but PATH, an empty temporary
+folder, and no network where the system allows namespaces (a line says so where not). They are not
+kept from reading files, nor from writing outside their folder where the user may (root's run as
+nobody): use a container for models you do not trust.
+"""
+
+
+def wilson_interval(
+    passed: int, total: int, *, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """Confidence interval of a share.
+
+    ((p + z^2 / 2n) +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)    Wilson 1927, eq. 4
+    Deviation: none.
+
+    Returns:
+        Lower and upper bound, inside [0, 1] also for 0 and for all right; NaN for total = 0.
+    """
+    if total == 0:
+        return math.nan, math.nan
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share = passed / total
+    center = share + z * z / (2 * total)
+    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one answer."""
+
+    passed: bool
+    outcome: str
+    """PASSED, or what was wrong with it."""
+    kind: str
+    """``ACCURACY`` or ``PASS_AT_1``."""
+
+
+class Scorer:
+    """Scores answers, each different one once."""
+
+    def __init__(self, *, run_programs: bool) -> None:
+        self.run_programs = run_programs
+        self._scores: dict[tuple[Check, str], Score] = {}
+
+    def can_score(self, prompt: "Prompt") -> bool:
+        runs = self.run_programs or not isinstance(prompt.check, ProgramCheck)
+        return prompt.check is not None and runs
+
+    def score(self, check: Check, answer: str) -> Score:
+        if (check, answer) not in self._scores:
+            self._scores[check, answer] = (
+                _score_number(check, answer)
+                if isinstance(check, NumberCheck)
+                else _score_program(check, answer)
+            )
+        return self._scores[check, answer]
+
+    def score_records(
+        self, records: Sequence["Record"], *, description: str = "", progress: bool = True
+    ) -> list["Record"]:
+        """The same records; those that answer a prompt with a check carry its score."""
+        scored = list(records)
+        places = [i for i, record in enumerate(records) if self.can_score(record.prompt)]
+        for i in tqdm(places, desc=description, unit="answer", disable=not (progress and places)):
+            check = records[i].prompt.check
+            assert check is not None and len(records[i].prompt.turns) == 1
+            scored[i] = replace(records[i], score=self.score(check, records[i].answer))
+        return scored
+
+
+def _score_number(check: NumberCheck, answer: str) -> Score:
+    number = find_number(answer)
+    if number is None:
+        return Score(False, "no number", ACCURACY)
+    right = number == check.expected
+    return Score(right, PASSED if right else f"{number} for {check.expected}", ACCURACY)
+
+
+def _score_program(check: ProgramCheck, answer: str) -> Score:
+    outcome = run_program(
+        [*build_program(answer, check), check.test, f"check({check.entry_point})"]
+    )
+    return Score(outcome == PASSED, outcome, PASS_AT_1)
+
+
+def summarize_scores(records: Sequence["Record"]) -> dict[str, Any] | None:
+    """``score`` of an entry of results.json; None if nothing was scored."""
+    scored = [(record, record.score) for record in records if record.score is not None]
+    if not scored:
+        return None
+    passed = sum(score.passed for _, score in scored)
+    kind = scored[0][1].kind
+    return {
+        "kind": kind,
+        "scored": len(scored),
+        "passed": passed,
+        "mean": passed / len(scored),
+        "ci95": list(wilson_interval(passed, len(scored))),
+        # Answers that ran into --max-new-tokens or the context: most of these cannot be right.
+        "cut": sum(record.result.stop_reason != "eos" for record, _ in scored),
+        "isolated": bool(isolation()) if kind == PASS_AT_1 else None,
+    }
+
+
+def add_score_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "scores",
+        SCORES_HELP,
+    )
+    group.add_argument("--score", action="store_true", help="score the answers of every method")
+    group.add_argument(
+        "--allow-code-execution",
+        action="store_true",
+        help="with --score: run humaneval's answers; without it humaneval is not scored",
+    )
+
+
+def make_scorer(
+    arguments: argparse.Namespace, benchmarks: Mapping[str, Sequence["Prompt"]]
+) -> tuple[Scorer | None, list[str]]:
+    """The scorer that the options ask for, and lines for the user."""
+    allowed = arguments.allow_code_execution
+    if not arguments.score:
+        if allowed:
+            raise ValueError(
+                "--allow-code-execution: given without --score; add --score, or leave it out"
+            )
+        return None, []
+    kinds = {name: {type(prompt.check) for prompt in ps} for name, ps in benchmarks.items()}
+    coded = [name for name, types in kinds.items() if ProgramCheck in types]
+    if not coded and not any(NumberCheck in types for types in kinds.values()):
+        raise ValueError(
+            f"--score: {', '.join(benchmarks)} cannot be scored; "
+            "add gsm8k or humaneval to --benchmarks, or leave it out"
+        )
+    if allowed and not coded:
+        raise ValueError(
+            f"--allow-code-execution: {', '.join(benchmarks)} asks for no programs; "
+            "add humaneval to --benchmarks, or leave it out"
+        )
+    lines = []
+    if coded and not allowed:
+        lines.append(
+            f"{', '.join(coded)} is not scored: its answers are programs; add "
+            "--allow-code-execution to run them in a sandbox"
+        )
+    if allowed:
+        check_sandbox()
+        if not isolation():
+            lines.append(f"{', '.join(coded)}: programs run {NOT_ISOLATED}")
+    return Scorer(run_programs=allowed), lines

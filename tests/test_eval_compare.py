@@ -1,0 +1,325 @@
+"""Runs compared prompt by prompt: which entries and prompts meet, warnings, noise, bad input."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipedraft.errors import run_command
+from pipedraft.eval.__main__ import run
+from pipedraft.eval.compare import Run, compare_runs, counterparts, find_noise, find_warnings
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+
+NUM_PROMPTS = 16
+
+
+def make_rows(
+    *, stages: int, rejection: float, seed: int = 0, prompts: int = NUM_PROMPTS, benchmark="b"
+) -> list[dict]:
+    """A chain draft; the texts, and the seconds of a step, depend on the prompt alone."""
+    tokens = np.random.default_rng(1).integers(20, 120, prompts)
+    rounds = 1 + np.random.default_rng(seed).binomial(tokens - 1, rejection)
+    return [
+        {
+            "benchmark": benchmark,
+            "id": str(i),
+            "category": "c",
+            "tokens": int(n),
+            "steps": int(n + (stages - 1) * r),
+            "virtual_time": float(n + (stages - 1) * r) / stages,
+            "virtual_time_autoregressive": float(n),
+            "decode_s": 0.01 * float(n + (stages - 1) * r),
+        }
+        for i, (n, r) in enumerate(zip(tokens, rounds, strict=True))
+    ]
+
+
+def make_entry(rows: list[dict], **fields) -> dict:
+    entry = {
+        "method": "spd", "schedule": "spd", "benchmark": "b", "stages": 4, "temperature": 0.0,
+        "tree_width": 1, "tree": None, "per_prompt": rows,
+    }  # fmt: skip
+    return entry | fields
+
+
+def make_manifest(**changes) -> dict:
+    manifest = {
+        "target": {"fingerprint": {"hash": "a" * 64}},
+        "tokenizer": {"sha256": "b" * 64},
+        "dtype": "float32",
+        "config": {"max_new_tokens": 128, "backend": "local"},
+        "hardware": {"processor": "this", "torch_threads": 1, "accelerator": None},
+        "prompts": {"b": {"sha256": "c" * 64}},
+    }
+    return manifest | changes
+
+
+def write(folder: Path, *entries: dict, **manifest) -> str:
+    folder.mkdir()
+    pooled = [entry for entry in entries if entry["benchmark"] == OVERALL]
+    single = [entry for entry in entries if entry["benchmark"] != OVERALL]
+    (folder / "results.json").write_text(json.dumps({"runs": single, "overall": pooled}))
+    (folder / "manifest.json").write_text(json.dumps(make_manifest(**manifest)))
+    return str(folder)
+
+
+def read(folder: Path, *entries: dict, **manifest) -> Run:
+    return Run.read(Path(write(folder, *entries, **manifest)))
+
+
+def slow_and_fast(tmp_path: Path) -> tuple[Run, Run]:
+    slow = make_entry(make_rows(stages=4, rejection=0.5))
+    fast = make_entry(make_rows(stages=4, rejection=0.3, seed=5))
+    return read(tmp_path / "slow", slow), read(tmp_path / "fast", fast)
+
+
+def status(arguments: list[str]) -> int:
+    try:
+        run_command(lambda: run(arguments))
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_values_are_the_pooled_ones_and_the_better_draft_is_seen(tmp_path) -> None:
+    slow, fast = slow_and_fast(tmp_path)
+    length, speedup, per_second = compare_runs(slow, fast)
+    rows = [run.entries[0]["per_prompt"] for run in (slow, fast)]
+    tokens, steps = ([sum(r[key] for r in side) for side in rows] for key in ("tokens", "steps"))
+    assert length.result.baseline == pytest.approx(4 * tokens[0] / steps[0])
+    assert length.result.compared == pytest.approx(4 * tokens[1] / steps[1])
+    assert speedup.result.compared == pytest.approx(length.result.compared)
+    assert per_second.result.ratio == pytest.approx(length.result.ratio)
+    assert length.result.ratio == pytest.approx(steps[0] / steps[1])
+    low, high = length.result.difference_ci95
+    assert 0 < low < length.result.difference < high
+    assert length.result.p_value < 0.001
+    needed = length.result.prompts_for_relative
+    assert needed[0] > needed[1] > needed[2] > length.result.prompts_for_measured
+
+
+def test_only_prompts_with_the_same_id_meet_whatever_their_order(tmp_path) -> None:
+    rows = make_rows(stages=4, rejection=0.4)
+    first = read(tmp_path / "a", make_entry(rows))
+    second = read(tmp_path / "b", make_entry(rows[:3:-1]), prompts={"b": {"sha256": "d" * 64}})
+    lines = compare_runs(first, second)
+    assert all((x.result.num_prompts, x.left_out) == (NUM_PROMPTS - 4, 4) for x in lines)
+    assert all(line.result.difference == 0 for line in lines)
+    (warning,) = find_warnings(first, second, lines)
+    assert "prompts of b differ (cccccccccccc and dddddddddddd)" in warning
+    assert "4 left out" in warning
+
+
+def test_conditions_that_differ_are_said(tmp_path) -> None:
+    rows = make_rows(stages=4, rejection=0.4)
+    first = read(tmp_path / "a", make_entry(rows))
+    other = {"processor": "that", "torch_threads": 1, "accelerator": None}
+    second = read(
+        tmp_path / "b", make_entry(rows[1:]), dtype="bfloat16", hardware=other,
+        target={"fingerprint": {"hash": "e" * 64}},
+    )  # fmt: skip
+    assert find_warnings(first, second, compare_runs(first, second)) == [
+        "1 prompts of b are in one run only: left out",
+        "target differs: aaaaaaaaaaaa and eeeeeeeeeeee",
+        "dtype differs: float32 and bfloat16",
+        "processor differs: this and that",
+    ]
+    assert find_warnings(first, first, compare_runs(first, first)) == []
+
+
+def test_entries_meet_their_namesakes_else_the_most_alike() -> None:
+    def entry(method: str, schedule: str, **fields) -> dict:
+        return make_entry([], method=method, schedule=schedule, **fields)
+
+    baseline = [
+        entry(AUTOREGRESSIVE, AUTOREGRESSIVE),
+        entry("spd", "spd"),
+        entry("spd", "spd", tree_width=4),
+        entry("eagle3: flowspec", "flowspec", tree="dynamic:7:10:59"),
+        entry("spd", "spd", temperature=1.0),
+        entry("spd", "spd", benchmark="other"),
+    ]
+    assert counterparts(baseline[2], baseline) == [baseline[2]]
+    assert counterparts(entry("spd (b)", "spd"), baseline) == [baseline[1]]
+    assert counterparts(entry("spd", "spd", stages=8, tree_width=4), baseline) == [baseline[2]]
+    same = entry("eagle3", "flowspec", tree="dynamic:7:10:59")
+    assert counterparts(same, baseline) == [baseline[3]]
+    assert counterparts(entry("spd", "spd", tree_width=9), baseline) == baseline[1:3]
+    assert counterparts(entry("ppsd", "ppsd"), baseline) == baseline[1:4]
+    plain = entry(AUTOREGRESSIVE, AUTOREGRESSIVE, stages=8)
+    assert counterparts(plain, baseline) == [baseline[0]]
+    assert counterparts(entry("spd", "spd", temperature=0.5), baseline) == []
+
+
+def test_plain_decoding_is_compared_by_its_wall_clock_alone(tmp_path) -> None:
+    rows = make_rows(stages=4, rejection=1.0)
+    entry = make_entry(rows, method=AUTOREGRESSIVE, schedule=AUTOREGRESSIVE)
+    plain = read(tmp_path / "a", entry)
+    assert [line.quantity.label for line in compare_runs(plain, plain)] == ["tokens/s"]
+
+
+def test_a_machine_that_was_slower_for_one_run_is_said(tmp_path) -> None:
+    """Else a difference of tokens/s between equal methods would be believed."""
+    plain = {"method": AUTOREGRESSIVE, "schedule": AUTOREGRESSIVE}
+    rows = make_rows(stages=4, rejection=1.0)
+    slower = [row | {"decode_s": 2 * row["decode_s"]} for row in rows]
+    first = read(tmp_path / "a", make_entry(rows, **plain))
+    second = read(tmp_path / "b", make_entry(slower, **plain))
+    (warning,) = find_warnings(first, second, compare_runs(first, second))
+    assert "not equally fast: plain decoding of b at T = 0 ran at 0.50 times" in warning
+
+
+def test_runs_without_times_of_prompts_are_compared_by_their_length_and_it_is_said(
+    tmp_path,
+) -> None:
+    slow, fast = slow_and_fast(tmp_path)
+    for row in slow.entries[0]["per_prompt"]:
+        del row["virtual_time"], row["decode_s"]
+    lines = compare_runs(slow, fast)
+    assert [line.quantity.label for line in lines] == ["L'"]
+    (warning,) = find_warnings(slow, fast, lines)
+    assert "slow/results.json has no S nor tokens/s" in warning
+
+
+def repeats(tmp_path: Path, *seeds: int) -> list[Run]:
+    """The same tokens and steps; seconds 10 % up or down from prompt to prompt."""
+    runs = []
+    for seed in seeds:
+        rows = make_rows(stages=4, rejection=0.4, prompts=60)
+        noise = np.random.default_rng(seed).normal(1, 0.1, len(rows))
+        for row, factor in zip(rows, noise.tolist(), strict=True):
+            row["decode_s"] *= factor
+        runs.append(read(tmp_path / f"repeat{seed}", make_entry(rows)))
+    return runs
+
+
+def test_repeats_of_a_method_show_the_machines_noise(tmp_path) -> None:
+    (noise,) = find_noise(repeats(tmp_path, 1, 2, 3))
+    assert (noise.parts.num_repeats, noise.parts.num_prompts) == (3, 60)
+    assert noise.parts.between_repeats == pytest.approx((0.1 * noise.parts.mean) ** 2, rel=0.3)
+    assert noise.parts.between_prompts > 0
+    assert len(noise.pooled) == 3 and np.std(noise.pooled) < 0.05 * noise.parts.mean
+
+
+def test_other_steps_are_another_method_not_a_repeat(tmp_path) -> None:
+    assert find_noise(slow_and_fast(tmp_path)) == []
+    assert find_noise(repeats(tmp_path, 1)) == []
+
+
+def test_command_prints_tables_and_noise_and_writes_what_it_printed(tmp_path, capsys) -> None:
+    plain = make_entry(
+        make_rows(stages=4, rejection=1.0), method=AUTOREGRESSIVE, schedule=AUTOREGRESSIVE
+    )
+    rows = [make_rows(stages=4, rejection=p, seed=s) for p, s in ((0.5, 0), (0.4, 5), (0.3, 6))]
+    folders = [
+        write(
+            tmp_path / name,
+            plain,
+            make_entry(side),
+            make_entry(side, benchmark=OVERALL),
+        )
+        for name, side in zip("abc", rows, strict=True)
+    ]
+    file = tmp_path / "compared.json"
+    assert status(["compare", *folders, "--json", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "warning" not in out
+    assert f"{folders[1]} compared with {folders[0]}" in out
+    assert f"{folders[2]} compared with {folders[0]}" in out
+    assert "3 runs of 16 prompts" in out and "not corrected" in out
+    written = json.loads(file.read_text())
+    assert written["runs"] == folders and written["warnings"] == []
+    assert len(written["comparisons"]) == 2 * (1 + 3 + 3)
+    line = written["comparisons"][1]
+    assert line["of_compared"] == {
+        "run": folders[1], "method": "spd", "schedule": "spd", "stages": 4, "tree_width": 1,
+        "tree": None,
+    }  # fmt: skip
+    assert line["difference"] == pytest.approx(line["compared"] - line["baseline"])
+    assert f"{line['difference']:+.3f}" in out and f"{line['p_value']:.4f}" in out
+    assert set(line["prompts_for_relative"]) == {"0.01", "0.02", "0.05"}
+    (noise,) = written["noise"]
+    assert noise["method"] == AUTOREGRESSIVE and noise["between_repeats"] == 0
+
+
+def test_a_single_prompt_has_no_interval_in_table_or_file(tmp_path, capsys) -> None:
+    rows = make_rows(stages=4, rejection=0.4, prompts=1)
+    folder, file = write(tmp_path / "a", make_entry(rows)), tmp_path / "c.json"
+    assert status(["compare", folder, folder, "--json", str(file)]) == 0
+    assert "nan" not in capsys.readouterr().out
+    line = json.loads(file.read_text())["comparisons"][0]
+    assert line["difference_ci95"] == [None, None] and line["prompts_for_measured"] is None
+    assert math.isfinite(line["ratio"])
+
+
+BAD = {
+    "absent": ["RUN", "absent", "no results.json", "give the --out folder"],
+    "broken": ["RUN", "broken", "not JSON", "evaluate again"],
+    "listed": ["RUN", "listed", "not an object", "evaluate again"],
+    "old": ["RUN", "old", "without 'per_prompt'", "run the evaluation again"],
+    "shape": ["RUN", "shape", "runs is no list", "run the evaluation again"],
+    "twice": ["RUN", "twice", "2 prompts of b with the id '0'", "an id of its own"],
+    "other": ["RUN", "other", "gsm8k at T = 0", "b at T = 0", "same --benchmarks"],
+    "disjoint": ["RUN", "disjoint", "share no prompt", "same --benchmarks"],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_runs_are_one_line_and_status_two(tmp_path, capsys, name) -> None:
+    rows = make_rows(stages=4, rejection=0.4)
+    good = write(tmp_path / "good", make_entry(rows))
+    folder = tmp_path / name
+    if name in ("broken", "listed", "shape"):
+        folder.mkdir()
+        text = {"broken": "{", "listed": "[]", "shape": '{"runs": 3, "overall": []}'}[name]
+        (folder / "results.json").write_text(text)
+    elif name == "old":
+        entry = make_entry(rows)
+        del entry["per_prompt"]
+        write(folder, entry)
+    elif name == "twice":
+        write(folder, make_entry([*rows, rows[0]]))
+    elif name == "other":
+        write(folder, make_entry(rows, benchmark="gsm8k"))
+    elif name == "disjoint":
+        write(folder, make_entry([row | {"id": f"x{row['id']}"} for row in rows]))
+    assert status(["compare", good, str(folder)]) == 2
+    assert_one_line(capsys, BAD[name])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["compare"], ["RUN_A", "missing", "--help"]),
+        (["compare", "{good}"], ["RUN_B", "missing", "--help"]),
+        (["compare", "{good}", "{good}", "--jsn", "x"], ["'--jsn'", "did you mean --json"]),
+        (["compare", "{good}", "{good}", "--json", "{good}"], ["--json", "is a folder"]),
+        (["compare", "{good}", "{good}", "--json", "{file}/x.json"], ["--json", "another folder"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_bad_arguments_are_one_line_and_status_two(tmp_path, capsys, arguments, words) -> None:
+    good = write(tmp_path / "good", make_entry(make_rows(stages=4, rejection=0.4)))
+    places = {"{good}": good, "{file}": f"{good}/results.json"}
+    for name, place in places.items():
+        arguments = [argument.replace(name, place) for argument in arguments]
+    assert status(arguments) == 2
+    assert_one_line(capsys, words)
+
+
+def assert_one_line(capsys, words: list[str]) -> None:
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+def test_help_shows_an_example(capsys) -> None:
+    assert status(["compare", "--help"]) == 0
+    assert "python -m pipedraft.eval compare out/" in capsys.readouterr().out
+    assert status(["--help"]) == 0
+    assert "compare" in capsys.readouterr().out

@@ -1,0 +1,387 @@
+"""Intervals, p-values and numbers of prompts on synthetic data whose truth is known exactly.
+
+The drafts emit geometric rounds; the lengths of the texts are heavy-tailed (log-normal, sigma 1)
+and long texts are easier. Every check has a known-bad variant that fails it.
+"""
+
+import itertools
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from pipedraft.eval import paired
+from pipedraft.eval.breakdown import (
+    acceptance_by_category,
+    acceptance_intervals_by_position,
+    wilson_over_prompts,
+)
+from pipedraft.eval.metrics import NUM_RESAMPLES, bootstrap_ratio, expanded_percentiles
+from pipedraft.eval.paired import (
+    compare_paired,
+    influence,
+    paired_intervals,
+    permutation_p_value,
+    pooled,
+    prompts_needed,
+    variance_parts,
+)
+
+# E experiments, S the two runs, P prompts, U turns, M repeats
+STAGES = 4
+LENGTHS = np.array(
+    [math.floor(math.exp(4 + NormalDist().inv_cdf((i + 0.5) / 4000))) + 1 for i in range(4000)]
+)
+"""Tokens of a text: quantiles of a log-normal, so that their mean is known."""
+KINDS = ((4, 6, 1), (2, 6, 3))
+"""Half of the prompts each: Beta of the rejection rate, factor on the length."""
+BAND = (0.93, 0.97)
+"""Of a 95 % interval's coverage; 2000 experiments have a standard error of 0.5 %."""
+
+
+def draw(seed: int, experiments: int, prompts: int, better: float) -> tuple[np.ndarray, np.ndarray]:
+    """n N and K [E, S, P] of two drafts on the same texts.
+
+    A round ends at each token with the prompt's rejection rate; it costs n - 1 steps more. The
+    second draft rejects ``better`` times as often on average, more or less so from prompt to
+    prompt (as often, also in each prompt, if 1).
+    """
+    rng = np.random.default_rng(seed)
+    size = (experiments, prompts)
+    kind = rng.integers(0, 2, size)
+    rejected, kept, factor = np.moveaxis(np.array(KINDS)[kind], -1, 0)
+    tokens = rng.choice(LENGTHS, size) * factor
+    first = rng.beta(rejected, kept)
+    second = first if better == 1 else first * rng.beta(9 * better, 9 * (1 - better), size)
+    rounds_ESP = 1 + rng.binomial(tokens[:, None] - 1, np.stack([first, second], 1))
+    tokens_ESP = np.repeat(tokens[:, None], 2, 1)
+    return STAGES * tokens_ESP.astype(float), tokens_ESP + (STAGES - 1.0) * rounds_ESP
+
+
+def truth(better: float) -> float:
+    """n E[N] / E[K]."""
+    tokens = [LENGTHS.mean() * factor for _, _, factor in KINDS]
+    rates = [better * rejected / (rejected + kept) for rejected, kept, _ in KINDS]
+    rounds = [1 + (n - 1) * rate for n, rate in zip(tokens, rates, strict=True)]
+    return STAGES * sum(tokens) / (sum(tokens) + (STAGES - 1) * sum(rounds))
+
+
+def coverage(interval_E2: np.ndarray, value: float) -> float:
+    return float(np.mean((interval_E2[:, 0] <= value) & (value <= interval_E2[:, 1])))
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[np.ndarray, np.ndarray]:
+    return draw(1, 2000, 80, better=0.9)
+
+
+def test_the_stated_truth_is_that_of_the_data() -> None:
+    numerator, denominator = draw(0, 1, 400_000, better=0.9)
+    np.testing.assert_allclose(
+        pooled(numerator, denominator)[0], [truth(1), truth(0.9)], rtol=0.005
+    )
+
+
+def test_interval_of_the_pooled_length_covers_the_truth(data) -> None:
+    numerator, denominator = data
+    for side, value in enumerate((truth(1), truth(0.9))):
+        interval = bootstrap_ratio(numerator[:, side], denominator[:, side])
+        assert BAND[0] <= coverage(interval, value) <= BAND[1]
+
+
+def test_a_bootstrap_over_tokens_covers_too_seldom(data) -> None:
+    """Known-bad variant: every token is drawn by itself, as if it depended on no prompt."""
+    tokens, steps = data[0][:, 0].sum(-1) / STAGES, data[1][:, 0].sum(-1)
+    rounds = ((steps - tokens) / (STAGES - 1)).astype(int)
+    rng = np.random.default_rng(2)
+    ends_ER = rng.binomial(
+        tokens.astype(int)[:, None], (rounds / tokens)[:, None], (2000, NUM_RESAMPLES)
+    )
+    ratio_ER = STAGES * tokens[:, None] / (tokens[:, None] + (STAGES - 1) * ends_ER)
+    every_token_counts = np.full(2000, 1e6)
+    assert coverage(expanded_percentiles(ratio_ER, every_token_counts), truth(1)) < 0.7
+
+
+def test_intervals_of_the_paired_difference_and_ratio_cover_the_truth(data) -> None:
+    difference, ratio = paired_intervals(*data)
+    assert BAND[0] <= coverage(difference, truth(0.9) - truth(1)) <= BAND[1]
+    assert BAND[0] <= coverage(ratio, truth(0.9) / truth(1)) <= BAND[1]
+
+
+def test_resampling_the_two_runs_apart_makes_the_interval_too_wide(data) -> None:
+    """Known-bad variant: the pairing is thrown away."""
+    numerator, denominator = (x[:500] for x in data)
+    shuffled = [
+        np.concatenate([x[:, :1], np.roll(x[:, 1:], 1, -1)], 1) for x in (numerator, denominator)
+    ]
+    apart, _ = paired_intervals(*shuffled)
+    assert coverage(apart, truth(0.9) - truth(1)) > 0.99
+    together, _ = paired_intervals(numerator, denominator)
+    assert np.median(np.diff(apart)) > 1.5 * np.median(np.diff(together))
+
+
+def test_paired_intervals_agree_with_a_plain_loop() -> None:
+    numerator, denominator = (x[0] for x in draw(3, 1, 30, better=0.8))
+    rng = np.random.default_rng(0)
+    draws = [rng.integers(0, 30, 30) for _ in range(NUM_RESAMPLES)]
+    values = np.array([pooled(numerator[:, d], denominator[:, d]) for d in draws])
+    # Phi(-sqrt(30/29) * 2.04523) from tables: 0.01868.
+    for got, statistic in zip(
+        paired_intervals(numerator, denominator),
+        (values[:, 1] - values[:, 0], values[:, 1] / values[:, 0]),
+        strict=True,
+    ):
+        oracle = np.quantile(statistic, [0.01868, 1 - 0.01868])
+        np.testing.assert_allclose(got, oracle, atol=0.1 * (oracle[1] - oracle[0]))
+
+
+def test_influence_is_the_derivative_by_a_prompts_weight() -> None:
+    numerator, denominator = (x[0] for x in draw(4, 1, 20, better=0.8))
+
+    def difference(weight_P: np.ndarray) -> float:
+        first, second = pooled(numerator * weight_P, denominator * weight_P)
+        return second - first
+
+    step = 1e-6
+    slopes = [
+        (difference(1 + step * unit) - difference(1 - step * unit)) / (2 * step)
+        for unit in np.eye(20)
+    ]
+    np.testing.assert_allclose(influence(numerator, denominator) / 20, slopes, atol=1e-8)
+
+
+# -- permutation p-value --------------------------------------------------------------------
+
+
+def distance_from_uniform(p_value_E: np.ndarray) -> float:
+    """Kolmogorov and Smirnov's."""
+    ordered, size = np.sort(p_value_E), len(p_value_E)
+    above, below = np.arange(1, size + 1) / size, np.arange(size) / size
+    return float(max((above - ordered).max(), (ordered - below).max()))
+
+
+def null_turns(seed: int, experiments: int, prompts: int) -> tuple[np.ndarray, np.ndarray]:
+    """[E, S, P, U]: neither draft is better, but each has prompts it is good at, 4 turns each."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.choice(LENGTHS, (experiments, 1, prompts, 4)).repeat(2, 1)
+    rejection = rng.beta(4, 6, (experiments, 2, prompts, 1))
+    rounds = 1 + rng.binomial(tokens - 1, rejection)
+    return STAGES * tokens.astype(float), tokens + (STAGES - 1.0) * rounds
+
+
+CRITICAL = 1.63 / math.sqrt(1000)
+"""Of the distance, at 1 %, for 1000 experiments."""
+
+
+@pytest.mark.parametrize("prompts", [10, 40])  # enumerated, random
+def test_p_values_are_uniform_if_neither_run_is_better(prompts: int) -> None:
+    numerator, denominator = (x.sum(-1) for x in null_turns(5, 1000, prompts))
+    p_value = permutation_p_value(numerator, denominator)
+    assert distance_from_uniform(p_value) < CRITICAL
+    assert np.mean(p_value <= 0.05) == pytest.approx(0.05, abs=0.02)
+
+
+def test_swapping_turns_instead_of_prompts_finds_differences_that_are_none() -> None:
+    """Known-bad variant: dependent turns taken for independent prompts."""
+    numerator, denominator = (x.reshape(1000, 2, -1) for x in null_turns(5, 1000, 10))
+    p_value = permutation_p_value(numerator, denominator)
+    assert distance_from_uniform(p_value) > 3 * CRITICAL
+    assert np.mean(p_value <= 0.05) > 0.15
+
+
+def test_enumerated_p_value_is_that_of_the_plain_loop() -> None:
+    numerator, denominator = (x[0] for x in draw(6, 1, 6, better=0.7))
+    values = []
+    for swaps in itertools.product([False, True], repeat=6):
+        first, second = pooled(
+            *(np.where(swaps, x[::-1], x) for x in (numerator, denominator))
+        ).tolist()
+        values.append(abs(second - first))
+    expected = np.mean([value >= values[0] - 1e-12 for value in values])
+    assert permutation_p_value(numerator, denominator) == expected
+    assert 0.02 < expected < 0.98
+
+
+def test_random_swaps_approach_the_enumerated_p_value(monkeypatch) -> None:
+    numerator, denominator = draw(7, 20, 10, better=0.9)
+    exact = permutation_p_value(numerator, denominator)
+    monkeypatch.setattr(paired, "EXACT_PROMPTS", 0)
+    random = permutation_p_value(numerator, denominator)
+    np.testing.assert_allclose(random, exact, atol=0.02)
+    assert (random != exact).any()
+
+
+def test_p_value_at_its_extremes() -> None:
+    ones = np.ones((2, 8))
+    assert permutation_p_value(ones, ones) == 1
+    faster = np.stack([np.full(8, 10.0), np.full(8, 8.0)])
+    assert permutation_p_value(ones, faster) == 2 / 2**8
+    many = np.stack([np.full(40, 10.0), np.full(40, 8.0)])
+    assert permutation_p_value(np.ones((2, 40)), many) == 1 / 10_001
+
+
+# -- number of prompts ----------------------------------------------------------------------
+
+
+def rejection_rate(experiments: int, prompts: int, better: float) -> float:
+    numerator, denominator = draw(8, experiments, prompts, better)
+    parts = zip(np.array_split(numerator, 8), np.array_split(denominator, 8), strict=True)
+    return float(np.mean(np.concatenate([permutation_p_value(*part) for part in parts]) <= 0.05))
+
+
+@pytest.mark.parametrize("power", [0.5, 0.8, 0.95])
+def test_so_many_prompts_see_the_difference_as_often_as_promised(power: float) -> None:
+    psi_P = influence(*draw(9, 1, 400_000, better=0.95))[0]
+    prompts = prompts_needed(psi_P.std(), truth(0.95) - truth(1), power=power)
+    assert prompts is not None and 60 < prompts < 250
+    assert rejection_rate(1000, prompts, 0.95) == pytest.approx(power, abs=0.05)
+
+
+def test_the_spread_of_unpaired_runs_asks_for_far_too_many_prompts() -> None:
+    """Known-bad variant."""
+    numerator, denominator = (x[0] for x in draw(9, 1, 400_000, better=0.9))
+    value = pooled(numerator, denominator)[:, None]
+    residual = (numerator - value * denominator) / denominator.mean(-1, keepdims=True)
+    unpaired = math.hypot(*residual.std(-1))
+    prompts = prompts_needed(unpaired, truth(0.9) - truth(1), power=0.5)
+    assert prompts is not None and rejection_rate(200, prompts, 0.9) > 0.9
+
+
+def test_number_of_prompts_by_hand_and_where_there_is_none() -> None:
+    # (1.959964 + 0.841621)^2 = 7.848880; times 25, plus 1.959964^2 / 2 = 1.920729.
+    assert prompts_needed(5.0, 1.0) == math.ceil(7.848880 * 25 + 1.920729)
+    assert prompts_needed(5.0, -1.0) == prompts_needed(5.0, 1.0)
+    assert prompts_needed(0.001, 1.0) == 2
+    assert prompts_needed(1.0, 0.0) is None and prompts_needed(0.0, 1.0) is None
+    assert prompts_needed(math.nan, 1.0) is None
+
+
+# -- all of it ------------------------------------------------------------------------------
+
+
+def test_a_comparison_of_a_run_with_itself_finds_nothing() -> None:
+    numerator, denominator = (x[0] for x in draw(10, 1, 20, better=1))
+    same = compare_paired(numerator[[0, 0]], denominator[[0, 0]])
+    assert (same.difference, same.difference_ci95, same.p_value) == (0.0, (0.0, 0.0), 1.0)
+    assert (same.ratio, same.ratio_ci95) == (1.0, (1.0, 1.0))
+    assert same.prompts_for_measured is None and same.prompts_for_relative == (None, None, None)
+
+
+def test_prompts_without_a_step_are_left_out_and_a_single_one_has_no_interval() -> None:
+    numerator = np.array([[8, 0, 8], [8, 0, 8]])
+    denominator = np.array([[4, 0, 8], [2, 0, 4]])
+    two = compare_paired(numerator, denominator)
+    assert (two.num_prompts, two.baseline, two.compared) == (2, 16 / 12, 16 / 6)
+    assert all(map(math.isfinite, two.difference_ci95))
+    one = compare_paired(numerator[:, :2], denominator[:, :2])
+    assert (one.num_prompts, one.difference, one.p_value) == (1, 2.0, 1.0)
+    assert all(map(math.isnan, (*one.difference_ci95, *one.ratio_ci95)))
+    with pytest.raises(ValueError, match="counted nothing"):
+        compare_paired(numerator[:, 1:2], denominator[:, 1:2])
+
+
+# -- noise of repeats -----------------------------------------------------------------------
+
+
+def test_parts_of_the_variance_by_hand() -> None:
+    # Prompt means 2 and 7; MSW = (2 + 2) / 2 = 2, MSB = 2 * 12.5 = 25.
+    parts = variance_parts(np.array([[1.0, 6.0], [3.0, 8.0]]))
+    assert (parts.num_repeats, parts.num_prompts, parts.mean) == (2, 2, 4.5)
+    assert (parts.between_repeats, parts.between_prompts) == (2.0, 11.5)
+    assert parts.repeat_share == 2 / 13.5
+    noise_alone = variance_parts(np.array([[1.0, 3.0], [3.0, 1.0]]))
+    assert (noise_alone.between_prompts, noise_alone.between_repeats) == (0.0, 2.0)
+    assert math.isnan(variance_parts(np.ones((2, 3))).repeat_share)
+
+
+def test_parts_of_the_variance_are_those_the_data_were_made_with() -> None:
+    rng = np.random.default_rng(11)
+    found, naive = [], []
+    for _ in range(400):
+        prompt_P, noise_MP = rng.normal(40, 5, 80), rng.normal(0, 4, (3, 80))
+        value_MP = prompt_P + noise_MP
+        parts = variance_parts(value_MP)
+        found.append((parts.between_prompts, parts.between_repeats))
+        naive.append(value_MP.mean(0).var(ddof=1))
+    np.testing.assert_allclose(np.mean(found, 0), (25, 16), rtol=0.03)
+    # Known-bad variant: the means of prompts still hold a third of the noise.
+    assert np.mean(naive) > 1.15 * 25
+
+
+# -- acceptance by category and position -----------------------------------------------------
+
+
+def acceptance_data(experiments: int, prompts: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(12)
+    tests = rng.choice(LENGTHS, (experiments, prompts))
+    return rng.binomial(tests, rng.beta(6, 4, (experiments, prompts))), tests
+
+
+def plain_wilson(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[float, float]:
+    tests, z = tests_P.sum(), 1.959964
+    rate = accepts_P.sum() / tests
+    half = z * math.sqrt(rate * (1 - rate) / tests + z**2 / (4 * tests**2))
+    centre = rate + z**2 / (2 * tests)
+    return (centre - half) / (1 + z**2 / tests), (centre + half) / (1 + z**2 / tests)
+
+
+def test_acceptance_interval_over_prompts_covers_the_truth_and_wilsons_does_not() -> None:
+    accepts, tests = acceptance_data(2000, 80)
+    over_prompts = [wilson_over_prompts(a, t) for a, t in zip(accepts, tests, strict=True)]
+    assert BAND[0] <= coverage(np.array(over_prompts), 0.6) <= BAND[1]
+    plain = [plain_wilson(a, t) for a, t in zip(accepts, tests, strict=True)]
+    assert coverage(np.array(plain), 0.6) < 0.6
+    accepts, tests = acceptance_data(2000, 10)
+    few = [wilson_over_prompts(a, t) for a, t in zip(accepts, tests, strict=True)]
+    assert 0.9 <= coverage(np.array(few), 0.6) <= BAND[1]
+
+
+def test_acceptance_interval_of_independent_tests_is_wilsons() -> None:
+    rng = np.random.default_rng(13)
+    tests = np.full(2000, 5)
+    accepts = rng.binomial(tests, 0.7)
+    got, expected = wilson_over_prompts(accepts, tests), plain_wilson(accepts, tests)
+    np.testing.assert_allclose(got, expected, atol=0.1 * (expected[1] - expected[0]))
+
+
+def test_acceptance_interval_does_not_shrink_to_a_point_where_all_was_accepted() -> None:
+    tests = np.array([7, 7, 0, 7])
+    low, high = wilson_over_prompts(tests, tests)
+    # Three prompts, t = 4.303 (the series gives 4.27): 1 / (1 + t^2 / 3).
+    assert high == 1.0 and low == pytest.approx(1 / (1 + 4.303**2 / 3), abs=0.003)
+    assert wilson_over_prompts(0 * tests, tests)[0] == 0.0
+    assert all(map(math.isnan, wilson_over_prompts(tests[:1], tests[:1])))
+
+
+def make_row(category: str, tests: list[int], accepts: list[int], benchmark: str = "b") -> dict:
+    return {
+        "benchmark": benchmark, "category": category, "tokens": 12, "steps": 24,
+        "position_tests": tests, "position_accepts": accepts,
+    }  # fmt: skip
+
+
+def test_categories_and_positions_pool_the_prompts_that_belong_to_them() -> None:
+    rows = [
+        make_row("writing", [4, 2], [2, 2]),
+        make_row("math", [3, 3, 3], [3, 3, 1]),
+        make_row("writing", [4], [1]),
+    ]
+    found = acceptance_by_category(rows, num_stages=4)
+    assert list(found) == ["writing", "math"]
+    writing = found["writing"]
+    assert (writing["prompts"], writing["tests"], writing["accepts"]) == (2, 10, 5)
+    assert writing["draft_acceptance_rate"] == 0.5
+    low, high = writing["draft_acceptance_rate_ci95"]
+    assert 0 <= low < 0.5 < high <= 1
+    assert writing["equivalent_acceptance_length"] == {"pooled": 2.0, "ci95": [2.0, 2.0]}
+    assert math.isnan(found["math"]["draft_acceptance_rate_ci95"][0])
+    first, second, third = acceptance_intervals_by_position(rows)
+    assert first == list(wilson_over_prompts(np.array([2, 3, 1]), np.array([4, 3, 4])))
+    assert second == list(wilson_over_prompts(np.array([2, 3]), np.array([2, 3])))
+    assert all(map(math.isnan, third))
+
+
+def test_categories_of_several_benchmarks_keep_apart() -> None:
+    rows = [make_row("math", [1], [1], "one"), make_row("math", [1], [0], "two")]
+    assert list(acceptance_by_category(rows, num_stages=4)) == ["one/math", "two/math"]
