@@ -114,12 +114,8 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
             "speedup": statistics.median(speedups),
             "speedup_range": [min(speedups), max(speedups)],
             "equivalent_acceptance_length": args.stages * counts[0] / counts[1],
-            "first_token": statistics.median(
-                a.token_times_s[0] / b.token_times_s[0] for b, a in pairs
-            ),
-            "second_token": statistics.median(
-                a.token_times_s[1] / b.token_times_s[1] for b, a in pairs
-            ),
+            "first_token": time_over_plain(pairs, 0),
+            "second_token": time_over_plain(pairs, 1),
         }
     return {"cases": rows, "processes": cluster.world_size, "boundaries": list(cut)}
 

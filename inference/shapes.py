@@ -139,8 +139,8 @@ class MicroBatch:
     decay: float = 0.0
     """Taken off both for each micro-batch since the last verdict that came out empty."""
     give_up: float = 0.1
-    """While a smaller part of the latest guesses was right, only one verdict in ``PROBE_EVERY`` is
-    followed by drafting: a draft that is of no use then costs the stages little. 0: never."""
+    """While a smaller part of the latest guesses was right, the draft pauses, twice as long every
+    time: one that is of no use then costs the stages little. 0: never."""
     restart: bool = False
     """As published: draft from the root again after every verdict, and verify it on its own."""
     max_in_flight: int | None = None

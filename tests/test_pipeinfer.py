@@ -109,15 +109,16 @@ def test_a_draft_that_is_never_right_is_asked_rarely():
     """The text and its steps stay; a probe now and then notices when guesses become right."""
     eager, rare = (simulate(0.0, MicroBatch(give_up=floor), new_tokens=80) for floor in (0, 0.1))
     assert rare.token_ids == eager.token_ids and rare.num_steps == eager.num_steps
-    assert rare.num_drafted < 0.5 * eager.num_drafted
+    assert rare.num_drafted < 0.25 * eager.num_drafted
     useful = [simulate(0.6, MicroBatch(give_up=floor), new_tokens=80) for floor in (0, 0.1)]
     assert useful[0].num_steps == useful[1].num_steps
 
 
 def test_a_draft_that_becomes_right_is_asked_again(monkeypatch):
     monkeypatch.setattr(SimulatedSource, "is_right", lambda source, position: position > 50)
+    """No pause is longer than the useless time before it, so twice that time is the worst."""
     result = simulate(0.0, MicroBatch(), new_tokens=120)
-    assert result.num_steps < 4 * 60 + 30
+    assert result.num_steps < 4 * 96 + 24
 
 
 def test_starting_again_at_the_root_costs_steps():

@@ -2,10 +2,36 @@
 
 from typing import Any
 
-PROBE_EVERY = 8
-"""Verdicts between two attempts of a draft that was hardly ever right."""
-USEFULNESS_STEP = 0.1
+STEP = 0.2
 """Weight of the latest verdict in the mean share of right guesses."""
+LONGEST_PAUSE = 64
+"""Verdicts."""
+
+
+class Patience:
+    """Whether a draft is worth asking: one that is hardly ever right pauses.
+
+    Args:
+        floor: the smallest useful share of right guesses; 0 is never impatient.
+    """
+
+    def __init__(self, floor: float) -> None:
+        self.floor = floor
+        self.share = 0.5
+        self.pause = 0
+        self.left = 0
+
+    def observe(self, share: float | None) -> None:
+        """Take in a verdict's share of right guesses; None where none was asked for.
+
+        Below the floor every pause, in verdicts, is twice as long as the one before.
+        """
+        if share is None:
+            self.left = max(0, self.left - 1)
+            return
+        self.share += STEP * (share - self.share)
+        self.pause = 0 if self.share >= self.floor else min(2 * self.pause or 1, LONGEST_PAUSE)
+        self.left = self.pause
 
 
 def pipeinfer(session: Any) -> None:
@@ -24,16 +50,16 @@ def pipeinfer(session: Any) -> None:
     asked rarely (``give_up``), whatever it believes of them.
     """
     batch = session.config.micro_batch
-    leaf = successive = empty = num_verdicts = 0
-    usefulness = 1.0
+    leaf = successive = empty = 0
+    patience = Patience(batch.give_up)
     is_entry_taken = False
     while not session.done:
         if not is_entry_taken:
             session.inject()
         tree = session.tree
         is_idle = tree.num_injected == len(tree)
-        is_useful = usefulness >= batch.give_up or num_verdicts % PROBE_EVERY == 0
-        if is_useful and is_idle and len(tree) < (batch.max_in_flight or float("inf")):
+        has_room = len(tree) < (batch.max_in_flight or float("inf"))
+        if is_idle and has_room and not patience.left:
             if not batch.restart:
                 leaf = _deepest(tree, range(len(tree)))
             shift = successive * batch.recovery - empty * batch.decay
@@ -44,13 +70,12 @@ def pipeinfer(session: Any) -> None:
         returned = session.step(overlap=True)
         is_entry_taken = False
         if returned is not None:
-            before = session.result.num_tested, session.result.num_accepted
+            result = session.result
+            tested, right = result.num_tested, result.num_accepted
             session.resolve(returned)
-            tested = session.result.num_tested - before[0]
-            if tested:
-                share = (session.result.num_accepted - before[1]) / tested
-                usefulness += USEFULNESS_STEP * (share - usefulness)
-            num_verdicts += 1
+            tested, right = result.num_tested - tested, result.num_accepted - right
+            was_asked = tested or successive or empty
+            patience.observe(right / max(1, tested) if was_asked else None)
             leaf = successive = empty = 0
             is_entry_taken = batch.restart and session.tree.num_injected > 0
 
