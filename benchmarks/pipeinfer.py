@@ -7,15 +7,17 @@ random weights (a layer of the target's width) that runs in full for every guess
 put right with probability --acceptance, with a probability of 0.9 either way: a wrong draft is as
 sure as a right one, so a cutoff cannot save it. "unsure" leaves the random draft's own, flat
 distribution, which a cutoff of 0.3 stops. Each case decodes the same texts, in turn with plain
-decoding on the same processes; reported are tokens per second over plain decoding's (median and
-range over texts), the virtual clock's L', and the time to the first and to the second token over
-plain decoding's.
+decoding on the same processes. Micro-batches hold up to three guesses, fewer where further rows
+take longer than they save: the engine's cost model has what a first text measured. Reported are
+tokens per second over plain decoding's (median and range over texts), the virtual clock's L', and
+the time to the first and to the second token over plain decoding's.
 """
 
 import argparse
 import math
 import statistics
 from contextlib import ExitStack
+from dataclasses import asdict
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -73,6 +75,7 @@ def cases(args: argparse.Namespace) -> dict[str, tuple[float, dict[str, Any], bo
         found[f"no early cancellation, {acceptance:g}"] = acceptance, {}, False
         found[f"no continuous speculation, {acceptance:g}"] = acceptance, {"max_in_flight": 2}, True
         found[f"restart as published, {acceptance:g}"] = acceptance, {"restart": True}, True
+        found[f"one guess at a time, {acceptance:g}"] = acceptance, {"size": 1}, True
     found["random, unsure, no cutoff"] = -1.0, {}, True
     found["random, unsure, cutoff 0.3"] = -1.0, {"accept": 0.3}, True
     return found
@@ -86,11 +89,12 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
 
     cut, name = boundaries(args), str(args.folder)
     target = cluster.load_target(name, revision=None, num_stages=args.stages, boundaries=cut)
-    common = {"num_stages": args.stages, "boundaries": cut, "max_new_tokens": args.tokens}
+    common = common_options(args)
     plain_config = EngineConfig(schedule="autoregressive", **common)
     plain = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)
     plain.decode(PROMPT)  # warm up
     draft = LanguageModelDraft(make_draft(args), target)
+    cost = measure_cost(args, cluster, plain, draft)
     prompts = [[token + index for token in PROMPT] for index in range(args.texts)]
     rows: dict[str, dict[str, Any]] = {}
     for label, (acceptance, options, cancels) in cases(args).items():
@@ -99,7 +103,8 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
             before = plain.decode(prompt)
             text = [*prompt, *before.token_ids]
             source = make_source(args, draft, text, acceptance)
-            config = EngineConfig(schedule="pipeinfer", micro_batch=MicroBatch(**options), **common)
+            batch = MicroBatch(**options)
+            config = EngineConfig(schedule="pipeinfer", micro_batch=batch, cost=cost, **common)
             with ExitStack() as stack:
                 if not cancels:
                     stack.enter_context(patch.object(ProcessPipeline, "_cancel", lambda *_: None))
@@ -117,7 +122,48 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
             "first_token": time_over_plain(pairs, 0),
             "second_token": time_over_plain(pairs, 1),
         }
-    return {"cases": rows, "processes": cluster.world_size, "boundaries": list(cut)}
+    return {
+        "cases": rows,
+        "cost": asdict(cost),
+        "processes": cluster.world_size,
+        "boundaries": list(cut),
+    }
+
+
+def measure_cost(args: argparse.Namespace, cluster: Any, plain: Any, draft: Any) -> Any:
+    """Row slope and draft time, from a text of plain decoding and one with micro-batches."""
+    from pipedraft.inference.clock import CostModel
+    from pipedraft.inference.engine import Engine, EngineConfig
+    from pipedraft.inference.shapes import MicroBatch
+
+    def measure(engine: Any) -> tuple[float, float, float]:
+        """Seconds of all stages for a call, rows in it, seconds of a draft forward."""
+        plain.pipeline.clear()
+        num_forwards = engine.decode(PROMPT).num_draft_forwards
+        reports = plain.pipeline.reports()
+        calls = sum(report["counts"]["stage"] for report in reports)
+        total_s = sum(report["seconds"]["stage"] for report in reports)
+        drafting_s = sum(report["seconds"].get("draft", 0.0) for report in reports)
+        rows = sum(report["rows"]["stage"] for report in reports)
+        return args.stages * total_s / calls, rows / calls, drafting_s / max(num_forwards, 1)
+
+    source = make_source(args, draft, [], -1.0)
+    batch = MicroBatch(give_up=0.0)
+    config = EngineConfig(schedule="pipeinfer", micro_batch=batch, **common_options(args))
+    busy = Engine(plain.target, Tokenizer(), config, source=source, connect=cluster.connect)
+    pass_s, _, _ = measure(plain)
+    batch_s, rows, forward_s = measure(busy)
+    return CostModel(
+        row=max(batch_s / pass_s - 1, 0.0) / (rows - 1),
+        draft_forward=forward_s / pass_s,
+        is_asynchronous=True,
+        draft_on_first_stage=not args.apart,
+    )
+
+
+def common_options(args: argparse.Namespace) -> dict[str, Any]:
+    options = {"num_stages": args.stages, "boundaries": boundaries(args)}
+    return options | {"max_new_tokens": args.tokens}
 
 
 def span(result: Any) -> float:

@@ -61,26 +61,30 @@ class VirtualClock:
         return cost.link + cost.verify
 
     def step(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> None:
-        """One pipeline step.
+        """Take one pipeline step; the arguments are those of ``duration``."""
+        self.num_steps += 1
+        self.time += self.duration(rows, draft_forwards=draft_forwards, overlap=overlap)
+
+    def duration(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> float:
+        """Of a pipeline step.
 
         Args:
             rows: rows that each stage processes (0: idle).
             overlap: whether the draft runs beside the stages or after them.
         """
-        self.num_steps += 1
         stages = [s * self._growth(r) for s, r in zip(self.shares, rows, strict=True)]
         draft = draft_forwards * self.draft_forward
         shared = 1.0 + self.cost.sharing * max(sum(map(bool, rows)) - 1, 0)
         if not overlap:
-            self.time += max(stages) * shared + draft
+            busy = max(stages) * shared + draft
         elif self.cost.draft_on_first_stage:
             is_further = bool(draft) and not rows[0] and any(rows)
             shared += self.cost.sharing * is_further
-            self.time += max(stages[0] + draft, *stages) * shared
+            busy = max(stages[0] + draft, *stages) * shared
         else:
             shared += self.cost.sharing * (bool(draft) and any(rows))
-            self.time += max(draft, *stages) * shared
-        self.time += self._fixed
+            busy = max(draft, *stages) * shared
+        return busy + self._fixed
 
     def hidden_forwards(self, num_rows: int) -> int:
         """Draft forwards that take no longer than one step with ``num_rows`` rows; at least 1."""

@@ -343,11 +343,12 @@ class Session:
                 by_score=expansion.by_score,
             )
 
-    def grow_micro_batch(self, start: int, shift: float) -> list[int]:
+    def grow_micro_batch(self, start: int, shift: float, size: int) -> list[int]:
         """Let the draft guess on below one row, as far as it is sure.
 
         Args:
             shift: what is added to the thresholds of the micro-batch.
+            size: guesses at most.
 
         Returns:
             The row of every guess; the tree may have had some of them before.
@@ -359,7 +360,7 @@ class Session:
                 self.tree,
                 self.pipeline.features.view(),
                 start=start,
-                batch=self.config.micro_batch,
+                batch=replace(self.config.micro_batch, size=size),
                 shift=shift,
                 interrupted=self.verdict_waits,
             )

@@ -127,7 +127,8 @@ class MicroBatch:
     """
 
     size: int = 3
-    """Guesses, over all branches; they enter the first stage together."""
+    """Guesses, over all branches; they enter the first stage together. Fewer where the cost model
+    says that further rows take more time than they are right often enough to save."""
     branches: int = 1
     """Paths that one micro-batch may begin; 1: a chain."""
     accept: float = 0.0

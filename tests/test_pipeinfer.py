@@ -22,9 +22,11 @@ from test_lossless import (
     total_variation,
 )
 
-from pipedraft.inference.clock import CostModel
+from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.closed_forms import micro_batch_acceptance_length
 from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.pipeline import LocalPipeline
+from pipedraft.inference.schedules.asynchronous import worthwhile_size
 from pipedraft.inference.shapes import Expansion, MicroBatch
 from pipedraft.inference.sources import DraftSource
 from pipedraft.inference.sources.language_model import LanguageModelSource
@@ -99,7 +101,7 @@ def test_steps_follow_the_closed_form(size):
     rounds = [num_stages + math.ceil((tokens - 1) / size) for tokens in result.round_lengths]
     assert result.num_steps == sum(rounds)
     alpha = result.draft_acceptance_rate
-    expected = 1 / ((1 - alpha) + alpha / (size * num_stages))
+    expected = micro_batch_acceptance_length(alpha, size, num_stages)
     assert abs(alpha - acceptance) < 0.1
     # A round that ends inside a micro-batch has paid for the whole of it.
     assert 0.85 * expected < result.equivalent_acceptance_length < expected * 1.02
@@ -449,3 +451,18 @@ def test_what_cannot_be_combined_is_refused():
     module = make_module(target, num_stages=2, num_layers=1).float()
     with pytest.raises(ValueError, match="'pipeinfer' grows micro_batches.*choose spd"):
         Engine(target, PlainTokenizer(), config, module)
+
+
+@pytest.mark.parametrize(
+    ("row", "share", "size"), [(0.0, 0.1, 3), (0.3, 0.5, 1), (0.3, 0.9, 3), (0.02, 0.5, 3)]
+)
+def test_micro_batches_are_as_large_as_rows_are_cheap_and_guesses_right(row, share, size):
+    clock = VirtualClock(CostModel(row=row), (0, 4, 8), draft_forward=0.01)
+    assert worthwhile_size(3, share, clock) == size
+
+
+def test_expensive_rows_make_small_micro_batches():
+    for row, rows_per_step in ((0.0, 3.0), (2.0, 1.0)):
+        result = simulate(0.5, MicroBatch(), new_tokens=LONGEST, cost=CostModel(row=row))
+        steady = result.num_drafted / result.num_steps
+        assert steady == pytest.approx(rows_per_step, rel=0.2), (row, steady)

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from pipedraft.inference.clock import VirtualClock
+from pipedraft.inference.closed_forms import micro_batch_acceptance_length
+
 STEP = 0.2
 """Weight of the latest verdict in the mean share of right guesses."""
 LONGEST_PAUSE = 64
@@ -34,6 +37,19 @@ class Patience:
         self.left = self.pause
 
 
+def worthwhile_size(largest: int, share: float, clock: VirtualClock) -> int:
+    """Guesses a step that give most tokens per modelled time, if ``share`` of them is right."""
+    if not clock.cost.row:
+        return largest
+
+    def speed(size: int) -> float:
+        rows = [size] * clock.num_stages
+        length = micro_batch_acceptance_length(share, size, clock.num_stages)
+        return length / clock.duration(rows, draft_forwards=size, overlap=True)
+
+    return max(range(1, largest + 1), key=speed)
+
+
 def pipeinfer(session: Any) -> None:
     """The draft continues the deepest guess that may still be right, whatever was verified since.
 
@@ -47,7 +63,8 @@ def pipeinfer(session: Any) -> None:
     micro-batch, but no row. What differs from the publication: the stages keep step, with one
     entry per step; no verdict is drawn a second time for a position; a copy costs the stages and
     the links nothing else. Beyond the publication: a draft whose guesses are hardly ever right is
-    asked rarely (``give_up``), whatever it believes of them.
+    asked rarely (``give_up``), whatever it believes of them, and where rows cost time under the
+    cost model a micro-batch is as large as the latest share of right guesses makes worth it.
     """
     batch = session.config.micro_batch
     leaf = successive = empty = 0
@@ -63,7 +80,8 @@ def pipeinfer(session: Any) -> None:
             if not batch.restart:
                 leaf = _deepest(tree, range(len(tree)))
             shift = successive * batch.recovery - empty * batch.decay
-            rows = session.grow_micro_batch(leaf, shift)
+            size = worthwhile_size(batch.size, patience.share, session.clock)
+            rows = session.grow_micro_batch(leaf, shift, size)
             leaf = _deepest(tree, rows or [leaf])
             successive += bool(rows)
             empty += not rows
