@@ -7,12 +7,13 @@ piece of a conversation is ever tokenised on its own, because BPE merges across 
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROLES = {
     "system": "system",
@@ -30,6 +31,18 @@ PROBE = "pipedraftprobe"
 
 
 def normalise_conversation(row: dict) -> list[dict[str, str]]:
+    """As ``read_turns``, of a row that has something to supervise.
+
+    Raises:
+        ValueError: as ``read_turns``, or there is no assistant turn.
+    """
+    messages = read_turns(row)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("no assistant turn")
+    return messages
+
+
+def read_turns(row: dict) -> list[dict[str, str]]:
     """Read one row as a list of {"role": system | user | assistant, "content": text}.
 
     Accepted: ``messages`` or ``conversations``, a list of {role, content} or of {from, value}.
@@ -57,8 +70,6 @@ def normalise_conversation(row: dict) -> list[dict[str, str]]:
         if not content.strip():
             raise ValueError("empty content")
         messages.append({"role": ROLES[role], "content": content})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("no assistant turn")
     return messages
 
 
@@ -88,7 +99,7 @@ class ChatRenderer:
     not part of a span, except the special token that closes the turn.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         if not tokenizer.is_fast:
             raise ValueError(
                 f"tokenizer: {tokenizer.name_or_path!r} has no offsets; use its fast version"
@@ -158,6 +169,8 @@ class ChatRenderer:
         return text
 
     def _render_marked(self, messages: list[dict[str, str]]) -> RenderedChat:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         variables: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         # Annotated as str, returns (texts, generation marks of each text).
         rendered: Any = render_jinja_template(
@@ -266,7 +279,7 @@ def mark_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) ->
 
 
 def tokenize_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], max_length: int
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]], max_length: int
 ) -> tuple[list[int], list[int]]:
     """One conversation as (input_ids, loss_mask), cut at ``max_length`` tokens.
 

@@ -4,7 +4,7 @@
         --functions 1000 --out prompts.jsonl
 
 A draft learns to guess what its target says, so the prompts should be of the kinds that it will
-meet, and the answers the target's own: `data_recipes.sample --prompts` writes them.
+meet, and the answers the target's own: `data_recipes.regenerate` writes them.
 """
 
 import argparse

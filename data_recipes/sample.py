@@ -4,9 +4,7 @@
 
 Every row starts at the beginning of a user turn and is sampled on until the model ends the text.
 User turns are drawn at temperature 1; a share of the rows has greedy answers, the rest sampled
-ones, so that a draft sees both kinds of decoding. With ``--prompts FILE`` the user's side is given,
-one row each of {"prompt": text} or {"messages": [...]} that ends with the user, and only the last
-answer is the model's.
+ones, so that a draft sees both kinds of decoding. ``data_recipes.regenerate`` answers given users.
 """
 
 import argparse
@@ -99,42 +97,6 @@ def sample_batch(
     return texts
 
 
-@torch.inference_mode()
-def answer_batch(
-    model: Any,
-    tokenizer: Any,
-    conversations: list[Messages],
-    *,
-    is_greedy: bool,
-    max_new_tokens: int,
-) -> list[Messages]:
-    """Each conversation with one more answer, by transformers' own generation (padded on the left).
-
-    Returns:
-        An empty list where the answer was empty.
-    """
-    rendered = [
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        for messages in conversations
-    ]
-    batch = tokenizer(
-        rendered, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
-    )
-    output = model.generate(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        do_sample=not is_greedy,
-        max_new_tokens=max_new_tokens,
-    )
-    answers = tokenizer.batch_decode(
-        output[:, batch.input_ids.shape[1] :], skip_special_tokens=True
-    )
-    return [
-        [*messages, {"role": "assistant", "content": answer.strip()}] if answer.strip() else []
-        for messages, answer in zip(conversations, answers, strict=True)
-    ]
-
-
 def parse_turns(tokenizer: Any, markers: Markers, ids: list[int]) -> Messages:
     """Messages of a sampled text: complete turns, from the user's first to an assistant's last.
 
@@ -175,7 +137,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128, help="texts at a time (default 128)")
     parser.add_argument("--max-tokens", type=int, default=512, help="per text (default 512)")
     parser.add_argument("--greedy-share", type=float, default=0.5, help="rows with greedy answers")
-    parser.add_argument("--prompts", type=Path, help="JSONL file of user turns to answer")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
@@ -203,50 +164,6 @@ def sampled_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> Ite
             yield is_greedy, parse_turns(tokenizer, markers, ids)
 
 
-def read_prompts(path: Path) -> list[Messages]:
-    """Conversations that end with the user's turn, the shortest first.
-
-    Raises:
-        ValueError: the file is missing, or a row is in neither form; it names file and line.
-    """
-    if not path.is_file():
-        raise ValueError(f"--prompts: no file {path}; give JSONL rows with a prompt")
-    conversations: list[Messages] = []
-    with path.open() as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-                messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-                if messages[-1]["role"] != "user" or not all(m["content"] for m in messages):
-                    raise ValueError("the last turn is not the user's, or a turn is empty")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f'--prompts: {path}:{number} is neither {{"prompt": text}} nor '
-                    f'{{"messages": [...]}} that ends with the user ({error!r}); mend or drop it'
-                ) from error
-            conversations.append(messages)
-    return sorted(conversations, key=lambda messages: sum(len(m["content"]) for m in messages))
-
-
-def answered_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[Row]:
-    """(answer is greedy, messages) for every given prompt, in batches of similar length."""
-    conversations = read_prompts(options.prompts)
-    share = options.greedy_share
-    for first in range(0, len(conversations), options.batch):
-        batch = conversations[first : first + options.batch]
-        for is_greedy in (True, False):
-            chosen = [
-                messages
-                for i, messages in enumerate(batch)
-                if (int(i * share) < int((i + 1) * share)) == is_greedy
-            ]
-            if chosen:
-                for answered in answer_batch(
-                    model, tokenizer, chosen, is_greedy=is_greedy, max_new_tokens=options.max_tokens
-                ):
-                    yield is_greedy, answered
-
-
 def main() -> None:
     options = parse(sys.argv[1:])
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -257,15 +174,10 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     torch.manual_seed(options.seed)
-    batches = (
-        sampled_rows(model, tokenizer, options)
-        if options.prompts is None
-        else answered_rows(model, tokenizer, options)
-    )
     counts = {"written": 0, "malformed": 0}
     partial = options.out.with_name(f".{options.out.name}.partial")
     with partial.open("w") as file, tqdm(unit="row") as bar:
-        for is_greedy, messages in batches:
+        for is_greedy, messages in sampled_rows(model, tokenizer, options):
             counts["written" if messages else "malformed"] += 1
             if messages:
                 row = {"messages": messages, "greedy_answers": is_greedy}

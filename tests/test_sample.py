@@ -99,7 +99,6 @@ def test_prompts_come_from_user_turns_and_library_functions(monkeypatch, tmp_pat
     for stub in stubs:
         compile(stub.split("```python\n")[1].removesuffix("\n```"), "stub", "exec")
     assert len(stubs) == 3
-    assert len(sample.read_prompts(out)) == 6
 
 
 @pytest.mark.parametrize(
@@ -110,22 +109,3 @@ def test_an_unknown_source_is_bad_input(takes, words, monkeypatch, tmp_path):
     chats.write_text(json.dumps({"messages": CHAT, "source": "a"}) + "\n")
     with pytest.raises(ValueError, match=words):
         run(prompts, monkeypatch, "--conversations", chats, *takes, "--out", tmp_path / "o.jsonl")
-
-
-def test_answers_continue_prompts_and_conversations(monkeypatch, tmp_path, tokenizer):
-    model = tmp_path / "model"
-    tiny_llama(layers=1, vocab=len(tokenizer)).save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    given, out = tmp_path / "given.jsonl", tmp_path / "out.jsonl"
-    rows = [{"prompt": "How many legs?"}, {"messages": CHAT[:3]}]
-    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--max-tokens", 8, "--dtype", "float32", "--greedy-share", 1]
-    run(sample, monkeypatch, "--target", model, "--prompts", given, *options, "--out", out)
-    answered = [json.loads(line) for line in out.read_text().split("\n") if line]
-    for row in answered:
-        assert row["greedy_answers"] and row["messages"][-1]["role"] == "assistant"
-        assert row["messages"][:-1] in ([{"role": "user", "content": "How many legs?"}], CHAT[:3])
-    assert answered
-    given.write_text('{"prompt": "a"}\n{"messages": [{"role": "assistant", "content": "b"}]}\n')
-    with pytest.raises(ValueError, match=r"given.jsonl:2 .*ends with the user"):
-        sample.read_prompts(given)

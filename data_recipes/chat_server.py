@@ -1,0 +1,278 @@
+"""Answers from a server that speaks OpenAI's chat completions (vLLM, SGLang), many at a time."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, Self
+
+import httpx2
+
+from pipedraft.data_recipes.dialogue import (
+    Answer,
+    Dialogue,
+    Messages,
+    RowFailed,
+    Sampling,
+    TargetLost,
+    kept_text,
+)
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
+LONGEST_RETRY_AFTER_S = 600.0  # a wrong clock or header must not stop a run for a day
+LARGEST_ANSWER_BYTES = 16 << 20
+TRY_AGAIN = {408, 409, 425, 429}  # and 5xx
+CUT_OFF = {"abort", "error"}  # finish reasons of a server that gave up
+FAILURES_IN_A_ROW = 100
+"""So many rows without one answer between them: the server is at fault and the run stops."""
+
+
+class TryAgain(Exception):
+    """A fault that may pass."""
+
+    def __init__(self, reason: str, *, wait_s: float = 0.0, is_unreachable: bool = False) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+        self.is_unreachable = is_unreachable
+
+
+@dataclass(frozen=True)
+class Service:
+    """Where to ask and how patiently."""
+
+    url: str
+    model: str
+    key: str | None = None
+    concurrency: int = 64
+    deadline_s: float = 600.0
+    attempts: int = 8
+
+    @property
+    def base(self) -> str:
+        """The address up to /v1, which may be left out of --server."""
+        url = httpx2.URL(self.url.strip().rstrip("/").removesuffix("/chat/completions"))
+        return str(url.copy_with(path="/v1") if url.path in ("", "/") else url)
+
+
+class ChatServer:
+    """A client of one service; ``async with`` opens and closes its connections.
+
+    Args:
+        rng: spreads the waits, so that requests that failed together do not return together.
+    """
+
+    def __init__(self, service: Service, sampling: Sampling, rng: random.Random) -> None:
+        self.service = service
+        self.sampling = sampling
+        self.rng = rng
+        self.num_requests = 0
+        self.num_repeats = 0
+        limits = httpx2.Limits(
+            max_connections=service.concurrency, max_keepalive_connections=service.concurrency
+        )
+        # Without compression a small body cannot become a large one.
+        headers = {"Accept-Encoding": "identity"}
+        if service.key is not None:
+            headers["Authorization"] = f"Bearer {service.key}"
+        self.client = httpx2.AsyncClient(limits=limits, headers=headers, timeout=None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.aclose()
+
+    async def check(self) -> None:
+        """Ask which models there are. A passing fault is left to the requests that follow.
+
+        Raises:
+            ValueError: the address, the key or the model is wrong.
+            TargetLost: nothing answers there.
+        """
+        try:
+            listing = await self._send("GET", "/models")
+            known = [str(entry["id"]) for entry in listing["data"]]
+        except TryAgain as fault:
+            if fault.is_unreachable:
+                raise TargetLost(f"--server: {self.service.base}: {fault}; start it") from fault
+            return
+        except TargetLost as error:
+            raise ValueError(str(error)) from error
+        except (RowFailed, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--server: {self.service.base}/models is no list of models ({error}); give the "
+                "address of an OpenAI-compatible server up to /v1"
+            ) from error
+        if self.service.model not in known:
+            raise ValueError(
+                f"--model: {self.service.model!r} is not served at {self.service.base}; it has "
+                + ", ".join(known)
+            )
+
+    async def answer(self, question: Messages, row: int, turn: int) -> Answer:
+        """One answer, asked for again after faults that may pass.
+
+        Raises:
+            RowFailed: the server refuses this question, or no attempt succeeded.
+            TargetLost: it refuses every question, or cannot be reached.
+        """
+        last = self.service.attempts - 1
+        for attempt in range(self.service.attempts):
+            try:
+                return await self._ask(question, row, turn, attempt)
+            except TryAgain as error:
+                fault = error
+            if attempt < last:
+                self.num_repeats += 1
+                grown_s = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
+                await asyncio.sleep(max(fault.wait_s, grown_s * self.rng.uniform(0.5, 1)))
+        if fault.is_unreachable:
+            raise TargetLost(f"--server: {self.service.base}: {fault}") from fault
+        raise RowFailed(f"{fault} ({self.service.attempts} attempts)") from fault
+
+    async def _ask(self, question: Messages, row: int, turn: int, attempt: int) -> Answer:
+        sampling = self.sampling
+        body: dict[str, Any] = {
+            "model": self.service.model,
+            "messages": question,
+            "max_tokens": sampling.max_tokens,
+            "temperature": 0.0,
+        }
+        if not sampling.is_greedy(row):
+            body["temperature"], body["top_p"] = sampling.temperature, sampling.top_p
+            body["seed"] = sampling.seed_of(row, turn, attempt)
+        payload = await self._send("POST", "/chat/completions", body)
+        content, reasoning, finish_reason = read_choice(payload)
+        text = kept_text(content, reasoning, thinking=sampling.thinking)
+        return Answer(text, is_cut=finish_reason == "length")
+
+    async def _send(self, method: str, path: str, body: dict | None = None) -> Any:
+        """The JSON value of one response; the deadline covers connecting, waiting and reading."""
+        self.num_requests += method == "POST"
+        url = self.service.base + path
+        try:
+            async with (
+                asyncio.timeout(self.service.deadline_s),
+                self.client.stream(method, url, json=body) as response,
+            ):
+                data = await read_body(response)
+        except TimeoutError as error:
+            raise TryAgain(f"no answer within {self.service.deadline_s:g} s") from error
+        except httpx2.ConnectError as error:
+            raise TryAgain(f"no connection ({error})", is_unreachable=True) from error
+        except httpx2.RequestError as error:
+            raise TryAgain(f"{type(error).__name__}: {error}") from error
+        self._judge(response, url, data)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise TryAgain("answer is not JSON") from error
+
+    def _judge(self, response: httpx2.Response, url: str, data: bytes) -> None:
+        status = response.status_code
+        said = f"HTTP {status}: {error_message(data)}"
+        if status == 200:
+            return
+        if status in TRY_AGAIN or status >= 500:
+            raise TryAgain(
+                said, wait_s=retry_after_s(response.headers.get("Retry-After"), time.time())
+            )
+        if status in (401, 403):
+            raise TargetLost(
+                f"--key-variable: {url} answered {said}; name the environment variable that holds "
+                "the key"
+            )
+        if status in (404, 405) or status < 400:
+            raise TargetLost(f"--server: {url} answered {said}; check address and --model")
+        raise RowFailed(said)
+
+
+async def read_body(response: httpx2.Response) -> bytes:
+    """Raises RowFailed for a body that does not end within the largest size of an answer."""
+    body = bytearray()
+    async for chunk in response.aiter_bytes():
+        body += chunk
+        if len(body) > LARGEST_ANSWER_BYTES:
+            raise RowFailed(f"answer above {LARGEST_ANSWER_BYTES >> 20} MiB")
+    return bytes(body)
+
+
+def read_choice(payload: Any) -> tuple[str, str, str]:
+    """(content, reasoning, finish reason) of a chat completion; raises TryAgain without any text.
+
+    The thinking that a server separates is ``reasoning_content``, in later vLLM ``reasoning``.
+    """
+    try:
+        choice = payload["choices"][0]
+        message, finish_reason = choice["message"], choice.get("finish_reason") or ""
+        content = message.get("content") or ""
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        is_text = isinstance(content, str) and isinstance(reasoning, str)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise TryAgain("answer is not a chat completion") from error
+    if not is_text:
+        raise TryAgain("answer is not text")
+    if finish_reason in CUT_OFF:
+        raise TryAgain(f"answer ended with {finish_reason!r}")
+    if not content.strip() and not reasoning.strip():
+        raise TryAgain("empty answer")
+    return content, reasoning, finish_reason
+
+
+def error_message(data: bytes) -> str:
+    """What a server says about an error, in one line of at most 200 characters."""
+    return " ".join(data[:1000].decode("utf-8", "replace").split())[:200]
+
+
+def retry_after_s(header: str | None, now: float) -> float:
+    """Seconds to wait by a Retry-After header: a number, or a date; 0 without a usable one."""
+    if header is None:
+        return 0.0
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - now
+        except ValueError:
+            return 0.0
+    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_S) if seconds == seconds else 0.0
+
+
+async def answer_dialogues(
+    server: ChatServer,
+    dialogues: Iterator[Dialogue],
+    settle: Callable[[Dialogue, str], None],
+) -> None:
+    """Answer every dialogue, as many at a time as the service may be asked.
+
+    A dialogue's turns follow each other; ``dialogues`` is read only as fast as they are answered.
+
+    Args:
+        settle: gets each dialogue when it is complete, with "", or cannot be, with the reason.
+    """
+    failures = 0
+
+    async def work() -> None:
+        nonlocal failures
+        for dialogue in dialogues:
+            reason = ""
+            try:
+                while not dialogue.is_complete:
+                    turn = dialogue.num_answers
+                    dialogue.add(await server.answer(dialogue.question(), dialogue.row, turn))
+            except RowFailed as error:
+                reason = str(error)
+            settle(dialogue, reason)
+            failures = failures + 1 if reason else 0
+            if failures >= FAILURES_IN_A_ROW:
+                raise TargetLost(f"--server: {failures} rows in a row have failed: {reason}")
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(server.service.concurrency):
+                group.create_task(work())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors

@@ -1,0 +1,697 @@
+"""Regenerated answers: nothing is lost, nothing is asked twice, order is kept, faults are told."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedraft.data_recipes import answer_file, chat_server, regenerate
+from pipedraft.data_recipes.answer_file import AnswerFile
+from pipedraft.data_recipes.dialogue import Dialogue, RowFailed, Sampling, kept_text
+from pipedraft.data_recipes.recipe import DataConfig, Source
+from pipedraft.data_recipes.tokenizer import train_tokenizer
+from pipedraft.errors import run_command
+
+FAULTS = ("error", "busy", "closed", "not_json", "slow", "empty")
+DEADLINE_S = 2.0
+
+
+def reply_to(messages: list[dict]) -> str:
+    """What the server says: a function of all that it read."""
+    return f"{messages[-1]['content']} / {zlib.crc32(json.dumps(messages).encode()):08x}"
+
+
+def fault_of(question: str) -> str:
+    """20 % of the questions fail, the first time they are asked."""
+    code = zlib.crc32(question.encode())
+    return FAULTS[code // 5 % len(FAULTS)] if code % 5 == 0 else ""
+
+
+class FakeServer(ThreadingHTTPServer):
+    """OpenAI's chat completions on a free port; every attribute may be changed while it runs."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.lock = threading.Lock()
+        self.times: dict[str, list[float]] = {}
+        self.bodies: list[dict] = []
+        self.in_flight = self.most_in_flight = 0
+        self.delay_s = 0.0
+        self.is_faulty = False
+        self.refused: set[str] = set()
+        self.answer_all_with: bytes | None = None
+        self.key: str | None = None
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Requests by their last message."""
+        return Counter({question: len(times) for question, times in self.times.items()})
+
+    def handle_error(self, request, client_address) -> None:
+        """Clients that are killed or out of patience close their side."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: FakeServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def send(self, status: int, data: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self.send(401, b"no key")
+        elif self.path == "/v1/models":
+            self.send(200, b'{"data": [{"id": "tiny"}]}')
+        else:
+            self.send(404, b"nothing here")
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = body["messages"][-1]["content"]
+        with server.lock:
+            times = server.times.setdefault(question, [])
+            times.append(time.monotonic())
+            is_first = len(times) == 1
+            server.bodies.append(body)
+            server.in_flight += 1
+            server.most_in_flight = max(server.most_in_flight, server.in_flight)
+        time.sleep(server.delay_s)
+        fault = fault_of(question) if server.is_faulty and is_first else ""
+        if fault == "slow":
+            time.sleep(DEADLINE_S + 0.5)
+        with server.lock:
+            server.in_flight -= 1
+        if self.server.answer_all_with is not None:
+            self.send(200, self.server.answer_all_with)
+        elif question in server.refused:
+            self.send(400, b'{"error": "too long"}')
+        elif fault == "error":
+            self.send(500, b"out of order")
+        elif fault == "busy":
+            self.send(429, b"too many", Retry_After="1")
+        elif fault == "closed":
+            self.close_connection = True
+        elif fault == "not_json":
+            self.send(200, b'{"choices": [')
+        else:
+            content = "" if fault == "empty" else reply_to(body["messages"])
+            message = {"role": "assistant", "content": content}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            self.send(200, json.dumps({"choices": [choice]}).encode())
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(chat_server, "FIRST_WAIT_S", 0.02)
+    with FakeServer() as fake:
+        threading.Thread(target=fake.serve_forever, args=(0.02,), daemon=True).start()
+        yield fake
+        fake.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """The command sets its own for SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def conversation(number: int, turns: int) -> dict:
+    said = [
+        {"role": role, "content": f"{role} {number}.{turn}"}
+        for turn in range(turns)
+        for role in ("user", "assistant")
+    ]
+    return {"conversations": said, "id": number}
+
+
+def expected_messages(number: int, turns: int) -> list[dict]:
+    messages: list[dict] = []
+    for turn in range(turns):
+        messages = [*messages, {"role": "user", "content": f"user {number}.{turn}"}]
+        messages = [*messages, {"role": "assistant", "content": reply_to(messages)}]
+    return messages
+
+
+def make_data(folder: Path, num_rows: int) -> tuple[Path, list[list[dict]]]:
+    """Conversations of one to three turns, and what the server makes of them."""
+    turns = [1 + number % 3 for number in range(num_rows)]
+    rows = [conversation(number, count) for number, count in enumerate(turns)]
+    data = write_rows(folder / "chats.jsonl", rows)
+    return data, [expected_messages(number, count) for number, count in enumerate(turns)]
+
+
+def arguments(server: FakeServer, data: Path, out: Path, *more: object) -> list[str]:
+    where = ["--server", server.url, "--model", "tiny", "--data", data, "--out", out]
+    return [*map(str, where), "--deadline", str(DEADLINE_S), *map(str, more)]
+
+
+def call(given: list[str], monkeypatch) -> int:
+    """Exit status of the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["regenerate", *map(str, given)])
+    try:
+        run_command(regenerate.main)
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+            return 1
+        return stop.code or 0
+    return 0
+
+
+def start(given: list[str]) -> subprocess.Popen:
+    command = [sys.executable, "-m", "pipedraft.data_recipes.regenerate", *given]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def settled_rows(out: Path) -> set[int]:
+    """Rows in the output or in the journal, read as the files are; a torn line is not settled."""
+    journal = out.with_suffix(".journal.jsonl")
+    lines = out.read_bytes().splitlines(True) + journal.read_bytes().splitlines(True)[1:]
+    return {json.loads(line)["input_row"] for line in lines if line.endswith(b"\n")}
+
+
+def test_nothing_is_lost_at_a_server_that_fails_in_every_way(server, monkeypatch, tmp_path, capsys):
+    data, expected = make_data(tmp_path, 90)
+    questions = [m["content"] for messages in expected for m in messages[::2]]
+    faults = Counter(filter(None, map(fault_of, questions)))
+    assert set(faults) == set(FAULTS) and 0.15 < faults.total() / len(questions) < 0.3
+    server.is_faulty, server.delay_s = True, 0.005
+    out = tmp_path / "own.jsonl"
+    assert call(arguments(server, data, out, "--concurrency", 12), monkeypatch) == 0
+    rows = read_rows(out)
+    assert [row["messages"] for row in rows] == expected
+    assert [row["input_row"] for row in rows] == [row["id"] for row in rows] == list(range(90))
+    assert server.counts == Counter({q: 1 + bool(fault_of(q)) for q in questions})
+    assert 4 < server.most_in_flight <= 12 + faults["slow"]  # a slow answer outlives its client
+    busy = [server.times[question] for question in questions if fault_of(question) == "busy"]
+    assert all(second - first >= 1 for first, second in busy)
+    total, repeats = len(questions) + faults.total(), faults.total()
+    said = capsys.readouterr().out
+    assert "90 rows answered, 0 failed" in said
+    assert f"{total} requests, {repeats} of them repeats" in said
+    assert not out.with_suffix(".errors.jsonl").exists()
+
+
+def test_no_more_requests_than_allowed_are_under_way(server, monkeypatch, tmp_path):
+    data, _ = make_data(tmp_path, 24)
+    server.delay_s = 0.02
+    given = arguments(server, data, tmp_path / "own.jsonl", "--concurrency", 5)
+    assert call(given, monkeypatch) == 0
+    assert server.most_in_flight == 5
+
+
+def test_a_killed_run_goes_on_without_asking_for_finished_rows(server, monkeypatch, tmp_path):
+    data, expected = make_data(tmp_path, 60)
+    server.is_faulty, server.delay_s = True, 0.03
+    out = tmp_path / "own.jsonl"
+    given = arguments(server, data, out, "--concurrency", 8)
+    with start(given) as process:
+        while sum(server.counts.values()) < 50:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.kill()
+    time.sleep(0.2)
+    settled, asked = settled_rows(out), server.counts
+    written = {row["input_row"] for row in read_rows(out)}
+    assert settled > written, "the kill should find rows that wait for an earlier one"
+    assert call(given, monkeypatch) == 0
+    assert [row["messages"] for row in read_rows(out)] == expected
+    for row in settled:
+        for message in expected[row][::2]:
+            assert server.counts[message["content"]] == asked[message["content"]]
+    total = sum(server.counts.values())
+    assert call(given, monkeypatch) == 0
+    assert sum(server.counts.values()) == total, "a complete run asks for nothing"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+def test_a_stopped_run_says_how_to_go_on(sent, server, monkeypatch, tmp_path):
+    data, expected = make_data(tmp_path, 40)
+    server.delay_s = 0.05
+    out = tmp_path / "own.jsonl"
+    given = arguments(server, data, out, "--concurrency", 4)
+    with start(given) as process:
+        while sum(server.counts.values()) < 30:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(sent)
+        _, said = process.communicate(timeout=10)
+    assert process.returncode == 130
+    last = said.splitlines()[-1]
+    assert last.startswith("error: interrupted; ") and "of 40 rows left, resume" in last
+    server.delay_s = 0
+    assert call(given, monkeypatch) == 0
+    assert [row["messages"] for row in read_rows(out)] == expected
+
+
+def test_a_server_that_goes_away_stops_the_run_and_spoils_no_row(
+    server, monkeypatch, tmp_path, capsys
+):
+    data, expected = make_data(tmp_path, 30)
+    out = tmp_path / "own.jsonl"
+    given = arguments(server, data, out, "--concurrency", 2, "--attempts", 3)
+    server.delay_s = 0.01
+    settle, seen = regenerate.Run.settle, []
+
+    def settle_and_leave(self, dialogue, reason):
+        settle(self, dialogue, reason)
+        seen.append(dialogue.row)
+        if len(seen) == 10:
+            monkeypatch.setattr(chat_server.Service, "base", "http://127.0.0.1:1/v1")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(regenerate.Run, "settle", settle_and_leave)
+        base = chat_server.Service.base
+        assert call(given, monkeypatch) == 1
+        monkeypatch.setattr(chat_server.Service, "base", base)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "no connection" in said and "rows left, resume with the same command" in said
+    assert not out.with_suffix(".errors.jsonl").read_bytes()
+    assert call(given, monkeypatch) == 0
+    assert [row["messages"] for row in read_rows(out)] == expected
+
+
+def test_failed_rows_are_kept_with_their_reason_and_can_be_retried(
+    server, monkeypatch, tmp_path, capsys
+):
+    good, refused = {"prompt": "Good?"}, {"prompt": "Too long?", "source": "b"}
+    backwards = {"messages": [{"role": "assistant", "content": "Hi"}]}
+    data = write_rows(tmp_path / "chats.jsonl", [refused, good, backwards, good])
+    with data.open("a") as file:
+        file.write("{half\n\n" + json.dumps(good) + "\n")
+    out = tmp_path / "own.jsonl"
+    errors = out.with_suffix(".errors.jsonl")
+    server.refused = {"Too long?"}
+    given = arguments(server, data, out)
+    for _ in range(2):  # the second run has nothing to do
+        assert call(given, monkeypatch) == 0
+        assert "3 rows answered, 3 failed" in capsys.readouterr().out
+        assert [row["input_row"] for row in read_rows(out)] == [1, 3, 5]
+        failed = {row["input_row"]: row for row in read_rows(errors)}
+        assert failed[0]["row"] == refused and "HTTP 400: " in failed[0]["reason"]
+        assert failed[2]["row"] == backwards and "does not follow" in failed[2]["reason"]
+        assert failed[4]["row"] == "{half" and failed[4]["reason"] == "not JSON"
+    assert server.counts == Counter({"Good?": 3, "Too long?": 1})
+    server.refused = set()
+    assert call([*given, "--retry-errors"], monkeypatch) == 0
+    rows = read_rows(out)
+    assert [row["input_row"] for row in rows] == [0, 1, 3, 5]
+    assert rows[0]["source"] == "b" and rows[0]["messages"][0]["content"] == "Too long?"
+    assert [row["input_row"] for row in read_rows(errors)] == [2, 4]
+    assert server.counts == Counter({"Good?": 3, "Too long?": 2})
+
+
+def test_a_server_that_refuses_everything_stops_the_run(server, monkeypatch, tmp_path, capsys):
+    data = write_rows(tmp_path / "chats.jsonl", [{"prompt": "No?"}] * 150)
+    server.refused = {"No?"}
+    out = tmp_path / "own.jsonl"
+    assert call(arguments(server, data, out, "--concurrency", 2), monkeypatch) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "100 rows in a row have failed: HTTP 400" in said and " of 150 rows left" in said
+    assert 100 <= len(read_rows(out.with_suffix(".errors.jsonl"))) < 103
+
+
+def test_other_settings_or_another_input_are_refused(server, monkeypatch, tmp_path, capsys):
+    data, _ = make_data(tmp_path, 6)
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": "Other?"}])
+    out = tmp_path / "own.jsonl"
+    assert call(arguments(server, data, out, "--temperature", 0.7), monkeypatch) == 0
+    before = out.read_bytes()
+    for bad, words in (
+        (arguments(server, data, out), "--temperature: 1.0, but"),
+        (arguments(server, other, out, "--temperature", 0.7), "--data (digest): "),
+        (arguments(server, data, other), "other.jsonl' exists and has no other.journal.jsonl"),
+    ):
+        capsys.readouterr()
+        assert call(bad, monkeypatch) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert words in said and "another" in said
+    assert out.read_bytes() == before
+    held = AnswerFile(tmp_path / "held.jsonl", {}, num_rows=6, retry_errors=False)
+    assert call(arguments(server, data, tmp_path / "held.jsonl"), monkeypatch) == 2
+    assert "another process is writing" in capsys.readouterr().err
+    held.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"--server": "localhost:8000"}, 2, ["--server: 'localhost:8000'", "give for example"]),
+        ({"--server": "http://localhost:port"}, 2, ["--server: 'http://localhost:port'"]),
+        ({"--server": "http://127.0.0.1:1"}, 1, ["--server: http://127.0.0.1:1/v1", "start it"]),
+        (
+            {"--server": "{url}/v2"},
+            2,
+            ["--server: ", "/v2/models answered HTTP 404", "check address"],
+        ),
+        ({"--model": "large"}, 2, ["--model: 'large' is not served", "it has tiny"]),
+        ({"--batch": "3"}, 2, ["--batch: 3 is for --target"]),
+        ({"--temperature": "0"}, 2, ["--temperature: 0", "--greedy-share 1"]),
+        ({"--key-variable": "NO_KEY"}, 2, ["--key-variable: 'NO_KEY' is not set", "export"]),
+        ({"--data": "nowhere.jsonl"}, 2, ["--data: no file nowhere.jsonl"]),
+        ({"--out": "own.parquet"}, 2, ["--out: 'own.parquet' does not end in .jsonl"]),
+        ({"--out": "/nowhere/own.jsonl"}, 2, ["--out: ", "cannot be written"]),
+    ],
+    ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_one_line(change, status, words, server, monkeypatch, tmp_path, capsys):
+    data, _ = make_data(tmp_path, 2)
+    given = arguments(server, data, tmp_path / "own.jsonl")
+    for name, value in change.items():
+        value = value.replace("{url}", server.url)
+        if name in given:
+            given[given.index(name) + 1] = value
+        else:
+            given += [name, value]
+    assert call(given, monkeypatch) == status
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and all(word in said[0] for word in words), said
+
+
+def test_a_mended_command_may_follow_one_that_never_began(server, monkeypatch, tmp_path):
+    data, expected = make_data(tmp_path, 2)
+    given = arguments(server, data, tmp_path / "own.jsonl")
+    assert call([*given, "--model", "large"], monkeypatch) == 2
+    assert call(given, monkeypatch) == 0
+    assert [row["messages"] for row in read_rows(tmp_path / "own.jsonl")] == expected
+
+
+def test_the_key_comes_from_the_environment(server, monkeypatch, tmp_path, capsys):
+    data, _ = make_data(tmp_path, 2)
+    given = arguments(server, data, tmp_path / "own.jsonl")
+    server.key = "secret"
+    assert call(given, monkeypatch) == 2
+    assert "--key-variable: " in capsys.readouterr().err
+    monkeypatch.setenv("MY_KEY", "secret")
+    assert call([*given, "--key-variable", "MY_KEY"], monkeypatch) == 0
+    assert "secret" not in (tmp_path / "own.journal.jsonl").read_text()
+
+
+def test_sampled_rows_carry_settings_and_a_seed_of_their_own(server, monkeypatch, tmp_path):
+    data = write_rows(tmp_path / "chats.jsonl", [{"prompt": f"q{i}"} for i in range(8)])
+    out = tmp_path / "own.jsonl"
+    options = ["--temperature", 0.6, "--top-p", 0.9, "--max-tokens", 7, "--greedy-share", 0.25]
+    assert call(arguments(server, data, out, *options), monkeypatch) == 0
+    greedy = [row["messages"][0]["content"] for row in read_rows(out) if row["greedy_answers"]]
+    assert len(greedy) == 2
+    seeds = set()
+    for body in server.bodies:
+        assert body["max_tokens"] == 7 and body["model"] == "tiny"
+        if body["messages"][0]["content"] in greedy:
+            assert body["temperature"] == 0
+        else:
+            assert body["temperature"] == 0.6 and body["top_p"] == 0.9
+            seeds.add(body["seed"])
+    assert len(seeds) == 6
+
+
+def test_an_answer_without_end_is_refused_and_no_answer_at_all_is_a_failure(
+    server, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(chat_server, "LARGEST_ANSWER_BYTES", 1 << 16)
+    server.answer_all_with = b" " * (1 << 20)
+    data = write_rows(tmp_path / "chats.jsonl", [{"prompt": "q"}])
+    assert call(arguments(server, data, tmp_path / "own.jsonl"), monkeypatch) == 1
+    assert "no row was answered; the first reason: answer above" in capsys.readouterr().err
+    assert sum(server.counts.values()) == 1
+
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "kept", "stripped"),
+    [
+        ("yes ", "", "yes", "yes"),
+        (THOUGHT + "yes", "", THOUGHT + "yes", "yes"),
+        ("hm\n</think>\n\nyes", "", THOUGHT + "yes", "yes"),
+        ("yes", "hm\n", THOUGHT + "yes", "yes"),
+        ("<think>a</think>b<think>c</think>d", "", "<think>a</think>b<think>c</think>d", "bd"),
+    ],
+)
+def test_thinking_is_kept_or_stripped(content, reasoning, kept, stripped):
+    assert kept_text(content, reasoning, thinking="keep") == kept
+    assert kept_text(content, reasoning, thinking="strip") == stripped
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "reason"),
+    [("<think>hm", "", "does not end"), (THOUGHT, "", "without an answer"), ("", "hm", "without")],
+)
+@pytest.mark.parametrize("thinking", ["keep", "strip"])
+def test_thinking_alone_is_no_answer(content, reasoning, reason, thinking):
+    with pytest.raises(RowFailed, match=reason):
+        kept_text(content, reasoning, thinking=thinking)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_a_servers_own_thinking_field_is_read(name):
+    message = {"content": "yes", name: "hm"}
+    payload = {"choices": [{"message": message, "finish_reason": "length"}]}
+    assert chat_server.read_choice(payload) == ("yes", "hm", "length")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        [],
+        None,
+        {"choices": []},
+        {"choices": [{"message": None}]},
+        {"choices": [{"message": {"content": [1]}}]},
+        {"choices": [{"message": {"content": "x"}, "finish_reason": "abort"}]},
+    ],
+)
+def test_what_is_no_answer_is_asked_again(payload):
+    with pytest.raises(chat_server.TryAgain):
+        chat_server.read_choice(payload)
+
+
+def test_retry_after_is_seconds_or_a_date():
+    now = 784111777.0  # Sun, 06 Nov 1994 08:49:37 GMT
+    read = chat_server.retry_after_s
+    assert [read(text, now) for text in (None, "3", "soon", "nan", "-1")] == [0, 3, 0, 0, 0]
+    assert read("Sun, 06 Nov 1994 08:49:49 GMT", now) == 12
+    assert read("1e9", now) == chat_server.LONGEST_RETRY_AFTER_S
+
+
+def test_turns_are_answered_in_view_of_earlier_answers():
+    system, ask = {"role": "system", "content": "s"}, {"role": "user", "content": "a"}
+    more = {"role": "user", "content": "b"}
+    turns = [system, ask, {"role": "assistant", "content": "OLD"}, more]
+    dialogue = Dialogue.read(3, json.dumps({"messages": turns, "id": 9}))
+    assert dialogue.question() == [system, ask]
+    dialogue.history = [system, ask, {"role": "assistant", "content": "NEW"}]
+    dialogue.num_answers = 1
+    assert dialogue.question() == [*dialogue.history, more] and not dialogue.is_complete
+    half = '{"prompt": "\\ud800"}'
+    with pytest.raises(RowFailed, match="surrogate"):
+        Dialogue.read(0, half)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_rows=st.integers(1, 12), share=st.floats(0, 0.6))
+def test_the_output_is_whole_and_ordered_after_any_crashes(tmp_path_factory, seed, num_rows, share):
+    """Rows settle in any order; a crash at any byte of the last line is survived."""
+    rng = random.Random(seed)
+    out = tmp_path_factory.mktemp("crash") / "own.jsonl"
+    paths = [out, out.with_suffix(".journal.jsonl"), out.with_suffix(".errors.jsonl")]
+    failing = {row for row in range(num_rows) if rng.random() < share}
+    for is_last in (False, False, False, True):
+        retry = rng.random() < 0.5
+        answers = AnswerFile(out, {"--seed": 1}, num_rows=num_rows, retry_errors=retry)
+        rows = [row for row in range(num_rows) if answers.is_pending(row)]
+        rng.shuffle(rows)
+        if is_last:
+            failing = {row for row in failing if rng.random() < 0.5}
+        for row in rows if is_last else rows[: rng.randint(0, len(rows))]:
+            if row in failing:
+                answers.fail(row, "because", json.dumps({"q": row}))
+            else:
+                answers.add(row, {"answer": row * "x"})
+        if is_last:
+            answers.finish()
+            final_failed = answers.num_failed
+        answers.close()
+        if not is_last:
+            torn = rng.choice(paths)
+            lines = torn.read_bytes().splitlines(True)
+            if len(lines) > (torn == paths[1]):  # the journal's first line is whole by then
+                torn.write_bytes(b"".join(lines)[: -rng.randint(1, len(lines[-1]))])
+    rows = read_rows(out)
+    failed = read_rows(paths[2]) if paths[2].exists() else []
+    answered = [row["input_row"] for row in rows]
+    assert answered == sorted(set(answered))
+    assert sorted(answered + [row["input_row"] for row in failed]) == list(range(num_rows))
+    assert all(row["answer"] == row["input_row"] * "x" for row in rows)
+    assert all(row["row"] == {"q": row["input_row"]} for row in failed)
+    assert len(failed) == final_failed
+    assert len(paths[1].read_text().splitlines()) == 1
+
+
+def test_a_row_is_written_when_those_before_it_are_settled(tmp_path):
+    out = tmp_path / "own.jsonl"
+    answers = AnswerFile(out, {}, num_rows=4, retry_errors=False)
+    written = []
+    for row in (2, 1, 0, 3):
+        if row == 1:
+            answers.fail(row, "because", "{}")
+        else:
+            answers.add(row, {"answer": "x"})
+        written.append([line["input_row"] for line in read_rows(out)])
+    assert written == [[], [], [0, 2], [0, 2, 3]]
+    answers.close()
+
+
+def test_a_changed_output_is_refused(tmp_path):
+    out = tmp_path / "own.jsonl"
+    answers = AnswerFile(out, {}, num_rows=3, retry_errors=False)
+    for row in range(3):
+        answers.add(row, {"answer": "x"})
+    answers.finish()
+    answers.close()
+    out.write_text("".join(reversed(out.read_text().splitlines(True))))
+    with pytest.raises(ValueError, match="row 1 of .* is not in its place"):
+        AnswerFile(out, {}, num_rows=3, retry_errors=False)
+    out.write_text("edited\n")
+    with pytest.raises(ValueError, match="did not write, at byte 0"):
+        AnswerFile(out, {}, num_rows=3, retry_errors=False)
+    assert answer_file.NUMBERED.match(b'{"input_row": 7}')
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """(folder, model, tokenizer) of a tiny chat model."""
+    folder = tmp_path_factory.mktemp("model")
+    data = write_rows(folder / "chats.jsonl", [conversation(i, 2) for i in range(20)])
+    tokenizer = train_tokenizer(DataConfig(sources=[Source(path=str(data))]), 300)
+    model = tiny_llama(layers=2, vocab=len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder, model, tokenizer
+
+
+def test_local_answers_are_transformers_greedy_ones(chat_model, monkeypatch, tmp_path, capsys):
+    folder, model, tokenizer = chat_model
+    data, _ = make_data(tmp_path, 11)
+    out = tmp_path / "own.jsonl"
+    given = ["--target", folder, "--data", data, "--out", out, "--max-tokens", 12]
+    given += ["--dtype", "float32", "--greedy-share", 1, "--batch", 4]
+    assert call(given, monkeypatch) == 0
+    rows = read_rows(out)
+    assert [row["id"] for row in rows] == list(range(11))
+    num_cut = 0
+    for number, row in enumerate(rows):
+        messages: list[dict] = []
+        for turn in range(1 + number % 3):
+            messages.append({"role": "user", "content": f"user {number}.{turn}"})
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            end = tokenizer.eos_token_id
+            made = model.generate(**ids, do_sample=False, max_new_tokens=12, eos_token_id=end)
+            answer = made[0, ids.input_ids.shape[1] :]
+            num_cut += end not in answer.tolist()
+            text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+            messages.append({"role": "assistant", "content": text})
+        assert row["messages"] == messages and row["greedy_answers"]
+    assert f"11 rows answered, 0 failed; {num_cut} answers cut" in capsys.readouterr().out
+    assert sum(row["cut_answers"] for row in rows) == num_cut > 0
+
+
+def test_local_sampling_is_from_the_whole_distribution(chat_model, monkeypatch, tmp_path):
+    """Frequencies of the first token; what generation_config.json asks for plays no part."""
+    folder, model, tokenizer = chat_model
+    data = write_rows(tmp_path / "chats.jsonl", [{"prompt": "q"}] * 3000)
+    config = json.loads((folder / "generation_config.json").read_text())
+    changed = {**config, "do_sample": True, "top_k": 2, "repetition_penalty": 5.0}
+    (folder / "generation_config.json").write_text(json.dumps(changed))
+    out = tmp_path / "own.jsonl"
+    given = ["--target", folder, "--data", data, "--out", out, "--max-tokens", 1, "--batch", 1000]
+    given += ["--dtype", "float32", "--greedy-share", 0, "--temperature", 0.8]
+    assert call(given, monkeypatch) == 0
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    drawn = Counter(row["messages"][-1]["content"] for row in read_rows(out))
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"}], add_generation_prompt=True, return_dict=True
+    ).input_ids
+    p_V = (model(torch.tensor([ids])).logits[0, -1].double() / 0.8).softmax(-1)
+    p: Counter[str] = Counter()
+    for token, probability in enumerate(p_V.tolist()):
+        p[tokenizer.decode([token], skip_special_tokens=True).strip()] += probability
+    del p[""], drawn[""]
+    mass = sum(p.values())
+    distance = sum(abs(drawn[text] / drawn.total() - p[text] / mass) for text in p) / 2
+    # Expected distance of 3,000 draws: at most sum_v sqrt(p_v / (2 pi n)).
+    bound = sum((p[text] / mass / (2 * torch.pi * drawn.total())) ** 0.5 for text in p)
+    assert distance < 1.3 * bound
+    assert len(drawn) > 2
+
+
+def test_local_rows_that_do_not_fit_are_told(chat_model, monkeypatch, tmp_path, capsys):
+    folder, _, _ = chat_model
+    rows = [{"prompt": "long " * 400}, {"prompt": "short"}]
+    data = write_rows(tmp_path / "chats.jsonl", rows)
+    out = tmp_path / "own.jsonl"
+    given = ["--target", folder, "--data", data, "--out", out, "--max-tokens", 8]
+    assert call([*given, "--dtype", "float32", "--greedy-share", 1], monkeypatch) == 0
+    assert "1 rows answered, 1 failed" in capsys.readouterr().out
+    (failed,) = read_rows(out.with_suffix(".errors.jsonl"))
+    assert failed["input_row"] == 0 and "exceed the target's 512 positions" in failed["reason"]
+    assert call([*given[:1], "nowhere", *given[2:]], monkeypatch) == 2
+    assert "--target: no folder nowhere" in capsys.readouterr().err
+
+
+def test_a_server_run_loads_no_torch():
+    code = (
+        "import sys, pipedraft.data_recipes.regenerate, pipedraft.data_recipes.chat_server;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0
+
+
+def test_greedy_rows_are_spread():
+    sampling = Sampling(greedy_share=0.6)
+    flags = [sampling.is_greedy(row) for row in range(10)]
+    assert sum(flags) == 6 and sum(flags[:5]) == 3
