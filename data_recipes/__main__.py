@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipedraft.errors import make_folder
+
 if TYPE_CHECKING:
     from pipedraft.data_recipes.recipe import DataConfig
 
@@ -14,7 +16,8 @@ EXAMPLE = """example:
       --data.max_length 1024 --data.num_proc 8
 
 writes OUT/train and OUT/valid (datasets.load_from_disk reads them), OUT/report.json,
-OUT/bad_rows.jsonl (every row left out, with the reason) and OUT/config.yaml (as resolved)."""
+OUT/bad_rows.jsonl (every row left out, with the reason), OUT/README.md (a card with licences,
+sources, filters and benchmark overlap) and OUT/config.yaml (as resolved)."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -48,6 +51,7 @@ def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
     """Load the data, print the report, and write everything to ``out``."""
     from transformers import AutoTokenizer
 
+    from pipedraft.data_recipes.card import dataset_card
     from pipedraft.data_recipes.recipe import load_data
 
     try:
@@ -57,11 +61,13 @@ def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
             f"tokenizer: {tokenizer_name!r} cannot be loaded ({str(error).splitlines()[0]}); "
             "give a folder that holds tokenizer.json, or a Hub id"
         ) from error
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder("out", out)
     data = load_data(config, tokenizer, side_file=out / "bad_rows.jsonl")
     data.train.save_to_disk(out / "train")
     data.valid.save_to_disk(out / "valid")
     (out / "report.json").write_text(json.dumps(data.report.to_dict(), indent=2) + "\n")
+    card = dataset_card(config, tokenizer_name, data.report)
+    (out / "README.md").write_text(card, encoding="utf-8")
     print(data.report.summary())
 
 

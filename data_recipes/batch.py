@@ -1,4 +1,4 @@
-"""Batches of similar length, the same number on every rank, and their padding."""
+"""Batches: rows of similar length and their padding, or rows packed as documents into one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,34 +17,25 @@ def length_bucketed_batches(
     batch_tokens: int,
     seed: int,
     epoch: int,
-    rank: int = 0,
-    world_size: int = 1,
+    group: int = 1,
 ) -> list[list[int]]:
-    """Batches of row indices for one rank and one epoch.
+    """Batches of row indices of one epoch, in the order in which they are trained on.
 
     Every batch obeys max(length) * rows <= batch_tokens. Rows are shuffled, sorted by length
-    inside pools, cut into batches, and the batches shuffled; at each step the ranks get
-    neighbours in length, so none waits long for another. Every row is in exactly one batch of one
-    rank. The number of batches is made a multiple of world_size by halving the largest ones; only
-    when every batch is a single row are the first batches repeated.
+    inside pools, cut into batches, and groups of neighbours in length shuffled: processes that
+    share a group do not wait long for each other. Every row is in exactly one batch. The number of
+    batches is made a multiple of ``group`` by halving the largest ones; only when every batch is a
+    single row are the first batches repeated.
 
     Args:
         lengths: tokens of each row, after any cut.
         batch_tokens: padded tokens that a batch may hold.
+        group: batches that stay together.
 
     Raises:
         ValueError: a row longer than batch_tokens, or no rows.
     """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    if not len(sizes):
-        raise ValueError("lengths: no rows to batch; check data.sources and data.valid_fraction")
-    if sizes.max() > batch_tokens:
-        raise ValueError(
-            f"batch_tokens: {batch_tokens} is below the longest row ({sizes.max()} tokens); "
-            "raise it or lower data.max_length"
-        )
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank: {rank} is not below world_size = {world_size}")
+    sizes = _checked_sizes(lengths, batch_tokens)
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(sizes))
     rows_per_batch = max(1, int(batch_tokens // max(1.0, sizes.mean())))
@@ -54,9 +45,43 @@ def length_bucketed_batches(
         pool = order[begin : begin + pool_size]
         pool = pool[np.argsort(sizes[pool], kind="stable")]
         batches += _cut(pool.tolist(), sizes, batch_tokens)
-    _make_divisible(batches, world_size)
-    steps = rng.permutation(len(batches) // world_size)
-    return [batches[step * world_size + rank] for step in steps]
+    _make_divisible(batches, group)
+    groups = rng.permutation(len(batches) // group)
+    return [batches[index * group + place] for index in groups for place in range(group)]
+
+
+def packed_batches(
+    lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, group: int = 1
+) -> list[list[int]]:
+    """Batches of row indices of one epoch for `pack`, in the order in which they are trained on.
+
+    Every batch obeys sum(length) <= batch_tokens and takes the shuffled rows as they come: without
+    padding, companions of any length cost the same. Arguments, and what else is promised, are those
+    of `length_bucketed_batches`.
+    """
+    sizes = _checked_sizes(lengths, batch_tokens)
+    batches: list[list[int]] = [[]]
+    room = batch_tokens
+    for index in np.random.default_rng([seed, epoch]).permutation(len(sizes)).tolist():
+        if sizes[index] > room:
+            batches.append([])
+            room = batch_tokens
+        batches[-1].append(index)
+        room -= int(sizes[index])
+    _make_divisible(batches, group)
+    return batches
+
+
+def _checked_sizes(lengths: Sequence[int], batch_tokens: int) -> np.ndarray:
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if not len(sizes):
+        raise ValueError("lengths: no rows to batch; check data.sources and data.valid_fraction")
+    if sizes.max() > batch_tokens:
+        raise ValueError(
+            f"batch_tokens: {batch_tokens} is below the longest row ({sizes.max()} tokens); "
+            "raise it or lower data.max_length"
+        )
+    return sizes
 
 
 def _cut(pool: list[int], sizes: np.ndarray, batch_tokens: int) -> list[list[int]]:
@@ -69,13 +94,13 @@ def _cut(pool: list[int], sizes: np.ndarray, batch_tokens: int) -> list[list[int
     return batches
 
 
-def _make_divisible(batches: list[list[int]], world_size: int) -> None:
-    """Halve the batches with most rows, in place, until len(batches) % world_size == 0."""
-    while len(batches) % world_size:
+def _make_divisible(batches: list[list[int]], group: int) -> None:
+    """Halve the batches with most rows, in place, until len(batches) % group == 0."""
+    while len(batches) % group:
         largest = max(range(len(batches)), key=lambda index: len(batches[index]))
         batch = batches[largest]
         if len(batch) == 1:
-            missing = -len(batches) % world_size
+            missing = -len(batches) % group
             batches += [batches[i % len(batches)] for i in range(missing)]
             return
         half = len(batch) // 2
@@ -94,3 +119,37 @@ def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
         input_ids[index, :length] = torch.as_tensor(row["input_ids"], dtype=torch.int64)
         loss_mask[index, :length] = torch.as_tensor(row["loss_mask"], dtype=torch.bool)
     return {"input_ids": input_ids, "loss_mask": loss_mask, "lengths": lengths}
+
+
+def pack(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Rows as documents of a single one: input_ids [1, sum] int64, loss_mask [1, sum] bool, lengths
+    [documents] int64. Not the blocks of ``data.pack``, whose documents see each other.
+
+    The first token of a document is the label of no row, so its mask is False.
+    """
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    ids, masks = (
+        torch.cat([torch.as_tensor(row[name], dtype=dtype) for row in rows])
+        for name, dtype in (("input_ids", torch.int64), ("loss_mask", torch.bool))
+    )
+    masks[lengths.cumsum(0) - lengths] = False
+    return {"input_ids": ids[None], "loss_mask": masks[None], "lengths": lengths}
+
+
+def document_lengths(batch: dict[str, Tensor]) -> list[int] | None:
+    """Of a packed batch; None for a padded one. A single text is both, and needs none."""
+    lengths = batch["lengths"]
+    return lengths.tolist() if len(lengths) > len(batch["input_ids"]) else None
+
+
+def reorder(batch: dict[str, Tensor], order: Tensor) -> dict[str, Tensor]:
+    """The examples in another order: rows of a padded batch, documents of a packed one."""
+    lengths = document_lengths(batch)
+    if lengths is None:
+        return {name: x[order.to(x.device)] for name, x in batch.items()}
+    documents = torch.arange(sum(lengths)).split(lengths)
+    tokens = torch.cat([documents[index] for index in order.tolist()])
+    return {
+        name: x[order.to(x.device)] if x.ndim == 1 else x[:, tokens.to(x.device)]
+        for name, x in batch.items()
+    }

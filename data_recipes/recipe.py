@@ -1,29 +1,51 @@
-"""Sources to tokenised, split, optionally packed data sets, with a count of every row.
+"""Sources to tokenised, filtered, mixed, split, optionally packed data sets; every row is counted.
 
 Reading and tokenising are cached by ``datasets`` under a fingerprint of the files (path, size,
-modification time), the tokenizer and the settings; a second call only reads the Arrow files.
+modification time), the tokenizer and the settings; a second call only reads the Arrow files. Rows
+stay on disk: memory holds a few numbers per row (and all tokens, if packed).
 """
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.chat import ChatRenderer, normalise_conversation
+from pipedraft.data_recipes.blocks import pack_documents, separator_token
+from pipedraft.data_recipes.chat import ChatRenderer
+from pipedraft.data_recipes.decontaminate import Benchmarks, read_benchmarks
+from pipedraft.data_recipes.duplicates import (
+    EXACT_DUPLICATE,
+    NEAR_DUPLICATE,
+    exact_duplicates,
+    hash_shingles,
+    near_duplicates,
+)
+from pipedraft.data_recipes.hub import hub_stamp
+from pipedraft.data_recipes.mixing import draw_copies, split_rows
 from pipedraft.data_recipes.report import EMPTY_MASK, DataReport, build_report
-from pipedraft.data_recipes.sources import Source, list_files, load_hub, read_source
+from pipedraft.data_recipes.rows import (
+    RAW_COLUMNS,
+    Duplicates,
+    RowSettings,
+    read_messages,
+    table_features,
+    tokenise_batch,
+)
+from pipedraft.data_recipes.sources import Source, list_files, parse_json, read_source
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    from datasets import Dataset
 
 # Part of every cache fingerprint: raise it when the meaning of a cached column changes.
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 ROWS_PER_CALL = 512
+# Below, the bands of `duplicates` miss more than one pair in ten.
+LEAST_NEAR_THRESHOLD = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +53,24 @@ class DataConfig:
     """What to train on, and how rows become token sequences."""
 
     sources: list[Source]
-    """Read in this order, all rows of each."""
+    """Read in this order, all rows of each; ``weight`` of each decides how often they occur."""
     max_length: int = 2048
     """Tokens per row: longer conversations are cut, packed text is cut in blocks of this size."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What happens to a row of more than max_length tokens; drop: it is left out and counted."""
+    duplicates: Duplicates = "keep"
+    """exact: leave out a row that says what an earlier one says, but for case, white space and
+    Unicode form. near: also one that shares most of its word 5-grams with an earlier one."""
+    near_threshold: float = 0.8
+    """Least Jaccard index of the word 5-grams of two rows that are near duplicates."""
+    decontaminate: list[str | Source] = field(default_factory=list)
+    """Files or folders of benchmarks, or Hub data sets in the form of a source: rows that share a
+    13-gram of words with one of their prompts are left out, and counted per benchmark."""
     valid_fraction: float = 0.02
     """Share of rows, chosen by a hash of content and seed, held out for validation. 0 holds out
     none; any other value at least one, given two different rows."""
     seed: int = 0
-    """Decides the split and the order of packed documents."""
+    """Decides the split, the rows that weights draw, and the order of packed documents."""
     num_proc: int = 1
     """Processes that tokenise."""
     cache_dir: str | None = None
@@ -57,6 +89,19 @@ class DataConfig:
                 raise ValueError(f"data.{name}: {value}; give {least} or more")
         if not 0 <= self.valid_fraction < 1:
             raise ValueError(f"data.valid_fraction: {self.valid_fraction}; give 0 <= value < 1")
+        if not LEAST_NEAR_THRESHOLD <= self.near_threshold <= 1:
+            raise ValueError(
+                f"data.near_threshold: {self.near_threshold}; give {LEAST_NEAR_THRESHOLD} to 1"
+            )
+        if self.pack and self.too_long == "drop":
+            raise ValueError(
+                "data.too_long: 'drop' with data.pack, which cuts documents in blocks whatever "
+                "their length; leave one of the two out"
+            )
+
+    @property
+    def chat_sources(self) -> set[str]:
+        return {source.name for source in self.sources if source.kind == "conversations"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +116,7 @@ class TokenizedData:
 def load_data(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, side_file: Path | None = None
 ) -> TokenizedData:
-    """Read, tokenise, mask, split and count the sources.
+    """Read, filter, tokenise, mask, mix, split and count the sources.
 
     loss_mask is 1 on tokens that the assistant writes (end-of-turn token included) and on every
     token of a text document. Unpacked: one row per conversation or document, cut at max_length;
@@ -80,41 +125,64 @@ def load_data(
     conversation), the documents of a split are shuffled, concatenated and cut in blocks of
     max_length, the last one short; ``source`` of a block is that of its first token.
 
+    A row is left out for the first reason in this order: it cannot be read or rendered, a filter,
+    a benchmark, too few or too many tokens, an empty mask, a duplicate of a row that has no such
+    fault. Rows that a weight below 1 does not draw are counted, but they are not in ``side_file``.
+
     Args:
-        side_file: JSON lines, one per row left out: {"reason", "source", "location", "row"}.
+        side_file: JSON lines, one per row left out: {"reason", "source", "location", "row"}, and
+            "detail" where there is more to say: the value that a filter refused, the benchmarks and
+            the first words shared with one, the place of the row that a duplicate repeats.
 
     Raises:
         ValueError: a source cannot be read, or no row is usable; the text says why.
     """
-    rows = _tokenise_rows(config, tokenizer)
+    benchmarks = read_benchmarks(config.decontaminate) if config.decontaminate else None
+    rows, source_N = _tokenise_rows(config, tokenizer, benchmarks)
     errors = np.asarray(rows["error"][:], dtype=object)
     supervised = np.asarray(rows["num_supervised"][:], dtype=np.int64)
     if not config.pack:
         errors[(errors == "") & (supervised == 0)] = EMPTY_MASK
-    kept = np.flatnonzero(errors == "")
+    repeated_N = _mark_duplicates(config, rows, errors, source_N)
     if side_file is not None:
-        _write_side_file(side_file, rows, errors)
+        _write_side_file(side_file, rows, errors, repeated_N)
+    hashes = np.asarray(rows["hash"][:], np.int64)
+    weights = np.array([source.weight for source in config.sources])
+    copies = np.where(errors == "", draw_copies(hashes, weights[source_N]), 0)
+    drawn = np.flatnonzero(copies)
+    is_valid = split_rows(hashes[drawn], config.valid_fraction)
+    copies[drawn[is_valid]] = 1
     report = build_report(
         rows,
         errors,
+        copies,
         max_length=config.max_length,
-        chat_sources={source.name for source in config.sources if source.kind == "conversations"},
+        chat_sources=config.chat_sources,
         pack=config.pack,
+        benchmarks=benchmarks,
     )
-    if not len(kept) or supervised[kept].sum() == 0:
+    if supervised[drawn].sum() == 0:
         raise ValueError(_nothing_usable(report, config, tokenizer))
-    is_valid = split_rows(np.asarray(rows["hash"][:], np.int64)[kept], config.valid_fraction)
     parts = []
     for side in (False, True):
-        part = rows.select(kept[is_valid == side])
+        chosen = drawn[is_valid == side]
+        part = rows.select(np.repeat(chosen, copies[chosen]))
         part = part.select_columns(["input_ids", "loss_mask", "source"])
-        parts.append(_pack(part, config, _separator(tokenizer)) if config.pack else part)
+        if config.pack:
+            part = pack_documents(
+                part,
+                max_length=config.max_length,
+                seed=config.seed,
+                separator=separator_token(tokenizer),
+                chat_sources=config.chat_sources,
+            )
+        parts.append(part)
     report.train_rows, report.valid_rows = len(parts[0]), len(parts[1])
     return TokenizedData(train=parts[0], valid=parts[1], report=report)
 
 
 def iterate_texts(config: DataConfig) -> Iterator[str]:
-    """Every usable text: the contents of all turns, or the whole document."""
+    """Every readable text, whatever its filters and weight: all turns, or the whole document."""
     for source in config.sources:
         for row in read_source(source):
             if row.error:
@@ -123,124 +191,77 @@ def iterate_texts(config: DataConfig) -> Iterator[str]:
                 yield row.text
                 continue
             try:
-                messages = normalise_conversation(json.loads(row.text))
+                messages = read_messages(parse_json(row.text), source)
             except ValueError:
                 continue
             yield from (message["content"] for message in messages)
 
 
-def content_hash(content: str, seed: int) -> int:
-    """63 bits of sha256(seed, content): the split depends on nothing else."""
-    return int.from_bytes(sha256(f"{seed}\n{content}".encode()).digest()[:8], "big") >> 1
-
-
-def split_rows(hashes: np.ndarray, valid_fraction: float) -> np.ndarray:
-    """Which rows are held out: hash < valid_fraction * 2^63, equal content always together.
-
-    If that holds out none (all), the row with the smallest (largest) hash changes sides.
-    """
-    if valid_fraction == 0 or len(hashes) < 2:
-        return np.zeros(len(hashes), dtype=bool)
-    threshold = int(valid_fraction * 2**63)
-    is_valid = hashes < threshold
-    if not is_valid.any():
-        is_valid = hashes == hashes.min()
-    if is_valid.all():
-        is_valid = hashes != hashes.max()
-    return is_valid
-
-
-def _tokenise_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> "Dataset":
-    """All rows of all sources, bad ones included, one table row each."""
+def _tokenise_rows(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, benchmarks: Benchmarks | None
+) -> tuple["Dataset", np.ndarray]:
+    """All rows of all sources, bad ones included, one table row each, and the source of each."""
     from datasets import concatenate_datasets
 
-    marks_chat = any(source.kind == "conversations" for source in config.sources)
-    if marks_chat:
+    if config.chat_sources:
         ChatRenderer(tokenizer)
-    identity = _tokenizer_identity(tokenizer)
+    identity = tokenizer_identity(tokenizer)
     tables = []
     for source in config.sources:
         raw = _read_raw(source, config.cache_dir)
-        settings = [identity, raw._fingerprint, config.max_length, config.seed, config.pack]
+        settings = RowSettings(
+            source=source,
+            seed=config.seed,
+            max_length=None if config.pack else config.max_length,
+            drops_long=config.too_long == "drop",
+            duplicates=config.duplicates,
+            benchmarks=benchmarks,
+        )
         tables.append(
             raw.map(
                 tokenise_batch,
                 batched=True,
                 batch_size=ROWS_PER_CALL,
                 num_proc=config.num_proc if config.num_proc > 1 else None,
-                fn_kwargs={
-                    "tokenizer": tokenizer,
-                    "is_chat": source.kind == "conversations",
-                    "max_length": None if config.pack else config.max_length,
-                    "seed": config.seed,
-                },
-                features=_features(),
-                new_fingerprint=_fingerprint(settings),
+                fn_kwargs={"tokenizer": tokenizer, "settings": settings},
+                features=table_features(config.duplicates),
+                new_fingerprint=_fingerprint([identity, raw._fingerprint, settings.key]),
                 desc=f"Tokenising {source.name}",
             )
         )
-    return concatenate_datasets(tables)
+    return concatenate_datasets(tables), np.repeat(np.arange(len(tables)), [len(t) for t in tables])
 
 
-def tokenise_batch(
-    batch: dict[str, list[Any]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    is_chat: bool,
-    max_length: int | None,
-    seed: int,
-) -> dict[str, list[Any]]:
-    """Table columns for a batch of raw rows; a bad row keeps its place, with the reason."""
-    num_rows = len(batch["raw"])
-    columns: dict[str, list[Any]] = {
-        "error": list(batch["error"]),
-        "hash": [0] * num_rows,
-        "num_missing": [0] * num_rows,
-        "num_tokens": [0] * num_rows,
-        "num_supervised": [0] * num_rows,
-        "input_ids": [[] for _ in range(num_rows)],
-        "loss_mask": [[] for _ in range(num_rows)],
-    }
-    good, chats, texts = [], [], []
-    renderer = ChatRenderer(tokenizer) if is_chat else None
-    for index, raw in enumerate(batch["raw"]):
-        if columns["error"][index]:
-            continue
-        content = raw
-        if renderer:
-            try:
-                messages = normalise_conversation(parse_json(raw))
-                chats.append(renderer.render(messages))
-            except ValueError as error:
-                columns["error"][index] = str(error)
-                continue
-            columns["num_missing"][index] = chats[-1].num_missing
-            content = json.dumps(messages, ensure_ascii=False)
-        else:
-            texts.append(raw)
-        columns["hash"][index] = content_hash(content, seed)
-        good.append(index)
-    if renderer:
-        pairs = renderer.tokenize(chats) if chats else []
-    else:
-        ids = (
-            tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        )
-        pairs = [(row, [1] * len(row)) for row in ids]
-    for index, (ids, mask) in zip(good, pairs, strict=True):
-        columns["num_tokens"][index] = len(ids)
-        columns["input_ids"][index] = ids[:max_length]
-        columns["loss_mask"][index] = mask[:max_length]
-        columns["num_supervised"][index] = sum(mask[:max_length])
-    return columns
+def _mark_duplicates(
+    config: DataConfig, rows: "Dataset", errors: np.ndarray, source_N: np.ndarray
+) -> np.ndarray:
+    """Write the reason of every duplicate into ``errors``; [N] the row it repeats, else -1."""
+    repeated_N = np.full(len(errors), -1, dtype=np.int64)
+    if config.duplicates == "keep":
+        return repeated_N
+    identity_N = np.asarray(rows["identity"][:], dtype=np.int64)
+    repeated_N = exact_duplicates(identity_N, errors == "")
+    errors[repeated_N >= 0] = EXACT_DUPLICATE
+    if config.duplicates == "exact":
+        return repeated_N
+    raw = rows.select_columns(["raw"])
+    chunks = rows.data.column("bands").chunks
 
+    def bands(number: int) -> np.ndarray:
+        columns = [chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in chunks]
+        return np.concatenate([column[:, number] for column in columns])
 
-def parse_json(text: str) -> Any:
-    """json.loads with one countable reason for every syntax error."""
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError("not valid JSON") from error
+    def shingles(row: int) -> np.ndarray:
+        text, source = raw[row]["raw"], config.sources[source_N[row]]
+        if source.kind == "conversations":
+            messages = read_messages(parse_json(text), source)
+            text = "\n".join(message["content"] for message in messages)
+        return hash_shingles(text)
+
+    usable_N = errors == ""
+    near_N = near_duplicates(bands, usable_N, shingles=shingles, threshold=config.near_threshold)
+    errors[near_N >= 0] = NEAR_DUPLICATE
+    return np.maximum(repeated_N, near_N)
 
 
 def _read_raw(source: Source, cache_dir: str | None) -> "Dataset":
@@ -248,19 +269,20 @@ def _read_raw(source: Source, cache_dir: str | None) -> "Dataset":
     from datasets.exceptions import DatasetGenerationError
 
     files = list_files(source)
+    stamp: Any
     if files is None:
-        stamp = load_hub(source)._fingerprint
+        stamp = hub_stamp(source)
     else:
         stats = [(str(file.resolve()), file.stat()) for file in files]
         stamp = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    columns = ("raw", "location", "error", "source")
+    features = table_features("keep")
     try:
         return Dataset.from_generator(
             _raw_columns,
-            features=Features({name: _features()[name] for name in columns}),
+            features=Features({name: features[name] for name in RAW_COLUMNS}),
             cache_dir=cache_dir,
             gen_kwargs={"source": source},
-            fingerprint=_fingerprint([repr(source), stamp]),
+            fingerprint=_fingerprint([source.reading_key, stamp]),
         )
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
@@ -284,95 +306,31 @@ def _raw_columns(source: Source) -> Iterator[dict[str, str]]:
         )
 
 
-def _features() -> "Features":
-    from datasets import Features, List, Value
-
-    return Features(
-        {
-            "raw": Value("large_string"),
-            "location": Value("large_string"),
-            "error": Value("string"),
-            "source": Value("string"),
-            "hash": Value("int64"),
-            "num_missing": Value("int32"),
-            "num_tokens": Value("int64"),
-            "num_supervised": Value("int64"),
-            "input_ids": List(Value("int32")),
-            "loss_mask": List(Value("int8")),
-        }
-    )
-
-
 def _fingerprint(parts: list[Any]) -> str:
     return sha256(repr([CACHE_FORMAT, *parts]).encode()).hexdigest()[:32]
 
 
-def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of what decides the ids: pickling a tokenizer does not give the same bytes twice."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["truncation"] = state["padding"] = None
     return _fingerprint([json.dumps(state), tokenizer.chat_template, tokenizer.special_tokens_map])
 
 
-def _separator(tokenizer: PreTrainedTokenizerBase) -> int:
-    token_id = tokenizer.pad_token_id
-    token_id = tokenizer.eos_token_id if token_id is None else token_id
-    if token_id is None:
-        raise ValueError(
-            f"tokenizer: {tokenizer.name_or_path!r} has neither a pad nor an EOS token to separate "
-            "packed documents with; set tokenizer.pad_token"
-        )
-    return token_id
-
-
-def _pack(part: "Dataset", config: DataConfig, separator: int) -> "Dataset":
-    """Shuffle the documents, end each with the separator, concatenate, cut in blocks."""
-    import pyarrow
-    from datasets import Dataset, Features, List, Value
-
-    features = Features(
-        {
-            "input_ids": List(Value("int32")),
-            "loss_mask": List(Value("int8")),
-            "source": Value("string"),
-        }
-    )
-    if not len(part):
-        return Dataset.from_dict({name: [] for name in features}, features=features)
-    is_chat = {source.name: source.kind == "conversations" for source in config.sources}
-    table = part.with_format("arrow")[:].combine_chunks()
-    lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy()
-    ends = lengths.cumsum()
-    flat_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
-    flat_mask = table["loss_mask"].combine_chunks().flatten().to_numpy()
-    names = table["source"].to_pylist()
-    order = np.random.default_rng(config.seed).permutation(len(lengths))
-    id_pieces: list[Any] = []
-    mask_pieces: list[Any] = []
-    for index in order:
-        document = slice(ends[index] - lengths[index], ends[index])
-        id_pieces += [flat_ids[document], [separator]]
-        mask_pieces += [flat_mask[document], [not is_chat[names[index]]]]
-    ids = np.concatenate(id_pieces).astype(np.int32)
-    mask = np.concatenate(mask_pieces).astype(np.int8)
-    starts = np.arange(0, len(ids), config.max_length)
-    first_documents = np.searchsorted((lengths[order] + 1).cumsum(), starts, side="right")
-    offsets = pyarrow.array(np.append(starts, len(ids)), type=pyarrow.int32())
-    blocks = {
-        "input_ids": pyarrow.ListArray.from_arrays(offsets, pyarrow.array(ids)),
-        "loss_mask": pyarrow.ListArray.from_arrays(offsets, pyarrow.array(mask)),
-        "source": pyarrow.array([names[order[first]] for first in first_documents]),
-    }
-    return Dataset(pyarrow.table(blocks).cast(features.arrow_schema))
-
-
-def _write_side_file(path: Path, rows: "Dataset", errors: np.ndarray) -> None:
+def _write_side_file(
+    path: Path, rows: "Dataset", errors: np.ndarray, repeated_N: np.ndarray
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     bad = np.flatnonzero(errors != "")
-    found = rows.select(bad).select_columns(["source", "location", "raw"])
+    found = rows.select_columns(["source", "location", "raw", "detail"])
     with path.open("w", encoding="utf-8") as lines:
-        for reason, row in zip(errors[bad], found, strict=True):
-            record = {"reason": reason, "source": row["source"], "location": row["location"]}
+        for index, row in zip(bad, found.select(bad), strict=True):
+            detail = row["detail"]
+            if repeated_N[index] >= 0:
+                detail = found[int(repeated_N[index])]["location"]
+            record = {"reason": errors[index], "source": row["source"], "location": row["location"]}
+            if detail:
+                record["detail"] = detail
             lines.write(json.dumps(record | {"row": row["raw"]}, ensure_ascii=False) + "\n")
 
 
@@ -380,11 +338,12 @@ def _nothing_usable(
     report: DataReport, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """The message for data without one supervised token."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in report.bad_rows.items())
     names = [source.name for source in config.sources]
     message = f"data.sources: {names}: none of {report.rows_read} rows is usable"
-    if reasons:
-        message += f"; bad rows: {reasons}"
+    for words, counts in (("bad rows", report.bad_rows), ("left out", report.refused_rows())):
+        if counts:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+            message += f"; {words}: {reasons}"
     if report.empty_mask_rows:
         message += (
             f"; the {ChatRenderer(tokenizer).describe()} leaves {report.empty_mask_rows} masks "
@@ -392,6 +351,8 @@ def _nothing_usable(
             f"the others start after data.max_length = {config.max_length} tokens; use a "
             "template that writes the assistant's turns, or raise data.max_length"
         )
+    elif report.refused_rows():
+        message += "; loosen the filters, too_long or the weights, or name another source"
     else:
         message += "; mend the rows or name another source"
     return message

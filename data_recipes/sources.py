@@ -1,22 +1,28 @@
-"""Read a source row by row: local files, folders, the standard library, or a Hub data set."""
+"""Read a source row by row: local files, folders, the standard library, or a Hub data set.
 
+Every reader holds a batch of rows at most, whatever the size of the file.
+"""
+
+import codecs
 import gzip
 import json
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import IO, Any, Literal, cast
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+from pipedraft.data_recipes.json_array import read_array
+from pipedraft.data_recipes.quality import Filters
 
-CONVERSATION_SUFFIXES = (".jsonl", ".json", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SKIPPED_STDLIB = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+PARQUET_ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +33,39 @@ class Source:
     """A file, a folder of files, or the id of a Hub data set. conversations: .jsonl, .json or
     .parquet; text: .txt, .md or .py (.gz is read too). python_stdlib ignores it."""
     kind: Literal["conversations", "text", "python_stdlib"] = "conversations"
-    """conversations: rows in the OpenAI or the ShareGPT form. text: one document per file.
-    python_stdlib: the modules of the running interpreter's standard library, one per row."""
+    """conversations: rows in the OpenAI or the ShareGPT form. text: one document per file, or per
+    row with text_field. python_stdlib: the modules of the running interpreter's standard library,
+    one per row."""
     split: str = "train"
     """Split of a Hub data set; a file or folder has none."""
+    subset: str | None = None
+    """Configuration of a Hub data set that has several, as `all` of HuggingFaceTB/smoltalk."""
+    files: str | None = None
+    """Files of a Hub data set to read instead of the whole, as a glob."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub data set; null is its main branch."""
+    streaming: bool = False
+    """Read a Hub data set over the network row by row; nothing but the rows read is stored. Local
+    files are always read like that."""
     max_rows: int | None = None
     """Read only this many rows, from the first."""
+    weight: float = 1.0
+    """Expected number of times that a row occurs in the training set: 0.25 draws a quarter of the
+    rows; 2.5 takes every row twice, and half of them once more. Which rows depends on their content
+    and data.seed only, and a larger weight only adds. Held-out rows occur at most once."""
+    prompt_field: str | None = None
+    """conversations: the field of the user's one turn, for rows that are a question and an
+    answer."""
+    answer_field: str | None = None
+    """conversations: the field of the assistant's one turn; goes with prompt_field."""
+    text_field: str | None = None
+    """text: the field that holds the document in .jsonl, .json or .parquet rows or a Hub data
+    set."""
+    license: str | None = None
+    """Licence of the rows, as the Hub writes it (mit, cc-by-4.0); a `license` field of a row of
+    conversations counts before it. Null and no such field: unknown."""
+    filters: Filters | None = None
+    """Limits that rows must keep; null: none."""
 
     def __post_init__(self) -> None:
         if not self.path and self.kind != "python_stdlib":
@@ -41,11 +74,43 @@ class Source:
             )
         if self.max_rows is not None and self.max_rows < 1:
             raise ValueError(f"sources.max_rows: {self.max_rows}; give a number above 0, or null")
+        if not 0 < self.weight <= 1000:
+            raise ValueError(
+                f"sources.weight: {self.weight}; give the number of times that a row occurs, above "
+                "0 and at most 1000, or remove the source"
+            )
+        if (self.prompt_field is None) != (self.answer_field is None):
+            given = "answer_field" if self.prompt_field is None else "prompt_field"
+            raise ValueError(
+                f"sources.{given}: {getattr(self, given)!r} stands alone; give prompt_field and "
+                "answer_field, or neither"
+            )
+        if self.prompt_field is not None and self.kind != "conversations":
+            raise ValueError(
+                f"sources.prompt_field: {self.prompt_field!r} with kind {self.kind!r}; it is for "
+                "kind 'conversations'"
+            )
+        if self.text_field is not None and self.kind != "text":
+            raise ValueError(
+                f"sources.text_field: {self.text_field!r} with kind {self.kind!r}; it is for kind "
+                "'text'"
+            )
+        if self.filters and self.filters.conversation_limits and self.kind != "conversations":
+            raise ValueError(
+                f"sources.filters.{self.filters.conversation_limits[0]}: set with kind "
+                f"{self.kind!r}, whose documents have no turns; leave it out"
+            )
 
     @property
     def name(self) -> str:
         """How reports and the ``source`` column call it."""
-        return self.path or self.kind
+        return ":".join(part for part in (self.path, self.subset, self.files) if part) or self.kind
+
+    @property
+    def reading_key(self) -> tuple[Any, ...]:
+        """What decides the raw rows, apart from the files themselves."""
+        place = (self.path, self.kind, self.split, self.subset, self.files, self.revision)
+        return (*place, self.streaming, self.max_rows, self.text_field)
 
 
 @dataclass(frozen=True)
@@ -65,7 +130,8 @@ def list_files(source: Source) -> list[Path] | None:
         root = Path(sysconfig.get_path("stdlib"))
         modules = (file for file in root.rglob("*.py") if file.is_file())
         return sorted(f for f in modules if not SKIPPED_STDLIB & set(f.relative_to(root).parts))
-    allowed = TEXT_SUFFIXES if source.kind == "text" else CONVERSATION_SUFFIXES
+    is_text = source.kind == "text" and source.text_field is None
+    allowed = TEXT_SUFFIXES if is_text else ROW_SUFFIXES
     path = Path(source.path).expanduser()
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.is_file() and _suffix(f) in allowed)
@@ -82,11 +148,12 @@ def list_files(source: Source) -> list[Path] | None:
                 f"{source.kind!r}; known are {', '.join(allowed)}"
             )
         return [path]
-    is_file_name = _suffix(path) in CONVERSATION_SUFFIXES + TEXT_SUFFIXES
-    if is_file_name or source.kind == "text" or not HUB_ID.fullmatch(source.path):
+    is_file_name = _suffix(path) in ROW_SUFFIXES + TEXT_SUFFIXES
+    if is_file_name or is_text or not HUB_ID.fullmatch(source.path):
         raise ValueError(
             f"sources.path: {source.path!r} does not exist (current folder: {Path.cwd()}); "
-            "give an existing file or folder, or a Hub id such as 'user/name'"
+            "give an existing file or folder, or a Hub id such as 'user/name' (for text with "
+            "text_field)"
         )
     return None
 
@@ -95,12 +162,69 @@ def read_source(source: Source) -> Iterator[RawRow]:
     """The first ``max_rows`` rows of a source, in a fixed order, unreadable ones included."""
     files = list_files(source)
     if files is None:
-        rows = _read_hub(source)
-    elif source.kind == "conversations":
-        rows = (row for file in files for row in _read_conversations(file))
+        from pipedraft.data_recipes.hub import read_hub
+
+        rows = read_hub(source)
+    elif source.kind == "conversations" or source.text_field is not None:
+        rows = (row for file in files for row in _read_rows(file, source))
     else:
         rows = (_read_document(file) for file in files)
+    if source.text_field is not None:
+        rows = (_take_field(row, source.text_field) for row in rows)
     return islice(rows, source.max_rows)
+
+
+def dump_row(row: Any) -> str:
+    """A row as JSON that can be stored as UTF-8, half surrogate pairs included."""
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(row, default=str)
+    return text
+
+
+def needed_columns(source: Source, names: list[str]) -> list[str] | None:
+    """The columns worth reading of a table of conversations or texts; null: all of them.
+
+    Embeddings beside the text can be larger than the text.
+    """
+    content = {"messages", "conversations", source.prompt_field, source.text_field} & {*names}
+    if not content:
+        return None
+    return [n for n in names if n in content or n in ("id", "license", source.answer_field)]
+
+
+def parse_json(text: str) -> Any:
+    """json.loads with one countable reason for every syntax error."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("not valid JSON") from error
+
+
+def check_unicode(text: str) -> None:
+    """Half a surrogate pair can be written in JSON, but neither hashed nor tokenised."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("not valid Unicode") from error
+
+
+def _take_field(row: RawRow, field: str) -> RawRow:
+    """The document inside a row; a row without one keeps its JSON and gets a reason."""
+    if row.error:
+        return row
+    try:
+        content = parse_json(row.text)
+        if not isinstance(content, dict) or not isinstance(content.get(field), str):
+            raise ValueError("text_field is not a string")
+        check_unicode(content[field])
+        if not content[field].strip():
+            raise ValueError("empty document")
+    except ValueError as error:
+        return RawRow(row.text, row.location, str(error))
+    return RawRow(content[field], row.location)
 
 
 def _suffix(path: Path) -> str:
@@ -109,81 +233,87 @@ def _suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
-def _read_bytes(path: Path) -> bytes:
-    data = path.read_bytes()
-    return gzip.decompress(data) if path.suffix.lower() == ".gz" else data
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix.lower() == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    return path.open("rb")
 
 
 def _read_document(path: Path) -> RawRow:
     try:
-        text = _read_bytes(path).decode("utf-8")
+        with _open(path) as file:
+            text = file.read().decode("utf-8")
     except UnicodeDecodeError:
         return RawRow("", str(path), "not UTF-8 text")
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        return RawRow("", str(path), "damaged gzip file")
     return RawRow(text, str(path), "" if text.strip() else "empty document")
 
 
-def _read_conversations(path: Path) -> Iterator[RawRow]:
+def _read_rows(path: Path, source: Source) -> Iterator[RawRow]:
     suffix = _suffix(path)
-    if suffix == ".parquet":
-        yield from _read_parquet(path)
-    elif suffix == ".json" and _read_bytes(path).lstrip()[:1] == b"[":
-        try:
-            rows = json.loads(_read_bytes(path))
-        except ValueError as error:
-            raise ValueError(
-                f"sources.path: {str(path)!r} is not valid JSON ({error}); mend the file, or name "
-                "it .jsonl if it holds one object per line"
-            ) from error
-        for number, row in enumerate(rows, 1):
-            yield RawRow(json.dumps(row, ensure_ascii=False), f"{path}:{number}")
-    else:
-        is_gzip = path.suffix.lower() == ".gz"
-        with gzip.open(path, "rb") if is_gzip else path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                location = f"{path}:{number}"
-                try:
-                    text = line.decode("utf-8-sig").strip()
-                except UnicodeDecodeError:
-                    damaged = line.decode("utf-8", "backslashreplace").strip()
-                    yield RawRow(damaged, location, "not UTF-8 text")
-                    continue
-                if text:
-                    yield RawRow(text, location)
+    try:
+        if suffix == ".parquet":
+            yield from _read_parquet(path, source)
+        elif suffix == ".json" and _first_character(path) == b"[":
+            yield from _read_array(path)
+        else:
+            yield from _read_lines(path)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"sources.path: {str(path)!r} is not a whole gzip file ({error}); compress or fetch it "
+            "again"
+        ) from error
 
 
-def _read_parquet(path: Path) -> Iterator[RawRow]:
+def _first_character(path: Path) -> bytes:
+    """The first byte that is no white space."""
+    with _open(path) as file:
+        while part := file.read(1 << 16).removeprefix(codecs.BOM_UTF8):
+            if part.strip():
+                return part.lstrip()[:1]
+    return b""
+
+
+def _read_array(path: Path) -> Iterator[RawRow]:
+    try:
+        with _open(path) as file:
+            for number, row in enumerate(read_array(file), 1):
+                yield RawRow(dump_row(row), f"{path}:{number}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"sources.path: {str(path)!r} is not valid JSON ({error}); mend the file, or name "
+            "it .jsonl if it holds one object per line"
+        ) from error
+
+
+def _read_lines(path: Path) -> Iterator[RawRow]:
+    with _open(path) as lines:
+        for number, line in enumerate(lines, 1):
+            location = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig").strip()
+            except UnicodeDecodeError:
+                damaged = line.decode("utf-8", "backslashreplace").strip()
+                yield RawRow(damaged, location, "not UTF-8 text")
+                continue
+            if text:
+                yield RawRow(text, location)
+
+
+def _read_parquet(path: Path, source: Source) -> Iterator[RawRow]:
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+        file = pyarrow.parquet.ParquetFile(path)
+        columns = needed_columns(source, file.schema_arrow.names)
+        for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
             for row in batch.to_pylist():
                 number += 1
-                text = json.dumps(row, ensure_ascii=False, default=str)
-                yield RawRow(text, f"{path}:{number}")
+                yield RawRow(dump_row(row), f"{path}:{number}")
     except pyarrow.ArrowException as error:
         raise ValueError(
             f"sources.path: {str(path)!r} is not a readable parquet file ({error})"
         ) from error
-
-
-def load_hub(source: Source) -> "Dataset":
-    """The split of a Hub data set, downloaded once by ``datasets``."""
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(source.path, split=source.split)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"sources.path: {source.path!r} is neither a file nor a Hub data set that can be "
-            f"loaded with split {source.split!r} ({reason}); check the path, the split and the "
-            "network"
-        ) from error
-
-
-def _read_hub(source: Source) -> Iterator[RawRow]:
-    for number, row in enumerate(load_hub(source), 1):
-        text = json.dumps(row, ensure_ascii=False, default=str)
-        yield RawRow(text, f"{source.path}[{source.split}]:{number}")

@@ -1,0 +1,222 @@
+"""Raw rows to table columns: read, filtered, masked and tokenised, each with its reason if bad."""
+
+import json
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from pipedraft.data_recipes.chat import ChatRenderer, normalise_conversation
+from pipedraft.data_recipes.decontaminate import CONTAMINATED, Benchmarks
+from pipedraft.data_recipes.duplicates import NUM_BANDS, band_keys, content_identity
+from pipedraft.data_recipes.quality import FILTERED
+from pipedraft.data_recipes.sources import Source, check_unicode, parse_json
+
+if TYPE_CHECKING:
+    from datasets import Features
+
+Duplicates = Literal["keep", "exact", "near"]
+TOO_LONG = "too long"
+RAW_COLUMNS = ("raw", "location", "error", "source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """What decides the columns of a row, besides the tokenizer."""
+
+    source: Source
+    seed: int
+    max_length: int | None
+    """Tokens after which a row is cut; null: never."""
+    drops_long: bool
+    """A row of more than max_length tokens is left out instead."""
+    duplicates: Duplicates
+    benchmarks: Benchmarks | None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """For the fingerprint of a cached table."""
+        source = self.source
+        fields = (source.prompt_field, source.answer_field, source.license, repr(source.filters))
+        found = self.benchmarks.fingerprint if self.benchmarks else ""
+        return (*fields, self.seed, self.max_length, self.drops_long, self.duplicates, found)
+
+
+def table_features(duplicates: Duplicates) -> "Features":
+    from datasets import Features, List, Value
+
+    columns = {
+        "raw": Value("large_string"),
+        "location": Value("large_string"),
+        "error": Value("string"),
+        "source": Value("string"),
+        "detail": Value("string"),
+        "license": Value("string"),
+        "hash": Value("int64"),
+        "identity": Value("int64"),
+        "contamination": Value("int64"),
+        "num_missing": Value("int32"),
+        "num_tokens": Value("int64"),
+        "num_supervised": Value("int64"),
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("int8")),
+    }
+    if duplicates == "near":
+        columns["bands"] = List(Value("int64"), length=NUM_BANDS)
+    return Features(columns)
+
+
+def tokenise_batch(
+    batch: dict[str, list[Any]], *, tokenizer: PreTrainedTokenizerBase, settings: RowSettings
+) -> dict[str, list[Any]]:
+    """Table columns for a batch of raw rows; a bad row keeps its place, with the reason."""
+    num_rows = len(batch["raw"])
+    columns = _empty_columns(batch, settings.duplicates == "near")
+    renderer = ChatRenderer(tokenizer) if settings.source.kind == "conversations" else None
+    good, chats, texts = [], [], []
+    for index in range(num_rows):
+        if columns["error"][index]:
+            continue
+        try:
+            if renderer:
+                row = parse_json(batch["raw"][index])
+                messages = read_messages(row, settings.source)
+                chat = renderer.render(messages)
+                columns["num_missing"][index] = chat.num_missing
+                columns["license"][index] = license_of(row, settings.source)
+                content = json.dumps(messages, ensure_ascii=False)
+            else:
+                messages, content = None, batch["raw"][index]
+                columns["license"][index] = (settings.source.license or "").lower()
+        except ValueError as error:
+            columns["error"][index] = str(error)
+            continue
+        columns["hash"][index] = content_hash(content, settings.seed)
+        _judge(columns, index, messages, content, settings)
+        if columns["error"][index]:
+            continue
+        if renderer:
+            chats.append(chat)
+        else:
+            texts.append(content)
+        good.append(index)
+    if renderer:
+        pairs = renderer.tokenize(chats) if chats else []
+    else:
+        ids = (
+            tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        )
+        pairs = [(row, [1] * len(row)) for row in ids]
+    for index, (ids, mask) in zip(good, pairs, strict=True):
+        _store_tokens(columns, index, ids, mask, settings)
+    return columns
+
+
+def _empty_columns(batch: dict[str, list[Any]], has_bands: bool) -> dict[str, list[Any]]:
+    num_rows = len(batch["raw"])
+    columns: dict[str, list[Any]] = {
+        "error": list(batch["error"]),
+        "input_ids": [[] for _ in range(num_rows)],
+        "loss_mask": [[] for _ in range(num_rows)],
+    }
+    for name in ("detail", "license"):
+        columns[name] = [""] * num_rows
+    for name in ("hash", "identity", "contamination", "num_missing"):
+        columns[name] = [0] * num_rows
+    for name in ("num_tokens", "num_supervised"):
+        columns[name] = [0] * num_rows
+    if has_bands:
+        columns["bands"] = [[0] * NUM_BANDS for _ in range(num_rows)]
+    return columns
+
+
+def _judge(
+    columns: dict[str, list[Any]],
+    index: int,
+    messages: list[dict[str, str]] | None,
+    content: str,
+    settings: RowSettings,
+) -> None:
+    """What the text alone decides: filters, benchmarks, and the keys of duplicates."""
+    texts = [content] if messages is None else [message["content"] for message in messages]
+    filters = settings.source.filters
+    if filters is not None:
+        num_turns = None
+        if messages is not None:
+            num_turns = sum(message["role"] != "system" for message in messages)
+        name, value = filters.refuse(texts, num_turns)
+        if name:
+            columns["error"][index] = FILTERED + name
+            columns["detail"][index] = f"{value:.4g}" if isinstance(value, float) else str(value)
+            return
+    whole = "\n".join(texts)
+    if settings.benchmarks is not None:
+        mask, shared = settings.benchmarks.find(whole)
+        if mask:
+            columns["error"][index] = CONTAMINATED
+            columns["contamination"][index] = mask
+            names = ", ".join(settings.benchmarks.names_of(mask))
+            columns["detail"][index] = f"{names}: {shared}"
+            return
+    if settings.duplicates != "keep":
+        parts = texts
+        if messages is not None:
+            parts = [part for message in messages for part in message.values()]
+        columns["identity"][index] = content_identity(parts)
+    if settings.duplicates == "near":
+        columns["bands"][index] = band_keys(whole)
+
+
+def _store_tokens(
+    columns: dict[str, list[Any]],
+    index: int,
+    ids: list[int],
+    mask: list[int],
+    settings: RowSettings,
+) -> None:
+    columns["num_tokens"][index] = len(ids)
+    filters, limit = settings.source.filters, settings.max_length
+    if filters is not None and filters.refuse_tokens(len(ids)):
+        columns["error"][index], columns["detail"][index] = f"{FILTERED}min_tokens", str(len(ids))
+    elif settings.drops_long and limit is not None and len(ids) > limit:
+        columns["error"][index], columns["detail"][index] = TOO_LONG, str(len(ids))
+    else:
+        columns["input_ids"][index] = ids[:limit]
+        columns["loss_mask"][index] = mask[:limit]
+        columns["num_supervised"][index] = sum(mask[:limit])
+
+
+def read_messages(row: Any, source: Source) -> list[dict[str, str]]:
+    """The conversation in a row of this source.
+
+    Raises:
+        ValueError: a short reason without data from the row, so that reasons can be counted.
+    """
+    if source.prompt_field is None or source.answer_field is None:
+        messages = normalise_conversation(row)
+    else:
+        if not isinstance(row, dict):
+            raise ValueError("row is not an object")
+        fields = {"user": source.prompt_field, "assistant": source.answer_field}
+        messages = []
+        for role, field in fields.items():
+            if not isinstance(row.get(field), str):
+                raise ValueError(f"{field} is not a string")
+            if not row[field].strip():
+                raise ValueError(f"empty {field}")
+            messages.append({"role": role, "content": row[field]})
+    for message in messages:
+        check_unicode(message["content"])
+    return messages
+
+
+def license_of(row: dict[str, Any], source: Source) -> str:
+    """Lower case, as the Hub writes licences; "" if neither the row nor the source names one."""
+    named = row.get("license")
+    return (named if isinstance(named, str) and named else source.license or "").lower()
+
+
+def content_hash(content: str, seed: int) -> int:
+    """63 bits of sha256(seed, content): split and mixing depend on nothing else."""
+    return int.from_bytes(sha256(f"{seed}\n{content}".encode()).digest()[:8], "big") >> 1

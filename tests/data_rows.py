@@ -1,0 +1,52 @@
+"""Rows, recipes and a tokenizer for the tests of data recipes."""
+
+import json
+from pathlib import Path
+
+from pipedraft.data_recipes.recipe import DataConfig, TokenizedData, load_data
+from pipedraft.data_recipes.report import DataReport
+from pipedraft.data_recipes.sources import Source
+from pipedraft.data_recipes.tokenizer import train_tokenizer
+
+CHINESE = "\u8bf7\u7528\u4e2d\u6587\u89e3\u91ca\u4ec0\u4e48\u662f\u6d41\u6c34\u7ebf\u63a8\u7406"
+WORDS = [f"term{i}" for i in range(40)]
+
+
+def small_tokenizer(folder: Path):
+    path = folder / "corpus.txt"
+    path.write_text("Say ok. Count the ducks: 12, 345.\ndef f(x):\n    return x\n\n" * 20)
+    return train_tokenizer(DataConfig(sources=[Source(path=str(path), kind="text")]), 400)
+
+
+class Loader:
+    """load_data with its caches and the side file in one folder."""
+
+    def __init__(self, tokenizer, folder: Path) -> None:
+        self.tokenizer, self.folder = tokenizer, folder
+
+    def __call__(self, *sources: Source, **values) -> TokenizedData:
+        config = DataConfig(sources=list(sources), cache_dir=str(self.folder / "cache"), **values)
+        return load_data(config, self.tokenizer, side_file=self.folder / "left_out.jsonl")
+
+    def left_out(self) -> list[dict]:
+        """The side file of the latest call."""
+        return [json.loads(line) for line in (self.folder / "left_out.jsonl").open()]
+
+
+def write(path: Path, rows: list) -> Source:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Source(path=str(path))
+
+
+def chat(question: str, *answers: str, system: str | None = None) -> dict:
+    """The question again before every answer."""
+    turns = [{"role": "system", "content": system}] if system else []
+    for answer in answers or ("fine",):
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns}
+
+
+def total(report: DataReport) -> int:
+    """What rows_read must be."""
+    refused = sum(report.refused_rows().values())
+    return report.rows_kept + sum(report.bad_rows.values()) + report.empty_mask_rows + refused

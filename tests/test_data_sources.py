@@ -1,0 +1,324 @@
+"""Data recipes at scale: streams, damaged rows, the card, the command."""
+
+import gzip
+import json
+import tracemalloc
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+import yaml
+from data_rows import CHINESE, WORDS, Loader, chat, small_tokenizer, total, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedraft.data_recipes.__main__ import main
+from pipedraft.data_recipes.json_array import read_array
+from pipedraft.data_recipes.recipe import DataConfig, load_data
+from pipedraft.data_recipes.sources import Source, read_source
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "data"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return small_tokenizer(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def load(tokenizer, tmp_path):
+    return Loader(tokenizer, tmp_path)
+
+
+# Sources
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.recursive(
+            st.none() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+            max_leaves=8,
+        ),
+        max_size=8,
+    ),
+    chunk=st.integers(1, 40),
+    indent=st.sampled_from([None, 1]),
+)
+def test_an_array_read_in_chunks_has_the_elements_of_the_whole(rows, chunk, indent):
+    data = json.dumps(rows, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return
+    assert list(read_array(BytesIO(b" \n" + data + b"\n "), chunk)) == rows
+
+
+@pytest.mark.parametrize("text", ["[", "[1", "[1,", "[1 2]", "[1]x", "[{]", '["a', "[1,,2]"])
+def test_a_damaged_array_is_an_error_in_every_chunk_size(text):
+    for chunk in (1, 3, 100):
+        with pytest.raises(ValueError):
+            list(read_array(BytesIO(text.encode()), chunk))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".parquet"])
+def test_a_local_file_is_read_in_constant_memory(tmp_path, suffix):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / f"rows{suffix}"
+    row = chat("x" * 1000, "y" * 1000)
+    rows = [json.dumps(row)] * 4000  # 8 MB
+    if suffix == ".json":
+        path.write_text("[" + ",\n".join(rows) + "]")
+    elif suffix == ".parquet":
+        table = pyarrow.table({"messages": [row["messages"]] * 4000, "vector": [[0.5] * 50] * 4000})
+        pyarrow.parquet.write_table(table, path, row_group_size=2000)
+    else:
+        data = "\n".join(rows).encode()
+        path.write_bytes(gzip.compress(data, 1) if suffix.endswith("gz") else data)
+    del rows
+    tracemalloc.start()
+    count = 0
+    for found in read_source(Source(path=str(path))):
+        assert json.loads(found.text) == row  # without the parquet file's column of vectors
+        count += 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 4000 and peak < 6e6
+
+
+class Stream:
+    """What load_dataset(streaming=True) gives: rows that are made when they are asked for."""
+
+    def __init__(self, rows):
+        self.rows, self.column_names, self.read = rows, None, 0
+
+    def select_columns(self, names):
+        self.rows = [{name: row[name] for name in names} for row in self.rows]
+        return self
+
+    def __iter__(self):
+        for row in self.rows:
+            self.read += 1
+            yield row
+
+
+def test_a_stream_is_read_only_as_far_as_max_rows(load, monkeypatch, tmp_path):
+    import datasets
+
+    stream = Stream([chat(f"q {i}") | {"vector": [0.5] * 9} for i in range(1000)])
+    asked = {}
+
+    def load_dataset(path, **options):
+        asked.update(options, path=path)
+        return stream
+
+    class Builder:
+        hash = "commit"
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda path, **_: Builder)
+    source = Source(path="user/name", subset="all", streaming=True, max_rows=7, revision="v1")
+    report = load(source).report
+    assert report.rows_read == 7 and stream.read <= 10
+    assert list(report.sources) == ["user/name:all"]
+    assert asked["streaming"] is True and (asked["name"], asked["revision"]) == ("all", "v1")
+
+
+def test_a_data_set_that_is_a_script_is_an_error_that_says_so(load, monkeypatch):
+    import datasets
+
+    def load_dataset(path, **options):
+        raise RuntimeError("Dataset scripts are no longer supported, but found name.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match="name 'all'.*scripts are no longer supported"):
+        load(Source(path="user/name", subset="all"))
+
+
+def test_questions_with_answers_and_text_fields_are_read(load, tokenizer, tmp_path):
+    pairs = [{"question": f"q {i}", "answer": "ok"} for i in range(3)]
+    source = write(
+        tmp_path / "pairs.jsonl", [*pairs, {"question": "q"}, {"question": "", "answer": "a"}]
+    )
+    source = replace(source, prompt_field="question", answer_field="answer")
+    data = load(source, valid_fraction=0.0)
+    expected = [{"role": "user", "content": "q 0"}, {"role": "assistant", "content": "ok"}]
+    rendered = tokenizer.apply_chat_template(expected, tokenize=False)
+    assert tokenizer.decode(data.train[0]["input_ids"]) == rendered
+    assert data.report.bad_rows == {"answer is not a string": 1, "empty question": 1}
+    texts = write(
+        tmp_path / "texts.jsonl", [{"text": "one"}, {"text": "two"}, {"txt": 1}, {"text": " "}]
+    )
+    data = load(replace(texts, kind="text", text_field="text"), valid_fraction=0.0)
+    assert [tokenizer.decode(ids) for ids in data.train["input_ids"]] == ["one", "two"]
+    assert sum(sum(mask) for mask in data.train["loss_mask"]) == data.report.tokens
+    assert data.report.bad_rows == {"text_field is not a string": 1, "empty document": 1}
+    assert [json.loads(r["row"]) for r in load.left_out()] == [{"txt": 1}, {"text": " "}]
+
+
+def test_damaged_rows_are_counted_and_kept_aside(load, tmp_path):
+    good = [json.dumps(chat(f"q {i}")) for i in range(3)]
+    half_pair = (
+        '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "gpt", "content": "x"}]}'
+    )
+    nested = "[" * 100_000
+    lines = [*good, half_pair, nested, '{"messages": [{"role": "gpt", "content": NaN}]}', "null"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    report = load(Source(path=str(tmp_path / "rows.jsonl")), duplicates="near").report
+    assert report.bad_rows == {
+        "not valid Unicode": 1,
+        "not valid JSON": 1,
+        "role or content is not a string": 1,
+        "row is not an object": 1,
+    }
+    assert [r["row"] for r in load.left_out()] == lines[3:] and total(report) == 7
+    (tmp_path / "array.json").write_text(f"[{','.join(good + [half_pair])}]")
+    report = load(Source(path=str(tmp_path / "array.json"))).report
+    assert report.bad_rows == {"not valid Unicode": 1}
+
+
+def test_a_damaged_gzip_file_is_an_error_that_names_it(load, tmp_path):
+    whole = gzip.compress("\n".join(json.dumps(chat(f"q {i}")) for i in range(500)).encode())
+    for name, data in (("cut.jsonl.gz", whole[:-60]), ("plain.jsonl.gz", b'{"messages": []}')):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=f"{name}' is not a whole gzip file"):
+            load(Source(path=str(tmp_path / name)))
+
+
+# The command
+
+
+@pytest.fixture
+def recipe(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [chat(f"question {i}") | {"license": "MIT" if i % 2 else None} for i in range(20)]
+    rows += [chat(" ".join(WORDS)), chat("question 3"), {"messages": 1}]
+    write(tmp_path / "rows.jsonl", rows)
+    write(tmp_path / "bench.jsonl", [{"question": " ".join(WORDS)}, {"question": "short"}])
+    source = {"path": str(tmp_path / "rows.jsonl"), "license": "cc-by-4.0", "weight": 2.0}
+    source["filters"] = {"min_turns": 2, "max_repeated_lines": 0.5}
+    data = {"sources": [source], "duplicates": "exact", "cache_dir": str(tmp_path / "cache")}
+    data["decontaminate"] = [str(tmp_path / "bench.jsonl")]
+    data["valid_fraction"] = 0.2
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"tokenizer": str(tmp_path / "tokenizer"), "data": data}))
+    return ["--config", str(path), "--out", str(tmp_path / "out")]
+
+
+def test_the_card_has_what_the_hub_reads_and_every_count(recipe, tmp_path, capsys):
+    from datasets import load_dataset
+
+    main(recipe)
+    assert "1 rows with one of 2 prompts, 1 prompts too short" in capsys.readouterr().out
+    out = tmp_path / "out"
+    _, front, body = (out / "README.md").read_text().split("---\n", 2)
+    metadata = yaml.safe_load(front)
+    assert metadata["license"] == ["cc-by-4.0", "mit"] and metadata["size_categories"] == ["n<1K"]
+    report = json.loads((out / "report.json").read_text())
+    assert report["licenses"] == {"cc-by-4.0": 10, "mit": 10} and report["rows_kept"] == 20
+    flat = " ".join(body.replace("|", " ").split())
+    for words in (
+        f"`{tmp_path}/rows.jsonl` cc-by-4.0 2 23 20 {report['tokens']} min_turns 2, "
+        "max_repeated_lines 0.5",
+        "messages are not a list 1",
+        "duplicate: exact 1",
+        "contaminated 1",
+        f"{tmp_path.name}/bench.jsonl 2 1 1",
+        f"Tokenizer and chat template: `{tmp_path}/tokenizer`",
+    ):
+        assert words in flat
+    records = [json.loads(line) for line in (out / "bad_rows.jsonl").open()]
+    assert len(records) == 3 == report["rows_read"] - report["rows_kept"]
+    loaded = load_dataset(str(out), cache_dir=str(tmp_path / "hub"))
+    assert len(loaded["train"]) == report["train_rows"] and len(loaded["validation"]) > 0
+    # The written configuration makes the same data again.
+    main(["--config", str(out / "config.yaml"), "--out", str(tmp_path / "again")])
+    assert json.loads((tmp_path / "again" / "report.json").read_text()) == report
+
+
+@pytest.mark.parametrize(
+    ("source", "data", "words"),
+    [
+        ({"weight": 0}, {}, ["sources.weight: 0", "remove the source"]),
+        ({"weight": "x"}, {}, ["weight", "x"]),
+        ({"filters": {"min_turn": 1}}, {}, ["min_turn"]),
+        ({"filters": {"min_turns": -1}}, {}, ["sources.filters.min_turns: -1", "0 or more"]),
+        ({"filters": {"min_cjk": 30}}, {}, ["sources.filters.min_cjk: 30", "0 to 1"]),
+        ({"filters": {"min_turns": 4, "max_turns": 2}}, {}, ["min_turns: 4", "max_turns = 2"]),
+        ({"kind": "text", "filters": {"max_turns": 2}}, {}, ["filters.max_turns", "no turns"]),
+        ({"prompt_field": "q"}, {}, ["sources.prompt_field: 'q'", "answer_field"]),
+        ({"text_field": "text"}, {}, ["sources.text_field: 'text'", "kind 'text'"]),
+        ({}, {"duplicates": "fuzzy"}, ["duplicates", "fuzzy"]),
+        ({}, {"near_threshold": 0.2}, ["data.near_threshold: 0.2", "0.7 to 1"]),
+        ({}, {"too_long": "drop", "pack": True}, ["data.too_long: 'drop'", "leave one"]),
+        ({}, {"decontaminate": ["absent.jsonl"]}, ["absent.jsonl", "does not exist"]),
+        ({"filters": {"min_turns": 99}}, {}, ["none of 23 rows", "filter: min_turns", "loosen"]),
+    ],
+)
+def test_a_malformed_recipe_is_one_line_with_field_value_and_mend(
+    recipe, tmp_path, capsys, source, data, words
+):
+    path = tmp_path / "recipe.yaml"
+    content = yaml.safe_load(path.read_text())
+    content["data"]["sources"][0].update(source)
+    content["data"].update(data)
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit) as stop:
+        main(recipe)
+    error = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2
+    assert all(word in error[-1] for word in words), error
+
+
+def test_an_output_folder_that_is_a_file_is_bad_input(recipe, tmp_path, capsys):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(SystemExit) as stop:
+        main(recipe)
+    assert stop.value.code == 2 and "out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_a_shipped_recipe_runs_on_rows_of_its_form(path, tokenizer, tmp_path, monkeypatch):
+    """The Hub's data sets are replaced by a few rows with the columns that they have there."""
+    import datasets
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--tokenizer", type=str)
+    parser.add_class_arguments(DataConfig, "data")
+    config = parser.instantiate(parser.parse_path(path)).data
+    text = (
+        f"{CHINESE} " * 3 + "An answer of some words that goes on for a while, and then on again. "
+    )
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": text}]
+    forms = {
+        "openai/gsm8k": {"question": "q", "answer": "2 + 2 = 4 #### 4"},
+        "openai/openai_humaneval": {"task_id": "0", "prompt": "def f(): " + " ".join(WORDS)},
+        "HuggingFaceH4/mt_bench_prompts": {"prompt": [" ".join(WORDS), "again"], "category": "x"},
+        "ise-uiuc/Magicoder-OSS-Instruct-75K": {"problem": "p", "solution": text, "lang": "python"},
+        "togethercomputer/RedPajama-Data-1T": {"text": text * 5, "meta": "{}"},
+        "anon8231489123/ShareGPT_Vicuna_unfiltered": {"id": "x", "conversations": turns},
+        "mlabonne/open-perfectblend": {"conversations": turns, "source": "x"},
+        "opencsg/smoltalk-chinese": {"conversations": turns, "score": 3.5},
+    }
+
+    def load_dataset(path, **options):
+        form = forms.get(path, chat("q", text))
+        return datasets.Dataset.from_list([form | {"number": i} for i in range(4)])
+
+    class Builder:
+        hash = str(path)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda path, **_: Builder)
+    if path.stem == "chat_mix":
+        local = write(tmp_path / "train.jsonl", [chat("q", text)] * 4)
+        config = replace(config, sources=[local])
+    # The four rows of a source are equal.
+    changes = {"num_proc": 1, "cache_dir": str(tmp_path / "cache"), "duplicates": "keep"}
+    report = load_data(replace(config, **changes), tokenizer).report
+    assert report.rows_kept == report.rows_read == 4 * len(config.sources)
