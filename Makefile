@@ -44,7 +44,7 @@ lint: venv
 test quickstart: export HF_HUB_OFFLINE = 1
 
 test: venv lint
-	$(BIN)/pytest -q -m "not slow and not gpu"
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
 
 # single.yaml: one process, whatever `accelerate config` has stored on this machine.
 quickstart: venv

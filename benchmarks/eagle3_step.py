@@ -30,7 +30,7 @@ from pipedraft.benchmarks.training_step import (
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
 
 PARTS = (
-    ("target", "pipedraft.train.eagle3.capture_hidden"),
+    ("target", "pipedraft.train.objective.capture_hidden"),
     ("fused features", "pipedraft.models.eagle3.Eagle3.feature"),
     ("decoder layer", "pipedraft.models.eagle3.Eagle3.unroll"),
     ("attention", "pipedraft.models.eagle3.ttt_attention"),

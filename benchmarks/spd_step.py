@@ -24,7 +24,7 @@ from pipedraft.models.spd import SPDConfig, feature_layers
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 
 PARTS = (
-    ("target", "pipedraft.train.spd.capture_hidden"),
+    ("target", "pipedraft.train.objective.capture_hidden"),
     ("decoder layers", "pipedraft.models.spd.SPD.forward"),
     ("feature projections", "pipedraft.models.spd.SPD.feature"),
     ("static keys and values", "pipedraft.models.spd.SPD._static_key_values"),

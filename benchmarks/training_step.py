@@ -66,6 +66,7 @@ def make_batch(args: argparse.Namespace, counted: float, length: int) -> dict[st
     return {
         "input_ids": torch.randint(args.vocabulary, (args.batch, length)),
         "loss_mask": answered_T.expand(args.batch, -1),
+        "lengths": torch.full((args.batch,), length),
     }
 
 
@@ -77,12 +78,12 @@ def make_step(objective: Any) -> Callable[[dict[str, Tensor]], int]:
 
     def step(batch: dict[str, Tensor]) -> int:
         output = objective(batch, generator)
-        (output.loss / output.count).backward()
+        (output.loss / output.counted).backward()
         with record_function(OPTIMIZER):
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        return int(output.count)
+        return int(output.counted)
 
     return step
 

@@ -10,26 +10,38 @@ matrix is ever stored.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipedraft.models.documents import document_slices, positions_of
+
 aten = torch.ops.aten
+EVERY = slice(None)
+
+
+class Place(NamedTuple):
+    """Where a tensor [B, heads, T, D] holds some examples."""
+
+    examples: slice
+    positions: slice = EVERY
 
 
 @dataclass(frozen=True)
 class Band:
     """What adjacent examples see."""
 
-    rows: slice
-    """Their place in the query."""
-    examples: slice
-    """Their place in the blocks."""
+    query: Place
+    blocks: Place
+    """Of the keys and values."""
     diagonals: tuple[tuple[int, int], ...]
     """(block, distance): the query at position t sees position t - distance, if there is one."""
     causal: tuple[int, int]
     """(block, distance): it sees every position up to t - distance."""
+    lengths: tuple[int, ...] | None = None
+    """Of the documents that share the positions, one after the other; t counts within each."""
 
 
 def banded_attention(
@@ -44,8 +56,8 @@ def banded_attention(
 
     Args:
         query_SNTD: query head h uses key head h // (N // J).
-        keys: tensors [R, B, J, T, D] of R blocks, or [B_r, J, T, D] of one with the first B_r
-            examples; blocks are numbered in their order.
+        keys: tensors [R, B, J, T, D] of R blocks, or [B_r, J, T_r, D] of one with the first
+            examples or positions; blocks are numbered in their order.
         values: as the keys.
 
     Returns:
@@ -85,7 +97,7 @@ class _BandedAttention(torch.autograd.Function):
         exact = torch.promote_types(inputs[0].dtype, torch.float32)
         out_STND = inputs[0].new_zeros(S, T, N, D, dtype=exact)
         lse_STN = inputs[0].new_zeros(S, T, N, dtype=exact)
-        probs = [_attend(b, _select(inputs, b), out_STND[b.rows], lse_STN[b.rows]) for b in bands]
+        probs = [_attend(b, _select(inputs, b), out_STND[b.query], lse_STN[b.query]) for b in bands]
         out_SNTD = out_STND.to(inputs[0].dtype).transpose(1, 2)
         ctx.save_for_backward(out_SNTD, lse_STN, *probs, *inputs)
         ctx.bands = bands
@@ -99,7 +111,8 @@ class _BandedAttention(torch.autograd.Function):
         grad_SNTD = _dense_rows(grad_SNTD)
         gradients = [_zeros_by_row(x) for x in inputs]
         for b, probs_WBTN in zip(ctx.bands, probs, strict=True):
-            saved = (grad_SNTD[b.rows], out_SNTD[b.rows], lse_STN[b.rows], probs_WBTN)
+            rows = (_pick(grad_SNTD, b.query), _pick(out_SNTD, b.query), lse_STN[b.query])
+            saved = (*rows, probs_WBTN)
             _attend_backward(b, _select(inputs, b), saved, _select(gradients, b))
         return None, *gradients
 
@@ -127,8 +140,18 @@ def _select(tensors: Sequence[Tensor], band: Band) -> Rows:
     """The band's part of (query, *keys, *values), or of their gradients."""
     query_SNTD, *rest = tensors
     keys, values = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    keys, values = ([x[band.examples] for x in _blocks(part)] for part in (keys, values))
-    return query_SNTD[band.rows], keys, values
+    keys, values = (
+        [_pick(block, band.blocks) for block in _blocks(part)] for part in (keys, values)
+    )
+    return _pick(query_SNTD, band.query), keys, values
+
+
+def _pick(x_BNTD: Tensor, place: Place) -> Tensor:
+    return x_BNTD[place.examples, :, place.positions]
+
+
+def _texts(band: Band, T: int) -> list[slice]:
+    return document_slices((T,) if band.lengths is None else band.lengths)
 
 
 def _query_rows(x_BNTD: Tensor, J: int) -> Tensor:
@@ -150,12 +173,14 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
     r, first = band.causal
     W, J = len(band.diagonals), keys[r].shape[1]
     T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
-    lse_BTN[:, :first] = -torch.inf
-    if first < T:
-        key_BJMD, value_BJMD = (x[r][:, :, : T - first] for x in (keys, values))
-        fused = _fused_forward(query_BNTD[:, :, first:], key_BJMD, value_BJMD, scale)
-        out_BTND[:, first:] = fused[0].transpose(1, 2)
-        lse_BTN[:, first:] = fused[1].transpose(1, 2)
+    for text in _texts(band, T):
+        far, seen = slice(text.start + first, text.stop), slice(text.start, text.stop - first)
+        lse_BTN[:, text.start : min(far.start, text.stop)] = -torch.inf
+        if far.start < far.stop:
+            key_BJMD, value_BJMD = (x[r][:, :, seen] for x in (keys, values))
+            fused = _fused_forward(query_BNTD[:, :, far], key_BJMD, value_BJMD, scale)
+            out_BTND[:, far] = fused[0].transpose(1, 2)
+            lse_BTN[:, far] = fused[1].transpose(1, 2)
 
     probs_WBTN = out_BTND.new_full((W, *lse_BTN.shape), -torch.inf)
     if not W:
@@ -168,6 +193,7 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
         torch.mul(q_BTJGD[:, d:], key_BTJ1D, out=products_BTJGD[:, d:])
         torch.sum(products_BTJGD[:, d:], -1, out=probs_WBTJG[w, :, d:])
     probs_WBTN *= scale
+    _hide_other_documents(band, probs_WBTN)
     merged_BTN = torch.logaddexp(lse_BTN, probs_WBTN.logsumexp(0))
     out_BTND *= (lse_BTN - merged_BTN).exp_()[..., None]
     probs_WBTN.sub_(merged_BTN).exp_()
@@ -177,6 +203,17 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
         value_BTJ1D = _key_rows(values[r][:, :, : T - d])
         out_BTJGD[:, d:].addcmul_(probs_WBTJG[w, :, d:, :, :, None], value_BTJ1D)
     return probs_WBTN
+
+
+def _hide_other_documents(band: Band, scores_WBTN: Tensor) -> None:
+    """A diagonal's first rows in a document would reach into the one before."""
+    if band.lengths is None or len(band.lengths) == 1:
+        return
+    device = scores_WBTN.device
+    position_T = positions_of(scores_WBTN.shape[2], band.lengths, device)
+    distance_W = torch.tensor([distance for _, distance in band.diagonals], device=device)
+    outside_WT = position_T < distance_W[:, None]
+    scores_WBTN.masked_fill_(outside_WT[:, None, :, None], -torch.inf)
 
 
 def _attend_backward(
@@ -191,16 +228,19 @@ def _attend_backward(
     dquery_BNTD, dkeys, dvalues = gradients
     r, first = band.causal
     J, T, scale = keys[r].shape[1], query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
-    if first < T:
-        key, value, dkey, dvalue = (x[r][:, :, : T - first] for x in (keys, values, dkeys, dvalues))
+    for text in _texts(band, T):
+        far, seen = slice(text.start + first, text.stop), slice(text.start, text.stop - first)
+        if far.start >= far.stop:
+            continue
+        key, value, dkey, dvalue = (x[r][:, :, seen] for x in (keys, values, dkeys, dvalues))
         fused = _fused_backward(
-            grad_BNTD[:, :, first:],
-            (query_BNTD[:, :, first:], key, value),
-            out_BNTD[:, :, first:],
-            lse_BTN[:, first:].transpose(1, 2),
+            grad_BNTD[:, :, far],
+            (query_BNTD[:, :, far], key, value),
+            out_BNTD[:, :, far],
+            lse_BTN[:, far].transpose(1, 2),
             scale,
         )
-        dquery_BNTD[:, :, first:] += fused[0]
+        dquery_BNTD[:, :, far] += fused[0]
         dkey += fused[1]
         dvalue += fused[2]
     if not band.diagonals:

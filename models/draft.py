@@ -1,6 +1,7 @@
 """What every draft network shares: its checkpoint folder, its tie to one target, its vocabulary."""
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,8 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from pipedraft.models.layers import LayerConfig
+from pipedraft.models.layers import LayerConfig, OneDNNLinear
 from pipedraft.models.target import fingerprint_mismatch, target_fingerprint
 
 CONFIG_FILE = "config.json"
@@ -47,6 +49,8 @@ class Draft(nn.Module):
 
     draft_type: ClassVar[str]
     config_class: ClassVar[type]
+    checkpointing: bool = False
+    """Training keeps of a layer its input alone, and computes the rest again in backward."""
 
     def __init__(self, config: Any, layer: LayerConfig, reference: TargetReference) -> None:
         super().__init__()
@@ -63,8 +67,30 @@ class Draft(nn.Module):
         return ()
 
     @property
+    def initial_layers(self) -> Sequence[int]:
+        """Decoder layers of the target that ``initialise`` copies."""
+        return ()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layer indices of the target that the draft reads."""
+        raise NotImplementedError
+
+    @property
     def target_vocab_size(self) -> int:
         return self.reference.fingerprint["vocab_size"]
+
+    def compute(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """function(*inputs), with ``checkpointing`` recomputed in backward by the same products."""
+        if not (self.checkpointing and torch.is_grad_enabled()):
+            return function(*inputs)
+        return checkpoint(
+            function,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (OneDNNLinear(), OneDNNLinear()),
+        )
 
     def relative_cost(self, target: Any) -> float:
         """One forward pass, in target passes of one token: layers over layers.
@@ -77,8 +103,18 @@ class Draft(nn.Module):
     def attach(self, target: Any) -> None:
         """Take what the draft uses of its target without saving it; most drafts need nothing."""
 
-    def save(self, folder: Path, *, training: dict[str, Any] | None = None) -> None:
-        """Write config.json and model.safetensors (fp32) into an existing folder."""
+    def save(
+        self,
+        folder: Path,
+        *,
+        training: dict[str, Any] | None = None,
+        weights: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Write config.json and model.safetensors into an existing folder.
+
+        Args:
+            weights: the state of a draft of which this process holds a part.
+        """
         description = {
             "draft_type": self.draft_type,
             "target": asdict(self.reference),
@@ -87,7 +123,8 @@ class Draft(nn.Module):
             "training": training or {},
         }
         (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
-        weights = {name: value.contiguous() for name, value in self.state_dict().items()}
+        weights = self.state_dict() if weights is None else weights
+        weights = {name: value.cpu().contiguous() for name, value in weights.items()}
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     @classmethod

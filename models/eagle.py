@@ -11,7 +11,7 @@ This file holds what EAGLE-1 (arXiv:2401.15077) and EAGLE-3 share, and EAGLE-1 i
 # N query heads, J key heads, D head size, U draft vocabulary
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipedraft.models.documents import causal_attention, positions_of
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import (
@@ -75,21 +76,30 @@ class EagleHead(Draft):
     def logits(self, state_H: Tensor) -> Tensor:
         """[..., U]; entry u is target token draft_ids[u]."""
 
-    def causal_rows(self, tokens_BR: Tensor, states_BRH: Tensor) -> Tensor:
-        """Rows 0 .. R-1 of whole texts, each seeing those up to itself: next states [B, R, H]."""
-        positions_R = torch.arange(tokens_BR.shape[1], device=tokens_BR.device)
+    def causal_rows(
+        self, tokens_BR: Tensor, states_BRH: Tensor, lengths: Sequence[int] | None = None
+    ) -> Tensor:
+        """Rows 0 .. R-1 of whole texts, each seeing those up to itself: next states [B, R, H].
+
+        Args:
+            lengths: rows of each document in a packed row.
+        """
+        positions_R = positions_of(tokens_BR.shape[1], lengths, tokens_BR.device)
         cos, sin = (part[:, None] for part in self.rotary(positions_R, states_BRH.dtype))
-        residual_BRH, query_BRND, keys_BRJD, values_BRJD = self.project(
-            self.embed(tokens_BR), states_BRH, cos, sin
-        )
-        attended_BNRD = F.scaled_dot_product_attention(
-            query_BRND.transpose(1, 2),
-            keys_BRJD.transpose(1, 2),
-            values_BRJD.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=query_BRND.shape[2] != keys_BRJD.shape[2],
-        )
-        return self.finish(residual_BRH, attended_BNRD.transpose(1, 2))
+
+        def advance(states_BRH: Tensor) -> Tensor:
+            residual_BRH, query_BRND, keys_BRJD, values_BRJD = self.project(
+                self.embed(tokens_BR), states_BRH, cos, sin
+            )
+            attended_BNRD = causal_attention(
+                query_BRND.transpose(1, 2),
+                keys_BRJD.transpose(1, 2),
+                values_BRJD.transpose(1, 2),
+                lengths,
+            )
+            return self.finish(residual_BRH, attended_BNRD.transpose(1, 2))
+
+        return self.compute(advance, states_BRH)
 
     def rows(
         self,

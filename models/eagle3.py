@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipedraft.models.documents import positions_of
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import EagleHead
 from pipedraft.models.layers import (
@@ -143,7 +144,13 @@ class Eagle3(EagleHead):
         query_ND = layer.self_attn.query(joined, cos_D, sin_D)
         return state_H, query_ND, *layer.self_attn.key_value(joined, cos_D, sin_D)
 
-    def unroll(self, feature_BTH: Tensor, ids_BT: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
+    def unroll(
+        self,
+        feature_BTH: Tensor,
+        ids_BT: Tensor,
+        rows: Sequence[Tensor],
+        lengths: Sequence[int] | None = None,
+    ) -> list[Tensor]:
         """Training-time test: the states that decoding would make, guess after guess, at all rows.
 
         Step i continues row t from its own state of step i - 1 (step 0: from the feature) with the
@@ -153,6 +160,7 @@ class Eagle3(EagleHead):
 
         Args:
             rows: at each step, rows b T + t whose state is wanted; a prefix of those before.
+            lengths: of the documents in a packed row [1, T].
 
         Returns:
             One [M, H] per step, in the order of its rows. The states of step i are those of the
@@ -166,29 +174,42 @@ class Eagle3(EagleHead):
         # After its end a text has no rows of any step: any token will do there.
         tokens = F.pad(ids_BT, (0, len(rows)))
         embedded_BTC = F.linear(layer.input_layernorm(self.embed(tokens)), weight_CH, bias_C)
-        positions = torch.arange(T + len(rows), device=ids_BT.device)
-        cos, sin = (x[:, None] for x in self.rotary(positions, embedded_BTC.dtype))
+        positions_T = positions_of(T, lengths, ids_BT.device)
         sizes = [p.out_features // attention.head_size for p in projections]
+
+        def advance(
+            step: int, state_MH: Tensor, keys: list[Tensor], values: list[Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            rows_M = rows[step]
+            joint_MC = F.linear(layer.hidden_norm(state_MH), state_weight_CH)
+            if step:
+                # Backward of index_put needs the rows alone, that of index_copy joint_MC, too.
+                zeros_MC = joint_MC.new_zeros(B * T, joint_MC.shape[1])
+                joint_MC = zeros_MC.index_put((rows_M,), joint_MC)
+            joint_BTC = joint_MC.view(B, T, -1) + embedded_BTC[:, 1 + step : 1 + step + T]
+            query, key, value = joint_BTC.unflatten(-1, (-1, attention.head_size)).split(sizes, 2)
+            turn = [x[:, None] for x in self.rotary(positions_T + step, embedded_BTC.dtype)]
+            query_BTND = rotate(attention.q_norm(query), *turn)
+            key_BJTD = rotate(attention.k_norm(key), *turn).transpose(1, 2)
+            # Copied, or the values kept for later steps would hold the queries' memory, too.
+            value_BJTD = value.contiguous().transpose(1, 2)
+            attended_BNTD = ttt_attention(
+                query_BTND.transpose(1, 2), [*keys, key_BJTD], [*values, value_BJTD], lengths
+            )
+            attended_MND = attended_BNTD.transpose(1, 2).flatten(0, 1).index_select(0, rows_M)
+            residual_MH = state_MH if step else state_MH.index_select(0, rows_M)
+            return self.finish(residual_MH, attended_MND), key_BJTD, value_BJTD
+
         keys: list[Tensor] = []
         values: list[Tensor] = []
         state_MH, states = feature_BTH.flatten(0, 1), []
         for step, rows_M in enumerate(rows):
             state_MH = state_MH[: len(rows_M)] if step else state_MH
-            joint_MC = F.linear(layer.hidden_norm(state_MH), state_weight_CH)
-            if step:
-                joint_MC = joint_MC.new_zeros(B * T, joint_MC.shape[1]).index_copy(
-                    0, rows_M, joint_MC
-                )
-            joint_BTC = joint_MC.view(B, T, -1) + embedded_BTC[:, 1 + step : 1 + step + T]
-            query, key, value = joint_BTC.unflatten(-1, (-1, attention.head_size)).split(sizes, 2)
-            turn = cos[step : step + T], sin[step : step + T]
-            query_BTND = rotate(attention.q_norm(query), *turn)
-            keys.append(rotate(attention.k_norm(key), *turn).transpose(1, 2))
-            values.append(value.transpose(1, 2))
-            attended_BNTD = ttt_attention(query_BTND.transpose(1, 2), keys, values)
-            attended_MND = attended_BNTD.transpose(1, 2).flatten(0, 1).index_select(0, rows_M)
-            residual_MH = state_MH if step else state_MH.index_select(0, rows_M)
-            state_MH = self.finish(residual_MH, attended_MND)
+            state_MH, key_BJTD, value_BJTD = self.compute(
+                advance, step, state_MH, keys[:], values[:]
+            )
+            keys.append(key_BJTD)
+            values.append(value_BJTD)
             states.append(state_MH)
         return states
 

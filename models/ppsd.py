@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipedraft.models.documents import causal_attention, positions_of
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import (
@@ -89,6 +89,11 @@ class PPSD(Draft):
         """Layer indices of the target that the head reads."""
         return (self.exit_layer,)
 
+    @property
+    def initial_layers(self) -> range:
+        end = self.exit_layer + self.config.num_layers
+        return range(self.exit_layer, min(end, self.config.num_target_layers))
+
     @torch.no_grad()
     def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
         """Start from the target: the layers after the first stage, the final norm, the LM head.
@@ -101,8 +106,8 @@ class PPSD(Draft):
             self.draft_ids.copy_(draft_ids)
         self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids])
         initialise_matrices(self.layers, len(self.layers))
-        following = target.get_decoder().layers[self.exit_layer :]
-        for layer, source in zip(self.layers, following, strict=False):
+        for layer, index in zip(self.layers, self.initial_layers, strict=False):
+            source = target.get_decoder().layers[index]
             if _shapes(layer) == _shapes(source):
                 layer.load_state_dict(source.state_dict())
 
@@ -113,30 +118,34 @@ class PPSD(Draft):
         cos, sin = self.rotary(positions, dtype)
         return cos[:, None], sin[:, None]
 
-    def forward(self, taps: Mapping[int, Tensor]) -> Tensor:
+    def forward(self, taps: Mapping[int, Tensor], lengths: Sequence[int] | None = None) -> Tensor:
         """Output rows of whole texts, each seeing those up to itself.
 
         Args:
             taps: hidden states [B, T, H] of the target, by layer index.
+            lengths: of the documents in a packed row [1, T].
 
         Returns:
             [B, T, H], before the norm; row t predicts the token at position t + 1.
         """
         stream_BTH = taps[self.exit_layer]
-        positions_T = torch.arange(stream_BTH.shape[1], device=stream_BTH.device)
+        positions_T = positions_of(stream_BTH.shape[1], lengths, stream_BTH.device)
         cos, sin = self._rotation(positions_T, stream_BTH.dtype)
-        for layer in self._decoder_layers():
+
+        def advance(layer: DecoderLayer, stream_BTH: Tensor) -> Tensor:
             normed_BTH, attention = layer.input_layernorm(stream_BTH), layer.self_attn
             query_BTND = attention.query(normed_BTH, cos, sin)
             keys_BTJD, values_BTJD = attention.key_value(normed_BTH, cos, sin)
-            attended_BNTD = F.scaled_dot_product_attention(
+            attended_BNTD = causal_attention(
                 query_BTND.transpose(1, 2),
                 keys_BTJD.transpose(1, 2),
                 values_BTJD.transpose(1, 2),
-                is_causal=True,
-                enable_gqa=query_BTND.shape[2] != keys_BTJD.shape[2],
+                lengths,
             )
-            stream_BTH = layer.finish(stream_BTH, attended_BNTD.transpose(1, 2))
+            return layer.finish(stream_BTH, attended_BNTD.transpose(1, 2))
+
+        for layer in self._decoder_layers():
+            stream_BTH = self.compute(advance, layer, stream_BTH)
         return stream_BTH
 
     def rows(

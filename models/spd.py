@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipedraft.models.documents import positions_of
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.layers import (
     DecoderLayer,
@@ -105,6 +106,29 @@ class SPDState:
     num_rows: int = 0
 
 
+@dataclass(frozen=True)
+class _Examples:
+    """Those of one forward pass: along the first axis, or, in a packed row, along the positions."""
+
+    occupancy: Sequence[int]
+    lengths: Sequence[int] | None
+    num_stages: int
+
+    @property
+    def axis(self) -> int:
+        return 0 if self.lengths is None else 1
+
+    def count(self, depth: int) -> int:
+        """Entries of the axis up to the last example that has rows of this depth."""
+        count = len(self.occupancy)
+        if 0 < depth < self.num_stages:
+            count = max((b + 1 for b, a in enumerate(self.occupancy) if a > depth), default=0)
+        return count if self.lengths is None else sum(self.lengths[:count])
+
+    def first(self, taps: Mapping[int, Tensor], count: int) -> dict[int, Tensor]:
+        return {index: x_BTH.narrow(self.axis, 0, count) for index, x_BTH in taps.items()}
+
+
 class SPD(Draft):
     """The speculation module: features per depth, Ls decoder layers, own LM head.
 
@@ -168,54 +192,64 @@ class SPD(Draft):
             projection.weight[:, -hidden:] = torch.eye(hidden)
         initialise_matrices(self.layers, len(self.layers))
 
-    def feature(self, taps: Mapping[int, Tensor], depth: int, count: int | None = None) -> Tensor:
+    def feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
         """g^k = FC_k(concat of the hidden states at the checkpoints of depth k): [..., H].
 
         FC_k is applied piece by piece: no concatenation to write, and none to keep for backward.
-
-        Args:
-            count: only the first ones along the first axis of the hidden states.
         """
         weight = self.projections[self.block_of_depth[depth]].weight
         pieces = weight.split(self.layer_config.hidden_size, 1)
         first, *others = (
-            F.linear(taps[index][:count], piece)
+            F.linear(taps[index], piece)
             for index, piece in zip(self.feature_layers[depth], pieces, strict=True)
         )
         return sum(others, start=first)
 
     # -- training ---------------------------------------------------------------------------
 
-    def forward(self, taps: Mapping[int, Tensor], occupancy: Sequence[int]) -> Tensor:
+    def forward(
+        self,
+        taps: Mapping[int, Tensor],
+        occupancy: Sequence[int],
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """Output rows of the depth-0 stream for every position at once (structural attention).
 
         Args:
             taps: hidden states [B, T, H] of the target, by layer index.
             occupancy: for each example the tokens in flight, 1..n (simulated pipeline fill).
                 Fastest in descending order: depths that no later example has are not computed.
+            lengths: of the documents in a packed row [1, T]; these are then the examples.
 
         Returns:
             [B, T, H], before the final norm; row t predicts the token at position t + 1.
         """
+        examples = _Examples(occupancy, lengths, self.config.num_stages)
         if self.config.query == "all":
-            return self._forward_all(taps, occupancy)
+            return self._forward_all(taps, examples)
         stream_BTH = self.feature(taps, 0)
-        cos, sin = self._rotation(stream_BTH)
-        keys, values, block_of_depth = self._static_key_values(taps, occupancy, cos, sin)
-        for index, layer in enumerate(self._decoder_layers()):
-            query_BNTD, key_BJTD, value_BJTD = self._project(layer, stream_BTH, cos, sin)
+        positions_T = positions_of(stream_BTH.shape[1], lengths, stream_BTH.device)
+        rotation = self._rotation(positions_T, stream_BTH.dtype)
+        keys, values, block_of_depth = self._static_key_values(taps, examples, rotation)
+
+        def advance(index: int, layer: DecoderLayer, stream_BTH: Tensor) -> Tensor:
+            query_BNTD, key_BJTD, value_BJTD = self._project(layer, stream_BTH, rotation)
             attended_BNTD = structural_attention(
                 query_BNTD,
                 [key_BJTD, *keys[index]],
                 [value_BJTD, *values[index]],
                 occupancy=occupancy,
                 block_of_depth=block_of_depth,
+                lengths=lengths,
             )
-            stream_BTH = layer.finish(stream_BTH, attended_BNTD.transpose(1, 2))
+            return layer.finish(stream_BTH, attended_BNTD.transpose(1, 2))
+
+        for index, layer in enumerate(self._decoder_layers()):
+            stream_BTH = self.compute(advance, index, layer, stream_BTH)
         return stream_BTH
 
     def _static_key_values(
-        self, taps: Mapping[int, Tensor], occupancy: Sequence[int], cos: Tensor, sin: Tensor
+        self, taps: Mapping[int, Tensor], examples: "_Examples", rotation: tuple[Tensor, Tensor]
     ) -> tuple[list[list[Tensor]], list[list[Tensor]], list[int]]:
         """Keys and values of the depths 1..n, whose rows are the same for every layer.
 
@@ -223,11 +257,10 @@ class SPD(Draft):
         one normalisation and one product per block serve all layers while its rows are in cache.
 
         Returns:
-            keys, values: [B_r, J, T, D] by layer and block.
+            keys, values: [B_r, J, T_r, D] by layer and block.
             block_of_depth: of the depths 0..n, counting the query stream as block 0.
         """
-        attention, layers = self.layers[0].self_attn, self._decoder_layers()
-        heads = (2 * len(layers), attention.num_key_value_heads, attention.head_size)
+        layers = self._decoder_layers()
         projections = [
             (projection, layer.input_layernorm)
             for layer in layers
@@ -243,72 +276,97 @@ class SPD(Draft):
         keys: list[list[Tensor]] = [[] for _ in layers]
         values: list[list[Tensor]] = [[] for _ in layers]
         for depths in depths_of.values():
-            count = max(self._num_examples(depth, occupancy) for depth in depths)
-            rows_BTH = self.feature(taps, depths[0], count)
-            normed_BTH = F.rms_norm(rows_BTH, rows_BTH.shape[-1:], None, self.norm.eps)
-            heads_CBTJD = F.linear(normed_BTH, weight_AH, bias_A).unflatten(-1, heads).unbind(-3)
-            for index, layer in enumerate(layers):
-                key_BTJD, value_BTJD = heads_CBTJD[2 * index : 2 * index + 2]
-                key_BTJD = rotate(layer.self_attn.k_norm(key_BTJD), cos, sin)
-                keys[index].append(key_BTJD.transpose(1, 2))
-                values[index].append(value_BTJD.transpose(1, 2))
+            count = max(examples.count(depth) for depth in depths)
+            rows = examples.first(taps, count)
+            heads = self.compute(self._block, rows, depths[0], weight_AH, bias_A, rotation)
+            for index in range(len(layers)):
+                keys[index].append(heads[2 * index])
+                values[index].append(heads[2 * index + 1])
         place = {block: 1 + i for i, block in enumerate(depths_of)}
         return keys, values, [0] + [place[block] for block in self.block_of_depth[1:]]
 
-    def _num_examples(self, depth: int, occupancy: Sequence[int]) -> int:
-        """Examples up to the last one that has rows of this depth."""
-        if depth in (0, self.config.num_stages):
-            return len(occupancy)
-        return max((b + 1 for b, tokens in enumerate(occupancy) if tokens > depth), default=0)
+    def _block(
+        self,
+        taps: Mapping[int, Tensor],
+        depth: int,
+        weight_AH: Tensor,
+        bias_A: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+    ) -> list[Tensor]:
+        """Keys and values of one depth, layer after layer: 2 Ls of [B, J, T, D]."""
+        attention, layers = self.layers[0].self_attn, self._decoder_layers()
+        shape = (2 * len(layers), attention.num_key_value_heads, attention.head_size)
+        rows_BTH = self.feature(taps, depth)
+        cos, sin = (x[: rows_BTH.shape[1]] for x in rotation)
+        normed_BTH = F.rms_norm(rows_BTH, rows_BTH.shape[-1:], None, self.norm.eps)
+        heads_CBTJD = F.linear(normed_BTH, weight_AH, bias_A).unflatten(-1, shape).unbind(-3)
+        heads = []
+        for index, layer in enumerate(layers):
+            key_BTJD, value_BTJD = heads_CBTJD[2 * index : 2 * index + 2]
+            key_BTJD = rotate(layer.self_attn.k_norm(key_BTJD), cos, sin)
+            heads += [key_BTJD.transpose(1, 2), value_BTJD.transpose(1, 2)]
+        return heads
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return cast(list[DecoderLayer], list(self.layers))
 
-    def _rotation(self, like_BTH: Tensor) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(like_BTH.shape[1], device=like_BTH.device)
-        cos, sin = self.rotary(positions, like_BTH.dtype)
+    def _rotation(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rotary(positions_T, dtype)
         return cos[:, None], sin[:, None]
 
     @staticmethod
     def _project(
         layer: DecoderLayer,
         stream_STH: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: tuple[Tensor, Tensor],
         num_queries: int | None = None,
+        axis: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads-first keys and values of all sequences, and queries of the first ones."""
+        """Heads-first keys and values of all rows, and queries of the first ones along an axis."""
         normed = layer.input_layernorm(stream_STH)
-        keys, values = layer.self_attn.key_value(normed, cos, sin)
-        query = layer.self_attn.query(normed[:num_queries], cos, sin)
+        keys, values = layer.self_attn.key_value(normed, *rotation)
+        asked = normed if num_queries is None else normed.narrow(axis, 0, num_queries)
+        query = layer.self_attn.query(asked, *(x[: asked.shape[1]] for x in rotation))
         return query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
-    def _forward_all(self, taps: Mapping[int, Tensor], occupancy: Sequence[int]) -> Tensor:
+    def _forward_all(self, taps: Mapping[int, Tensor], examples: "_Examples") -> Tensor:
         """Every depth is a stream of its own: row (depth d, position t) is the module's view of
         position t while the newest token is d positions later.
 
-        The streams of all depths pass the layers as one batch of S sequences: the examples of
-        depth 0, then those that have a depth 1, and so on.
+        The streams of all depths pass the layers as one batch of S sequences (in a packed row: as
+        one long row): the examples of depth 0, then those that have a depth 1, and so on.
         """
-        depths = range(self.config.num_stages + 1)
-        counts = [self._num_examples(depth, occupancy) for depth in depths]
+        depths, axis = range(self.config.num_stages + 1), examples.axis
+        counts = [examples.count(depth) for depth in depths]
         stream_STH = torch.cat(
-            [self.feature(taps, depth, count) for depth, count in zip(depths, counts, strict=True)]
+            [
+                self.feature(examples.first(taps, count), depth)
+                for depth, count in zip(depths, counts, strict=True)
+            ],
+            axis,
         )
-        cos, sin = self._rotation(stream_STH)
-        for index, layer in enumerate(self._decoder_layers()):
+        positions_T = positions_of(taps[0].shape[1], examples.lengths, stream_STH.device)
+        if axis == 1:
+            positions_T = torch.cat([positions_T[:count] for count in counts])
+        rotation = self._rotation(positions_T, stream_STH.dtype)
+
+        def advance(layer: DecoderLayer, is_last: bool, stream_STH: Tensor) -> Tensor:
             # The last layer is asked for depth 0 only.
-            last = index == len(self.layers) - 1
-            num_queries = counts[0] if last else len(stream_STH)
-            query_SNTD, keys, values = self._project(layer, stream_STH, cos, sin, num_queries)
+            num_queries = counts[0] if is_last else stream_STH.shape[axis]
+            query_SNTD, keys, values = self._project(layer, stream_STH, rotation, num_queries, axis)
             attended_SNTD = structural_attention(
                 query_SNTD,
-                keys.split(counts),
-                values.split(counts),
-                occupancy=occupancy,
-                depth=0 if last else depths,
+                keys.split(counts, 2 * axis),
+                values.split(counts, 2 * axis),
+                occupancy=examples.occupancy,
+                depth=0 if is_last else depths,
+                lengths=examples.lengths,
             )
-            stream_STH = layer.finish(stream_STH[:num_queries], attended_SNTD.transpose(1, 2))
+            asked_STH = stream_STH.narrow(axis, 0, num_queries)
+            return layer.finish(asked_STH, attended_SNTD.transpose(1, 2))
+
+        for index, layer in enumerate(self._decoder_layers()):
+            stream_STH = self.compute(advance, layer, index == len(self.layers) - 1, stream_STH)
         return stream_STH
 
     # -- decoding ---------------------------------------------------------------------------

@@ -10,12 +10,13 @@ ones at depth n, which is ordinary causal attention against one block.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
-from pipedraft.models.banded_attention import Band, banded_attention
+from pipedraft.models.banded_attention import EVERY, Band, Place, banded_attention
 
 
 def structural_attention(
@@ -26,6 +27,7 @@ def structural_attention(
     occupancy: Sequence[int],
     depth: int | Sequence[int] = 0,
     block_of_depth: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention of the rows of depth d over the versions visible with a tokens in flight.
 
@@ -49,6 +51,9 @@ def structural_attention(
         depth: d in 0..n of all rows, one sequence of rows per example. Or several depths: their
             sequences follow one another, those of depth d as the examples in block_of_depth[d].
         block_of_depth: the block of depth 0..n; default 0..R-1. Depths may share a block.
+        lengths: of the documents in a packed row. They are then the examples: along the positions
+            instead of the first axis, which has 1 entry, also where "first B_r" and "follow one
+            another" are said above.
 
     Returns:
         out_SNTD. Examples with a <= d < n have no such row: zeros, and no gradient.
@@ -57,20 +62,23 @@ def structural_attention(
         ValueError: heads, occupancy, depth, blocks or dtype do not fit together.
     """
     keys, values = ([x] if isinstance(x, Tensor) else list(x) for x in (keys, values))
-    sizes = [size for x in keys for size in ([x.shape[1]] * len(x) if x.ndim == 5 else [len(x)])]
+    axis = -4 if lengths is None else -2
+    sizes = [size for x in keys for size in [x.shape[axis]] * (len(x) if x.ndim == 5 else 1)]
     blocks = tuple(range(len(sizes)) if block_of_depth is None else block_of_depth)
-    _check(sizes, occupancy, depth, blocks)
+    _check(sizes, occupancy, depth, blocks, lengths)
+    examples = _Examples(list(accumulate(lengths or [1] * len(occupancy), initial=0)), lengths)
     if isinstance(depth, int):
-        bands = _bands(occupancy, depth, blocks)
+        bands = _bands(occupancy, depth, blocks, examples)
     else:
-        bands, first_row = [], 0
+        bands, first = [], 0
         for d in depth:
             size = sizes[blocks[d]]
-            bands += _bands(occupancy[:size], d, blocks, first_row)
-            first_row += size
+            bands += _bands(occupancy[: examples.ends.index(size)], d, blocks, examples, first)
+            first += size
     for band in bands:
         used = [r for r, _ in (*band.diagonals, band.causal)]
-        assert all(sizes[r] >= band.examples.stop for r in used), "block too short"
+        stop = band.blocks[lengths is not None].stop
+        assert all(sizes[r] >= stop for r in used), "block too short"
     return banded_attention(bands, query_SNTD, keys, values)
 
 
@@ -92,17 +100,43 @@ def dense_structural_mask(
     return mask_TRT.flatten(1)
 
 
+@dataclass(frozen=True)
+class _Examples:
+    """Along which axis they are, and where: example b at ends[b] .. ends[b + 1]."""
+
+    ends: list[int]
+    lengths: Sequence[int] | None
+
+    def place(self, start: int, stop: int, first: int = 0) -> Place:
+        along = slice(first + self.ends[start], first + self.ends[stop])
+        return Place(along) if self.lengths is None else Place(EVERY, along)
+
+    def lengths_of(self, start: int, stop: int) -> tuple[int, ...] | None:
+        return None if self.lengths is None else tuple(self.lengths[start:stop])
+
+
 def _bands(
-    occupancy: Sequence[int], depth: int, blocks: tuple[int, ...], first_row: int = 0
+    occupancy: Sequence[int],
+    depth: int,
+    blocks: tuple[int, ...],
+    examples: _Examples,
+    first: int = 0,
 ) -> list[Band]:
+    """Of the rows of one depth, which are at ``first`` in the query."""
     n = len(blocks) - 1
     bands, start = [], 0
     for width, run in groupby(a - depth if depth < n else 0 for a in occupancy):
         stop = start + len(list(run))
         if width > 0 or depth == n:
-            rows = slice(first_row + start, first_row + stop)
-            diagonals = tuple((blocks[depth + distance], distance) for distance in range(width))
-            bands.append(Band(rows, slice(start, stop), diagonals, causal=(blocks[n], width)))
+            bands.append(
+                Band(
+                    examples.place(start, stop, first),
+                    examples.place(start, stop),
+                    diagonals=tuple((blocks[depth + i], i) for i in range(width)),
+                    causal=(blocks[n], width),
+                    lengths=examples.lengths_of(start, stop),
+                )
+            )
         start = stop
     return bands
 
@@ -112,8 +146,15 @@ def _check(
     occupancy: Sequence[int],
     depth: int | Sequence[int],
     blocks: tuple[int, ...],
+    lengths: Sequence[int] | None,
 ) -> None:
-    n, R, B = len(blocks) - 1, len(sizes), max(sizes)
+    n, R = len(blocks) - 1, len(sizes)
+    if lengths is not None and sum(lengths) != max(sizes):
+        raise ValueError(
+            f"lengths: {list(lengths)} add up to {sum(lengths)}, but the row has {max(sizes)} "
+            "positions; give the length of every document in it"
+        )
+    B = max(sizes) if lengths is None else len(lengths)
     if len(occupancy) != B or not all(1 <= a <= n for a in occupancy):
         raise ValueError(
             f"occupancy: {list(occupancy)} does not hold {B} integers in 1..{n}; "

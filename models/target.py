@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from pipedraft.models.documents import packed_call
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
 from pipedraft.models.stage_cache import Keep, Segment, StageCache, additive_mask, prune_segment
 
@@ -53,12 +55,14 @@ def load_target(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     attention: str = "sdpa",
+    quantization: Any = None,
 ) -> PreTrainedModel:
     """Load a frozen decoder-only model for inference, from safetensors weights only.
 
     Args:
         name_or_path: a folder, or a repository name on the Hub.
         attention: "sdpa" or "eager"; other kernels ignore the tree mask or reject it.
+        quantization: a quantization_config of transformers.
 
     Raises:
         ValueError: nothing there, a family that cannot be staged, or no safetensors weights.
@@ -73,6 +77,7 @@ def load_target(
             trust_remote_code=trust_remote_code,
             attn_implementation=attention,
             use_safetensors=True,
+            quantization_config=quantization,
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(
@@ -176,6 +181,15 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
         kind = "full_attention" if is_full else "sliding_attention"
         return (kind,) * config.num_hidden_layers
     return tuple(config.layer_types)
+
+
+def check_packable(config: PreTrainedConfig) -> None:
+    """Raise ValueError where a layer's state would pass from one document of a row to the next."""
+    if "linear_attention" in layer_kinds(config):
+        raise ValueError(
+            f"packing: true, but the recurrent layers of this {config.model_type} target carry "
+            "their state from one document to the next; give --packing false"
+        )
 
 
 class Stage:
@@ -424,8 +438,7 @@ def capture_hidden(
     model: PreTrainedModel,
     input_ids_BT: Tensor,
     layers: Collection[int],
-    *,
-    position_ids_BT: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> dict[int, Tensor]:
     """Raw hidden states of a batch, for training; no cache and no logits.
 
@@ -434,8 +447,7 @@ def capture_hidden(
 
     Args:
         layers: indices in [0, L]; index L is before the final norm.
-        position_ids_BT: positions that restart at 0 where a packed row starts another text; each
-            text then sees only itself.
+        lengths: of the documents in a packed row [1, T]; each then sees only itself.
 
     Returns:
         {index: hidden_BTH}, detached, in the model's dtype.
@@ -451,11 +463,8 @@ def capture_hidden(
             f"layers: index {outside[0]} is outside this target; choose 0 (embeddings) to "
             f"{num_layers} (last layer)"
         )
-    if position_ids_BT is not None and "linear_attention" in layer_kinds(decoder.config):
-        raise ValueError(
-            "position_ids: packed rows leak through this target's recurrent layers; "
-            "give one text per row"
-        )
+    if lengths is not None:
+        check_packable(decoder.config)
     captured: dict[int, Tensor] = {}
 
     def capture_as(index: int) -> Callable[..., None]:
@@ -471,13 +480,10 @@ def capture_hidden(
         for index in set(layers)
     ]
     no_rows = torch.empty(0, dtype=torch.long, device=input_ids_BT.device)
+    packed, within = packed_call(decoder.config, input_ids_BT, lengths)
     try:
-        model(
-            input_ids=input_ids_BT,
-            position_ids=position_ids_BT,
-            use_cache=False,
-            logits_to_keep=no_rows,
-        )
+        with within:
+            model(input_ids=input_ids_BT, use_cache=False, logits_to_keep=no_rows, **packed)
     finally:
         for handle in handles:
             handle.remove()

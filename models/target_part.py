@@ -1,5 +1,6 @@
 """A target of which one process holds a part: some layers, the embedding, the LM head."""
 
+import hashlib
 import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipedraft.models.target import check_family, load_target, read_config
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+SAMPLE_BYTES = 4096
 
 
 def load_target_part(
@@ -130,3 +132,34 @@ def _generation_config(name: str, revision: str | None, model: PreTrainedModel) 
         return GenerationConfig.from_pretrained(name, revision=revision or "main")
     except OSError:  # no such file
         return GenerationConfig.from_model_config(model.config)
+
+
+def weights_identity(name: str, revision: str | None = None) -> str:
+    """Which weights a target has in all of its layers, without reading them all.
+
+    A folder: a hash over the name, type, shape and some bytes of every tensor, which training a
+    matrix changes everywhere. A repository of the Hub: its commit.
+
+    Raises:
+        ValueError: no safetensors weights there.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return f"commit:{read_config(name, revision)['_commit_hash']}"
+    digest = hashlib.sha256()
+    for tensor, file in sorted(_files(name, revision).items()):
+        digest.update(_sample(folder / file, tensor))
+    return f"sampled:{digest.hexdigest()}"
+
+
+def _sample(path: Path, tensor: str) -> bytes:
+    """A tensor's entry in its file's header, and bytes from its start, middle and end."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(header_bytes))[tensor]
+        start, stop = entry.pop("data_offsets")
+        size, kept = stop - start, b""
+        for place in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
+            file.seek(8 + header_bytes + start + place)
+            kept += file.read(min(size - place, SAMPLE_BYTES))
+    return json.dumps([tensor, entry], sort_keys=True).encode() + kept

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pipedraft.models.banded_attention import Band, banded_attention
+from pipedraft.models.banded_attention import EVERY, Band, Place, banded_attention
 
 
-def ttt_attention(query_BNTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def ttt_attention(
+    query_BNTD: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
     """Attention of step i, the last of the i + 1 steps whose keys are given.
 
     out_t = softmax over {K_0[T'] : T' <= t} and {K_j[t] : 1 <= j <= i}         EAGLE-3
@@ -21,10 +26,12 @@ def ttt_attention(query_BNTD: Tensor, keys: Sequence[Tensor], values: Sequence[T
 
     Args:
         keys: of steps 0 .. i, [B, J, T, D] each.
+        lengths: of the documents in a packed row.
 
     Returns:
         out_BNTD.
     """
-    every = slice(0, len(query_BNTD))
     diagonals = tuple((step, 0) for step in range(1, len(keys)))
-    return banded_attention([Band(every, every, diagonals, (0, 0))], query_BNTD, keys, values)
+    documents = None if lengths is None else tuple(lengths)
+    band = Band(Place(EVERY), Place(EVERY), diagonals, (0, 0), documents)
+    return banded_attention([band], query_BNTD, keys, values)

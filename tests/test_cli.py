@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from test_eval_tasks import byte_tokenizer
-from test_train import World, make_world
+from train_runs import World, make_world
 
 from pipedraft.data_recipes.__main__ import main as data_main
 from pipedraft.errors import run_command

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_llama, tiny_qwen3
-from test_train import World, make_world
+from train_runs import World, make_world
 
 from pipedraft.inference.closed_forms import chain_acceptance_length
 from pipedraft.models import load_draft
@@ -87,13 +87,13 @@ def test_training_states_equal_decoding_states_at_every_depth(make_target):
     head = make_head(target)
     ids_T, features_TH = text_of(target, head)
     trained_RH = head.causal_rows(ids_T[None, 1:], features_TH[None, :-1])[0]
-    unrolled = unroll(head, ids_T, features_TH[:-1], 4)
+    unrolled = unroll(head, ids_T[None], features_TH[None, :-1], 4)
     for row in range(LENGTH - 1):
         depth = min(4, LENGTH - 1 - row)
         decoded = decode_chain(head, ids_T, features_TH, row, depth)
         assert torch.allclose(trained_RH[row], decoded[0], atol=1e-10), row
         for guess, state in enumerate(decoded):
-            assert torch.allclose(unrolled[guess][row], state, atol=1e-10), (row, guess)
+            assert torch.allclose(unrolled[guess][0, row], state, atol=1e-10), (row, guess)
 
 
 def test_the_first_state_is_the_formula_of_the_paper():
@@ -179,7 +179,7 @@ def test_the_loss_is_the_regression_and_a_tenth_of_the_divergence(world, tmp_pat
                     expected += 0.1 * float(divergence)
                     agreed += int(p_V.argmax() == draft_V.argmax())
                     count += 1
-    assert int(output.count) == objective.num_counted(batch) == count
+    assert int(output.counted) == objective.num_counted(batch) == count
     assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-4)
     assert int(output.sums["agreement"]) == agreed
 
@@ -210,7 +210,7 @@ def test_a_batch_without_counted_rows_has_a_zero_gradient_for_every_parameter(wo
     batch = batch_of(trainer, 2)
     batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
     output = trainer.objective(batch, seeded(0))
-    assert float(output.loss.detach()) == 0 and int(output.count) == 0
+    assert float(output.loss.detach()) == 0 and int(output.counted) == 0
     output.loss.backward()
     for name, parameter in trainer.objective.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name

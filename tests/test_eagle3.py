@@ -285,7 +285,7 @@ def test_loss_sums_and_gradients_equal_the_plain_formula(options):
     expected, expected_sums = plain_loss(objective, batch)
     expected_gradients = torch.autograd.grad(expected, parameters)
     output = objective(batch, torch.Generator())
-    assert int(output.count) == objective.num_counted(batch) == expected_sums["count_1"]
+    assert int(output.counted) == objective.num_counted(batch) == expected_sums["count_1"]
     torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-12)
     for name, value in expected_sums.items():
         assert output.sums[name].item() == pytest.approx(value, abs=1e-9), name
@@ -303,16 +303,17 @@ def test_a_step_that_attends_to_no_guess_of_its_own_row_is_another_function(monk
     objective, batch = make_objective(), make_batch(MASKS)
     expected = objective(batch, torch.Generator()).loss
     monkeypatch.setattr(
-        "pipedraft.models.eagle3.ttt_attention", lambda q, k, v: ttt_attention(q, k[:1], v[:1])
+        "pipedraft.models.eagle3.ttt_attention",
+        lambda q, k, v, lengths: ttt_attention(q, k[:1], v[:1]),
     )
-    assert (objective(batch, torch.Generator()).loss - expected).abs() > 1e-3 * expected
+    assert (objective(batch, torch.Generator()).loss - expected).abs() > 1e-4 * expected
 
 
 def test_a_batch_without_counted_rows_gives_zero_loss_and_the_same_sums():
     objective = make_objective()
     empty = objective(make_batch([[0] * 6, [1] + [0] * 5]), torch.Generator())
     full = objective(make_batch(MASKS), torch.Generator())
-    assert empty.loss.item() == 0 and int(empty.count) == 0
+    assert empty.loss.item() == 0 and int(empty.counted) == 0
     assert empty.sums.keys() == full.sums.keys()
     empty.loss.backward()
     for name, parameter in objective.named_parameters():
@@ -358,10 +359,10 @@ def test_training_makes_chains_longer_and_autocast_follows_float64():
     scores = []
     for _ in range(20):
         output = objective(batch, torch.Generator())
-        (output.loss / output.count).backward()
+        (output.loss / output.counted).backward()
         optimizer.step()
         optimizer.zero_grad()
-        sums = {"loss": output.loss.item(), "count": output.count.item()}
+        sums = {"loss": output.loss.item(), "count": output.counted.item()}
         scores.append(
             objective.summarize({**sums, **{k: v.item() for k, v in output.sums.items()}})["score"]
         )
@@ -388,7 +389,8 @@ def test_a_checkpoint_of_the_objective_loads_as_the_same_head(tmp_path):
 
     objective = make_objective(draft_vocab_size=10).float()
     objective.target.float()
-    objective.save(tmp_path, {"score": 1.0})
+    weights = {f"draft.{name}": x for name, x in objective.draft.state_dict().items()}
+    objective.save(tmp_path, {"score": 1.0}, weights)
     draft = load_draft(str(tmp_path), objective.target)
     assert isinstance(draft, Eagle3)
     assert torch.equal(draft.draft_ids, objective.draft.draft_ids)

@@ -21,7 +21,8 @@ from test_lossless import (
     sampling_target,
     total_variation,
 )
-from test_train import World, losses_on_one_batch, make_world
+from test_train import losses_on_one_batch
+from train_runs import World, make_world
 
 from pipedraft.inference import engine as engine_module
 from pipedraft.inference.clock import CostModel
@@ -335,7 +336,7 @@ def test_the_loss_is_the_divergence_before_every_assistant_token(world, tmp_path
                 loss += F.kl_div(log_q, inside, reduction="sum").item()
                 agreed += int(draft.draft_ids[log_q.argmax()] == p[position].argmax())
                 count += 1
-    assert output.count == count == objective.num_counted(batch) == counted_rows(batch).sum()
+    assert output.counted == count == objective.num_counted(batch) == counted_rows(batch).sum()
     assert output.loss.item() == pytest.approx(loss, rel=1e-4)
     assert output.sums["agreement"] == agreed
 

@@ -89,7 +89,7 @@ def test_a_threshold_on_the_row_instead_of_the_newest_token_disagrees():
     taps = {k: v.double() for k, v in capture_hidden(target, ids, module.taps).items()}
     right = structural.structural_attention
 
-    def mutant(query, keys, values, *, occupancy, depth, block_of_depth=None):
+    def mutant(query, keys, values, *, occupancy, depth, lengths):
         if depth == 0:
             return right(query, keys, values, occupancy=occupancy)
         outs = []

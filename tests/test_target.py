@@ -431,13 +431,12 @@ def test_capture_computes_no_logits_and_leaves_no_hook():
 
 def test_packed_texts_are_captured_as_if_apart():
     model, ids = tiny("mistral_sliding"), random_ids(16)
-    positions = torch.cat([torch.arange(9), torch.arange(7)])
-    packed = capture_hidden(model, ids[None], [NUM_LAYERS], position_ids_BT=positions[None])
+    packed = capture_hidden(model, ids[None], [NUM_LAYERS], [9, 7])
     apart = [capture_hidden(model, part[None], [NUM_LAYERS]) for part in ids.split([9, 7])]
     expected = torch.cat([part[NUM_LAYERS][0] for part in apart])
     assert_close(packed[NUM_LAYERS][0], expected)
-    with pytest.raises(ValueError, match="position_ids"):
-        capture_hidden(tiny("qwen3_5"), ids[None], [1], position_ids_BT=positions[None])
+    with pytest.raises(ValueError, match="^packing: true, but the recurrent layers"):
+        capture_hidden(tiny("qwen3_5"), ids[None], [1], [9, 7])
 
 
 def test_capture_refuses_a_layer_that_does_not_exist():

@@ -1,121 +1,41 @@
 """The training loop: exact resume, averaging over tokens, frozen parts, checkpoints."""
 
-import contextlib
 import json
 import math
-import os
 import signal
-import socket
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_llama
-from safetensors.torch import load_file
 from scipy.stats import chisquare
+from train_runs import (
+    World,
+    as_rank,
+    assert_equal_weights,
+    logged,
+    make_world,
+    train,
+    weights,
+)
 from transformers import AutoModelForCausalLM
 
-from pipedraft.data_recipes.batch import collate, length_bucketed_batches
-from pipedraft.data_recipes.recipe import DataConfig, Source
-from pipedraft.data_recipes.tokenizer import train_tokenizer
+from pipedraft.data_recipes.batch import collate
 from pipedraft.models import load_draft
 from pipedraft.train import checkpoint
-from pipedraft.train.__main__ import build_trainer, main, methods, quieten
-from pipedraft.train.config import OptimConfig, parse_run
-from pipedraft.train.loop import rate_factor
+from pipedraft.train.__main__ import quieten
+from pipedraft.train.config import OptimConfig
+from pipedraft.train.optimizers import rate_factor
 from pipedraft.train.spd import sample_occupancy
-
-LAYERS = 4
-
-
-# -- tiny data, tokenizer and target --------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class World:
-    """Sixty conversations, a tokenizer trained on them, and a random target that uses it."""
-
-    folder: Path
-    data: Path
-    target: Path
-
-    def arguments(self, method: str, output_dir: Path, /, **changes: Any) -> list[str]:
-        """Command line of a small run; keys of ``changes`` have __ for a dot."""
-        settings: dict[str, Any] = {
-            "method": method,
-            "output_dir": output_dir,
-            "data.sources": json.dumps([{"path": str(self.data)}]),
-            "data.cache_dir": self.folder / "cache",
-            "data.max_length": 64,
-            "data.valid_fraction": 0.1,
-            "batch_tokens": 256,
-            "log_every_steps": 1,
-            "precision": "fp32",
-            "max_steps": 4,
-            "optim.lr": 3e-3,
-        }
-        if method != "language_model":
-            settings["target"] = self.target
-            settings |= {"model.num_stages": 2, "model.num_layers": 1} if method == "spd" else {}
-        else:
-            settings |= {"model.tokenizer": self.target, "model.hidden_size": 32}
-            settings |= {"model.intermediate_size": 64, "model.num_layers": 2, "model.num_heads": 2}
-            settings["model.save_dtype"] = "float32"
-        settings |= {key.replace("__", "."): value for key, value in changes.items()}
-        words = {key: value for key, value in settings.items() if value is not None}
-        return [f"--{key}={value}" for key, value in words.items()]
-
-    def trainer(self, method: str, output_dir: Path, **changes: Any) -> Any:
-        run, model, _ = parse_run(self.arguments(method, output_dir, **changes), methods(), "")
-        return build_trainer(run, model)
-
-
-def make_world(folder: Path) -> World:
-    data = folder / "chat.jsonl"
-    with data.open("w") as lines:
-        for i in range(60):
-            answer = f"It is {i + i % 7}." + " Sure." * (i % 5)
-            question = {"role": "user", "content": f"What is {i} plus {i % 7}?"}
-            turns = [question, {"role": "assistant", "content": answer}]
-            lines.write(json.dumps({"messages": turns}) + "\n")
-    tokenizer = train_tokenizer(DataConfig(sources=[Source(path=str(data))]), 300)
-    target = tiny_llama(layers=LAYERS, vocab=len(tokenizer))
-    target.generation_config.eos_token_id = tokenizer.eos_token_id
-    target.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    return World(folder, data, folder / "target")
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
     quieten()
     return make_world(tmp_path_factory.mktemp("world"))
-
-
-def train(arguments: list[str], monkeypatch) -> None:
-    """The command itself, in this process."""
-    monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    main()
-
-
-def logged(output_dir: Path) -> list[dict[str, float]]:
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(x).items() if k != "tokens_per_s"} for x in lines]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def assert_equal_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
 
 
 # -- resume ---------------------------------------------------------------------------------
@@ -259,7 +179,7 @@ def test_a_logged_loss_is_the_mean_over_the_tokens_of_the_whole_window(world, tm
     batches = [trainer.load(trainer.data.train, rows) for rows in trainer.epoch_batches(0)[:3]]
     with torch.no_grad():
         outputs = [trainer.objective(batch, torch.Generator()) for batch in batches]
-    expected = sum(float(o.loss) for o in outputs) / sum(int(o.count) for o in outputs)
+    expected = sum(float(o.loss) for o in outputs) / sum(int(o.counted) for o in outputs)
     trainer.optimizers = []
     assert trainer.optimize(batches)["loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -399,80 +319,24 @@ def test_occupancies_at_the_limits():
     assert set(sample_occupancy(99, 3, 0.0, generator)) == {1, 2}
 
 
-# -- two processes --------------------------------------------------------------------------
+# -- processes -----------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-@pytest.mark.timeout(600)
-def test_two_processes_train_as_one_on_the_same_global_batches(world, tmp_path):
-    """Data parallel steps equal one process that is given the batches of both in one window.
-
-    A run of one process on its own cuts its epochs into other batches (their number need not be
-    even) and draws other occupancies (the key of the random numbers holds the rank): the batches
-    of both ranks are therefore fed by hand, and all stages are always full. One validation row
-    leaves the second process without any.
-    """
-    changes = {
-        "max_steps": 3,
-        "accumulation": 2,
-        "model__full_probability": 1.0,
-        "evaluation__max_rows": 1,
-        "save_every_steps": 2,
-    }
-    arguments = world.arguments("spd", tmp_path / "two", **changes)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    command += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    command += ["--dynamo_backend", "no", "--main_process_port", str(free_port())]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*command, "-m", "pipedraft.train", *arguments],
-        env=environment,
-        capture_output=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-
-    one = world.trainer("spd", tmp_path / "one", **changes)
-    options = {"batch_tokens": 256, "seed": 0, "epoch": 0, "world_size": 2}
-    ranks = [length_bucketed_batches(one.lengths, rank=rank, **options) for rank in (0, 1)]
-    steps = [entry for entry in logged(tmp_path / "two") if "grad_norm" in entry]
-    assert [entry["step"] for entry in steps] == [1, 2, 3]
-    assert len(ranks[0]) == 5  # two windows of two batches, and a short one
-    for entry, start in zip(steps, (0, 2, 4), strict=True):
-        window = [rows for batches in ranks for rows in batches[start : start + 2]]
-        values = one.optimize([one.load(one.data.train, rows) for rows in window])
-        for key, value in values.items():
-            assert entry[key] == pytest.approx(value, rel=1e-4), (entry["step"], key)
-        assert entry["tokens"] == one.progress.tokens
-    trained = weights(tmp_path / "two" / "checkpoints" / "step-0000003")
-    for name, value in one.objective.draft.state_dict().items():
-        assert torch.allclose(trained[name], value, atol=2e-5), name
-    valid = {k.removeprefix("valid/"): v for k, v in logged(tmp_path / "two")[-1].items()}
-    for key, value in one.evaluate().items():
-        assert valid[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
-
-
-def as_rank(trainer: Any, rank: int, world_size: int) -> Any:
-    """The accelerator of another process, whose sums stay its own."""
-    return SimpleNamespace(
-        process_index=rank,
-        num_processes=world_size,
-        device=trainer.accelerator.device,
-        autocast=contextlib.nullcontext,
-        reduce=lambda tensor, how: tensor,
-    )
-
-
-def test_a_process_without_validation_rows_still_has_sums(world, tmp_path):
-    trainer = world.trainer("spd", tmp_path, evaluation__max_rows=1)
-    alone = trainer.evaluate()
-    trainer.accelerator = as_rank(trainer, 1, 2)
-    assert trainer.evaluate() == pytest.approx(alone)
+def test_processes_share_the_validation_rows_and_run_equally_often(world, tmp_path, monkeypatch):
+    """Of 17 rows the first of two processes has 8 and 1, the second 8 and one that counts zero."""
+    trainer = world.trainer("spd", tmp_path, evaluation__max_rows=17, data__valid_fraction=0.5)
+    assert len(trainer.data.valid) >= 17
+    monkeypatch.setattr(trainer, "reduce", lambda sums: sums)
+    monkeypatch.setattr(trainer.objective, "summarize", lambda sums: sums)
+    alone, shares = trainer.evaluate(), []
+    for rank in (0, 1):
+        trainer.accelerator, passes = as_rank(trainer, rank, 2), []
+        hook = trainer.module.register_forward_hook(lambda *_, passes=passes: passes.append(1))
+        shares.append(trainer.evaluate())
+        hook.remove()
+        assert len(passes) == 2
+    for key, value in alone.items():
+        assert float(shares[0][key] + shares[1][key]) == pytest.approx(float(value)), key
 
 
 def test_without_validation_rows_the_newest_network_is_the_best(world, tmp_path):

@@ -67,6 +67,13 @@ def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
         (["--batch_tokens", "0"], ["batch_tokens", "0", "at least 1"]),
         (["--max_steps", "0"], ["max_steps", "0", "leave it out"]),
         (["--epochs", "-1"], ["epochs", "-1", "give"]),
+        (["--max_minutes", "0"], ["max_minutes", "0", "give"]),
+        (["--peak_tflops", "-2"], ["peak_tflops", "-2", "give"]),
+        (["--evaluation.patience", "-1"], ["evaluation.patience", "-1", "0 switches it off"]),
+        (
+            ["--evaluation.patience", "2", "--evaluation.every_steps", "0"],
+            ["evaluation.patience", "2", "every_steps"],
+        ),
         (["--data.max_length", "1"], ["data.max_length", "1", "give 2"]),
         (["--method", "sdp"], ["method", "'sdp'", "'spd'"]),
         (["--method", "eagel"], ["method", "'eagel'", "did you mean 'eagle'"]),

@@ -1,13 +1,22 @@
-"""Train a draft head, or the embedded target: `accelerate launch -m pipedraft.train --help`."""
+"""Train a draft head, or the embedded target: `accelerate launch -m pipedraft.train --help`.
+
+Exit status: 0 done, or ended by max_minutes or evaluation.patience; 143 after SIGTERM and 130 after
+SIGINT (Ctrl-C), which finish the step, save and leave; 2 bad input; 1 failure, also of a loss that
+is not finite. The launchers of accelerate and torchrun report their own status instead, 1.
+"""
 
 import os
 import sys
+import time
 from typing import Any
 
 from pipedraft.errors import make_folder, run_command
 
 EXAMPLE = (
-    "example: accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --optim.lr 3e-4"
+    "example: accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --optim.lr 3e-4 "
+    "-- SIGTERM and Ctrl-C finish the step, save and end (status 143 and 130); the same command "
+    "goes on from there. python -m pipedraft.train --plan configs/spd/tiny.yaml says what a run "
+    "will take: parameters, memory, speed, disk."
 )
 
 
@@ -35,6 +44,8 @@ def methods() -> dict[str, type]:
 def load_tokenizer_of(run: Any, model: Any) -> Any:
     from pipedraft.models.target import load_tokenizer
 
+    if run.method == "language_model" and run.features is not None:
+        raise ValueError(f"features: {run.features!r} for a language model; it reads no target")
     if run.method != "language_model":
         if run.target is None:
             raise ValueError("target: missing; name the folder or Hub id of the frozen target")
@@ -49,9 +60,13 @@ def load_tokenizer_of(run: Any, model: Any) -> Any:
 def build_trainer(run: Any, model: Any) -> Any:
     """Everything that can refuse the configuration, so that training starts only if nothing did."""
     from pipedraft.data_recipes.recipe import load_data
-    from pipedraft.models.target import load_target
-    from pipedraft.train.loop import Trainer, make_accelerator, seed_everything
+    from pipedraft.models.target import check_packable
+    from pipedraft.train.feature_reader import load_ends_of_target, open_features
+    from pipedraft.train.frozen_target import load_frozen_target, shard_target
+    from pipedraft.train.launch import gather_together, make_accelerator
+    from pipedraft.train.loop import Trainer, seed_everything
 
+    started = time.monotonic()
     accelerator = make_accelerator(run)
     seed_everything(run.seed)
     make_folder("output_dir", run.output_dir)
@@ -59,9 +74,10 @@ def build_trainer(run: Any, model: Any) -> Any:
     with accelerator.main_process_first():
         tokenizer, target = load_tokenizer_of(run, model), None
         if run.method != "language_model":
-            target = load_target(
-                run.target, revision=run.target_revision, device=accelerator.device
-            )
+            if run.features is None:
+                target = load_frozen_target(run, accelerator)
+            else:
+                target = load_ends_of_target(run, objective_class, model, accelerator)
             objective_class.check(model, target)
         side_file = run.output_dir / "bad_rows.jsonl" if accelerator.is_main_process else None
         data = load_data(run.data, tokenizer, side_file=side_file)
@@ -71,8 +87,19 @@ def build_trainer(run: Any, model: Any) -> Any:
         objective = objective_class(
             model, target, target_name=run.target, revision=run.target_revision, data=data
         )
+        if run.features is not None:
+            objective.features = open_features(run, objective, tokenizer, data)
+        if run.shard_target and accelerator.num_processes > 1:
+            shard_target(target, accelerator)
+    if run.packing and run.features is None:
+        check_packable((objective.model if target is None else target).get_decoder().config)
+    if run.checkpointing:
+        objective.use_checkpointing()
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    return Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator)
+    trainer = Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator, started=started)
+    if target is not None:
+        gather_together(objective, accelerator)
+    return trainer
 
 
 def quieten() -> None:
@@ -86,19 +113,38 @@ def quieten() -> None:
         datasets.disable_progress_bars()
 
 
+def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
+    """Without ``--plan``; with a file after it, it also says ``--config``."""
+    if "--plan" not in arguments:
+        return arguments, False
+    at = arguments.index("--plan")
+    has_file = at + 1 < len(arguments) and not arguments[at + 1].startswith("-")
+    return [*arguments[:at], *(["--config"] if has_file else []), *arguments[at + 1 :]], True
+
+
 def main() -> None:
     from pipedraft.train.config import parse_run
 
-    run, model, resolved = parse_run(sys.argv[1:], methods(), EXAMPLE)
+    arguments, wants_plan = take_plan(sys.argv[1:])
+    run, model, resolved = parse_run(arguments, methods(), EXAMPLE)
     quieten()
+    if wants_plan:
+        if run.method == "language_model":
+            raise ValueError(f"--plan: method {run.method!r} has no draft; give a draft's --config")
+        from pipedraft.train.plan import plan
+
+        print(plan(run, model, registry()[run.method][1]))
+        return
     trainer = build_trainer(run, model)
     trainer.restore()
     if trainer.accelerator.is_main_process:
         (run.output_dir / "config.yaml").write_text(resolved)
         print(trainer.data.report.summary(), file=sys.stderr)
-        trainable = sum(p.numel() for p in trainer.module.parameters() if p.requires_grad)
+        trainable = trainer.num_trainable
         print(f"trainable parameters: {trainable / 1e6:.2f} M", file=sys.stderr)
     trainer.run()
+    if trainer.stop is not None and trainer.stop.status:
+        sys.exit(trainer.stop.status)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,17 @@ class EvaluationConfig:
     """Optimizer steps between evaluations on the validation rows; 0: only at the end."""
     max_rows: int = 64
     """Validation rows used, the first ones."""
+    patience: int = 0
+    """Evaluations in a row without a better score that end the run; 0: none do."""
+
+    def __post_init__(self) -> None:
+        if self.patience < 0:
+            raise ValueError(f"evaluation.patience: {self.patience} is negative; 0 switches it off")
+        if self.patience and not self.every_steps:
+            raise ValueError(
+                f"evaluation.patience: {self.patience} with evaluation.every_steps 0, which "
+                "evaluates at the end only; give every_steps"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +73,36 @@ class RunConfig:
     target: str | None = None
     """Frozen target of a draft: a folder or a Hub id."""
     target_revision: str | None = None
+    target_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto: bf16 for a target that is stored in it, in a run that computes in it; else fp32."""
+    target_quantization: Literal["8bit", "4bit"] | None = None
+    """Of the target's layers, by transformers and bitsandbytes."""
+    shard_target: bool = False
+    """Each process holds a part of every layer of the target, and gathers a layer while it runs."""
+    features: str | None = None
+    """Folder of hidden states written by python -m pipedraft.train.features, or HOST:PORT of its
+    serve: the target's layers are then not loaded."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     batch_tokens: int = 4096
-    """Padded tokens in one forward pass of one process."""
+    """Tokens in one forward pass of one process, padding included."""
+    packing: bool = False
+    """A forward pass is one row without padding: its examples, none of which sees another. (With
+    data.pack they do, and make blocks of one length.)"""
+    checkpointing: bool = False
+    """Less memory for more time: the draft's layers are computed again in backward."""
     accumulation: int = 1
     """Forward passes per optimizer step; the loss is the mean over all their counted tokens."""
     epochs: float = 1.0
     max_steps: int | None = None
     """Optimizer steps, instead of epochs."""
+    batch_group: int | None = None
+    """Batches of similar length that follow each other, a multiple of the number of processes;
+    null: their number at the first launch. With accumulation to match, every number of processes
+    that divides it trains the same run, and goes on with the checkpoints of another."""
+    max_minutes: float | None = None
+    """Wall-clock minutes of this launch, loading included, after which it saves and ends at the
+    next step; the same command goes on from there."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Autocast dtype; weights and optimizer state stay fp32. auto: bf16 where the processor
     computes in it."""
@@ -83,6 +115,9 @@ class RunConfig:
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
     """Besides metrics.jsonl, which is always written."""
     log_every_steps: int = 10
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of one process's device in this precision, for example 989 for an H100 in bf16:
+    the metrics then have mfu."""
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "accumulation", "keep_checkpoints", "log_every_steps"):
@@ -92,6 +127,10 @@ class RunConfig:
             raise ValueError(f"max_steps: {self.max_steps} is below 1; leave it out to use epochs")
         if self.epochs <= 0:
             raise ValueError(f"epochs: {self.epochs} is not positive; give e.g. 1.0")
+        for name, example in (("max_minutes", "230"), ("peak_tflops", "989")):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}: {value} is not positive; give e.g. {example}")
 
 
 def _fail(message: str) -> NoReturn:

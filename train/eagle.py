@@ -1,5 +1,6 @@
 """Training of the EAGLE-1 head: regression of the target's hidden states, and distillation."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,16 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.models.documents import positions_of
+from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig, EagleHead
-from pipedraft.models.key_values import KeyValues
-from pipedraft.models.layers import OneDNNLinear
-from pipedraft.models.target import capture_hidden
-from pipedraft.train.loop import LossOutput
+from pipedraft.models.layers import LayerConfig, OneDNNLinear
+from pipedraft.models.ttt_attention import ttt_attention
 from pipedraft.train.losses import chunked_distillation
+from pipedraft.train.method import LossOutput
 from pipedraft.train.objective import DraftObjective
+from pipedraft.train.throughput import ONE_GRADIENT, TRAINED, attention, causal_pairs, products
 
-# B batch, T positions, R rows (t = 0 .. T-2), H hidden, M counted rows, C cached rows
+# B batch, T positions, R rows (t = 0 .. T-2), H hidden, M counted rows
 
 EVALUATED_DEPTH = 7  # as EAGLE-3 trains, so that the scores of both compare
 
@@ -50,35 +54,57 @@ def counted_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
     return torch.stack(shifted).all(0)
 
 
-def feature_noise(features_BTH: Tensor, lengths_B: Tensor, generator: torch.Generator) -> Tensor:
-    """U(-1/2, 1/2) * 512 / T, T being each example's own length as in the authors' data loader."""
+def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
+    """U(-1/2, 1/2) * 512 / T, T being each example's own length as in the authors' data loader.
+
+    Args:
+        lengths: one for each row, or for each document of a packed row.
+    """
     uniform_BTH = torch.rand(features_BTH.shape, generator=generator).to(features_BTH)
-    return (uniform_BTH - 0.5) * (512 / lengths_B[:, None, None]).to(features_BTH)
+    if len(lengths) > len(features_BTH):
+        lengths_BT = lengths.repeat_interleave(lengths)[None]
+    else:
+        lengths_BT = lengths[:, None]
+    return (uniform_BTH - 0.5) * (512 / lengths_BT[..., None]).to(features_BTH)
+
+
+def row_lengths(lengths: list[int] | None) -> list[int] | None:
+    """Of the documents in a packed row without its last token, after which there is no text."""
+    if lengths is None:
+        return None
+    return [*lengths[:-1], lengths[-1] - 1] if lengths[-1] > 1 else lengths[:-1]
 
 
 @torch.no_grad()
-def unroll(draft: EagleHead, ids_T: Tensor, states_RH: Tensor, depth: int) -> list[Tensor]:
-    """States after 1 .. depth guesses below every row of one text, by the decode-time code.
+def unroll(
+    draft: EagleHead,
+    ids_BT: Tensor,
+    states_BRH: Tensor,
+    depth: int,
+    lengths: list[int] | None = None,
+) -> list[Tensor]:
+    """States after 1 .. depth guesses below every row, [B, R, H] each, as decoding makes them.
 
     The tokens of the text stand in for the guesses, as if all before had been accepted. Guess i of
     row t sees the rows up to t made of the target's states, and the guesses 1 .. i of its own row.
+
+    Args:
+        lengths: rows of each document in a packed row.
     """
-    num_rows, device = len(states_RH), ids_T.device
-    tokens = F.pad(ids_T, (0, depth))
-    positions_R = torch.arange(num_rows, device=device)
-    visible_RC = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril()
-    own_RR = torch.eye(num_rows, dtype=torch.bool, device=device)
-    cache, out = KeyValues(), []
+    R = states_BRH.shape[1]
+    tokens, positions_R = F.pad(ids_BT, (0, depth)), positions_of(R, lengths, ids_BT.device)
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    out = []
     for guess in range(depth):
-        states_RH = draft.rows(
-            tokens[guess + 1 : guess + 1 + num_rows],
-            states_RH,
-            positions_R=positions_R + guess,
-            cache=cache,
-            visible_RC=visible_RC,
-        )
-        visible_RC = torch.cat([visible_RC, own_RR], 1)
-        out.append(states_RH)
+        turn = [x[:, None] for x in draft.rotary(positions_R + guess, states_BRH.dtype)]
+        embedded_BRH = draft.embed(tokens[:, guess + 1 : guess + 1 + R])
+        residual_BRH, query, key, value = draft.project(embedded_BRH, states_BRH, *turn)
+        keys.append(key.transpose(1, 2))
+        values.append(value.transpose(1, 2))
+        attended_BNRD = ttt_attention(query.transpose(1, 2), keys, values, lengths)
+        states_BRH = draft.finish(residual_BRH, attended_BNRD.transpose(1, 2))
+        out.append(states_BRH)
     return out
 
 
@@ -102,8 +128,11 @@ class EagleObjective(DraftObjective):
         note = {"noise": config.noise, "distillation_weight": config.distillation_weight}
         super().__init__(target, target_name=target_name, revision=revision, data=data, note=note)
         self.config = config
-        architecture = config.architecture(self.num_target_layers)
-        self.adopt(Eagle(architecture, self.layer_config, self.reference))
+        self.adopt(self.make_draft(config, self.layer_config, self.reference))
+
+    @classmethod
+    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle:
+        return Eagle(config.architecture(reference.fingerprint["num_layers"]), layer, reference)
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(counted_rows(batch["loss_mask"]).sum())
@@ -123,13 +152,15 @@ class EagleObjective(DraftObjective):
         """
         draft, ids_BT = self.draft, batch["input_ids"]
         with OneDNNLinear():
-            taps = capture_hidden(self.target, ids_BT, draft.taps)
+            taps = self.hidden(batch)
             features_BTH = draft.feature(taps)
             states_BTH = features_BTH
             if depth is None and self.config.noise > 0:
                 noise_BTH = feature_noise(features_BTH, batch["lengths"], generator)
                 states_BTH = features_BTH + self.config.noise * noise_BTH
-            predicted_BRH = draft.causal_rows(ids_BT[:, 1:], states_BTH[:, :-1])
+            predicted_BRH = draft.causal_rows(
+                ids_BT[:, 1:], states_BTH[:, :-1], row_lengths(document_lengths(batch))
+            )
         counted_BR = counted_rows(batch["loss_mask"])
         predicted_MH = predicted_BRH[counted_BR]
         wanted_MH = features_BTH[:, 1:][counted_BR]
@@ -152,20 +183,30 @@ class EagleObjective(DraftObjective):
         self, batch: dict[str, Tensor], features_BTH: Tensor, depth: int
     ) -> dict[str, Tensor]:
         """Sums of guesses 2 .. depth, each over the rows whose chain stays inside the turn."""
-        texts = zip(batch["input_ids"], features_BTH, strict=True)
-        unrolled = [unroll(self.draft, ids_T, f_TH[:-1], depth) for ids_T, f_TH in texts]
+        ids_BT, lengths = batch["input_ids"], row_lengths(document_lengths(batch))
+        # On CUDA this attention has no float32 kernel; training can do without the attention.
+        with torch.autocast("cuda", torch.bfloat16) if ids_BT.is_cuda else nullcontext():
+            unrolled = unroll(self.draft, ids_BT, features_BTH[:, :-1], depth, lengths)
         padded = F.pad(features_BTH, (0, 0, 0, depth))
         num_rows, head_VH = features_BTH.shape[1] - 1, self.draft.head_weight
         sums: dict[str, Tensor] = {}
         for guess in range(2, depth + 1):
             counted_BR = counted_rows(batch["loss_mask"], guess)
-            states_BRH = torch.stack([states[guess - 1] for states in unrolled])
             wanted_MH = padded[:, guess : guess + num_rows][counted_BR]
-            result = chunked_distillation(states_BRH[counted_BR], head_VH, wanted_MH, head_VH)
+            guessed_MH = unrolled[guess - 1][counted_BR].to(wanted_MH.dtype)
+            result = chunked_distillation(guessed_MH, head_VH, wanted_MH, head_VH)
             sums[f"count_{guess}"] = counted_BR.sum()
             sums[f"acceptance_{guess}"] = result.acceptance_sum
             sums[f"agreement_{guess}"] = result.agreement_sum
         return sums
+
+    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
+        layer, fc = self.layer_cost, self.draft.fc
+        lengths = [length - 1 for length in lengths]
+        rows = products(fc.in_features * fc.out_features, sum(lengths), ONE_GRADIENT)
+        rows += products(layer.weights, sum(lengths), TRAINED)
+        pairs = attention(layer.width, causal_pairs(lengths), TRAINED)
+        return rows + pairs + products(self.target_head_size, self.num_counted(batch), ONE_GRADIENT)
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{"depth": EVALUATED_DEPTH}]

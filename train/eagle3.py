@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.layers import OneDNNLinear
-from pipedraft.models.target import capture_hidden
-from pipedraft.train.loop import LossOutput
+from pipedraft.models.layers import LayerConfig, OneDNNLinear
 from pipedraft.train.losses import chunked_distillation
+from pipedraft.train.method import LossOutput
 from pipedraft.train.objective import DraftObjective
+from pipedraft.train.throughput import ONE_GRADIENT, TRAINED, attention, causal_pairs, products
 
 ROW_MULTIPLE = 32
 
@@ -81,9 +83,12 @@ class Eagle3Objective(DraftObjective):
         note = {"loss": config.loss, "num_steps": config.num_steps, "step_decay": config.step_decay}
         super().__init__(target, target_name=target_name, revision=revision, data=data, note=note)
         self.config = config
-        architecture = config.architecture(self.num_target_layers)
-        draft = Eagle3(architecture, self.layer_config, self.reference)
+        draft = self.make_draft(config, self.layer_config, self.reference)
         self.adopt(draft, config.draft_vocab_size)
+
+    @classmethod
+    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle3:
+        return Eagle3(config.architecture(reference.fingerprint["num_layers"]), layer, reference)
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(chain_lengths(batch["loss_mask"], 1).sum())
@@ -106,8 +111,10 @@ class Eagle3Objective(DraftObjective):
         # A few rows more: oneDNN compiles a kernel for every number of rows that it meets.
         rows = [order[: -(-count // ROW_MULTIPLE) * ROW_MULTIPLE] for count in counts]
         with OneDNNLinear():
-            taps = capture_hidden(target, batch["input_ids"], {*draft.taps, last})
-            states = draft.unroll(draft.feature(taps), batch["input_ids"], rows)
+            taps = self.hidden(batch)
+            states = draft.unroll(
+                draft.feature(taps), batch["input_ids"], rows, document_lengths(batch)
+            )
         label_M = torch.cat([order[:count] + 2 + step for step, count in enumerate(counts)])
         state_MH = torch.cat([state[:count] for state, count in zip(states, counts, strict=True)])
         # By label: the rows that guess the same token share the target's distribution of it.
@@ -134,6 +141,19 @@ class Eagle3Objective(DraftObjective):
             sums[f"acceptance_{step + 1}"] = acceptance_S[step]
             sums[f"agreement_{step + 1}"] = agreement_S[step]
         return LossOutput(result.loss, counts_S[0], sums)
+
+    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
+        """Step i: the rows that count there; attention of all rows, to the text and i own ones."""
+        layer, fc, head = self.layer_cost, self.draft.fc, self.draft.lm_head
+        num_steps, rows = self.config.num_steps, sum(lengths)
+        counted = int(chain_lengths(batch["loss_mask"], num_steps).sum())
+        later = counted - self.num_counted(batch)
+        projections = layer.query + layer.key_value  # the embedding's half, once, and the state's
+        total = products(fc.in_features * fc.out_features, rows, ONE_GRADIENT)
+        total += products(projections, 2 * rows + later, TRAINED)
+        total += products(layer.rest + head.in_features * head.out_features, counted, TRAINED)
+        pairs = num_steps * causal_pairs(lengths) + rows * num_steps * (num_steps - 1) / 2
+        return total + attention(layer.width, pairs, TRAINED)
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{}]

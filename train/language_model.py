@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -16,9 +17,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from pipedraft.train.loop import LossOutput
+from pipedraft.data_recipes.batch import document_lengths
+from pipedraft.models.documents import positions_of
+from pipedraft.train.method import LossOutput
+from pipedraft.train.throughput import TRAINED, DecoderCost, products
 
-# B batch, T positions, V vocabulary
+# B batch, T positions, H hidden, V vocabulary, M counted rows, C of these in one chunk
+
+LOGITS_AT_ONCE = 1 << 26
+"""256 MB of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,28 +96,65 @@ class LanguageModelObjective(nn.Module):
         super().__init__()
         self.config, self.tokenizer = config, tokenizer
         self.model = build_language_model(config, tokenizer)
+        self.cost = DecoderCost.of(self.model.model)
 
     def counted(self, batch: dict[str, Tensor]) -> Tensor:
         """Rows whose next token is a label: bool [B, T-1]."""
-        next_position = torch.arange(1, batch["input_ids"].shape[1], device=batch["lengths"].device)
-        inside_BT = next_position[None] < batch["lengths"][:, None]
+        positions_T = self._positions(batch)
+        if document_lengths(batch) is None:
+            inside_BT = positions_T[None, 1:] < batch["lengths"][:, None]
+        else:
+            inside_BT = positions_T[None, 1:] > 0
         if self.config.loss_on == "assistant":
             inside_BT = inside_BT & batch["loss_mask"][:, 1:].bool()
         return inside_BT
 
+    @staticmethod
+    def _positions(batch: dict[str, Tensor]) -> Tensor:
+        ids_BT = batch["input_ids"]
+        return positions_of(ids_BT.shape[1], document_lengths(batch), ids_BT.device)
+
+    def use_checkpointing(self) -> None:
+        self.model.activation_checkpointing_enable({"use_reentrant": False})
+
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(self.counted(batch).sum())
+
+    def flops(self, batch: dict[str, Tensor]) -> float:
+        head = self.model.lm_head
+        logits = products(head.in_features * head.out_features, self.num_counted(batch), TRAINED)
+        return self.cost.flops(batch["lengths"].tolist(), TRAINED) + logits
 
     def forward(
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
     ) -> LossOutput:
         ids_BT, counted_BT = batch["input_ids"], self.counted(batch)
-        hidden_BTH = self.model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
-        logits_MV = self.model.lm_head(hidden_BTH[:, :-1][counted_BT])
-        labels_M = ids_BT[:, 1:][counted_BT]
-        loss = F.cross_entropy(logits_MV.float(), labels_M, reduction="sum")
-        agreement = (logits_MV.argmax(-1) == labels_M).sum()
+        # transformers masks the documents of a packed row where positions restart: [T, T].
+        is_packed = document_lengths(batch) is not None
+        positions_1T = self._positions(batch)[None] if is_packed else None
+        hidden_BTH = self.model.model(
+            input_ids=ids_BT, position_ids=positions_1T, use_cache=False
+        ).last_hidden_state
+        loss, agreement = self._cross_entropy(
+            hidden_BTH[:, :-1][counted_BT], ids_BT[:, 1:][counted_BT]
+        )
         return LossOutput(loss, counted_BT.sum(), {"agreement": agreement})
+
+    def _cross_entropy(self, hidden_MH: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Its sum, and the number of right tokens; many logits are computed again in backward."""
+
+        def compare(hidden_CH: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+            logits_CV = self.model.lm_head(hidden_CH)
+            loss = F.cross_entropy(logits_CV.float(), labels_C, reduction="sum")
+            return loss, (logits_CV.argmax(-1) == labels_C).sum()
+
+        num_rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
+        if len(labels_M) <= num_rows:
+            return compare(hidden_MH, labels_M)
+        chunks = zip(hidden_MH.split(num_rows), labels_M.split(num_rows), strict=True)
+        pairs = [checkpoint(compare, *x, use_reentrant=False) for x in chunks]
+        losses, hits = zip(*pairs, strict=True)
+        return torch.stack(losses).sum(), torch.stack(hits).sum()
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{}]
@@ -123,9 +167,9 @@ class LanguageModelObjective(nn.Module):
             "score": -loss,
         }
 
-    def save(self, folder: Path, metrics: dict[str, float]) -> None:
+    def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
         dtype = getattr(torch, self.config.save_dtype)
-        weights = {name: value.to(dtype) for name, value in self.model.state_dict().items()}
+        weights = {name.removeprefix("model."): x.to(dtype) for name, x in weights.items()}
         if self.model.config.tie_word_embeddings:
             weights.pop("lm_head.weight")
         saved_dtype, self.model.config.dtype = self.model.config.dtype, dtype

@@ -22,6 +22,9 @@ Divergence = Literal["kl", "tv", "lk"]
 CACHED_ELEMENTS = 1 << 19
 """2 MB of float32."""
 
+CHUNK_ROWS = 512
+"""Rows whose logits exist at the same time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationLoss:
@@ -63,7 +66,7 @@ def chunked_distillation(
     teacher_index_M: Tensor | None = None,
     teacher_rows_U: Tensor | None = None,
     weights_M: Tensor | None = None,
-    chunk_rows: int = 512,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> DistillationLoss:
     """Distil the target's distribution p into the draft's q, summed over rows.
 

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import StagedTarget
 from pipedraft.train.losses import DistillationLoss, chunked_distillation
 from pipedraft.train.objective import DraftObjective
+from pipedraft.train.throughput import TRAINED, products
 
 
 def counted_rows(batch: dict[str, Tensor]) -> Tensor:
@@ -40,9 +43,14 @@ class NextTokenObjective(DraftObjective):
         note = {"loss": config.loss}
         super().__init__(target, target_name=target_name, revision=revision, data=data, note=note)
         self.config = config
-        architecture = replace(config.architecture(), num_target_layers=self.num_target_layers)
-        draft = self.draft_class(architecture, self.layer_config, self.reference)
+        draft = self.make_draft(config, self.layer_config, self.reference)
         self.adopt(draft, config.draft_vocab_size)
+
+    @classmethod
+    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
+        num_layers = reference.fingerprint["num_layers"]
+        architecture = replace(config.architecture(), num_target_layers=num_layers)
+        return cls.draft_class(architecture, layer, reference)
 
     @staticmethod
     def check(config: Any, target: Any) -> None:
@@ -55,6 +63,10 @@ class NextTokenObjective(DraftObjective):
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(counted_rows(batch).sum())
+
+    def head_flops(self, batch: dict[str, Tensor]) -> float:
+        head = self.draft.lm_head
+        return products(head.in_features * head.out_features, self.num_counted(batch), TRAINED)
 
     def teacher(self, last_BTH: Tensor, counted_BT: Tensor) -> Tensor:
         """What the target's LM head reads on the counted rows [M, H]; last is layer L, raw."""

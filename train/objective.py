@@ -6,21 +6,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.models.draft import TargetReference, draft_vocabulary, read_description
+from pipedraft.models.draft import Draft, TargetReference, draft_vocabulary, read_description
 from pipedraft.models.hub import CARD, model_card
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import target_fingerprint
+from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.train.feature_reader import Features
+from pipedraft.train.throughput import FORWARD, DecoderCost, LayerCost, products
 
 
 class DraftObjective(nn.Module):
     """Base of the objectives that distil a frozen target into a draft.
 
     The target is held outside the module tree: no optimizer state, not saved, not broadcast.
-    A subclass calls ``adopt`` with its draft and implements the loop's ``Objective``.
+    A subclass calls ``adopt`` with its draft and implements ``make_draft`` and the loop's
+    ``Objective``; of ``flops`` only what its draft does.
     """
 
     draft: Any
+    features: Features | None = None
+    """Hidden states computed before or elsewhere; the target then needs no layers."""
 
     def __init__(
         self,
@@ -42,10 +48,18 @@ class DraftObjective(nn.Module):
             name=target_name, revision=revision, fingerprint=target_fingerprint(target)
         )
         self.training_note = {"data": data.report.to_dict(), **note}
+        self.layer_cost = LayerCost.of(self.layer_config)
+        self.target_cost = DecoderCost.of(target.get_decoder())
+        self.target_head_size = target.get_output_embeddings().weight.numel()
 
     @staticmethod
     def check(config: Any, target: Any) -> None:
         """Raise ValueError for a configuration that does not fit the target; needs no data."""
+
+    @classmethod
+    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
+        """The draft of a configuration, from shapes alone."""
+        raise NotImplementedError
 
     @property
     def target(self) -> Any:
@@ -68,8 +82,35 @@ class DraftObjective(nn.Module):
         self.draft = draft
         draft.initialise(self.target, draft_ids)
 
-    def save(self, folder: Path, metrics: dict[str, float]) -> None:
-        self.draft.save(folder, training={**self.training_note, "metrics": metrics})
+    def hidden(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
+        """Raw states [B, T, H] of the layers that the draft reads, and of the last, the teacher."""
+        ids_BT, layers = batch["input_ids"], {*self.draft.taps, self.num_target_layers}
+        if self.features is None:
+            return capture_hidden(self.target, ids_BT, layers, document_lengths(batch))
+        norm = self.target.get_decoder().norm
+        hidden = self.features.read(batch, layers - {0}, norm.weight.dtype)
+        return hidden | ({0: self.target.get_input_embeddings()(ids_BT)} if 0 in layers else {})
+
+    def use_checkpointing(self) -> None:
+        self.draft.checkpointing = True
+
+    def num_counted(self, batch: dict[str, Tensor]) -> int:
+        raise NotImplementedError
+
+    def flops(self, batch: dict[str, Tensor]) -> float:
+        lengths = batch["lengths"].tolist()
+        teacher = products(self.target_head_size, self.num_counted(batch), FORWARD)
+        layers = self.target_cost.flops(lengths, FORWARD) if self.features is None else 0.0
+        return layers + teacher + self.draft_flops(batch, lengths)
+
+    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
+        """Of the draft and its LM head, forward and backward."""
+        raise NotImplementedError
+
+    def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
+        own = {name.removeprefix("draft."): value for name, value in weights.items()}
+        note = {**self.training_note, "metrics": metrics}
+        self.draft.save(folder, training=note, weights=own)
         (folder / CARD).write_text(model_card(read_description(folder)))
 
 

@@ -6,12 +6,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.models.layers import OneDNNLinear
 from pipedraft.models.ppsd import PPSD, PPSDConfig
-from pipedraft.models.target import capture_hidden
-from pipedraft.train.loop import LossOutput
+from pipedraft.train.method import LossOutput
 from pipedraft.train.next_token import NextTokenObjective, counted_rows
+from pipedraft.train.throughput import TRAINED, attention, causal_pairs, products
 
 # B batch, T positions, H hidden
 
@@ -39,8 +40,8 @@ class PPSDObjective(NextTokenObjective):
         draft, last = self.draft, self.num_target_layers
         counted_BT = counted_rows(batch)
         with OneDNNLinear():
-            taps = capture_hidden(self.target, batch["input_ids"], {*draft.taps, last})
-            stream_BTH = draft(taps)
+            taps = self.hidden(batch)
+            stream_BTH = draft(taps, document_lengths(batch))
         result = self.distil(stream_BTH, counted_BT, self.teacher(taps[last], counted_BT))
         sums = {
             "acceptance": result.acceptance_sum,
@@ -48,6 +49,12 @@ class PPSDObjective(NextTokenObjective):
             "mass_outside": result.mass_outside_sum,
         }
         return LossOutput(result.loss, counted_BT.sum(), sums)
+
+    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
+        layer, num_layers = self.layer_cost, self.draft.config.num_layers
+        rows = products(num_layers * layer.weights, sum(lengths), TRAINED)
+        pairs = attention(num_layers * layer.width, causal_pairs(lengths), TRAINED)
+        return rows + pairs + self.head_flops(batch)
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{}]

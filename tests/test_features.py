@@ -1,0 +1,586 @@
+"""Hidden states computed once: training from them is the same training; kills, damage, refusals."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
+from train_runs import (
+    LAYERS,
+    World,
+    assert_equal_weights,
+    free_port,
+    logged,
+    make_world,
+    train,
+    weights,
+)
+
+from pipedraft.models.target import capture_hidden
+from pipedraft.train import feature_link
+from pipedraft.train import features as command
+from pipedraft.train.__main__ import quieten
+from pipedraft.train.feature_reader import ShardFolder
+from pipedraft.train.feature_shards import INDEX, decode, encode
+
+ROWS = {"data__valid_fraction": 0.3}
+METHODS: dict[str, dict[str, Any]] = {
+    "spd": {"model__num_stages": 4, **ROWS},
+    "ppsd": {"model__num_stages": 2, **ROWS},
+    "eagle": ROWS,
+    "eagle3": ROWS,
+}
+HIDDEN = 32
+SHARD_MB = 0.25
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    quieten()
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def write_config(world: World, method: str, path: Path, **changes: Any) -> Path:
+    """The YAML of a run of ``world``."""
+    nested: dict[str, Any] = {}
+    for word in world.arguments(method, path.parent / "run", **METHODS[method] | changes):
+        name, value = word.removeprefix("--").split("=", 1)
+        *groups, last = name.split(".")
+        place = nested
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = yaml.safe_load(value)
+    path.write_text(yaml.safe_dump(nested))
+    return path
+
+
+def dump(world: World, out: Path | None, monkeypatch, *options: str, **changes: Any) -> None:
+    """The command, for all heads."""
+    changes = METHODS["spd"] | changes
+    arguments = world.arguments("spd", world.folder / "run", **changes)
+    for method in ("ppsd", "eagle", "eagle3"):
+        if not (world.folder / f"{method}.yaml").exists():
+            write_config(world, method, world.folder / f"{method}.yaml")
+        arguments += ["--also", str(world.folder / f"{method}.yaml")]
+    arguments += ["--out", str(out)] if out is not None else []
+    arguments += ["--shard_mb", str(SHARD_MB), *options]
+    monkeypatch.setattr(sys, "argv", ["features", *arguments])
+    command.main()
+
+
+@pytest.fixture(scope="module")
+def dumps(world, tmp_path_factory) -> dict[str, Path]:
+    """One dump of each dtype."""
+    folder = tmp_path_factory.mktemp("dumps")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for dtype in ("fp32", "bf16", "fp16", "int8"):
+            dump(world, folder / dtype, monkeypatch, "--dtype", dtype)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / INDEX).read_text())
+
+
+# -- the same training ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_from_a_dump_in_fp32_is_online_training_bit_for_bit(
+    world, dumps, tmp_path, method, monkeypatch
+):
+    changes = METHODS[method] | {"evaluation__every_steps": 2}
+    for name, features in (("online", None), ("offline", dumps["fp32"])):
+        arguments = world.arguments(method, tmp_path / name, **changes, features=features)
+        train(arguments, monkeypatch)
+    assert logged(tmp_path / "offline") == logged(tmp_path / "online")
+    best = [weights(tmp_path / name / "best") for name in ("offline", "online")]
+    assert_equal_weights(*best)
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in logged(folder) if "loss" in record]
+
+
+def test_over_several_epochs_the_losses_are_those_of_online_training(
+    world, dumps, tmp_path, monkeypatch
+):
+    """Later epochs batch the rows differently, which rounds differently."""
+    runs = {"online": None, **dumps}
+    for name, features in runs.items():
+        changes = METHODS["spd"] | {"max_steps": 24, "evaluation__every_steps": 0}
+        train(world.arguments("spd", tmp_path / name, features=features, **changes), monkeypatch)
+    online = losses(tmp_path / "online")
+    assert online[-1] < 0.9 * online[0]
+    for dtype, tolerance in {"fp32": 2e-6, "fp16": 1e-4, "bf16": 5e-4, "int8": 2e-3}.items():
+        offline = losses(tmp_path / dtype)
+        worst = max(abs(a / b - 1) for a, b in zip(offline, online, strict=True))
+        assert worst < tolerance and (worst > 0 or dtype == "fp32")
+
+
+def test_states_of_a_neighbour_are_another_training(world, dumps, tmp_path, monkeypatch):
+    """What the comparisons above would say if every row were read one token late."""
+    build = ShardFolder.__init__
+
+    def late(self, *arguments):
+        build(self, *arguments)
+        self.start_of_row[self.start_of_row > 0] -= 1
+
+    arguments = world.arguments("spd", tmp_path / "online", **METHODS["spd"])
+    train(arguments, monkeypatch)
+    monkeypatch.setattr(ShardFolder, "__init__", late)
+    arguments = world.arguments("spd", tmp_path / "late", **METHODS["spd"], features=dumps["fp32"])
+    train(arguments, monkeypatch)
+    online, offline = losses(tmp_path / "online"), losses(tmp_path / "late")
+    assert max(abs(a / b - 1) for a, b in zip(offline, online, strict=True)) > 0.02
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_layer_of_the_target_is_loaded(world, dumps, tmp_path, method):
+    trainer = world.trainer(method, tmp_path, **METHODS[method], features=dumps["bf16"])
+    decoder = trainer.objective.target.get_decoder()
+    loaded = [not p.is_meta for layer in decoder.layers for p in layer.parameters()]
+    if method == "ppsd":  # its layers start as copies of those after the first stage
+        assert [not layer.mlp.up_proj.weight.is_meta for layer in decoder.layers] == [0, 0, 1, 0]
+    else:
+        assert not any(loaded)
+    assert not decoder.norm.weight.is_meta and not decoder.embed_tokens.weight.is_meta
+
+
+def test_batches_are_fetched_ahead_and_once(world, dumps, tmp_path):
+    trainer = world.trainer(
+        "spd", tmp_path, **METHODS["spd"], features=dumps["bf16"], accumulation=2, max_steps=6
+    )
+    features, asked = trainer.objective.features, []
+    fetch = features.source.fetch
+    features.source.fetch = lambda rows, ids: asked.append(sorted(rows)) or fetch(rows, ids)
+    windows = trainer.windows()
+    for _ in range(2):
+        trainer.optimize(next(windows))
+    features._executor.shutdown(wait=True)
+    assert sorted(asked) == sorted(sorted(rows) for rows in trainer.epoch_batches(0)[:5])
+
+
+def test_a_packed_row_has_the_states_of_its_documents(world, dumps, tmp_path):
+    trainer = world.trainer("spd", tmp_path, **METHODS["spd"], features=dumps["fp32"])
+    features, dtype = trainer.objective.features, torch.float32
+    batch = trainer.load(trainer.data.train, [7, 3, 11])
+    padded = features.read(batch, [2, 4], dtype)
+    is_text_BT = torch.arange(batch["input_ids"].shape[1]) < batch["lengths"][:, None]
+    packed = features.read(
+        {**batch, "input_ids": batch["input_ids"][is_text_BT][None]}, [2, 4], dtype
+    )
+    for layer, states_BTH in packed.items():
+        assert torch.equal(states_BTH[0], padded[layer][is_text_BT])
+        assert not padded[layer][~is_text_BT].any()
+
+
+# -- what is stored -------------------------------------------------------------------------
+
+
+def test_stored_states_are_the_targets_and_their_errors_are_measured(world, dumps, tmp_path):
+    """Every row, against the target run on it alone; errors and KL against an own computation."""
+    trainer = world.trainer("spd", tmp_path, **METHODS["spd"])
+    target, data = trainer.objective.target, trainer.data
+    ids = [*data.train["input_ids"], *data.valid["input_ids"]]
+    head_VH, norm = target.get_output_embeddings().weight, target.get_decoder().norm
+    bounds = {
+        "fp32": (1e-6, 1e-9),
+        "fp16": (4e-4, 1e-5),
+        "bf16": (3e-3, 1e-3),
+        "int8": (9e-3, 1e-2),
+    }
+    for dtype, (relative, kl) in bounds.items():
+        index = index_of(dumps[dtype])
+        assert index["settings"]["layers"] == [1, 2, 3, 4]
+        exact, kept = torch.empty(0, HIDDEN), torch.empty(0, HIDDEN)
+        for record in index["shards"]:
+            tensors = load_file(dumps[dtype] / record["file"])
+            rows = tensors["rows"].tolist()
+            stored = decode(tensors["layer.4"], tensors.get("layer.4.scale"), torch.float32)
+            alone = [capture_hidden(target, torch.tensor([ids[row]]), [4])[4][0] for row in rows]
+            exact, kept = torch.cat([exact, *alone]), torch.cat([kept, stored])
+        assert len(exact) == index["tokens"] == sum(map(len, ids))
+        error = index["errors"]["4"]
+        wanted = float((kept - exact).norm() / exact.norm())
+        assert error["relative_rms"] <= relative
+        assert error["relative_rms"] == pytest.approx(wanted, rel=1e-2, abs=1e-6)
+        assert error["max_abs"] == pytest.approx(float((kept - exact).abs().max()), abs=1e-4)
+        logs = [F.linear(norm(x), head_VH).double().log_softmax(-1) for x in (exact, kept)]
+        all_kl = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
+        assert index["teacher"]["kl_mean"] <= kl
+        assert index["teacher"]["kl_mean"] == pytest.approx(float(all_kl.mean()), rel=0.5, abs=1e-7)
+        assert index["teacher"]["kl_max"] <= float(all_kl.max()) + 1e-6
+
+
+def test_int8_keeps_every_position_within_half_a_step_of_its_own_scale():
+    hidden_MH = torch.randn(50, HIDDEN) * torch.logspace(-3, 3, 50)[:, None]
+    hidden_MH[7] = 0
+    stored = encode(hidden_MH, "int8", 3)
+    assert stored["layer.3"].dtype == torch.int8
+    kept_MH = decode(stored["layer.3"], stored["layer.3.scale"], torch.float32)
+    half_step_M1 = hidden_MH.abs().amax(-1, keepdim=True) / 254
+    assert ((kept_MH - hidden_MH).abs() <= half_step_M1 * 1.0001).all()
+    assert not kept_MH[7].any()
+
+
+def test_float16_refuses_what_it_cannot_hold():
+    with pytest.raises(
+        ValueError, match="dtype: fp16 ends at 65504, .* layer 3 has 1e.05; give bf1"
+    ):
+        encode(torch.tensor([[1.0, -1e5]]), "fp16", 3)
+
+
+def test_the_estimate_is_what_the_dump_takes(world, dumps, monkeypatch, capsys):
+    dump(world, None, monkeypatch, "--estimate")
+    table = capsys.readouterr().out
+    assert "| spd (run) | 1, 2, 3, 4 | 512 | 256 | 144 | 524 kB |" in table
+    assert "| eagle (run) | 4 | 128 | 64 | 36 | 131 kB |" in table
+    assert "| ppsd (run) | 2, 4 |" in table and "| together | 1, 2, 3, 4 |" in table
+    for dtype, per_token in (("fp32", 512), ("bf16", 256), ("int8", 144)):
+        index = index_of(dumps[dtype])
+        assert index["bytes_per_token"] == per_token
+        stored = sum(shard["bytes"] for shard in index["shards"])
+        assert 0 < stored - per_token * index["tokens"] < 3000 * len(index["shards"])
+
+
+# -- kills and damage -----------------------------------------------------------------------
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Process id; the process leaves with status 0 after ``work``, and with 1 if it fails."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def dump_killed_at(world: World, out: Path, moment: int) -> bool:
+    """A process that dumps and is killed at a file operation in ``out``; False if it ends first."""
+
+    def work() -> None:
+        count = 0
+
+        def audit(event: str, arguments: tuple) -> None:
+            nonlocal count
+            is_counted = event in ("open", "os.rename", "os.remove")
+            if is_counted and str(arguments[0]).startswith(str(out)):
+                count += 1
+                if count == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(audit)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            dump(world, out, monkeypatch, "--dtype", "bf16")
+
+    status = status_of(forked(work))
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+def contents(folder: Path) -> dict[str, bytes | dict]:
+    files: dict[str, Any] = {p.name: p.read_bytes() for p in folder.iterdir()}
+    index = json.loads(files.pop(INDEX))
+    return {**files, INDEX: {key: index[key] for key in index if key != "seconds"}}
+
+
+def test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder(
+    world, dumps, tmp_path, monkeypatch, capsys
+):
+    whole, went_on, num_shards = contents(dumps["bf16"]), 0, len(index_of(dumps["bf16"])["shards"])
+    assert num_shards >= 3
+    for moment in (3, 5, 8, 10, 13, 19):
+        out = tmp_path / str(moment)
+        assert dump_killed_at(world, out, moment)
+        assert not (out / INDEX).exists()
+        with pytest.raises(ValueError, match="no index.json, so that it is no dump or not compl"):
+            world.trainer("spd", tmp_path / "run", **METHODS["spd"], features=out)
+        capsys.readouterr()
+        dump(world, out, monkeypatch, "--dtype", "bf16")
+        went_on += "already there" in capsys.readouterr().out
+        assert contents(out) == whole
+    assert went_on >= 4
+
+
+def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):
+    """Two, of which one finds some of its shards there."""
+    out = tmp_path / "dump"
+    assert dump_killed_at(world, out, 10)
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place["ACCELERATE_USE_CPU"] = "true"
+
+    def work(rank: int) -> None:
+        os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            dump(world, out, monkeypatch, "--dtype", "bf16")
+
+    pids = [forked(partial(work, rank)) for rank in range(2)]
+    assert [status_of(pid) for pid in pids] == [0, 0]
+    assert contents(out) == contents(dumps["bf16"])
+
+
+def flip_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-5, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_damaged_shard_is_named_and_made_again(world, dumps, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "dump"
+    shutil.copytree(dumps["bf16"], out)
+    flip_a_byte(out / "shard-00001.safetensors")
+    arguments = world.arguments("spd", tmp_path / "run", **METHODS["spd"], features=out)
+    with pytest.raises(ValueError, match="shard-00001.safetensors is damaged: .* another SHA-256"):
+        train([*arguments, "--max_steps=12"], monkeypatch)
+    (out / "shard-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match="shard-00002.safetensors is damaged: it is missing"):
+        train(arguments, monkeypatch)
+    with (out / "shard-00000.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ValueError, match="shard-00000.safetensors is damaged: it has .* bytes ins"):
+        train(arguments, monkeypatch)
+    capsys.readouterr()
+    dump(world, out, monkeypatch, "--dtype", "bf16")
+    told = capsys.readouterr().out
+    assert re.findall(r"(shard-\d+).safetensors is made again", told) == [
+        "shard-00000",
+        "shard-00001",
+        "shard-00002",
+    ]
+    assert contents(out) == contents(dumps["bf16"])
+
+
+def test_a_finished_dump_is_left_alone(world, dumps, monkeypatch, capsys):
+    before = {path.name: path.stat().st_mtime_ns for path in dumps["int8"].iterdir()}
+    dump(world, dumps["int8"], monkeypatch, "--dtype", "int8")
+    assert before == {path.name: path.stat().st_mtime_ns for path in dumps["int8"].iterdir()}
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+def changed_target(world: World, folder: Path) -> Path:
+    """The target of ``world`` but for one inner matrix."""
+    shutil.copytree(world.target, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] += 1e-3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_dump_of_another_target_or_of_other_data_is_refused(world, dumps, tmp_path, monkeypatch):
+    """Also of a target that differs in one inner layer alone."""
+    target = changed_target(world, tmp_path / "target")
+    changes = METHODS["spd"] | {"features": dumps["bf16"]}
+    lines = world.data.read_text().splitlines(keepends=True)
+    (tmp_path / "reversed.jsonl").write_text("".join(reversed(lines)))
+    other_order = json.dumps([{"path": str(tmp_path / "reversed.jsonl")}])
+    refused = {
+        "is of another target .target_weights": {"target": target},
+        "is of other data .train_rows": {"data__valid_fraction": 0.2},
+        "is of other data .train_tokens": {"data__max_length": 30},
+        "is of other data .train_ids": {"data__sources": other_order},
+    }
+    for message, change in refused.items():
+        with pytest.raises(ValueError, match=f"features: .*{message}"):
+            world.trainer("spd", tmp_path / "run", **changes | change)
+    shutil.copytree(world.target, tmp_path / "template")
+    (tmp_path / "template" / "chat_template.jinja").write_text(
+        (world.target / "chat_template.jinja").read_text() + " "
+    )
+    with pytest.raises(ValueError, match="features: .*is of (another tokenizer|other data)"):
+        world.trainer("spd", tmp_path / "run", **changes | {"target": tmp_path / "template"})
+
+
+def test_a_dump_without_a_layer_of_the_head_is_refused(world, tmp_path, monkeypatch):
+    arguments = world.arguments("eagle", tmp_path / "run", **METHODS["eagle"])
+    monkeypatch.setattr(sys, "argv", ["features", *arguments, "--out", str(tmp_path / "dump")])
+    command.main()
+    with pytest.raises(ValueError, match=r"has the layers \[4\], this head also needs \[2\]"):
+        world.trainer("ppsd", tmp_path / "run", **METHODS["ppsd"], features=tmp_path / "dump")
+
+
+def test_options_that_contradict_a_dump_are_refused(world, dumps, tmp_path):
+    folder = {"features": dumps["bf16"]}
+    for method, changes, message in (
+        ("spd", {"shard_target": True}, "shard_target: True with features"),
+        ("spd", {"target_quantization": "8bit"}, "target_quantization: 8bit with features"),
+        ("language_model", {}, "features: .* for a language model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            world.trainer(method, tmp_path / "run", **METHODS.get(method, {}), **folder, **changes)
+    with pytest.raises(ValueError, match="features: no folder .*nowhere; make it with python -m"):
+        world.trainer("spd", tmp_path, **METHODS["spd"], features=tmp_path / "nowhere")
+
+
+def test_what_cannot_be_dumped_is_refused_before_the_target_runs(
+    world, dumps, tmp_path, monkeypatch
+):
+    with pytest.raises(ValueError, match="out: missing"):
+        dump(world, None, monkeypatch)
+    with pytest.raises(ValueError, match="shard_target: True, but every process here runs the wh"):
+        dump(world, tmp_path, monkeypatch, "--shard_target", "true")
+    with pytest.raises(ValueError, match="shard_mb: -1.0 is not positive"):
+        dump(world, tmp_path, monkeypatch, "--shard_mb", "-1")
+    with pytest.raises(ValueError, match="--dtype: invalid choice: 'int4'"):
+        dump(world, tmp_path, monkeypatch, "--dtype", "int4")
+    with pytest.raises(
+        ValueError,
+        match=r"index.json belongs to a dump of the same with other settings .dtype: bf16 !=",
+    ):
+        dump(world, dumps["bf16"], monkeypatch, "--dtype", "fp16")
+    with pytest.raises(ValueError, match="belongs to a dump of other data .train_"):
+        dump(world, dumps["bf16"], monkeypatch, data__valid_fraction=0.2)
+    other = write_config(world, "eagle", tmp_path / "other.yaml", target="elsewhere")
+    with pytest.raises(ValueError, match="also: a head of elsewhere, the first one's target is"):
+        dump(world, tmp_path, monkeypatch, "--also", str(other))
+    usage = SimpleNamespace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ValueError, match="out: .* has room for 100 kB, the dump takes another"):
+        dump(world, tmp_path / "full", monkeypatch)
+
+
+def test_a_damaged_index_is_named(world, dumps, tmp_path):
+    out = tmp_path / "dump"
+    shutil.copytree(dumps["bf16"], out)
+    (out / INDEX).write_text((out / INDEX).read_text()[:-40])
+    with pytest.raises(ValueError, match="index.json is damaged .JSONDecodeError"):
+        world.trainer("spd", tmp_path / "run", **METHODS["spd"], features=out)
+
+
+# -- on demand ------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(world: World, *options: str, port: int = 0) -> Iterator[tuple[str, int]]:
+    """Address and process id of a server in a process of its own."""
+    arguments = world.arguments("spd", world.folder / "run", **METHODS["spd"])
+    reading, writing = os.pipe()
+
+    def work() -> None:
+        sys.argv = ["features", "serve", *arguments, "--port", str(port), *options]
+        sys.stdout = os.fdopen(writing, "w")
+        os.close(reading)
+        command.main()
+
+    pid = forked(work)
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as lines:
+            yield lines.readline().rpartition(" ")[2].strip(), pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        status_of(pid)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_from_a_server_is_online_training(world, tmp_path, method, monkeypatch):
+    """In every epoch: a server computes the batches that the run has."""
+    changes = METHODS[method] | {"max_steps": 8, "evaluation__every_steps": 4}
+    train(world.arguments(method, tmp_path / "online", **changes), monkeypatch)
+    with served(world, "--dtype", "fp32") as (address, _):
+        arguments = world.arguments(method, tmp_path / "served", **changes, features=address)
+        train(arguments, monkeypatch)
+    assert logged(tmp_path / "served") == logged(tmp_path / "online")
+
+
+def test_a_server_that_is_killed_and_comes_back_is_asked_again(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_link, "CONNECT_S", 30.0)
+    with served(world, "--dtype", "int8") as (address, _):
+        trainer = world.trainer("eagle", tmp_path, **METHODS["eagle"], features=address)
+        batch = trainer.load(trainer.data.train, [3, 5])
+        before = trainer.objective.hidden(batch)
+    port = int(address.rpartition(":")[2])
+    with served(world, "--dtype", "int8", port=port):
+        after = trainer.objective.hidden(batch)
+    assert torch.equal(before[LAYERS], after[LAYERS])
+    monkeypatch.setattr(feature_link, "CONNECT_S", 0.5)
+    with pytest.raises(ValueError, match="features: nobody serves states at 127.0.0.1:.*; start"):
+        trainer.objective.hidden(batch)
+
+
+def test_a_server_refuses_what_its_target_cannot_answer_and_goes_on(world, tmp_path):
+    with served(world) as (address, _):
+        trainer = world.trainer("eagle", tmp_path, **METHODS["eagle"], features=address)
+        source = trainer.objective.features.source
+        for ids, layers, message in (
+            ([[1, 2], [3, 100_000]], [4], "ids: not all in .0, "),
+            ([[1, 2]], [5], "layers: .5. are not all in 1..4"),
+            ([[1] * 600], [4], "batch: 1 rows of up to 600 tokens; this server takes 512"),
+            ([[1] * 500] * 50, [4], "batch: 50 rows of up to 500 tokens"),
+            ([], [4], "lengths: 0 tokens in rows"),
+        ):
+            source.layers = layers
+            with pytest.raises(ValueError, match=f"features: {address} refuses: {message}"):
+                source.fetch(range(len(ids)), ids)
+        source.layers = [4]
+        assert source.fetch([0], [[1, 2, 3]])["layer.4"].shape == (3, HIDDEN)
+
+
+def test_what_is_no_frame_ends_the_link_and_not_the_server(world, tmp_path):
+    with served(world) as (address, _):
+        host, port = address.split(":")
+        for junk in (
+            b"GET / HTTP/1.1" + bytes(20),
+            feature_link.HEADER.pack(feature_link.MAGIC, feature_link.ASK, 1 << 60),
+            feature_link.HEADER.pack(feature_link.MAGIC, feature_link.ASK, 8)[:-1],
+        ):
+            with socket.create_connection((host, int(port)), timeout=20) as link:
+                kind, _ = feature_link.receive_frame(link, 10_000, begin_s=20)
+                assert kind == feature_link.HELLO
+                link.settimeout(20)
+                with suppress(ConnectionError, OSError):  # reset: it did not read all of it
+                    link.sendall(junk)
+                    link.shutdown(socket.SHUT_WR)
+                    assert link.recv(1) == b""
+        trainer = world.trainer("eagle", tmp_path, **METHODS["eagle"], features=address)
+        assert trainer.objective.features.source.fetch([0], [[1, 2]])["layer.4"].shape == (2, 32)
+
+
+def test_an_answer_that_claims_too_much_is_not_allocated():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(feature_link.HEADER.pack(feature_link.MAGIC, feature_link.STATES, 1 << 40))
+        with pytest.raises(ConnectionError, match="claims 1099511627776 bytes"):
+            feature_link.receive_frame(ours, 10_000, begin_s=5)
+        theirs.close()
+        with pytest.raises(ConnectionError, match="closed the link"):
+            feature_link.receive_frame(ours, 10_000, begin_s=5)
+
+
+def test_a_server_of_another_target_is_refused(world, tmp_path):
+    target = changed_target(world, tmp_path / "target")
+    with (
+        served(world) as (address, _),
+        pytest.raises(ValueError, match="features: 127.0.0.1:.* serves another target .target_w"),
+    ):
+        world.trainer("spd", tmp_path / "run", **METHODS["spd"], target=target, features=address)

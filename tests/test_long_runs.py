@@ -1,0 +1,414 @@
+"""Long runs: kills, damaged checkpoints, signals, time limits, patience, bad losses.
+
+What resumes must end bit for bit where a run that nobody disturbed ends.
+"""
+
+import math
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_runs import (
+    Runs,
+    as_rank,
+    assert_equal_weights,
+    logged,
+    said,
+    start_runs,
+    train,
+    weights,
+)
+
+from pipedraft.train import checkpoint, stopping
+from pipedraft.train.bad_batch import load_bad_batches
+from pipedraft.train.method import LossOutput
+from pipedraft.train.stopping import Stopping
+
+pytestmark = pytest.mark.timeout(600)  # many processes, on a machine that may be busy
+
+STEPS = 12
+CHANGES = {
+    "spd": {"max_steps": STEPS, "save_every_steps": 3, "evaluation__every_steps": 5},
+    "language_model": {
+        "max_steps": STEPS,
+        "save_every_steps": 5,
+        "evaluation__every_steps": 4,
+        "optim__name": "muon",
+        "accumulation": 2,  # the epoch ends at step 5 of these batches, and in a short window
+        "log_every_steps": 4,  # a mean over steps before and after a kill
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    with start_runs(tmp_path_factory.mktemp("world"), CHANGES) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def whole(runs, tmp_path_factory) -> dict[str, Path]:
+    """A run of each method that nothing disturbs."""
+    folders = {}
+    for method in CHANGES:
+        folders[method] = tmp_path_factory.mktemp("whole") / method
+        assert runs.run(method, folders[method]) == 0, said(folders[method])
+    return folders
+
+
+def assert_ends_as(folder: Path, whole: Path) -> None:
+    """The same log, and the same networks; a config.json holds the metrics of an evaluation."""
+    assert logged(folder) == logged(whole)
+    kept = [{f.name for f in checkpoint.step_folders(run)} for run in (folder, whole)]
+    assert f"step-{STEPS:07d}" in kept[0] & kept[1]
+    for name in ("best", *(f"checkpoints/{name}" for name in kept[0] & kept[1])):
+        assert_equal_weights(weights(folder / name), weights(whole / name))
+        texts = [(run / name / "config.json").read_text() for run in (folder, whole)]
+        assert texts[0] == texts[1]
+
+
+def finish(runs: Runs, method: str, folder: Path, whole: Path) -> None:
+    assert runs.run(method, folder) == 0, said(folder)
+    assert_ends_as(folder, whole)
+    assert not list((folder / "checkpoints").glob(".*"))
+
+
+# -- kills ----------------------------------------------------------------------------------
+
+
+def test_a_run_killed_at_any_moment_resumes_bit_for_bit(runs, whole, tmp_path):
+    """SIGKILL at 14 random moments of all that a run does: file operations of its folder, and
+    the beginnings of forward and backward passes, exchanges and updates."""
+    draw, saving = random.Random(7), 0
+    for index in range(14):
+        method = "spd" if index % 5 == 0 else "language_model"
+        moments = int(said(whole[method]).rpartition("moments: ")[2])
+        folder = tmp_path / f"{index}"
+        kill_at = draw.randrange(1, moments)
+        assert runs.run(method, folder, kill_at=kill_at) == -signal.SIGKILL
+        saving += any(folder.rglob(".*.partial"))
+        finish(runs, method, folder, whole[method])
+    assert 3 <= saving <= 11
+
+
+def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
+    """SIGKILL by another process up to 30 ms after a random step, again and again: one run that is
+    killed three times, and three that are killed once."""
+    draw, kills = random.Random(11), 0
+    for index, times in enumerate((3, 1, 1, 1)):
+        folder = tmp_path / f"{index}"
+        for attempt in range(times):
+            pid = runs.start("language_model", folder, changes={"log_every_steps": 1})
+            wanted, deadline = draw.randrange(1, 4) + 3 * attempt, time.monotonic() + 120
+            path = folder / "metrics.jsonl"
+            while not path.exists() or path.read_bytes().count(b'"lr"') < wanted:
+                assert time.monotonic() < deadline, said(folder)
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0, 0.03))
+            os.kill(pid, signal.SIGKILL)
+            kills += runs.ask(wait=pid) == -signal.SIGKILL
+        assert runs.run("language_model", folder, changes={"log_every_steps": 1}) == 0
+        newest = f"checkpoints/step-{STEPS:07d}"
+        for name in ("best", newest):
+            assert_equal_weights(weights(folder / name), weights(whole["language_model"] / name))
+    assert kills >= 4
+
+
+def test_a_run_that_forgets_its_place_in_the_data_ends_elsewhere(runs, whole, tmp_path):
+    """What the comparisons above would say if resuming were not exact."""
+    changes = CHANGES["language_model"]
+    folder = tmp_path / "run"
+    assert runs.run("language_model", folder, kill_at=150) == -signal.SIGKILL
+    trainer = runs.world.trainer("language_model", folder, **changes)
+    trainer.restore()
+    assert trainer.progress.batch or trainer.progress.epoch
+    trainer.progress.batch = trainer.progress.epoch = 0
+    trainer.run()
+    with pytest.raises(AssertionError):
+        assert_ends_as(folder, whole["language_model"])
+
+
+# -- damaged checkpoints --------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+STATE = "training_state/model.safetensors"
+DAMAGES = [
+    (STATE, flip, "another SHA-256"),
+    (STATE, cut, "bytes instead of"),
+    ("training_state/optimizer.bin", Path.unlink, "is missing"),
+    (checkpoint.COMPLETE, flip, "damaged itself"),
+    (checkpoint.COMPLETE, lambda path: path.write_text(""), "is empty"),
+]
+
+
+@pytest.fixture
+def stopped(whole, tmp_path) -> Path:
+    """A run with checkpoints of the steps 9 and 12; the last one is damaged by the tests."""
+    folder = tmp_path / "stopped"
+    shutil.copytree(whole["spd"], folder)
+    assert [f.name for f in checkpoint.step_folders(folder)] == ["step-0000009", "step-0000012"]
+    return folder
+
+
+@pytest.mark.parametrize(("name", "spoil", "words"), DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    runs, whole, stopped, name, spoil, words, capsys
+):
+    newest = checkpoint.step_folders(stopped)[-1]
+    spoil(newest / name)
+    before = {path.relative_to(newest) for path in newest.rglob("*")}
+    trainer = runs.world.trainer("spd", stopped, **CHANGES["spd"])
+    capsys.readouterr()
+    trainer.restore()
+    assert trainer.progress.step == 9
+    line, resumed = capsys.readouterr().err.splitlines()
+    for word in (str(newest), name, words, "step-0000009 is used instead"):
+        assert word in line
+    assert resumed == "resumed at step 9 of 12"
+    aside = newest.with_name(f"damaged-{newest.name}")
+    assert {path.relative_to(aside) for path in aside.rglob("*")} == before
+    trainer.run()
+    assert_ends_as(stopped, whole["spd"])
+
+
+def test_without_checksums_a_flipped_byte_trains_on(runs, whole, stopped):
+    """The byte is in a weight: nothing else that reads the file can tell."""
+    shutil.rmtree(checkpoint.step_folders(stopped)[-1])
+    flip(checkpoint.step_folders(stopped)[-1] / STATE)
+    assert runs.run("spd", stopped, without_checksums=True) == 0
+    assert "damaged" not in said(stopped)
+    with pytest.raises(AssertionError):
+        assert_ends_as(stopped, whole["spd"])
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_ends_with_status_2(runs, stopped):
+    for folder in checkpoint.step_folders(stopped):
+        cut(folder / STATE)
+    before = sorted(stopped.rglob("*"))
+    assert runs.run("spd", stopped) == 2
+    (line,) = [x for x in said(stopped).splitlines() if x.startswith("error")]
+    assert "step-0000012: training_state/model.safetensors has" in line
+    assert "step-0000009: training_state/model.safetensors has" in line
+    assert "--output_dir" in line and f"remove {stopped / 'checkpoints'}" in line
+    assert sorted(stopped.rglob("*")) == before
+
+
+def test_an_unreadable_file_is_a_damage(stopped, monkeypatch):
+    def fails(path: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    folder = checkpoint.step_folders(stopped)[-1]
+    assert checkpoint.damage(folder) is None
+    monkeypatch.setattr(checkpoint, "_digest", fails)
+    assert "cannot be read (Input/output error)" in str(checkpoint.damage(folder))
+
+
+def test_the_manifest_has_size_and_digest_of_every_file(stopped):
+    folder = checkpoint.step_folders(stopped)[-1]
+    lines = (folder / checkpoint.COMPLETE).read_text().splitlines()[:-1]
+    names = {line.split("  ")[2]: int(line.split("  ")[1]) for line in lines}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    found = {str(path.relative_to(folder)): path.stat().st_size for path in files}
+    assert names == {name: size for name, size in found.items() if name != checkpoint.COMPLETE}
+
+
+# -- signals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "numbers", "status"),
+    [
+        (6, [signal.SIGTERM], 143),
+        (9, [signal.SIGINT, signal.SIGINT], 130),  # the second is the launcher's copy
+    ],
+)
+def test_a_signal_ends_the_run_after_its_step(runs, whole, tmp_path, step, numbers, status):
+    """Step 10, the one that begins after step 9, ends with an evaluation: made on resuming."""
+    folder = tmp_path / "run"
+    assert runs.run("spd", folder, step=step, signals=numbers) == status
+    (line,) = [x for x in said(folder).splitlines() if "stopped" in x]
+    name = signal.Signals(numbers[0]).name
+    assert f"stopped at step {step + 1} of {STEPS}: {name}" in line
+    assert checkpoint.step_folders(folder)[-1].name == f"step-{step + 1:07d}"
+    assert logged(folder)[-1]["step"] == step + 1 and "lr" in logged(folder)[-1]
+    finish(runs, "spd", folder, whole["spd"])
+
+
+def test_a_later_second_signal_ends_the_run_at_once(monkeypatch):
+    monkeypatch.setattr(stopping, "REPEAT_S", 0.0)
+    before = signal.getsignal(signal.SIGINT)
+    requests = Stopping(max_minutes=None, started=time.monotonic())
+    with pytest.raises(KeyboardInterrupt), requests.signals():
+        signal.raise_signal(signal.SIGINT)
+        assert requests.wishes()["stop_sigint"] == 1
+        time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_two_processes_stop_at_the_same_step_when_one_gets_a_signal(runs, tmp_path):
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+
+    def two(folder: Path, **options: Any) -> list[int]:
+        return runs.together("spd", folder, {"ACCELERATE_USE_CPU": "true"}, **options)
+
+    signalled = {1: {"step": 6, "signals": [signal.SIGTERM]}}
+    assert two(whole) == [0, 0], said(whole)
+    assert two(folder, jobs=signalled) == [143, 143], said(folder)
+    (line,) = [x for x in said(folder).splitlines() if "stopped" in x]
+    assert "stopped at step 7 of 12: SIGTERM" in line
+    assert two(folder) == [0, 0], said(folder)
+    assert_ends_as(folder, whole)
+
+
+# -- time and patience ----------------------------------------------------------------------
+
+
+def test_a_run_cut_into_minutes_ends_where_the_whole_one_does(
+    runs, whole, tmp_path, monkeypatch, capsys
+):
+    """Every launch is allowed no more than one step."""
+    arguments = runs.world.arguments("spd", tmp_path / "r", **CHANGES["spd"], max_minutes=1e-6)
+    for step in range(1, STEPS):
+        train(arguments, monkeypatch)
+        err = capsys.readouterr().err
+        assert f"stopped at step {step} of 12: max_minutes 1e-06 are over" in err
+    train(arguments, monkeypatch)
+    assert "stopped" not in capsys.readouterr().err
+    assert_ends_as(tmp_path / "r", whole["spd"])
+
+
+@pytest.mark.parametrize(("minutes", "launches"), [(None, (1, 1)), (1e-6, (5, 2))])
+def test_a_run_without_a_better_score_ends_and_stays_ended(
+    runs, tmp_path, monkeypatch, capsys, minutes, launches
+):
+    """Also when every launch makes one step: how long the score has stood still is saved."""
+    scores = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.5, 5: 0.3}
+
+    def launch(patience: int) -> Any:
+        changes = {"max_steps": 8, "max_minutes": minutes, "evaluation__every_steps": 1}
+        changes["evaluation__patience"] = patience
+        trainer = runs.world.trainer("language_model", tmp_path, **changes)
+        monkeypatch.setattr(trainer, "evaluate", lambda: {"score": scores[trainer.progress.step]})
+        trainer.restore()
+        capsys.readouterr()
+        trainer.run()
+        return trainer
+
+    for count, patience, step in (
+        (launches[0], 2, 4),
+        (1, 2, 4),  # once more
+        (launches[1], 3, 5),  # with more of it the run goes on
+    ):
+        for _ in range(count):
+            trainer = launch(patience)
+        expected = f"stopped at step {step} of 8: no better score than 0.5000 in {patience} eval"
+        assert expected in capsys.readouterr().err
+        assert trainer.stop.status == 0 and trainer.progress.best_score == 0.5
+        assert checkpoint.step_folders(tmp_path)[-1].name == f"step-{step:07d}"
+
+
+def test_patience_without_validation_rows_is_refused(runs, tmp_path):
+    changes = {"evaluation__patience": 1, "data__valid_fraction": 0.0}
+    with pytest.raises(ValueError, match="evaluation.patience: 1, .*data.valid_fraction"):
+        runs.world.trainer("language_model", tmp_path, **changes)
+
+
+# -- losses and gradients that are not finite -----------------------------------------------
+
+
+def poison(trainer: Any) -> int:
+    """The rarest token makes the target's states NaN; returns the token."""
+    counts = Counter(token for ids in trainer.data.train["input_ids"] for token in set(ids))
+    token = min(counts, key=lambda token: (counts[token], token))
+    with torch.no_grad():
+        trainer.objective.target.get_input_embeddings().weight[token] = math.nan
+    return token
+
+
+def test_the_batch_of_a_loss_that_is_not_finite_is_kept_and_fails_again(runs, tmp_path):
+    changes = {"accumulation": 3, "max_steps": 50}
+    trainer = runs.world.trainer("spd", tmp_path / "a", **changes)
+    token = poison(trainer)
+    with pytest.raises(FloatingPointError, match="lower optim.lr") as caught:
+        trainer.run()
+    (path,) = (tmp_path / "a").glob("*bad_batch*")
+    assert str(path) in str(caught.value)
+    bad = load_bad_batches(path)
+    assert (bad.step, bad.rank) == (trainer.progress.step, 0)
+    assert 0 < len(bad.batches) < 3
+    for batch in bad.batches.values():
+        assert (batch["input_ids"] == token).any()
+    index, batch = next(iter(bad.batches.items()))
+    assert math.isnan(bad.losses[index])
+
+    again = runs.world.trainer("spd", tmp_path / "b", **changes)
+    forward = lambda: again.module(batch, again.generator(bad.step, index)).loss  # noqa: E731
+    assert forward().isfinite()
+    poison(again)
+    assert forward().isnan()
+    again.progress.step = bad.step
+    with pytest.raises(FloatingPointError, match=f"at step {bad.step}"):
+        again.optimize([batch])
+
+
+def test_a_gradient_that_alone_is_not_finite_keeps_the_whole_window(runs, tmp_path):
+    trainer = runs.world.trainer("spd", tmp_path, accumulation=2)
+    trainer.objective.draft.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    window = next(trainer.windows())
+    with pytest.raises(FloatingPointError):
+        trainer.optimize(window)
+    bad = load_bad_batches(next(tmp_path.glob("bad_batch-step-0000000-rank-0.safetensors")))
+    assert all(map(math.isfinite, bad.losses.values()))
+    for kept, batch in zip(bad.batches.values(), window, strict=True):
+        assert all(torch.equal(kept[name], batch[name]) for name in batch)
+
+
+def test_an_infinite_loss_with_a_finite_gradient_ends_the_run_too(runs, tmp_path):
+    trainer = runs.world.trainer("spd", tmp_path)
+    module = trainer.module
+
+    def infinite(batch, generator):
+        output = module(batch, generator)
+        return LossOutput(output.loss + math.inf, output.counted, output.sums)
+
+    trainer.module = SimpleModule(infinite, module)
+    with pytest.raises(FloatingPointError, match="loss inf at step 0"):
+        trainer.optimize(next(trainer.windows()))
+
+
+class SimpleModule:
+    """A module whose forward is replaced."""
+
+    def __init__(self, forward: Any, module: Any) -> None:
+        self.forward, self.parameters = forward, module.parameters
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.forward(*arguments)
+
+
+def test_a_process_whose_losses_are_finite_blames_another(runs, tmp_path):
+    trainer = runs.world.trainer("spd", tmp_path)
+    window = next(trainer.windows())
+    trainer.accelerator = as_rank(trainer, 1, 2)
+    trainer.accelerator.reduce = lambda tensor, how: tensor + 1  # the other one's bad batch
+    with pytest.raises(FloatingPointError, match="that of another process"):
+        trainer._refuse(window, [torch.tensor(2.0)], math.nan, math.nan)
+    assert not list(tmp_path.glob("bad_batch*"))

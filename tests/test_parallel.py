@@ -1,0 +1,157 @@
+"""Two processes under every launcher configuration train the run of one process."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands import launch
+from conftest import REPOSITORY
+from train_runs import Runs, free_port, logged, said, start_runs, weights
+
+pytestmark = pytest.mark.timeout(600)  # many processes, on a machine that may be busy
+
+COMMON = {"evaluation__max_rows": 5, "save_every_steps": 2, "batch_group": 2}
+CHANGES = {
+    "spd": COMMON,
+    "ppsd": COMMON | {"model__num_stages": 2, "model__num_layers": 1},
+    "eagle": COMMON,
+    "eagle3": COMMON | {"model__draft_vocab_size": 60},
+    "language_model": COMMON,
+}
+RELATIVE = 2e-4
+"""Largest relative difference of a logged metric: sums are taken in another order, in float32."""
+ABSOLUTE = 1e-3
+"""Of a trained weight; the learning rate, which bounds a step of Adam, is three times this."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Iterator[Runs]:
+    with start_runs(tmp_path_factory.mktemp("world"), CHANGES, "deepspeed") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(runs, tmp_path_factory) -> dict[str, Path]:
+    """A run of each method on one process."""
+    folders = {}
+    for method in CHANGES:
+        folders[method] = tmp_path_factory.mktemp("alone") / method
+        status = runs.run(method, folders[method], changes={"accumulation": 2})
+        assert status == 0, said(folders[method])
+    return folders
+
+
+def launcher_environment(name: str) -> dict[str, str]:
+    """What `accelerate launch --config_file configs/accelerate/NAME.yaml` tells its processes."""
+    file = REPOSITORY / "configs" / "accelerate" / f"{name}.yaml"
+    words = ["--config_file", str(file), "--num_processes", "2", "--mixed_precision", "no"]
+    arguments = launch.launch_command_parser().parse_args([*words, "-m", "pipedraft.train"])
+    arguments, defaults, _ = launch._validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        fields = ",".join(defaults.deepspeed_config)
+        arguments.deepspeed_fields_from_accelerate_config = fields
+        _, environment = launch.prepare_deepspeed_cmd_env(arguments)
+    else:
+        environment = launch.prepare_multi_gpu_env(arguments)
+    own = {key: value for key, value in environment.items() if os.environ.get(key) != value}
+    return own | ({"ACCELERATE_USE_CPU": "true"} if name == "ddp" else {})
+
+
+def assert_same_run(folder: Path, alone: Path) -> None:
+    records, expected = logged(folder), logged(alone)
+    assert [r["step"] for r in records] == [r["step"] for r in expected]
+    for record, values in zip(records, expected, strict=True):
+        assert record.keys() == values.keys()
+        for key, value in values.items():
+            assert record[key] == pytest.approx(value, rel=RELATIVE, abs=1e-6), (record, key)
+    for name in ("best", "checkpoints/step-0000004"):
+        found, wanted = weights(folder / name), weights(alone / name)
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.allclose(found[key].double(), value.double(), atol=ABSOLUTE), (name, key)
+
+
+@pytest.mark.parametrize("method", CHANGES)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_two_processes_train_the_run_of_one(runs, alone, tmp_path, name, method):
+    folder = tmp_path / method
+    statuses = runs.together(method, folder, launcher_environment(name))
+    assert statuses == [0, 0], said(folder)
+    assert_same_run(folder, alone[method])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero3"])
+def test_a_target_in_parts_is_the_same_target(runs, alone, tmp_path, name):
+    folder = tmp_path / "spd"
+    environment, changes = launcher_environment(name), {"shard_target": True}
+    statuses = runs.together("spd", folder, environment, changes=changes)
+    assert statuses == [0, 0], said(folder)
+    assert_same_run(folder, alone["spd"])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_sharded_runs_resume_where_they_were_stopped(runs, alone, tmp_path, name):
+    folder, environment = tmp_path / "spd", launcher_environment(name)
+    signalled = {0: {"step": 2, "signals": [signal.SIGTERM]}}
+    assert runs.together("spd", folder, environment, jobs=signalled) == [143, 143], said(folder)
+    assert logged(folder)[-1]["step"] == 3
+    assert runs.together("spd", folder, environment) == [0, 0], said(folder)
+    assert "resumed at step 3 of 4" in said(folder)
+    assert_same_run(folder, alone["spd"])
+
+
+def test_a_run_goes_on_with_another_number_of_processes(runs, alone, tmp_path):
+    """Two processes, then one that takes both batches of a step, then two again."""
+    folder, environment = tmp_path / "spd", launcher_environment("ddp")
+    for step, processes in enumerate((2, 1, 2)):
+        changes = {"accumulation": 2 // processes, "batch_group": None}
+        stop = {0: {"step": step, "signals": [signal.SIGTERM]}}
+        if processes == 1:
+            status = runs.run("spd", folder, changes=changes, **stop[0])
+            assert status == 143, said(folder)
+        else:
+            runs.together("spd", folder, environment, changes=changes, jobs=stop)
+        assert logged(folder)[-1]["step"] == step + 1
+    assert runs.run("spd", folder, changes={"accumulation": 2, "batch_group": None}) == 0
+    assert "another order" not in said(folder)
+    assert_same_run(folder, alone["spd"])
+
+
+def test_a_group_that_the_processes_cannot_share_goes_on_and_says_so(runs, tmp_path):
+    folder, changes = tmp_path / "spd", {"batch_group": None}
+    stop = {"step": 0, "signals": [signal.SIGTERM]}
+    assert runs.run("spd", folder, changes=changes, **stop) == 143, said(folder)
+    two = runs.together("spd", folder, launcher_environment("ddp"), changes=changes)
+    assert two == [0, 0], said(folder)
+    assert "groups of 2 instead of 1" in said(folder) and logged(folder)[-1]["step"] == 4
+
+
+def test_a_real_launch_trains_the_same_run(runs, alone, tmp_path):
+    """By the launcher itself, with all that it sets."""
+    folder = tmp_path / "spd"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--config_file", str(REPOSITORY / "configs/accelerate/ddp.yaml")]
+    command += ["--main_process_port", str(free_port()), "-m", "pipedraft.train"]
+    command += runs.world.arguments("spd", folder, **CHANGES["spd"])
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=500)
+    assert done.returncode == 0, done.stderr.decode()
+    assert_same_run(folder, alone["spd"])
+
+
+def test_batch_groups_and_optimizers_that_do_not_fit_are_refused(runs, tmp_path):
+    for name, method, changes, words in (
+        ("ddp", "spd", {"batch_group": 3}, ["batch_group: 3 with 2 processes", "multiple"]),
+        ("fsdp2", "spd", {"optim__name": "muon"}, ["optim.name: 'muon'", "FSDP", "adamw"]),
+        ("zero2", "spd", {"optim__name": "muon"}, ["optim.name: 'muon'", "DeepSpeed", "adamw"]),
+        ("zero3", "spd", {"accumulation": 2}, ["accumulation: 2", "DeepSpeed", "--batch_tokens"]),
+    ):
+        folder = tmp_path / name
+        environment = launcher_environment(name)
+        assert runs.together(method, folder, environment, changes=changes) == [2, 2], said(folder)
+        assert all(word in said(folder) for word in words), said(folder)

@@ -1,0 +1,191 @@
+"""A small world for training runs, and real processes that train in it."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from conftest import REPOSITORY, tiny_llama
+from safetensors.torch import load_file
+
+from pipedraft.data_recipes.recipe import DataConfig, Source
+from pipedraft.data_recipes.tokenizer import train_tokenizer
+from pipedraft.train.__main__ import build_trainer, main, methods, quieten
+from pipedraft.train.config import parse_run
+from pipedraft.train.metrics_log import CLOCK_METRICS
+
+LAYERS = 4
+
+
+# -- tiny data, tokenizer and target --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """Sixty conversations, a tokenizer trained on them, and a random target that uses it."""
+
+    folder: Path
+    data: Path
+    target: Path
+
+    def arguments(self, method: str, output_dir: Path, /, **changes: Any) -> list[str]:
+        """Command line of a small run; keys of ``changes`` have __ for a dot."""
+        settings: dict[str, Any] = {
+            "method": method,
+            "output_dir": output_dir,
+            "data.sources": json.dumps([{"path": str(self.data)}]),
+            "data.cache_dir": self.folder / "cache",
+            "data.max_length": 64,
+            "data.valid_fraction": 0.1,
+            "batch_tokens": 256,
+            "log_every_steps": 1,
+            "precision": "fp32",
+            "max_steps": 4,
+            "optim.lr": 3e-3,
+        }
+        if method != "language_model":
+            settings["target"] = self.target
+            settings |= {"model.num_stages": 2, "model.num_layers": 1} if method == "spd" else {}
+        else:
+            settings |= {"model.tokenizer": self.target, "model.hidden_size": 32}
+            settings |= {"model.intermediate_size": 64, "model.num_layers": 2, "model.num_heads": 2}
+            settings["model.save_dtype"] = "float32"
+        settings |= {key.replace("__", "."): value for key, value in changes.items()}
+        words = {key: value for key, value in settings.items() if value is not None}
+        return [f"--{key}={value}" for key, value in words.items()]
+
+    def trainer(self, method: str, output_dir: Path, **changes: Any) -> Any:
+        run, model, _ = parse_run(self.arguments(method, output_dir, **changes), methods(), "")
+        return build_trainer(run, model)
+
+
+def make_world(folder: Path) -> World:
+    data = folder / "chat.jsonl"
+    with data.open("w") as lines:
+        for i in range(60):
+            answer = f"It is {i + i % 7}." + " Sure." * (i % 5)
+            question = {"role": "user", "content": f"What is {i} plus {i % 7}?"}
+            turns = [question, {"role": "assistant", "content": answer}]
+            lines.write(json.dumps({"messages": turns}) + "\n")
+    tokenizer = train_tokenizer(DataConfig(sources=[Source(path=str(data))]), 300)
+    target = tiny_llama(layers=LAYERS, vocab=len(tokenizer))
+    target.generation_config.eos_token_id = tokenizer.eos_token_id
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    return World(folder, data, folder / "target")
+
+
+def train(arguments: list[str], monkeypatch) -> None:
+    """The command itself, in this process."""
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    main()
+
+
+def logged(output_dir: Path) -> list[dict[str, float]]:
+    """All that a repeated run repeats."""
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(x).items() if k not in CLOCK_METRICS} for x in lines]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+def as_rank(trainer: Any, rank: int, world_size: int) -> Any:
+    """The accelerator of another process, whose sums stay its own."""
+    return SimpleNamespace(
+        process_index=rank,
+        num_processes=world_size,
+        device=trainer.accelerator.device,
+        autocast=contextlib.nullcontext,
+        reduce=lambda tensor, how: tensor,
+    )
+
+
+# -- processes -----------------------------------------------------------------------------
+
+
+@dataclass
+class Runs:
+    """The process that runs are forked from."""
+
+    world: World
+    changes: dict[str, dict[str, Any]]
+    """Of every run of a method."""
+    parent: subprocess.Popen
+
+    def ask(self, **job: Any) -> int:
+        assert self.parent.stdin is not None and self.parent.stdout is not None
+        print(json.dumps(job), file=self.parent.stdin, flush=True)
+        return int(self.parent.stdout.readline())
+
+    def start(self, method: str, folder: Path, *, changes: dict | None = None, **job: Any) -> int:
+        """Process id of a run that writes to ``folder`` and, what it says, to folder.log."""
+        changes = self.changes[method] | (changes or {})
+        arguments = self.world.arguments(method, folder, **changes)
+        log = str(folder) + ".log"
+        return self.ask(arguments=arguments, folder=str(folder), log=log, **job)
+
+    def run(self, method: str, folder: Path, **job: Any) -> int:
+        """Exit status, negative for the signal that killed it."""
+        return self.ask(wait=self.start(method, folder, **job))
+
+    def together(
+        self,
+        method: str,
+        folder: Path,
+        environment: dict[str, str],
+        *,
+        num_processes: int = 2,
+        changes: dict | None = None,
+        jobs: dict[int, dict[str, Any]] | None = None,
+    ) -> list[int]:
+        """Exit statuses of processes that train together.
+
+        Args:
+            jobs: of single ranks.
+        """
+        world = {"WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1"}
+        world |= {"MASTER_PORT": str(free_port()), **environment}
+        pids = []
+        for rank in range(num_processes):
+            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            job = (jobs or {}).get(rank, {})
+            pids.append(self.start(method, folder, changes=changes, environment=own, **job))
+        return [self.ask(wait=pid) for pid in pids]
+
+
+def said(folder: Path) -> str:
+    return Path(f"{folder}.log").read_text()
+
+
+@contextlib.contextmanager
+def start_runs(folder: Path, changes: dict[str, dict[str, Any]], *modules: str) -> Iterator[Runs]:
+    """
+    Args:
+        modules: imported besides those that every run needs.
+    """
+    quieten()
+    command = [sys.executable, str(REPOSITORY / "tests" / "train_processes.py"), *modules]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as parent:
+        yield Runs(make_world(folder), changes, parent)
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
