@@ -12,6 +12,7 @@ from typing import Any
 
 from pipedraft.errors import Parser, UsageError, make_folder, run_command
 from pipedraft.eval.scores import add_score_arguments, make_scorer
+from pipedraft.eval.traces import add_trace_arguments, traces_of
 from pipedraft.inference.arguments import (
     add_backend_arguments,
     add_drafting_arguments,
@@ -28,7 +29,8 @@ example:
   python -m pipedraft.eval --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B \\
       --benchmarks gsm8k --schedule pipeinfer,eagle --stages 4 --out out/draft_model
 
-writes results.json, report.md, manifest.json and two plots into --out and prints the table.
+writes results.json, report.md, manifest.json and two plots into --out and prints the table. What
+was decoded is kept in OUT/traces: the same command goes on after a kill, --shard shares it out.
 The autoregressive baseline is always part of it. Without --data-dir the repository's own small
 prompt files are used; --data-dir hub: downloads the published benchmarks.
 
@@ -127,6 +129,7 @@ def build_parser() -> Parser:
         "hop, a verification, a draft forward",
     )
     add("--out", type=Path, required=True, metavar="OUT", help="folder of the results")
+    add_trace_arguments(parser)
     add_score_arguments(parser)
     return parser
 
@@ -455,11 +458,17 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
         reference=target.reference,
         connect=target.connect,
         scorer=scorer,
+        traces=None if arguments.calibrate else traces_of(arguments, target.model),
     )
     for line in lines:
         print(line)
     loaded = _load_drafts(arguments, drafts, target.model, tokenizer)
-    runs = comparison.run(_make_methods(arguments, loaded, target, cost))
+    methods = _make_methods(arguments, loaded, target, cost)
+    if arguments.shard is not None:
+        turns = comparison.decode_shard(methods)
+        print(f"{turns} decoded turns of this share are in {arguments.out}/traces")
+        return
+    runs = comparison.run(methods)
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(arguments).items()}
     manifest = build_manifest(
         target=target.model,

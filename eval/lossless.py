@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.result import DecodeResult
 
 
@@ -48,8 +49,14 @@ def generate_greedy(
 class GreedyReference:
     """Greedy texts of one target, each generated once however many methods are checked."""
 
-    def __init__(self, target: PreTrainedModel, max_new_tokens: int) -> None:
-        self.target, self.max_new_tokens = target, max_new_tokens
+    def __init__(
+        self, target: PreTrainedModel, max_new_tokens: int, traces: TraceFile | None = None
+    ) -> None:
+        """
+        Args:
+            traces: texts in there are not generated again, and generated ones are added.
+        """
+        self.target, self.max_new_tokens, self.traces = target, max_new_tokens, traces
         self._texts: dict[tuple[int, ...], list[int]] = {}
 
     def matches(self, result: DecodeResult) -> bool:
@@ -59,13 +66,19 @@ class GreedyReference:
         """
         key = tuple(result.prompt_ids)
         if key not in self._texts:
-            self._texts[key] = generate_greedy(
-                self.target, result.prompt_ids, max_new_tokens=self.max_new_tokens
-            )
+            self._texts[key] = self._text(result.prompt_ids)
         expected = self._texts[key]
         if result.stop_reason == "max_length":
             expected = expected[: len(result.token_ids)]
         return result.token_ids == expected
+
+    def _text(self, prompt_ids: list[int]) -> list[int]:
+        text = None if self.traces is None else self.traces.get(prompt_ids)
+        if text is None:
+            text = generate_greedy(self.target, prompt_ids, max_new_tokens=self.max_new_tokens)
+            if self.traces is not None:
+                self.traces.add(prompt_ids, text)
+        return text
 
     def check(self, results: Sequence[DecodeResult]) -> dict[str, int]:
         """{"checked", "mismatches"}: turns compared, and turns that differ."""

@@ -3,9 +3,10 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import transformers
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,9 +24,11 @@ from pipedraft.eval.metrics import (
 )
 from pipedraft.eval.scores import Score, Scorer, summarize_scores
 from pipedraft.eval.tasks import Prompt, encode_turn
+from pipedraft.eval.traces import TraceFile, Traces, load_result, save_result, turn_key
 from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.pipeline import LocalPipeline
 from pipedraft.inference.result import DecodeResult
+from pipedraft.models.fingerprint import weights_hash
 from pipedraft.models.target import StagedTarget
 
 WARM_UP_TOKENS = 8
@@ -55,6 +58,11 @@ class Record:
     """None: the prompt has no right answer, or scores were not asked for."""
 
 
+def draft_hash(draft: nn.Module) -> str:
+    """SHA-256 over a draft's type and weights."""
+    return f"{type(draft).__name__} {weights_hash(list(draft.state_dict().values()))}"
+
+
 def prompt_seed(prompt: Prompt, turn: int) -> int:
     """The ``prompt_index`` of a turn: 31 bits that depend on the prompt's name alone.
 
@@ -73,6 +81,7 @@ def evaluate(
     max_prompt_tokens: int | None = None,
     description: str = "",
     progress: bool = True,
+    traces: TraceFile | None = None,
 ) -> list[Record]:
     """Decode every turn of every prompt; a later turn answers the texts generated before it.
 
@@ -80,6 +89,7 @@ def evaluate(
         max_prompt_tokens: a turn with a longer prompt, and the turns after it, are left out: there
             are fewer records than turns then, and ``compare`` reports how many.
         description: left of the progress bar.
+        traces: turns in there are not decoded again, and decoded ones are added.
     """
     records = []
     num_turns = sum(len(prompt.turns) for prompt in prompts)
@@ -91,7 +101,11 @@ def evaluate(
                 if max_prompt_tokens is not None and len(prompt_ids) > max_prompt_tokens:
                     bar.update(len(prompt.turns) - turn)
                     break
-                result = engine.decode(prompt_ids, prompt_index=prompt_seed(prompt, turn))
+                key = turn_key(prompt, turn, prompt_ids)
+                result = load_result(traces, key)
+                if result is None:
+                    result = engine.decode(prompt_ids, prompt_index=prompt_seed(prompt, turn))
+                    save_result(traces, key, result)
                 answer = tokenizer.decode(result.token_ids, skip_special_tokens=True)
                 assert isinstance(answer, str)  # a list only for a batch
                 answers.append(answer)
@@ -236,6 +250,21 @@ class Comparison:
     """Makes the pipeline; see ``Engine``."""
     scorer: Scorer | None = None
     progress: bool = True
+    traces: Traces | None = None
+    """None: everything is decoded, and nothing kept."""
+
+    def decode_shard(self, methods: Sequence[Method]) -> int:
+        """Decode this shard's turns of every method, baselines and greedy references included.
+
+        Returns:
+            Turns that are on disk now.
+        """
+        assert self.traces is not None
+        prompts = {name: self.traces.mine(found) for name, found in self.benchmarks.items()}
+        mine = replace(self, benchmarks={name: found for name, found in prompts.items() if found})
+        entries = mine.run(methods) if mine.benchmarks else []
+        parts = [entry for entry in entries if entry["benchmark"] != OVERALL]
+        return sum(row["turns"] for entry in parts for row in entry["per_prompt"])
 
     def run(self, methods: Sequence[Method]) -> list[dict[str, Any]]:
         """Entries of results.json: per temperature the baseline first, then each method.
@@ -295,6 +324,7 @@ class Comparison:
     ) -> dict[str, _Decoded]:
         config = method.config
         max_prompt_tokens = self._num_positions - config.max_new_tokens
+        traces = self._open_traces(method)
         self._warm_up(method, max_prompt_tokens)
         engine = self._engine(method)
         parts = {}
@@ -311,6 +341,7 @@ class Comparison:
                 max_prompt_tokens=max_prompt_tokens,
                 description=description,
                 progress=self.progress,
+                traces=traces,
             )
             reports = engine.pipeline.reports()
             if self.scorer is not None:
@@ -320,7 +351,7 @@ class Comparison:
             check = None
             if self.reference is not None and config.temperature == 0:
                 reference = references.setdefault(
-                    config.max_new_tokens, GreedyReference(self.reference, config.max_new_tokens)
+                    config.max_new_tokens, self._greedy_reference(config.max_new_tokens)
                 )
                 check = reference.check([record.result for record in records])
             parts[name] = _Decoded(
@@ -333,6 +364,19 @@ class Comparison:
         if len(parts) > 1:
             parts[OVERALL] = _pool(list(parts.values()), config.seed)
         return parts
+
+    def _open_traces(self, method: Method) -> TraceFile | None:
+        if self.traces is None:
+            return None
+        draft = None if method.draft is None else draft_hash(method.draft)
+        return self.traces.open(config=asdict(method.config), draft=draft)
+
+    def _greedy_reference(self, max_new_tokens: int) -> GreedyReference:
+        assert self.reference is not None
+        traces = None
+        if self.traces is not None:
+            traces = self.traces.open(greedy=transformers.__version__, tokens=max_new_tokens)
+        return GreedyReference(self.reference, max_new_tokens, traces)
 
     def _warm_up(self, method: Method, max_prompt_tokens: int) -> None:
         """Decode a few tokens untimed: first calls allocate and pick kernels."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from test_cli import call
-from test_train import World, make_world
+from train_runs import World, make_world
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.timeout(600)  # processes that import torch, on a machine that may be busy
@@ -162,7 +162,7 @@ def test_every_greedy_text_was_compared_with_transformers_and_none_differs(evalu
 
 def test_the_report_has_a_table_two_plots_and_a_manifest(evaluated, trained):
     assert {path.name for path in evaluated.iterdir()} == {
-        "results.json", "report.md", "manifest.json",
+        "results.json", "report.md", "manifest.json", "traces",
         "equivalent_acceptance_length.png", "acceptance_by_position.png",
     }  # fmt: skip
     for plot in evaluated.glob("*.png"):

@@ -1,0 +1,156 @@
+"""What was decoded so far, on disk: an evaluation goes on where it was killed, and is shared out.
+
+    python -m pipedraft.eval ... --out OUT --shard 1/4      # a quarter of the prompts, no report
+    python -m pipedraft.eval ... --out OUT                  # what is left, and the report of all
+
+OUT/traces has one file of JSON lines for each way of decoding and shard. Its name begins with a
+hash of everything that a text or its steps depend on, so that other settings never meet old lines:
+they begin files of their own.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+import pipedraft
+from pipedraft.eval.tasks import Prompt
+from pipedraft.inference.result import DecodeResult
+from pipedraft.models.fingerprint import target_fingerprint
+
+WHOLE = (0, 1)
+
+
+class TraceFile:
+    """A dictionary that grows line by line; a line that a kill cut short is not there."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any], shard: tuple[int, int]) -> None:
+        """
+        Args:
+            identity: written as the first line; a digest of it is in the file's name.
+            shard: (index, number); every shard's lines are read, and its own are added to.
+        """
+        text = json.dumps(identity, sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        own = "" if shard == WHOLE else f"-{shard[0] + 1}-of-{shard[1]}"
+        self.path = folder / f"{digest}{own}.jsonl"
+        self._header = text
+        self._found: dict[str, Any] = {}
+        for path in sorted(folder.glob(f"{digest}*.jsonl")):
+            self._found |= dict(_read_lines(path))
+
+    def get(self, key: Sequence[Any]) -> Any:
+        """The value of a key, None where there is none."""
+        return self._found.get(json.dumps(key))
+
+    def add(self, key: Sequence[Any], value: Any) -> None:
+        """Flushed to disk before it returns."""
+        self._found[json.dumps(key)] = value
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not self.path.exists()
+        with self.path.open("ab") as file:
+            if is_new:
+                file.write(f"{self._header}\n".encode())
+            elif not _ends_line(self.path):
+                file.write(b"\n")
+            file.write(f"{json.dumps([key, value])}\n".encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _ends_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _read_lines(path: Path) -> list[tuple[str, Any]]:
+    found = []
+    for line in path.read_bytes().splitlines()[1:]:
+        try:
+            key, value = json.loads(line)
+        except ValueError:  # cut short
+            continue
+        found.append((json.dumps(key), value))
+    return found
+
+
+@dataclass(frozen=True)
+class Traces:
+    """The trace files of one evaluation."""
+
+    folder: Path
+    identity: dict[str, Any]
+    """Of the target, tokenizer and everything else that all ways of decoding share."""
+    shard: tuple[int, int] = WHOLE
+
+    def open(self, **identity: Any) -> TraceFile:
+        return TraceFile(self.folder, self.identity | identity, self.shard)
+
+    def mine(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Those of this shard: every number-th one."""
+        index, number = self.shard
+        return list(prompts[index::number])
+
+
+def turn_key(prompt: Prompt, turn: int, prompt_ids: Sequence[int]) -> list[Any]:
+    """A turn is the same one only if its prompt has the same tokens."""
+    digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:16]
+    return [prompt.task, prompt.id, turn, digest]
+
+
+def load_result(traces: TraceFile | None, key: Sequence[Any]) -> DecodeResult | None:
+    value = None if traces is None else traces.get(key)
+    return None if value is None else DecodeResult(**value)
+
+
+def save_result(traces: TraceFile | None, key: Sequence[Any], result: DecodeResult) -> None:
+    if traces is not None:
+        traces.add(key, asdict(result))
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shard",
+        type=_shard,
+        metavar="I/N",
+        help="decode the I-th of N shares of the prompts into OUT/traces and write no report; "
+        "afterwards the same command without --shard decodes what is left and reports all",
+    )
+    parser.add_argument("--fresh", action="store_true", help="decode again what OUT/traces has")
+
+
+def traces_of(arguments: argparse.Namespace, target: PreTrainedModel) -> Traces:
+    """The traces of a command line; with --fresh none yet."""
+    folder = arguments.out / "traces"
+    if arguments.fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    place = Path(target.config.name_or_path or "")
+    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in place.glob("*.safetensors")]
+    identity = {
+        "target": target_fingerprint(target),
+        "place": [str(place), target.config._commit_hash],
+        "files": sorted(files),
+        "dtype": str(target.dtype),
+        "device": target.device.type,
+        "backend": arguments.backend,
+        "version": pipedraft.__version__,
+    }
+    return Traces(folder, identity, arguments.shard or WHOLE)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """ "2/4" is (1, 4)."""
+    index, _, number = text.partition("/")
+    if not (index.isdecimal() and number.isdecimal() and 1 <= int(index) <= int(number)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share; give for example 1/4, 2/4, 3/4 and 4/4"
+        )
+    return int(index) - 1, int(number)

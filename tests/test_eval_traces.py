@@ -1,0 +1,132 @@
+"""Evaluations that were killed go on, and shares of one give the report of the whole."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+from pipedraft.errors import run_command
+from pipedraft.eval.__main__ import run
+from pipedraft.eval.traces import TraceFile
+
+pytestmark = pytest.mark.timeout(600)  # processes that import torch, on a machine that may be busy
+
+TARGET = str(REPOSITORY / "assets" / "target")
+METHODS = 2
+CLOCK = ("wallclock", "processes", "decode_s", "tokens_per_s", "wallclock_speedup")
+
+
+def arguments(out: Path, *more: str) -> list[str]:
+    """Two turns a prompt and one, four prompts in all; the draft is the target itself."""
+    words = ["--target", TARGET, "--draft-model", TARGET, "--schedule", "eagle", "--stages", "2"]
+    words += ["--tree", "chain:2", "--benchmarks", "mt_bench,gsm8k", "--limit", "3"]
+    return [*words, "--max-new-tokens", "10", "--out", str(out), *more]
+
+
+def timeless(value: object) -> object:
+    """Results without what a clock said."""
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if k not in CLOCK}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
+
+
+def results(out: Path) -> object:
+    return timeless(json.loads((out / "results.json").read_text()))
+
+
+def lines(out: Path) -> list[str]:
+    """Of all trace files, the headers left out."""
+    files = (out / "traces").glob("*.jsonl")
+    return [line for file in sorted(files) for line in file.read_text().splitlines()[1:]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("whole")
+    run(arguments(out))
+    return out
+
+
+def test_every_turn_and_every_reference_text_is_kept_once(whole):
+    keys = [json.dumps(json.loads(line)[0]) for line in lines(whole)]
+    turns = json.loads((whole / "results.json").read_text())
+    entries = turns["runs"] if isinstance(turns, dict) else turns
+    decoded = sum(r["turns"] for r in entries[0]["per_prompt"] + entries[1]["per_prompt"])
+    assert len(keys) == len(lines(whole)) == METHODS * decoded + decoded
+
+
+def test_a_finished_evaluation_is_reported_again_without_decoding(whole, monkeypatch):
+    before, expected = lines(whole), results(whole)
+    monkeypatch.setattr("pipedraft.inference.engine.Engine.decode", None)  # would fail
+    monkeypatch.setattr("pipedraft.eval.run.Comparison._warm_up", lambda *_: None)
+    monkeypatch.setattr("pipedraft.eval.lossless.generate_greedy", None)
+    run(arguments(whole))
+    assert results(whole) == expected and lines(whole) == before
+
+
+def test_a_killed_evaluation_goes_on_without_redoing_turns(whole, tmp_path):
+    command = [sys.executable, "-m", "pipedraft.eval", *arguments(tmp_path)]
+    with (tmp_path / "log").open("wb") as log:
+        child = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 300
+        while len(lines(tmp_path)) < 4:
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    kept = lines(tmp_path)
+    assert 4 <= len(kept) < len(lines(whole))
+    for file in (tmp_path / "traces").glob("*.jsonl"):  # and one line was cut short
+        with file.open("a") as end:
+            end.write('[["mt_bench", ')
+    run(arguments(tmp_path))
+    assert results(tmp_path) == results(whole)
+    again = [line for line in lines(tmp_path) if line.endswith("]")]
+    assert len(again) == len(lines(whole)) and set(kept) - set(again) <= {kept[-1]}
+
+
+def test_shares_make_the_report_of_the_whole(whole, tmp_path, capsys):
+    for share in ("1/2", "2/2"):
+        run(arguments(tmp_path, "--shard", share))
+        assert "decoded turns of this share" in capsys.readouterr().out
+        assert not (tmp_path / "results.json").exists()
+    before = sorted(lines(tmp_path))
+    run(arguments(tmp_path))
+    assert sorted(lines(tmp_path)) == before
+    assert results(tmp_path) == results(whole)
+
+
+def test_other_settings_and_fresh_runs_do_not_read_old_traces(whole, tmp_path):
+    run(arguments(tmp_path))
+    first = len(lines(tmp_path))
+    run(arguments(tmp_path, "--seed", "7"))
+    assert len(lines(tmp_path)) > first
+    run(arguments(tmp_path, "--fresh"))
+    assert len(lines(tmp_path)) == first
+
+
+def test_a_line_that_was_cut_short_is_written_again(tmp_path):
+    file = TraceFile(tmp_path, {"seed": 0}, (0, 1))
+    file.add(["a", 1], {"x": 1})
+    with file.path.open("a") as end:
+        end.write('[["b", 2], {"x"')
+    file = TraceFile(tmp_path, {"seed": 0}, (0, 1))
+    assert file.get(["a", 1]) == {"x": 1} and file.get(["b", 2]) is None
+    file.add(["b", 2], 3)
+    again = TraceFile(tmp_path, {"seed": 0}, (1, 2))
+    assert (again.get(["a", 1]), again.get(["b", 2])) == ({"x": 1}, 3)
+    assert TraceFile(tmp_path, {"seed": 1}, (0, 1)).get(["b", 2]) is None
+
+
+@pytest.mark.parametrize("share", ["0/2", "3/2", "1", "a/b", "1/0"])
+def test_a_share_that_is_none_is_refused(share, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: run(arguments(tmp_path, "--shard", share)))
+    assert ended.value.code == 2
+    assert "--shard" in capsys.readouterr().err
