@@ -458,7 +458,9 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
         reference=target.reference,
         connect=target.connect,
         scorer=scorer,
-        traces=None if arguments.calibrate else traces_of(arguments, target.model),
+        traces=None
+        if arguments.calibrate
+        else traces_of(arguments, target.model, target_name, revision),
     )
     for line in lines:
         print(line)

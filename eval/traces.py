@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import pipedraft
 from pipedraft.eval.tasks import Prompt
 from pipedraft.inference.result import DecodeResult
-from pipedraft.models.fingerprint import target_fingerprint
+from pipedraft.models.target_part import weights_identity
 
 WHOLE = (0, 1)
 
@@ -127,17 +127,19 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="decode again what OUT/traces has")
 
 
-def traces_of(arguments: argparse.Namespace, target: PreTrainedModel) -> Traces:
-    """The traces of a command line; with --fresh none yet."""
+def traces_of(
+    arguments: argparse.Namespace, target: PreTrainedModel, name: str, revision: str | None
+) -> Traces:
+    """The traces of a command line; with --fresh none yet.
+
+    Args:
+        name: folder or Hub name of the target.
+    """
     folder = arguments.out / "traces"
     if arguments.fresh:
         shutil.rmtree(folder, ignore_errors=True)
-    place = Path(target.config.name_or_path or "")
-    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in place.glob("*.safetensors")]
     identity = {
-        "target": target_fingerprint(target),
-        "place": [str(place), target.config._commit_hash],
-        "files": sorted(files),
+        "target": weights_identity(name, revision),
         "dtype": str(target.dtype),
         "device": target.device.type,
         "backend": arguments.backend,
