@@ -1,0 +1,462 @@
+"""Draft-length policies on simulated links: throughput over that of an oracle.
+
+    python benchmarks/draft_length.py
+    python benchmarks/draft_length.py --protocols dssd --processes bursty --json
+
+No model: draft tokens are accepted by a random process, or where a small draft was right in a
+recording (t0_, t1_: temperature 0 and 1, and the rule; benchmarks/record_acceptance.py). Messages
+of the protocol's sizes travel over the virtual link, and a policy is told what a runtime would
+know. All policies of one seed decode the same text: whether the token at a place of the text is
+accepted is drawn once.
+
+The denominator, "oracle", knows each round's true survival (of a recording: the whole text's) and
+the link's true state when the round begins, and takes the length of the highest mean rate; it
+foresees neither tokens nor the link.
+Beside it: "oracle, est. link" has the policies' own estimate of the link, so that what it lacks is
+the link's share of what a policy lacks; "foresight" also knows the delays that the coming messages
+will meet (on traces; jitter and losses remain unknown), which no policy can; "plain" is the cloud
+decoding without drafts, streamed.
+
+Energy is the edge's, by ``EDGE_W`` and ``RADIOS``.
+
+Traces: every CSV file below the --traces folders. Those without bandwidths have FlexSpec's: of its
+weak WiFi if "wifi" is in their name, else of its 5G. Each seed starts somewhere in the trace.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipedraft.inference.channel import (
+    PRESETS,
+    Channel,
+    EnergyModel,
+    Link,
+    LinkEstimate,
+    LinkState,
+)
+from pipedraft.inference.draft_length import (
+    DraftLengthPolicy,
+    Oracle,
+    RoundCost,
+    RoundShape,
+    Survival,
+    parse_policy,
+)
+from pipedraft.inference.link_files import read_trace
+
+# T places of the text, K draft lengths or positions of a draft token in its round
+MAX_LENGTH = 8
+HEADER = Link.header_bytes
+MESSAGE = HEADER + 12  # session, round and length of the prefix
+
+PROTOCOLS = {
+    "flexspec": RoundShape(
+        draft_s=0.0085,
+        verify_s=0.166,
+        up_bytes=MESSAGE,
+        up_bytes_per_token=4,
+        down_bytes=MESSAGE,
+    ),
+    "picospec": RoundShape(
+        draft_s=0.097 / 4,
+        verify_s=0.087,
+        up_bytes=MESSAGE,
+        up_bytes_per_token=8,
+        down_bytes=MESSAGE,
+        reject_bytes=10 * 8,
+    ),
+    "dssd": RoundShape(
+        draft_s=0.097 / 4,
+        verify_s=0.087,
+        up_bytes=MESSAGE,
+        up_bytes_per_token=8,
+        down_bytes=MESSAGE,
+        reject_bytes=32_000 * 4,
+    ),
+}
+"""Ids alone and one id back; ids and q, ten pairs back; ids and q, the whole fp32 distribution
+back. Draft times: FlexSpec's Jetson AGX, and PicoSpec's Qwen3-0.6B (97 ms for 4 tokens); cloud
+times: PicoSpec's of 70B and of 32B."""
+
+
+def iid(random: np.random.Generator, length: int) -> np.ndarray:
+    """One rate for all, drawn per seed."""
+    return np.full((length, MAX_LENGTH), random.uniform(0.4, 0.95))
+
+
+def falling(random: np.random.Generator, length: int) -> np.ndarray:
+    """By position in the round: a draft that drifts off, as EAGLE's."""
+    return np.tile([0.92, 0.86, 0.80, 0.72, 0.62, 0.5, 0.4, 0.3], (length, 1))
+
+
+def rising(random: np.random.Generator, length: int) -> np.ndarray:
+    """By position in the round: who passes the first tests is in an easy passage."""
+    return np.tile([0.6, 0.75, 0.85, 0.9, 0.93, 0.95, 0.95, 0.95], (length, 1))
+
+
+def drifting(random: np.random.Generator, length: int) -> np.ndarray:
+    """Between 0.48 and 0.92 and back within 1500 tokens."""
+    phase_T = np.arange(length) / 1500 + random.random()
+    return np.repeat(0.7 + 0.22 * np.sin(2 * np.pi * phase_T)[:, None], MAX_LENGTH, axis=1)
+
+
+def bursty(random: np.random.Generator, length: int) -> np.ndarray:
+    """Prompts of 150 tokens on average, each with a rate of its own."""
+    rate_T = np.empty(length)
+    start = 0
+    while start < length:
+        end = start + random.geometric(1 / 150)
+        rate_T[start:end] = random.choice([0.35, 0.65, 0.85, 0.95])
+        start = end
+    return np.repeat(rate_T[:, None], MAX_LENGTH, axis=1)
+
+
+PROCESSES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    process.__name__: process for process in (iid, falling, rising, drifting, bursty)
+}
+
+
+RECORDED = ("t0_match", "t1_match", "t1_rejection")
+RECORDING = Path(__file__).parents[1] / "assets" / "acceptance" / "tiny_draft.json"
+
+
+@dataclass
+class Text:
+    """What a draft would get right."""
+
+    num_tokens: int
+    survival_TK: np.ndarray
+    num_right: list[int]
+    """By place: how many draft tokens in a row would be accepted, if as many were drafted."""
+    place: int = field(default=0, init=False)
+
+
+def simulated_text(process: str, num_tokens: int, seed: int) -> Text:
+    """Acceptance by place and position, drawn once."""
+    random = np.random.default_rng([seed, 1, list(PROCESSES).index(process)])
+    length = num_tokens + MAX_LENGTH + 1
+    acceptance_TK = PROCESSES[process](random, length)
+    uniform_T = np.random.default_rng([seed, 2]).random(length + MAX_LENGTH)
+    is_right_TK = sliding_windows(uniform_T)[:length] < acceptance_TK
+    return Text(num_tokens, np.cumprod(acceptance_TK, axis=1), count_right(is_right_TK))
+
+
+def recorded_text(name: str, num_tokens: int, seed: int) -> Text:
+    """Recorded answers one after the other, in an order drawn per seed.
+
+    The oracle knows the survival of the whole text, not where in it the draft does well: whoever
+    notices that may beat it.
+    """
+    answers = recorded_answers(name)
+    random = np.random.default_rng([seed, 1])
+    length = num_tokens + MAX_LENGTH + 1
+    order: list[np.ndarray] = []
+    while sum(map(len, order)) < length + MAX_LENGTH:
+        order += [answers[index] for index in random.permutation(len(answers))]
+    num_right = count_right(sliding_windows(np.concatenate(order))[:length])
+    survival_K = (np.array(num_right)[:, None] > np.arange(MAX_LENGTH)).mean(0)
+    return Text(num_tokens, np.tile(survival_K, (length, 1)), num_right)
+
+
+@cache
+def recorded_answers(name: str) -> list[np.ndarray]:
+    held = json.loads(RECORDING.read_text(encoding="utf-8"))
+    return [np.array(list(row)) == "1" for row in held[name]]
+
+
+def sliding_windows(values_T: np.ndarray) -> np.ndarray:
+    return np.lib.stride_tricks.sliding_window_view(values_T, MAX_LENGTH)
+
+
+def count_right(is_right_TK: np.ndarray) -> list[int]:
+    return np.cumprod(is_right_TK, axis=1).sum(1).tolist()
+
+
+def make_text(process: str, num_tokens: int, seed: int) -> Text:
+    make = recorded_text if process in RECORDED else simulated_text
+    return make(process, num_tokens, seed)
+
+
+EDGE_W = 15.0
+"""Of the edge's processor while it drafts: a Jetson AGX Orin's smallest power mode; assumption."""
+RADIOS = {
+    "cellular": {"uj_per_bit": (0.43839, 0.05197), "idle_w": 1.060, "tail_s": 11.576},
+    "wifi": {"uj_per_bit": (0.28317, 0.13701), "idle_w": 0.119, "tail_s": 0.238},
+}
+"""Phones of 2012 (Huang et al., MobiSys 2012: LTE and WiFi). Between messages the radio stays in
+its tail state, whose power is the idle one here."""
+
+
+def energy_model(shape: RoundShape, radio: str) -> EnergyModel:
+    values: Any = RADIOS[radio]
+    up, down = (8e-6 * energy for energy in values["uj_per_bit"])
+    return EnergyModel(
+        joules_per_draft_token=EDGE_W * shape.draft_s,
+        joules_per_byte_up=up,
+        joules_per_byte_down=down,
+        idle_w=values["idle_w"],
+        tail_j=values["idle_w"] * values["tail_s"],
+    )
+
+
+class World:
+    """What only the simulation knows at the beginning of a round."""
+
+    def __init__(self, text: Text, link: Link, shape: RoundShape, start_s: float) -> None:
+        self.text, self.link, self.shape, self.now_s = text, link, shape, start_s
+        self.state = LinkState(  # bandwidths: of the first moment that has any
+            up_bytes_per_s=link.up_bytes_per_s.at(link.up_bytes_per_s.reach(start_s, 1)),
+            down_bytes_per_s=link.down_bytes_per_s.at(link.down_bytes_per_s.reach(start_s, 1)),
+            round_trip_s=2 * link.delay_s.at(start_s),
+        )
+
+    def look(self) -> None:
+        """The link as it is now; in an outage, with the bandwidth that it last had."""
+        state, before = self.link.state(self.now_s), self.state
+        self.state = LinkState(
+            up_bytes_per_s=state.up_bytes_per_s or before.up_bytes_per_s,
+            down_bytes_per_s=state.down_bytes_per_s or before.down_bytes_per_s,
+            round_trip_s=state.round_trip_s,
+        )
+
+    def survival(self) -> np.ndarray:
+        return self.text.survival_TK[self.text.place]
+
+    def present_cost(self) -> RoundCost:
+        return RoundCost.stop_and_wait(self.shape, self.state, MAX_LENGTH)
+
+    def future_cost(self) -> RoundCost:
+        """With the delays and bandwidths that each length's messages will meet."""
+        link, shape = self.link, self.shape
+        rejects = (0, shape.reject_bytes)
+        seconds_2K = np.empty((2, MAX_LENGTH))
+        for length in range(1, MAX_LENGTH + 1):
+            time_s = self.now_s + length * shape.draft_s
+            up_bytes = shape.up_bytes + length * shape.up_bytes_per_token
+            time_s = link.up_bytes_per_s.reach(time_s, up_bytes)
+            time_s += link.delay_s.at(time_s) + shape.verify_s + length * shape.verify_row_s
+            for row, extra in enumerate(rejects):
+                end_s = link.down_bytes_per_s.reach(time_s, shape.down_bytes + extra)
+                seconds_2K[row, length - 1] = end_s + link.delay_s.at(end_s) - self.now_s
+        return RoundCost(*seconds_2K)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    make: Callable[[World], DraftLengthPolicy]
+    cost: Callable[[World], RoundCost] | None = None
+    """None: from the edge's estimate of the link."""
+
+
+def informed(cost: Callable[[World], RoundCost] | None) -> Contestant:
+    return Contestant(lambda world: Oracle(MAX_LENGTH, survival=world.survival), cost)
+
+
+def named(name: str) -> Contestant:
+    return Contestant(lambda _: parse_policy(name, max_length=MAX_LENGTH))
+
+
+ORACLE = "oracle"
+CONTESTANTS = {
+    **{name: named(name) for name in ("fixed:2", "fixed:4", "eq11", "alg2", "geometric")},
+    "survival, one memory": Contestant(lambda _: Survival(MAX_LENGTH, memories=[16])),
+    "survival": named("survival"),
+    "oracle, est. link": informed(None),
+    ORACLE: informed(World.present_cost),
+    "foresight": informed(World.future_cost),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    tokens_per_s: float
+    joules_per_token: float
+
+
+def decode(world: World, contestant: Contestant, seed: int, energy: EnergyModel) -> Outcome:
+    """One policy over one text, stop-and-wait."""
+    text, shape, start_s = world.text, world.shape, world.now_s
+    channel = Channel(world.link, seed=seed)
+    estimate = LinkEstimate(world.state)
+    policy = contestant.make(world)
+    num_drafted = 0
+    while text.place < text.num_tokens:
+        world.look()
+        if contestant.cost:
+            cost = contestant.cost(world)
+        else:
+            estimate.set_bandwidth(
+                up_bytes_per_s=world.state.up_bytes_per_s,
+                down_bytes_per_s=world.state.down_bytes_per_s,
+            )
+            cost = RoundCost.stop_and_wait(shape, estimate.state, MAX_LENGTH)
+        drafted = policy.choose(cost)
+        accepted = min(drafted, text.num_right[text.place])
+        up_bytes = shape.up_bytes + drafted * shape.up_bytes_per_token
+        down_bytes = shape.down_bytes + (accepted < drafted) * shape.reject_bytes
+        sent_s = world.now_s + drafted * shape.draft_s
+        verify_s = shape.verify_s + drafted * shape.verify_row_s
+        arrived_s = channel.transmit(sent_s, up_bytes - HEADER, "up")
+        world.now_s = channel.transmit(arrived_s + verify_s, down_bytes - HEADER, "down")
+        network_s = world.now_s - sent_s - verify_s
+        estimate.observe(network_s, up_bytes=up_bytes, down_bytes=down_bytes)
+        policy.observe(drafted, accepted)
+        num_drafted += drafted
+        text.place += accepted + 1
+    elapsed_s = world.now_s - start_s
+    joules = energy.joules(channel, num_drafted=num_drafted, elapsed_s=elapsed_s)
+    return Outcome(text.place / elapsed_s, sum(joules.values()) / text.place)
+
+
+def find_links(folders: list[Path]) -> Iterator[tuple[str, str, Link]]:
+    """Kind, name, link."""
+    for name, link in PRESETS.items():
+        yield "constant", name, link
+    for folder in folders:
+        for path in sorted(folder.rglob("*.csv")):
+            with path.open(encoding="utf-8") as file:
+                if not file.readline().startswith("t_ms,"):
+                    continue
+            base = PRESETS["wifi" if "wifi" in path.stem else "5g"]
+            yield "trace", path.stem, read_trace(path, base=base)
+
+
+def measure_cell(
+    link: Link, shape: RoundShape, energy: EnergyModel, process: str, sizes: argparse.Namespace
+) -> dict[str, Any]:
+    """Throughputs of all contestants over the oracle's, and joules per token, over seeds."""
+    period_s = link.delay_s.period_s
+    contestants = dict(CONTESTANTS)
+    if math.isinf(period_s):  # nothing to foresee
+        del contestants["foresight"]
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
+    for seed in range(sizes.seeds):
+        start = np.random.default_rng([seed, 3]).random()
+        start_s = 0.0 if math.isinf(period_s) else start * period_s
+        for name, contestant in contestants.items():
+            world = World(make_text(process, sizes.tokens, seed), link, shape, start_s)
+            outcomes[name].append(decode(world, contestant, seed, energy))
+    rates = {name: np.array([o.tokens_per_s for o in found]) for name, found in outcomes.items()}
+    ratios = {name: values / rates[ORACLE] for name, values in rates.items()}
+    ratios["plain"] = 1 / shape.verify_s / rates[ORACLE]
+    return {
+        "oracle_tokens_per_s": float(rates[ORACLE].mean()),
+        "over_oracle": {
+            name: {
+                "mean": float(values.mean()),
+                "sd": float(values.std(ddof=1)),
+                "min": float(values.min()),
+            }
+            for name, values in ratios.items()
+        },
+        "joules_per_token": {
+            name: float(np.mean([o.joules_per_token for o in found]))
+            for name, found in outcomes.items()
+        },
+    }
+
+
+def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """By kind of link: mean over cells of each policy's mean ratio, and its worst cell."""
+    summary: dict[str, Any] = {}
+    for kind in sorted({cell["kind"] for cell in cells}):
+        chosen = [cell for cell in cells if cell["kind"] == kind]
+        summary[kind] = {}
+        for name in chosen[0]["over_oracle"]:
+            means = [cell["over_oracle"][name]["mean"] for cell in chosen]
+            worst = chosen[int(np.argmin(means))]
+            summary[kind][name] = {
+                "mean": float(np.mean(means)),
+                "worst": float(min(means)),
+                "worst_cell": f"{worst['protocol']}, {worst['process']}, {worst['link']}",
+            }
+    return summary
+
+
+def print_tables(cells: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    names = [name for name in (*CONTESTANTS, "plain") if name != ORACLE]
+    header = "| link | oracle, tokens/s | " + " | ".join(names) + " |"
+    for protocol, process in dict.fromkeys((c["protocol"], c["process"]) for c in cells):
+        print(f"### {protocol}, {process}: over the oracle, mean (standard deviation over texts)\n")
+        print(header + "\n" + "|---" * (len(names) + 2) + "|")
+        for cell in cells:
+            if (cell["protocol"], cell["process"]) != (protocol, process):
+                continue
+            found = [cell["over_oracle"].get(name) for name in names]
+            values = " | ".join(f"{v['mean']:.3f} ({v['sd']:.3f})" if v else "-" for v in found)
+            print(f"| {cell['link']} | {cell['oracle_tokens_per_s']:.2f} | {values} |")
+        print()
+    print_energies(cells)
+    print("### All\n\n| links | policy | mean over cells | worst cell's mean | worst cell |")
+    print("|---" * 5 + "|")
+    for kind, policies in summary.items():
+        for name, v in policies.items():
+            print(f"| {kind} | {name} | {v['mean']:.3f} | {v['worst']:.3f} | {v['worst_cell']} |")
+    print()
+
+
+def print_energies(cells: list[dict[str, Any]]) -> None:
+    """Joules per token, mean over links; the links differ by a few percent."""
+    names = [name for name in CONTESTANTS if name != "foresight"]
+    print("### Joules per token at the edge, mean over links\n")
+    print("| protocol | text | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 2) + "|")
+    for protocol, process in dict.fromkeys((c["protocol"], c["process"]) for c in cells):
+        chosen = [c for c in cells if (c["protocol"], c["process"]) == (protocol, process)]
+        means = (np.mean([cell["joules_per_token"][name] for cell in chosen]) for name in names)
+        print(f"| {protocol} | {process} | " + " | ".join(f"{v:.3f}" for v in means) + " |")
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--protocols", nargs="+", choices=PROTOCOLS, default=["picospec"])
+    add("--processes", nargs="+", choices=[*RECORDED, *PROCESSES], default=list(RECORDED))
+    add(
+        "--traces",
+        nargs="+",
+        type=Path,
+        default=[Path("assets/net_traces"), Path("data/net_traces")],
+        help="folders; what is not there is left out (default: %(default)s)",
+    )
+    add("--tokens", type=int, default=1000, help="of each text")
+    add("--seeds", type=int, default=10, help="texts for each cell; at least 2")
+    add("--json", action="store_true", help="nothing but a line of JSON")
+    args = parser.parse_args()
+    if args.seeds < 2:
+        parser.error(f"--seeds: {args.seeds} texts have no spread; give at least 2")
+    if args.tokens < 1:
+        parser.error(f"--tokens: {args.tokens} is below 1; give at least 1")
+    links = list(find_links(args.traces))
+    cells = [
+        {"protocol": protocol, "process": process, "kind": kind, "link": name}
+        | measure_cell(
+            link,
+            PROTOCOLS[protocol],
+            energy_model(PROTOCOLS[protocol], "wifi" if "wifi" in name else "cellular"),
+            process,
+            args,
+        )
+        for protocol in args.protocols
+        for process in args.processes
+        for kind, name, link in links
+    ]
+    summary = summarize(cells)
+    if not args.json:
+        print_tables(cells, summary)
+    outcome = {"seeds": args.seeds, "tokens": args.tokens, "over_oracle": summary}
+    print(json.dumps({**outcome, "cells": cells} if args.json else outcome))
+
+
+if __name__ == "__main__":
+    main()

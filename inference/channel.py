@@ -1,0 +1,335 @@
+"""A virtual link between an edge device and the cloud: when a message arrives, and what it costs.
+
+Bandwidth and delay are piecewise constant in time, so transmission times are exact integrals.
+Nothing here waits or sends: a runtime on the virtual clock asks ``Channel.transmit`` for arrival
+times, and a policy asks ``Link.state`` or a ``LinkEstimate`` what a round would cost.
+
+    channel = Channel(PRESETS["wifi"], seed=0)
+    arrival_s = channel.transmit(0.0, 72, "up")
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import numpy as np
+
+Direction = Literal["up", "down"]
+"""up: from the edge to the cloud."""
+BYTES_PER_MEGABIT = 1e6 / 8
+PACKET_BYTES = 1500
+"""Ethernet's largest packet: longer messages are lost packet by packet."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A function of time that is constant between its starts, and repeats after its period."""
+
+    starts_s: tuple[float, ...]
+    """Rising from 0."""
+    values: tuple[float, ...]
+    period_s: float
+
+    @classmethod
+    def constant(cls, value: float) -> "Steps":
+        return cls((0.0,), (value,), math.inf)
+
+    def at(self, time_s: float) -> float:
+        return self.values[self._piece(time_s % self.period_s)]
+
+    def reach(self, start_s: float, amount: float) -> float:
+        """The earliest t at which the integral from ``start_s`` to t is ``amount``.
+
+        Whole periods are divided off, the rest is looked up: no time stepping, whatever the length.
+        """
+        if not amount:
+            return start_s
+        phase_s = start_s % self.period_s
+        piece = self._piece(phase_s)
+        before = self._sums[piece] + self.values[piece] * (phase_s - self.starts_s[piece])
+        repeats, target = divmod(before + amount, self._sums[-1])
+        if not target:  # reached where a period ends, even if the next one begins with zeros
+            repeats, target = repeats - 1, self._sums[-1]
+        last = bisect_left(self._sums, target) - 1  # the sum rises to the target in this piece
+        end_s = self.starts_s[last] + (target - self._sums[last]) / self.values[last]
+        return start_s + (end_s - phase_s) + (repeats * self.period_s if repeats else 0.0)
+
+    def _piece(self, phase_s: float) -> int:
+        return bisect_right(self.starts_s, phase_s) - 1
+
+    @cached_property
+    def _sums(self) -> list[float]:
+        """Integral from 0 to each start, and to the end of the period."""
+        widths_s = (b - a for a, b in pairwise((*self.starts_s, self.period_s)))
+        return [0.0, *accumulate(v * w for v, w in zip(self.values, widths_s, strict=True))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkState:
+    """A link at one moment, or somebody's estimate of it."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    round_trip_s: float
+    """Both one-way delays; neither transmission nor anybody's computing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What is true of a link; ``Channel`` sends over it."""
+
+    up_bytes_per_s: Steps
+    """0: an outage. What is being sent waits."""
+    down_bytes_per_s: Steps
+    delay_s: Steps
+    """One way, the same in both directions."""
+    jitter_s: float = 0.0
+    """Each message's delay is off by up to this much either way, uniformly (as netem's default)."""
+    loss: float = 0.0
+    """Probability that a packet is lost, each time that it is sent."""
+    retransmit_round_trips: float = 2.0
+    """A lost packet is sent again this many round trips after its last bit left: TCP's tail loss
+    probe (RFC 8985) waits two. Messages here are too small for later packets to reveal a loss."""
+    header_bytes: int = 62
+    """Added to every message: IPv4 20, TCP 20, a TLS 1.3 record 22."""
+
+    def __post_init__(self) -> None:
+        bandwidths = {"up": self.up_bytes_per_s, "down": self.down_bytes_per_s}
+        for name, steps in bandwidths.items():
+            if min(steps.values) < 0 or not 0 < max(steps.values) < math.inf:
+                raise ValueError(
+                    f"link.{name}_bytes_per_s: from {min(steps.values)} to {max(steps.values)}; "
+                    "give finite numbers of 0 or more, not all 0"
+                )
+        if not 0 <= min(self.delay_s.values) <= max(self.delay_s.values) < math.inf:
+            raise ValueError(
+                f"link.delay_s: from {min(self.delay_s.values)} to {max(self.delay_s.values)}; "
+                "give finite numbers of 0 or more"
+            )
+        if not 0 <= self.loss < 1:
+            raise ValueError(f"link.loss: {self.loss} is no share of lost packets; give 0 to 0.99")
+        longest_s = max(self.delay_s.values)
+        if not 0 <= self.jitter_s <= longest_s:
+            raise ValueError(
+                f"link.jitter_s: {self.jitter_s} either way on a delay of {longest_s}; give 0 up "
+                "to the delay"
+            )
+        for name in ("retransmit_round_trips", "header_bytes"):
+            if vars(self)[name] < 0:
+                raise ValueError(f"link.{name}: {vars(self)[name]} is negative; give 0 or more")
+
+    @classmethod
+    def constant(
+        cls,
+        *,
+        up_mbps: float,
+        down_mbps: float | None = None,
+        rtt_ms: float,
+        jitter_ms: float = 0.0,
+        loss: float = 0.0,
+    ) -> "Link":
+        """Constants in the units of papers: megabits per second, and milliseconds of a round trip.
+
+        Args:
+            down_mbps: None: as ``up_mbps``.
+            jitter_ms: of the round trip; each direction has half of it.
+        """
+        down_mbps = up_mbps if down_mbps is None else down_mbps
+        return cls(
+            up_bytes_per_s=Steps.constant(up_mbps * BYTES_PER_MEGABIT),
+            down_bytes_per_s=Steps.constant(down_mbps * BYTES_PER_MEGABIT),
+            delay_s=Steps.constant(rtt_ms / 2e3),
+            jitter_s=jitter_ms / 2e3,
+            loss=loss,
+        )
+
+    def state(self, time_s: float) -> LinkState:
+        """What holds at this moment, jitter and loss aside."""
+        return LinkState(
+            up_bytes_per_s=self.up_bytes_per_s.at(time_s),
+            down_bytes_per_s=self.down_bytes_per_s.at(time_s),
+            round_trip_s=2 * self.delay_s.at(time_s),
+        )
+
+
+PRESETS: dict[str, Link] = {
+    "5g": Link.constant(up_mbps=300, rtt_ms=20, jitter_ms=3),
+    "4g": Link.constant(up_mbps=50, rtt_ms=60, jitter_ms=10, loss=0.001),
+    "wifi": Link.constant(up_mbps=10, rtt_ms=120, jitter_ms=40, loss=0.01),
+}
+"""FlexSpec's three networks. Bandwidths: its Table I (strong 5G, average 4G, weak WiFi; arXiv
+2601.00644), used for both directions, since the table has one. The paper gives no delays: round
+trips, jitter and loss are our assumptions."""
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """What one direction has carried."""
+
+    messages: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    """Headers and lost packets included."""
+    lost_packets: int = 0
+    airtime_s: float = 0.0
+    """Time in which bits left: T_up and T_down of the papers' energy models, outages included."""
+
+
+class _Lane:
+    """One direction of a channel."""
+
+    def __init__(self, bytes_per_s: Steps, seed: np.random.SeedSequence) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.random = np.random.default_rng(seed)
+        self.traffic = Traffic()
+        self.free_s = 0.0
+        self.last_arrival_s = 0.0
+
+
+class Channel:
+    """A link in use: messages queue for the bandwidth and arrive in order.
+
+    Same link, seed and calls: same times. The two directions draw from generators of their own.
+    """
+
+    def __init__(self, link: Link, *, seed: int = 0) -> None:
+        self.link = link
+        up, down = np.random.SeedSequence(seed).spawn(2)
+        self._lanes: dict[Direction, _Lane] = {
+            "up": _Lane(link.up_bytes_per_s, up),
+            "down": _Lane(link.down_bytes_per_s, down),
+        }
+
+    def traffic(self, direction: Direction) -> Traffic:
+        return self._lanes[direction].traffic
+
+    def transmit(self, now_s: float, num_bytes: int, direction: Direction) -> float:
+        """Send a message; calls of one direction are in the order of sending.
+
+        A message waits until the one before it has left, and then, if packets are lost, until they
+        have been sent again: what follows a lost packet could be delivered no sooner anyway.
+
+        Args:
+            num_bytes: payload; the link adds its header.
+
+        Returns:
+            Arrival time, never before that of an earlier message.
+        """
+        link, lane = self.link, self._lanes[direction]
+        sizes = packet_sizes(num_bytes + link.header_bytes)
+        lane.traffic.messages += 1
+        lane.traffic.payload_bytes += num_bytes
+        start_s = max(now_s, lane.free_s)
+        while True:
+            end_s = lane.bytes_per_s.reach(start_s, sum(sizes))
+            lane.traffic.wire_bytes += sum(sizes)
+            lane.traffic.airtime_s += end_s - start_s
+            delay_s = link.delay_s.at(end_s)
+            if link.loss:
+                is_lost = lane.random.random(len(sizes)) < link.loss
+                sizes = [size for size, lost in zip(sizes, is_lost, strict=True) if lost]
+            else:
+                sizes = []
+            if not sizes:
+                break
+            lane.traffic.lost_packets += len(sizes)
+            start_s = end_s + link.retransmit_round_trips * 2 * delay_s
+        if link.jitter_s:
+            delay_s = max(0.0, delay_s + link.jitter_s * lane.random.uniform(-1, 1))
+        lane.free_s = end_s
+        lane.last_arrival_s = max(lane.last_arrival_s, end_s + delay_s)
+        return lane.last_arrival_s
+
+
+def packet_sizes(num_bytes: int) -> list[int]:
+    """A message cut into packets; the last one holds the rest."""
+    full, rest = divmod(num_bytes, PACKET_BYTES)
+    return [PACKET_BYTES] * full + ([rest] if rest else [])
+
+
+class LinkEstimate:
+    """What the edge knows of its link: the bandwidth it is told, the round trips it has seen.
+
+    Round trips are smoothed with weight 1/8, as TCP's (RFC 6298).
+    """
+
+    def __init__(self, state: LinkState, *, weight: float = 1 / 8) -> None:
+        """``state``: believed before anything is measured."""
+        self.state, self.weight = state, weight
+
+    def set_bandwidth(self, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
+        """The radio's report (FlexSpec's R_n). A 0 is ignored: nobody knows when an outage ends,
+        and no draft length helps in it."""
+        self.state = replace(
+            self.state,
+            up_bytes_per_s=up_bytes_per_s or self.state.up_bytes_per_s,
+            down_bytes_per_s=down_bytes_per_s or self.state.down_bytes_per_s,
+        )
+
+    def observe(self, network_s: float, *, up_bytes: int, down_bytes: int) -> None:
+        """A request and its answer took this long, without the cloud's computing.
+
+        Args:
+            up_bytes, down_bytes: on the wire, headers included.
+        """
+        state = self.state
+        sending_s = up_bytes / state.up_bytes_per_s + down_bytes / state.down_bytes_per_s
+        seen_s = max(0.0, network_s - sending_s)
+        smoothed_s = state.round_trip_s + self.weight * (seen_s - state.round_trip_s)
+        self.state = replace(state, round_trip_s=smoothed_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnergyModel:
+    """Energy of the edge device. Constants are the device's; there are no defaults."""
+
+    joules_per_draft_token: float
+    joules_per_byte_up: float
+    joules_per_byte_down: float
+    idle_w: float = 0.0
+    """Over the whole time: what radio and processor draw beside sending and drafting."""
+    tail_j: float = 0.0
+    """Once at the end, before the radio sleeps again."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"energy.{name}: {value} is no energy; give 0 or more, finite")
+
+    @classmethod
+    def from_powers(
+        cls,
+        state: LinkState,
+        *,
+        draft_w: float,
+        draft_s: float,
+        transmit_w: float,
+        receive_w: float,
+        tail_w: float = 0.0,
+        tail_s: float = 0.0,
+    ) -> "EnergyModel":
+        """E = P_draft T_edge + P_tx T_up + P_rx T_down + tail, as FlexSpec writes it.
+
+        Args:
+            state: its bandwidths turn times on the air into bytes.
+            draft_s: of one draft token.
+        """
+        return cls(
+            joules_per_draft_token=draft_w * draft_s,
+            joules_per_byte_up=transmit_w / state.up_bytes_per_s,
+            joules_per_byte_down=receive_w / state.down_bytes_per_s,
+            tail_j=tail_w * tail_s,
+        )
+
+    def joules(self, channel: Channel, *, num_drafted: int, elapsed_s: float) -> dict[str, float]:
+        """By cause: draft, up, down, idle, tail."""
+        return {
+            "draft": self.joules_per_draft_token * num_drafted,
+            "up": self.joules_per_byte_up * channel.traffic("up").wire_bytes,
+            "down": self.joules_per_byte_down * channel.traffic("down").wire_bytes,
+            "idle": self.idle_w * elapsed_s,
+            "tail": self.tail_j,
+        }

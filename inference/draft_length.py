@@ -1,0 +1,362 @@
+"""How many tokens the edge drafts before it asks the cloud: policies, and what they estimate.
+
+A policy is asked once per round and told what became of it:
+
+    policy = parse_policy("survival", max_length=8)
+    num_drafted = policy.choose(cost)                 # cost: RoundCost, from the link's estimate
+    policy.observe(num_drafted, num_accepted)
+
+A round that was accepted to its end does not say how many more tokens would have been: the count
+is censored there. Both estimators are made for that, the published average of accepted over
+drafted is not.
+"""
+
+# K draft lengths 1..max_length, or positions of a draft token in its round; M memories
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from pipedraft.inference.channel import LinkState
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundShape:
+    """What one round computes and sends; headers included."""
+
+    draft_s: float
+    """One draft token on the edge."""
+    verify_s: float
+    """The cloud's pass over a round of no draft tokens."""
+    verify_row_s: float = 0.0
+    """Each draft token's addition to it."""
+    up_bytes: int
+    """A request without draft tokens."""
+    up_bytes_per_token: int
+    down_bytes: int
+    """A verdict."""
+    reject_bytes: int = 0
+    """Added to the verdict where a token is rejected: the distribution to resample from."""
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """Seconds of a round by its number of draft tokens, and the tokens it may emit."""
+
+    hit_s_K: np.ndarray
+    """All draft tokens accepted."""
+    miss_s_K: np.ndarray
+    """One of them rejected."""
+    has_bonus: bool = True
+    """A hit emits K + 1 tokens; without, K: the next round, already drafted, tests its first token
+    where the bonus would have been drawn."""
+
+    @classmethod
+    def stop_and_wait(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
+        """FlexSpec, DSSD: draft, send, verify, answer, one after the other.
+
+        T_step = T_fixed + K T_marg        FlexSpec Eq. 10
+        Addition: a rejection may cost more, by its larger answer.
+        """
+        drafted_K, away_K, reject_s = _times(shape, link, max_length)
+        return cls(drafted_K + away_K, drafted_K + away_K + reject_s)
+
+    @classmethod
+    def asynchronous(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
+        """PicoSpec: the next round is drafted while this one is away.
+
+        E[T] = a^K max(T_d, RTT + T_v) + (1 - a^K) (T_d + RTT + T_v)      PicoSpec Eqs. 5-10
+        """
+        drafted_K, away_K, reject_s = _times(shape, link, max_length)
+        hit_s_K = np.maximum(drafted_K, away_K)
+        return cls(hit_s_K, drafted_K + away_K + reject_s, has_bonus=False)
+
+    @property
+    def max_length(self) -> int:
+        return len(self.hit_s_K)
+
+    def expected_s(self, survival_K: np.ndarray) -> np.ndarray:
+        """[K]: mean seconds of a round."""
+        return survival_K * self.hit_s_K + (1 - survival_K) * self.miss_s_K
+
+    def expected_tokens(self, survival_K: np.ndarray) -> np.ndarray:
+        """[K]: mean tokens of a round, 1 + S(1) + .. + S(K), without bonus to S(K - 1)."""
+        tokens_K = 1 + np.cumsum(survival_K)
+        return tokens_K if self.has_bonus else tokens_K - survival_K
+
+    def best_length(self, survival_K: np.ndarray) -> int:
+        """The length of the highest rate: mean tokens over mean seconds; the shortest of equals."""
+        rate_K = self.expected_tokens(survival_K) / self.expected_s(survival_K)
+        return int(rate_K.argmax()) + 1
+
+
+def _times(
+    shape: RoundShape, link: LinkState, max_length: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Seconds of drafting [K], from the last draft token to the verdict [K], of a rejection."""
+    assert link.up_bytes_per_s > 0 and link.down_bytes_per_s > 0, "an outage: ask the one before"
+    number_K = np.arange(1, max_length + 1)
+    up_bytes_K = shape.up_bytes + shape.up_bytes_per_token * number_K
+    away_K = (
+        link.round_trip_s
+        + up_bytes_K / link.up_bytes_per_s
+        + shape.verify_s
+        + shape.verify_row_s * number_K
+        + shape.down_bytes / link.down_bytes_per_s
+    )
+    return shape.draft_s * number_K, away_K, shape.reject_bytes / link.down_bytes_per_s
+
+
+class GeometricEstimate:
+    """One acceptance rate for all positions, from censored counts.
+
+    a = sum tau / sum (tau + [tau < K])     tau accepted of K drafted: accepted over tested
+    The maximum-likelihood estimate under i.i.d. acceptance, with counts that fade.
+    """
+
+    def __init__(self, *, memory: float = 32, acceptance: float = 0.8, weight: float = 2) -> None:
+        """
+        Args:
+            memory: rounds; each one multiplies the counts by 1 - 1 / memory. Infinite: none fades.
+            acceptance: believed before the first round.
+            weight: of that belief, in tests; it does not fade.
+        """
+        check_estimate(memory, acceptance, weight)
+        self.keep, self.prior, self.weight = 1 - 1 / memory, acceptance, weight
+        self.accepted = self.tested = 0.0
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.accepted = self.accepted * self.keep + num_accepted
+        is_rejected = num_accepted < num_drafted
+        self.tested = self.tested * self.keep + num_accepted + is_rejected
+
+    @property
+    def acceptance(self) -> float:
+        return (self.accepted + self.weight * self.prior) / (self.tested + self.weight)
+
+    def survival(self, max_length: int) -> np.ndarray:
+        """[K]: a^k."""
+        return self.acceptance ** np.arange(1, max_length + 1)
+
+
+class SurvivalEstimate:
+    """Probability that at least the first k draft tokens are accepted, from censored counts.
+
+    S(k) = prod_{j <= k} (1 - rejected_j / tested_j)       Kaplan and Meier 1958, counts that fade
+    Position j counts as tested only in rounds that came so far: a short round, or one accepted to
+    its end, says nothing about the positions behind it. Each position leans on the common rate of
+    all of them, so that lengths that were never drafted have an estimate too.
+
+    Several memories run side by side. Each is weighted by how probable it found what the latest
+    rounds turned out to be, so the short ones take over after a change of text and the long ones
+    in between; one memory is either slow or noisy (benchmarks/draft_length.py).
+    """
+
+    RECENT = 40.0
+    """Rounds over which the memories are compared."""
+
+    def __init__(
+        self,
+        max_length: int,
+        *,
+        memories: Sequence[float] = (4, 16, 64),
+        acceptance: float = 0.8,
+        weight: float = 2,
+    ) -> None:
+        """
+        Args:
+            memories: rounds, as the geometric estimate's.
+            acceptance: believed of all positions before the first round; weighs two tests.
+            weight: of the common rate in each position's, in tests.
+        """
+        for memory in memories:
+            check_estimate(memory, acceptance, weight)
+        self.prior, self.weight = acceptance, weight
+        self.keep_M1 = 1 - 1 / np.array(memories, dtype=np.float64)[:, None]
+        self.accepted_MK = np.zeros((len(memories), max_length))
+        self.tested_MK = np.zeros_like(self.accepted_MK)
+        self.score_M = np.zeros(len(memories))
+        self.survival_MK = self._survival()
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """One round; ``num_drafted`` may exceed neither ``max_length`` nor be 0."""
+        is_rejected = num_accepted < num_drafted
+        reached_M = self.survival_MK[:, num_accepted - 1] if num_accepted else 1.0
+        passed_M = self.survival_MK[:, num_accepted] if is_rejected else 0.0
+        self.score_M *= 1 - 1 / self.RECENT
+        self.score_M += np.log(np.maximum(reached_M - passed_M, 1e-12))
+        self.accepted_MK *= self.keep_M1
+        self.tested_MK *= self.keep_M1
+        self.accepted_MK[:, :num_accepted] += 1
+        self.tested_MK[:, : num_accepted + is_rejected] += 1
+        self.survival_MK = self._survival()
+
+    def survival(self) -> np.ndarray:
+        """[K]"""
+        weight_M = np.exp(self.score_M - self.score_M.max())
+        return weight_M @ self.survival_MK / weight_M.sum()
+
+    def _survival(self) -> np.ndarray:
+        accepted_M1 = self.accepted_MK.sum(1, keepdims=True) + 2 * self.prior
+        common_M1 = accepted_M1 / (self.tested_MK.sum(1, keepdims=True) + 2)
+        leant_MK = self.accepted_MK + self.weight * common_M1
+        return np.cumprod(leant_MK / (self.tested_MK + self.weight), axis=1)
+
+
+def check_estimate(memory: float, acceptance: float, weight: float) -> None:
+    """
+    Raises:
+        ValueError: names the field.
+    """
+    if not memory > 1:
+        raise ValueError(f"draft_length.memory: {memory} rounds; give more than 1")
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"draft_length.acceptance: {acceptance} is no probability; give 0 to 1")
+    if not weight > 0:
+        raise ValueError(f"draft_length.weight: {weight} tests; give more than 0")
+
+
+class DraftLengthPolicy(ABC):
+    """Chooses a draft length from 1 to ``max_length``, round by round.
+
+    No length is 0: without draft tokens there is nothing to learn from, and plain decoding in the
+    cloud, which streams its tokens, needs no round trips at all.
+    """
+
+    caveat: ClassVar[str] = ""
+    """What is wrong with a published rule; for tables."""
+
+    def __init__(self, max_length: int) -> None:
+        if max_length < 1:
+            raise ValueError(f"draft_length.max_length: {max_length} is below 1; give 1 or more")
+        self.max_length = max_length
+
+    @abstractmethod
+    def choose(self, cost: RoundCost) -> int:
+        """
+        Args:
+            cost: of the coming round; of ``max_length`` lengths.
+        """
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:  # noqa: B027 (may stay empty)
+        """What became of a round."""
+
+
+class Fixed(DraftLengthPolicy):
+    """Always ``max_length``."""
+
+    def choose(self, cost: RoundCost) -> int:
+        return self.max_length
+
+
+class _Published(DraftLengthPolicy):
+    """FlexSpec's running acceptance, and a rate that is linear in it.
+
+    gamma <- gamma + mu (tau / K - gamma)       gamma 0.8 at first; mu is not published: 0.1 here
+    Biased: the mean of tau / K is (S(1) + .. + S(K)) / K, the acceptance rate only for K = 1.
+    """
+
+    def __init__(self, max_length: int, *, acceptance: float = 0.8, rate: float = 0.1) -> None:
+        super().__init__(max_length)
+        self.acceptance, self.rate = acceptance, rate
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.acceptance += self.rate * (num_accepted / num_drafted - self.acceptance)
+
+    def _best_of(self, tokens_K: np.ndarray, cost: RoundCost) -> int:
+        return int((tokens_K / cost.hit_s_K).argmax()) + 1
+
+
+class Eq11(_Published):
+    """K* = argmax gamma K / T_step(K)        FlexSpec Eq. 11, as published.
+
+    gamma cancels, and K / (T_fixed + K T_marg) rises with K.
+    """
+
+    caveat = "published; always the longest"
+
+    def choose(self, cost: RoundCost) -> int:
+        return self._best_of(self.acceptance * np.arange(1, cost.max_length + 1), cost)
+
+
+class Alg2(_Published):
+    """K* = argmax (1 + gamma K) / T_step(K)      FlexSpec Algorithm 2, as published.
+
+    The slope in K has the sign of gamma T_fixed - T_marg at every K, so the best is at an end. With
+    the biased gamma, low after long rounds and right after short ones, it can jump between both.
+    """
+
+    caveat = "published; always 1 or the longest, from a biased estimate"
+
+    def choose(self, cost: RoundCost) -> int:
+        return self._best_of(1 + self.acceptance * np.arange(1, cost.max_length + 1), cost)
+
+
+class Geometric(DraftLengthPolicy):
+    """Highest rate if acceptance is i.i.d.: tokens (1 - a^(K + 1)) / (1 - a)."""
+
+    def __init__(self, max_length: int, *, memory: float = 32) -> None:
+        super().__init__(max_length)
+        self.estimate = GeometricEstimate(memory=memory)
+
+    def choose(self, cost: RoundCost) -> int:
+        return cost.best_length(self.estimate.survival(cost.max_length))
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.estimate.observe(num_drafted, num_accepted)
+
+
+class Survival(DraftLengthPolicy):
+    """Highest rate under the measured survival of each position; the default."""
+
+    def __init__(self, max_length: int, *, memories: Sequence[float] = (4, 16, 64)) -> None:
+        super().__init__(max_length)
+        self.estimate = SurvivalEstimate(max_length, memories=memories)
+
+    def choose(self, cost: RoundCost) -> int:
+        return cost.best_length(self.estimate.survival())
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.estimate.observe(num_drafted, num_accepted)
+
+
+class Oracle(DraftLengthPolicy):
+    """Highest rate under the true survival; for simulations, which know it."""
+
+    def __init__(self, max_length: int, *, survival: Callable[[], np.ndarray]) -> None:
+        """``survival``: [K] of the coming round, asked before each."""
+        super().__init__(max_length)
+        self.survival = survival
+
+    def choose(self, cost: RoundCost) -> int:
+        return cost.best_length(self.survival())
+
+
+POLICIES: dict[str, type[DraftLengthPolicy]] = {
+    "fixed": Fixed,
+    "eq11": Eq11,
+    "alg2": Alg2,
+    "geometric": Geometric,
+    "survival": Survival,
+}
+"""What a runtime can be told to use."""
+
+
+def parse_policy(text: str, *, max_length: int = 8) -> DraftLengthPolicy:
+    """``fixed:K``, or one of the names in ``POLICIES``.
+
+    Raises:
+        ValueError: none of these.
+    """
+    name, _, size = text.partition(":")
+    if name == "fixed" and size.isdecimal() and int(size) <= max_length:
+        return Fixed(int(size))
+    if name not in POLICIES or name == "fixed" or size:
+        names = ", ".join(name for name in POLICIES if name != "fixed")
+        raise ValueError(
+            f"draft_length: {text!r} is no policy; give fixed:1 to fixed:{max_length}, {names}"
+        )
+    return POLICIES[name](max_length)

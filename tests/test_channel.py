@@ -1,0 +1,317 @@
+"""The virtual link: exact times, order, losses, bytes; traces and what is wrong with them."""
+
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedraft.inference.channel import (
+    PACKET_BYTES,
+    PRESETS,
+    Channel,
+    EnergyModel,
+    Link,
+    LinkEstimate,
+    LinkState,
+    Steps,
+)
+from pipedraft.inference.link_files import load_link, read_profiles, read_trace
+
+TRACES = REPOSITORY / "assets" / "net_traces"
+MEGABYTE = 8.0  # Mbit/s of 1 MB/s
+
+
+def plain_link(**fields: float) -> Link:
+    """1 MB/s up, 2 MB/s down, 50 ms one way, no header."""
+    link = Link.constant(up_mbps=MEGABYTE, down_mbps=2 * MEGABYTE, rtt_ms=100)
+    return replace(link, **{"header_bytes": 0, **fields})
+
+
+def integral(steps: Steps, start_s: float, end_s: float) -> float:
+    """Walks piece by piece; shares nothing with ``Steps``."""
+    total, time_s = 0.0, start_s
+    bounds = [*steps.starts_s[1:], steps.period_s]
+    while time_s < end_s - 1e-12:
+        repeats = math.floor(time_s / steps.period_s + 1e-12)
+        phase_s = time_s - repeats * steps.period_s
+        piece = next(i for i, bound in enumerate(bounds) if phase_s < bound - 1e-12)
+        until_s = min(end_s, repeats * steps.period_s + bounds[piece])
+        total += steps.values[piece] * (until_s - time_s)
+        time_s = until_s
+    return total
+
+
+def test_a_message_takes_size_over_bandwidth_plus_the_delay() -> None:
+    channel = Channel(plain_link(header_bytes=100))
+    assert channel.transmit(3.0, 900, "up") == pytest.approx(3.0 + 0.001 + 0.05)
+    assert channel.transmit(3.0, 900, "down") == pytest.approx(3.0 + 0.0005 + 0.05)
+    assert channel.transmit(9.0, 0, "up") == pytest.approx(9.0 + 0.0001 + 0.05)
+
+
+def test_messages_queue_for_the_bandwidth_of_their_direction() -> None:
+    channel = Channel(plain_link())
+    first = channel.transmit(0.0, 10_000, "up")
+    second = channel.transmit(0.004, 10_000, "up")
+    assert (first, second) == pytest.approx((0.06, 0.07))
+    assert channel.transmit(0.0, 10_000, "down") == pytest.approx(0.055)
+
+
+def test_two_pieces_of_bandwidth_are_integrated() -> None:
+    up = Steps((0.0, 1.0), (1000.0, 250.0), 2.0)
+    channel = Channel(plain_link(up_bytes_per_s=up))
+    # 0.4 s at 1000, the other 200 bytes at 250 per second
+    assert channel.transmit(0.6, 600, "up") == pytest.approx(1.8 + 0.05)
+    # 0.2 s at 250, a second at 1000, 1050 bytes so far; 2 whole periods of 1250; 100 bytes at 1000
+    expected = 1.8 + 0.2 + 2 * 2.0 + 1.0 + 0.4
+    assert channel.transmit(1.8, 50 + 2 * 1250 + 1000 + 100, "up") == pytest.approx(expected + 0.05)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pieces=st.lists(
+        st.tuples(st.sampled_from([0.25, 0.5, 2.0]), st.sampled_from([0.0, 1.0, 3.0])),
+        min_size=1,
+        max_size=6,
+    ).filter(lambda pieces: any(rate for _, rate in pieces)),
+    start=st.integers(0, 200),
+    amount=st.integers(1, 300),
+)
+def test_what_has_left_is_the_integral_and_no_earlier_time_has_it(
+    pieces: list[tuple[float, float]], start: int, amount: int
+) -> None:
+    widths, rates = zip(*pieces, strict=True)
+    starts = (0.0, *np.cumsum(widths)[:-1].tolist())
+    steps = Steps(starts, rates, float(sum(widths)))
+    start_s, size = start / 8, amount / 8
+    end_s = steps.reach(start_s, size)
+    assert integral(steps, start_s, end_s) == pytest.approx(size)
+    assert integral(steps, start_s, end_s - 1e-3) < size - 1e-4, "waited longer than it had to"
+
+
+def test_a_message_that_fills_a_period_does_not_wait_for_the_next_ones_bandwidth() -> None:
+    steps = Steps((0.0, 1.0), (0.0, 100.0), 2.0)
+    assert steps.reach(0.5, 100) == 2.0
+    assert steps.reach(0.5, 300) == 6.0
+    assert steps.reach(0.5, 0) == 0.5
+
+
+def test_messages_arrive_in_order_however_their_delays_vary() -> None:
+    link = plain_link(jitter_s=0.05)
+    sent = np.arange(500) * 0.005
+    channel = Channel(link, seed=1)
+    together = np.array([channel.transmit(time_s, 100, "up") for time_s in sent])
+    assert (np.diff(together) >= 0).all()
+    assert (np.diff(together) == 0).any(), "nothing was held back: the test proves nothing"
+    delays = together - sent - 0.0001
+    assert delays.min() >= 0
+    apart = Channel(link, seed=1)
+    alone = np.array([apart.transmit(time_s, 100, "up") - time_s for time_s in 10 * sent])
+    assert alone.min() >= 0.0001 and alone.max() <= 0.1001
+    assert alone.mean() == pytest.approx(0.0501, abs=5 * 0.05 / math.sqrt(3 * 500))
+
+
+def test_losses_delay_by_their_number_of_retransmissions() -> None:
+    """Attempts are geometric: p / (1 - p) further ones on average, two round trips each."""
+    loss, count, size = 0.2, 4000, 1000
+    channel = Channel(plain_link(loss=loss), seed=3)
+    delays = [channel.transmit(10.0 * i, size, "up") - 10.0 * i for i in range(count)]
+    attempt_s = size / 1e6 + 2 * 0.1
+    extra = (np.array(delays) - 0.05 - size / 1e6) / attempt_s
+    assert extra == pytest.approx(np.round(extra), abs=1e-6), "each attempt takes the same time"
+    error = math.sqrt(loss) / (1 - loss) / math.sqrt(count)
+    assert extra.mean() == pytest.approx(loss / (1 - loss), abs=4 * error)
+    traffic = channel.traffic("up")
+    assert traffic.lost_packets == round(extra.sum())
+    assert traffic.wire_bytes == size * (count + traffic.lost_packets)
+
+
+def test_a_long_message_loses_some_packets_and_sends_these_again() -> None:
+    size = 40 * PACKET_BYTES + 7
+    channel = Channel(plain_link(loss=0.1), seed=0)
+    arrival = channel.transmit(0.0, size, "up")
+    traffic = channel.traffic("up")
+    assert traffic.payload_bytes == size
+    assert 1 <= traffic.lost_packets < 20
+    again = traffic.wire_bytes - size
+    assert (again - 7 * (again % PACKET_BYTES > 0)) % PACKET_BYTES == 0
+    assert traffic.airtime_s == pytest.approx(traffic.wire_bytes / 1e6)
+    rounds = (arrival - 0.05 - traffic.airtime_s) / 0.2
+    assert rounds == pytest.approx(round(rounds)) and rounds >= 1
+
+
+def test_bytes_are_conserved() -> None:
+    """A saturated link carries exactly what fits: all messages end where their sum would."""
+    link = replace(load_link(str(TRACES / "drive.csv")), header_bytes=60)
+    random = np.random.default_rng(0)
+    sizes = random.integers(0, 600_000, 300).tolist()
+    channel = Channel(link)
+    ends = [channel.transmit(0.0, size, "up") for size in sizes]
+    traffic = channel.traffic("up")
+    assert traffic.payload_bytes == sum(sizes)
+    assert traffic.wire_bytes == sum(sizes) + 60 * len(sizes)
+    assert traffic.messages == len(sizes)
+    last_bit_s = link.up_bytes_per_s.reach(0.0, traffic.wire_bytes)
+    assert traffic.airtime_s == pytest.approx(last_bit_s)
+    assert integral(link.up_bytes_per_s, 0.0, last_bit_s) == pytest.approx(traffic.wire_bytes)
+    assert ends[-1] >= last_bit_s and ends[-1] > link.up_bytes_per_s.period_s
+    assert channel.traffic("down").wire_bytes == 0
+
+
+def test_the_same_seed_gives_the_same_times_whatever_the_other_direction_does() -> None:
+    def times(seed: int, answers: int) -> list[float]:
+        channel = Channel(PRESETS["wifi"], seed=seed)
+        for index in range(answers):
+            channel.transmit(index, 500, "down")
+        return [channel.transmit(index, 500, "up") for index in range(50)]
+
+    assert times(0, 0) == times(0, 40)
+    assert times(0, 0) != times(1, 0)
+
+
+def test_an_estimate_learns_the_round_trip_and_keeps_its_bandwidth_in_an_outage() -> None:
+    link = plain_link()
+    estimate = LinkEstimate(replace(link.state(0.0), round_trip_s=0.5))
+    channel = Channel(link)
+    for index in range(60):
+        sent_s = 2.0 * index
+        arrived_s = channel.transmit(sent_s, 50_000, "up")
+        back_s = channel.transmit(arrived_s, 100_000, "down")
+        estimate.observe(back_s - sent_s, up_bytes=50_000, down_bytes=100_000)
+    assert estimate.state.round_trip_s == pytest.approx(0.1, abs=0.4 * (7 / 8) ** 60 + 1e-9)
+    estimate.set_bandwidth(up_bytes_per_s=0, down_bytes_per_s=7)
+    assert estimate.state.up_bytes_per_s == 1e6
+    assert estimate.state.down_bytes_per_s == 7
+
+
+def test_energy_by_bytes_is_energy_by_powers() -> None:
+    link = plain_link(header_bytes=50)
+    channel = Channel(link)
+    for index in range(20):
+        channel.transmit(index, 1000 + index, "up")
+        channel.transmit(index, 300, "down")
+    up, down = channel.traffic("up"), channel.traffic("down")
+    powers = {"draft_w": 15.0, "draft_s": 0.01, "transmit_w": 2.0, "receive_w": 1.2}
+    model = EnergyModel.from_powers(link.state(0.0), **powers, tail_w=0.6, tail_s=5.0)
+    joules = replace(model, idle_w=0.5).joules(channel, num_drafted=80, elapsed_s=20.0)
+    assert joules["draft"] == pytest.approx(15.0 * 0.01 * 80)
+    assert joules["up"] == pytest.approx(2.0 * up.airtime_s)
+    assert joules["down"] == pytest.approx(1.2 * down.airtime_s)
+    assert (joules["idle"], joules["tail"]) == pytest.approx((10.0, 3.0))
+    with pytest.raises(ValueError, match=r"energy.idle_w: -1 is no energy"):
+        replace(model, idle_w=-1)
+
+
+def write(folder: Path, text: str, name: str = "trace.csv") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_trace_is_read_and_repeats(tmp_path: Path) -> None:
+    path = write(tmp_path, "t_ms,sinr_db,rtt_ms\n0,9,20\n50,8,40\n130,7,60\n")
+    link = load_link(f"wifi:{path}")
+    assert link.delay_s == Steps((0.0, 0.05, 0.13), (0.01, 0.02, 0.03), 0.21)
+    assert (link.jitter_s, link.loss) == (0, 0), "a measured round trip has both in it"
+    assert link.up_bytes_per_s == PRESETS["wifi"].up_bytes_per_s
+    times = {0.0: 0.02, 0.049: 0.02, 0.05: 0.04, 0.2: 0.06, 0.211: 0.02, 0.27: 0.04}
+    for time_s, round_trip_s in times.items():
+        assert link.state(time_s).round_trip_s == pytest.approx(round_trip_s)
+
+
+def test_a_trace_of_bandwidth_keeps_the_delay_of_its_base(tmp_path: Path) -> None:
+    path = write(tmp_path, "t_ms,up_mbps\n0,8\n1000,0\n2000,16\n")
+    link = read_trace(path, base=PRESETS["4g"])
+    assert link.up_bytes_per_s == Steps((0.0, 1.0, 2.0), (1e6, 0.0, 2e6), 3.0)
+    assert link.delay_s == PRESETS["4g"].delay_s
+    assert (link.jitter_s, link.loss) == (PRESETS["4g"].jitter_s, PRESETS["4g"].loss)
+    with pytest.raises(ValueError, match=r"trace.csv: has no column rtt_ms; .* 5g:"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "has no column t_ms"),
+        ("time,rtt_ms\n0,20\n", "has no column t_ms"),
+        ("t_ms,ping\n0,20\n9,20\n", "has none of the columns rtt_ms, up_mbps, down_mbps"),
+        ("t_ms,rtt_ms\n0,20\n", "has 1 rows; a trace needs two"),
+        ("t_ms,rtt_ms\n0,20\n50,fast\n", "line 3: rtt_ms is 'fast'; give a number"),
+        ("t_ms,rtt_ms\n0,20\n50\n", "line 3: rtt_ms is None; give a number"),
+        ("t_ms,rtt_ms\n0,20\n50,\n", "line 3: rtt_ms is ''; give a number"),
+        ("t_ms,rtt_ms\n0,20\n50,-3\n", "line 3: rtt_ms is '-3'; give 0 or more"),
+        ("t_ms,rtt_ms\n0,20\n50,nan\n", "line 3: rtt_ms is 'nan'; give 0 or more"),
+        ("t_ms,rtt_ms\n5,20\n50,20\n", "line 2: t_ms is 5; traces begin at 0"),
+        ("t_ms,rtt_ms\n0,20\n50,20\n50,21\n", "line 4: t_ms is 50 after 50; sort by time"),
+        ("t_ms,up_mbps\n0,0\n50,0\n", "link.up_bytes_per_s: from 0.0 to 0.0; give"),
+    ],
+)
+def test_a_bad_trace_is_one_line_that_says_where(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError) as caught:
+        load_link(f"5g:{path}")
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"a": {"up_mbps": 1, "rtt_ms": 2}', "line 1: .*; give JSON"),
+        ("[1]", "is no object of profiles"),
+        ('{"a": 3}', "a: is no object"),
+        ('{"a": {"up_mbps": 1}}', "a: give up_mbps and either rtt_ms or one_way_ms"),
+        ('{"a": {"up_mbps": 1, "rtt_ms": 2, "one_way_ms": 1}}', "a: give up_mbps and either"),
+        ('{"a": {"up_mbps": 1, "rtt": 2}}', "a.rtt: is unknown"),
+        ('{"a": {"up_mbps": "1", "rtt_ms": 2}}', "a.up_mbps: '1' is no number"),
+        ('{"a": {"up_mbps": 1, "rtt_ms": -2}}', "a.rtt_ms: -2 is no size"),
+        ('{"a": {"up_mbps": 1, "rtt_ms": 2, "loss": 1}}', "a: link.loss: 1 is no share"),
+        (
+            '{"a": {"up_mbps": 1, "rtt_ms": 2, "jitter_ms": 9}}',
+            "a: link.jitter_s: 0.0045 either way",
+        ),
+        ('{"a": {"up_mbps": 0, "rtt_ms": 2}}', "a: link.up_bytes_per_s: from 0.0 to 0.0"),
+    ],
+)
+def test_a_bad_profile_is_one_line_that_says_where(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text, "profiles.json")
+    with pytest.raises(ValueError, match=message) as caught:
+        read_profiles(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_links_are_found_by_name(tmp_path: Path) -> None:
+    assert load_link("4g") is PRESETS["4g"]
+    assert PRESETS["4g"].state(7.0) == LinkState(
+        up_bytes_per_s=6.25e6, down_bytes_per_s=6.25e6, round_trip_s=0.06
+    )
+    satellite = load_link(f"{TRACES}/profiles.json:satellite")
+    assert satellite.state(0.0).round_trip_s == pytest.approx(1.2)
+    with pytest.raises(ValueError, match="link: '6g' is unknown; give 5g, 4g, wifi, TRACE.csv"):
+        load_link("6g")
+    with pytest.raises(ValueError, match=r"profiles.json has no profile 'moon'; give urban_5g,"):
+        load_link(f"{TRACES}/profiles.json:moon")
+    with pytest.raises(FileNotFoundError):
+        load_link(f"5g:{tmp_path}/missing.csv")
+
+
+def test_the_shipped_traces_are_what_their_program_makes(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("make_traces", TRACES / "make_traces.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.FOLDER = tmp_path
+    module.main()
+    shipped = sorted(path.name for path in TRACES.glob("*.csv"))
+    assert shipped == sorted(path.name for path in tmp_path.iterdir())
+    for name in shipped:
+        made, held = (
+            np.loadtxt(folder / name, delimiter=",", skiprows=1) for folder in (tmp_path, TRACES)
+        )
+        assert made == pytest.approx(held, abs=0.011), name
+        load_link(f"wifi:{TRACES / name}")

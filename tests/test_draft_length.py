@@ -1,0 +1,497 @@
+"""Draft-length policies: costs against enumeration, estimators against known laws, rates."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from pipedraft.inference.channel import LinkState
+from pipedraft.inference.closed_forms import chain_acceptance_length
+from pipedraft.inference.draft_length import (
+    Alg2,
+    DraftLengthPolicy,
+    Eq11,
+    Fixed,
+    Geometric,
+    GeometricEstimate,
+    Oracle,
+    RoundCost,
+    RoundShape,
+    Survival,
+    SurvivalEstimate,
+    parse_policy,
+)
+from pipedraft.inference.verify import KeyedRandom, MatchVerifier, draw
+
+# K draft lengths 1..MAX_LENGTH, or positions of a draft token in its round
+MAX_LENGTH = 8
+LINK = LinkState(up_bytes_per_s=2e4, down_bytes_per_s=1e5, round_trip_s=0.05)
+SHAPE = RoundShape(
+    draft_s=0.02,
+    verify_s=0.08,
+    verify_row_s=0.001,
+    up_bytes=70,
+    up_bytes_per_token=8,
+    down_bytes=75,
+    reject_bytes=4000,
+)
+POSITION_K = np.arange(1, MAX_LENGTH + 1)
+FALLING_K = np.array([0.92, 0.86, 0.80, 0.72, 0.62, 0.5, 0.4, 0.3])
+FIXED_S = 0.05 + 70 / 2e4 + 0.08 + 75 / 1e5
+MARGINAL_S = 0.02 + 8 / 2e4 + 0.001
+REJECT_S = 4000 / 1e5
+
+
+def linear_cost(fixed_s: float, marginal_s: float, max_length: int = MAX_LENGTH) -> RoundCost:
+    """T_step = T_fixed + K T_marg, whatever the verdict."""
+    seconds_K = fixed_s + marginal_s * np.arange(1, max_length + 1)
+    return RoundCost(seconds_K, seconds_K)
+
+
+def outcomes(survival_K: np.ndarray, length: int) -> list[tuple[int, float]]:
+    """Accepted tokens of a round and their probabilities."""
+    at_least = [1.0, *survival_K[:length].tolist(), 0.0]
+    return [(m, at_least[m] - at_least[m + 1]) for m in range(length + 1)]
+
+
+def brute_force(
+    survival_K: np.ndarray, seconds: Callable[[int, int], float], has_bonus: bool
+) -> int:
+    """The length of the highest rate, by enumeration of what may become of each."""
+    rates = []
+    for length in range(1, len(survival_K) + 1):
+        law = outcomes(survival_K, length)
+        tokens = sum(p * (m + (1 if m < length or has_bonus else 0)) for m, p in law)
+        rates.append(tokens / sum(p * seconds(length, m) for m, p in law))
+    return int(np.argmax(rates)) + 1
+
+
+def random_survival(random: np.random.Generator) -> np.ndarray:
+    return np.cumprod(random.uniform(0.2, 1.0, MAX_LENGTH))
+
+
+def play(acceptance_K: np.ndarray, length: int, random: np.random.Generator) -> tuple[int, bool]:
+    """Accepted tokens of one round, and whether it was accepted to its end."""
+    is_right = random.random(length) < acceptance_K[:length]
+    accepted = int(np.cumprod(is_right).sum())
+    return accepted, accepted == length
+
+
+def test_a_waiting_round_costs_eq_10_and_its_rejection() -> None:
+    cost = RoundCost.stop_and_wait(SHAPE, LINK, MAX_LENGTH)
+    number_K = POSITION_K
+    assert cost.hit_s_K == pytest.approx(FIXED_S + number_K * MARGINAL_S)
+    assert cost.miss_s_K == pytest.approx(cost.hit_s_K + REJECT_S)
+    survival_K = 0.7**number_K
+    tokens = [chain_acceptance_length(0.7, length) for length in range(1, MAX_LENGTH + 1)]
+    assert cost.expected_tokens(survival_K) == pytest.approx(tokens)
+
+
+def test_a_round_beside_the_next_ones_drafting_is_picospecs_closed_form() -> None:
+    shape = replace(SHAPE, verify_row_s=0, up_bytes_per_token=0, reject_bytes=0)
+    cost = RoundCost.asynchronous(shape, LINK, 16)
+    a, g = 0.8, np.arange(1, 17)
+    drafting, away = 0.02 * g, FIXED_S
+    assert drafting[0] < away < drafting[-1], "both sides of the maximum"
+    expected = a**g * np.maximum(drafting, away) + (1 - a**g) * (drafting + away)
+    assert cost.expected_s(a**g) == pytest.approx(expected)
+    assert cost.expected_tokens(a**g) == pytest.approx((1 - a**g) / (1 - a))
+
+
+def test_the_best_length_is_that_of_the_enumerated_outcomes() -> None:
+    random = np.random.default_rng(0)
+    chosen = {True: set(), False: set()}
+    for _ in range(200):
+        survival_K = random_survival(random)
+        draft_s, away_s = random.uniform(0.002, 0.1), random.uniform(0.02, 0.4)
+        shape = RoundShape(
+            draft_s=draft_s,
+            verify_s=away_s,
+            up_bytes=0,
+            up_bytes_per_token=0,
+            down_bytes=0,
+            reject_bytes=50,
+        )
+        link = LinkState(up_bytes_per_s=1.0, down_bytes_per_s=1000.0, round_trip_s=0.0)
+
+        def waiting(k: int, m: int, draft_s=draft_s, away_s=away_s) -> float:
+            return k * draft_s + away_s + (0.05 if m < k else 0)
+
+        def overlapping(k: int, m: int, draft_s=draft_s, away_s=away_s) -> float:
+            return max(k * draft_s, away_s) if m == k else k * draft_s + away_s + 0.05
+
+        for make, seconds, bonus in (
+            (RoundCost.stop_and_wait, waiting, True),
+            (RoundCost.asynchronous, overlapping, False),
+        ):
+            cost = make(shape, link, MAX_LENGTH)
+            best = brute_force(survival_K, seconds, bonus)
+            assert cost.best_length(survival_K) == best
+            assert Oracle(MAX_LENGTH, survival=lambda s=survival_K: s).choose(cost) == best
+            chosen[bonus].add(best)
+    assert len(chosen[True]) == MAX_LENGTH and len(chosen[False]) >= 4
+
+
+def test_policies_that_learn_end_at_the_brute_force_length() -> None:
+    """With lengths that a runtime might draft, and a cost whose best length is not an end."""
+    random = np.random.default_rng(1)
+    cost = linear_cost(0.2, 0.03)
+    for acceptance_K, policy in (
+        (np.full(MAX_LENGTH, 0.7), Geometric(MAX_LENGTH, memory=1e6)),
+        (FALLING_K, Survival(MAX_LENGTH, memories=[1e6])),
+    ):
+        best = brute_force(np.cumprod(acceptance_K), lambda k, _: 0.2 + 0.03 * k, True)
+        assert 1 < best < MAX_LENGTH
+        for _ in range(4000):
+            length = int(random.integers(1, MAX_LENGTH + 1))
+            policy.observe(length, play(acceptance_K, length, random)[0])
+        assert policy.choose(cost) == best
+
+
+class NaiveRate:
+    """Known bad: the mean of accepted over drafted, as if nothing were censored."""
+
+    def __init__(self) -> None:
+        self.ratios: list[float] = []
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.ratios.append(num_accepted / num_drafted)
+
+    @property
+    def acceptance(self) -> float:
+        return float(np.mean(self.ratios))
+
+
+class NaiveSurvival:
+    """Known bad: rounds that accepted at least k, over all rounds, however short these were."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.rounds.append(num_accepted)
+
+    def survival(self) -> np.ndarray:
+        return (np.array(self.rounds)[:, None] >= POSITION_K).mean(0)
+
+
+class CensoredAsRejected(SurvivalEstimate):
+    """Known bad: a round accepted to its end counts as a rejection behind it."""
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        super().observe(min(num_drafted + 1, MAX_LENGTH), num_accepted)
+
+
+def test_one_rate_is_recovered_from_censored_rounds() -> None:
+    random = np.random.default_rng(2)
+    for rate in (0.3, 0.75, 0.95):
+        estimate, naive = GeometricEstimate(memory=1e6), NaiveRate()
+        for _ in range(4000):
+            length = int(random.integers(1, MAX_LENGTH + 1))
+            accepted, _ = play(np.full(MAX_LENGTH, rate), length, random)
+            estimate.observe(length, accepted)
+            naive.observe(length, accepted)
+        tolerance = 5 * math.sqrt(rate * (1 - rate) / estimate.tested)
+        assert estimate.acceptance == pytest.approx(rate, abs=tolerance)
+        assert naive.acceptance < rate - 2 * tolerance
+        expected = estimate.acceptance ** np.arange(1, 4)
+        assert estimate.survival(3) == pytest.approx(expected)
+
+
+def test_the_estimate_is_the_published_ratio_of_counts() -> None:
+    """a = sum tau / sum (tau + [tau < K]) where nothing fades and nothing is believed before."""
+    rounds = [(4, 4), (4, 1), (8, 0), (2, 2), (1, 0), (8, 7)]
+    estimate = GeometricEstimate(memory=math.inf, weight=1e-12)
+    for drafted, accepted in rounds:
+        estimate.observe(drafted, accepted)
+    tested = sum(accepted + (accepted < drafted) for drafted, accepted in rounds)
+    assert estimate.acceptance == pytest.approx(sum(a for _, a in rounds) / tested)
+
+
+def test_survival_by_position_is_recovered_from_censored_rounds() -> None:
+    random = np.random.default_rng(3)
+    true_K = np.cumprod(FALLING_K)
+    estimates = {
+        "censored": SurvivalEstimate(MAX_LENGTH, memories=[1e6]),
+        "naive": NaiveSurvival(),
+        "censored as rejected": CensoredAsRejected(MAX_LENGTH, memories=[1e6]),
+    }
+    for _ in range(6000):
+        length = int(random.integers(1, MAX_LENGTH + 1))
+        accepted, _ = play(FALLING_K, length, random)
+        for estimate in estimates.values():
+            estimate.observe(length, accepted)
+    errors = {name: np.abs(e.survival() - true_K).max() for name, e in estimates.items()}
+    assert errors["censored"] < 0.03
+    assert errors["naive"] > 0.15 and errors["censored as rejected"] > 0.1
+
+
+def test_survival_is_the_product_limit_of_the_counts() -> None:
+    """Kaplan and Meier's estimate by hand: 5 rounds, no fading, almost no prior."""
+    estimate = SurvivalEstimate(3, memories=[1e12], weight=1e-9)
+    for drafted, accepted in [(3, 3), (3, 1), (1, 1), (2, 2), (3, 0)]:
+        estimate.observe(drafted, accepted)
+    # position 1: 5 tested, 1 rejected; 2: the first, second and fourth, 1 rejected; 3: the first
+    assert estimate.survival() == pytest.approx([4 / 5, 4 / 5 * 2 / 3, 4 / 5 * 2 / 3])
+
+
+ROUNDS = [(4, 4), (4, 1), (3, 0), (2, 2), (1, 0), (4, 3), (4, 4), (1, 1), (3, 2)]
+"""Drafted, accepted; at most 4."""
+
+
+def faded(values: list[int], keep: Fraction) -> Fraction:
+    return sum((v * keep ** (len(values) - 1 - i) for i, v in enumerate(values)), Fraction())
+
+
+def test_the_published_average_and_the_censored_rate_are_their_sums() -> None:
+    published, rate = Alg2(4), GeometricEstimate(memory=8, acceptance=0.75, weight=3)
+    for drafted, accepted in ROUNDS:
+        published.observe(drafted, accepted)
+        rate.observe(drafted, accepted)
+    keep, count = Fraction(9, 10), len(ROUNDS)
+    ratios = [Fraction(accepted, drafted) for drafted, accepted in ROUNDS]
+    average = Fraction(8, 10) * keep**count + sum(
+        ratio * (1 - keep) * keep ** (count - 1 - i) for i, ratio in enumerate(ratios)
+    )
+    assert published.acceptance == pytest.approx(float(average), rel=1e-12)
+    keep = Fraction(7, 8)
+    accepted = faded([m for _, m in ROUNDS], keep)
+    tested = faded([m + (m < k) for k, m in ROUNDS], keep)
+    expected = (accepted + 3 * Fraction(3, 4)) / (tested + 3)
+    assert rate.acceptance == pytest.approx(float(expected), rel=1e-12)
+
+
+def reference_survival(rounds: list[tuple[int, int]], memory: int) -> list[Fraction]:
+    """Of one memory, position by position in rationals: prior 4/5, weight 2."""
+    keep = 1 - Fraction(1, memory)
+    accepted, tested = [], []
+    for position in range(1, 5):
+        accepted.append(faded([int(m >= position) for _, m in rounds], keep))
+        was_tested = [position <= m or (position == m + 1 and m < k) for k, m in rounds]
+        tested.append(faded([int(was) for was in was_tested], keep))
+    common = (sum(accepted) + 2 * Fraction(4, 5)) / (sum(tested) + 2)
+    survival, held = [], Fraction(1)
+    for a, t in zip(accepted, tested, strict=True):
+        held *= (a + 2 * common) / (t + 2)
+        survival.append(held)
+    return survival
+
+
+def test_survival_is_the_products_of_faded_counts_weighted_by_how_well_they_predicted() -> None:
+    estimate = SurvivalEstimate(4, memories=[4, 16], acceptance=0.8)
+    scores = [0.0, 0.0]
+    for index, (drafted, accepted) in enumerate(ROUNDS):
+        for number, memory in enumerate((4, 16)):
+            at_least = [Fraction(1), *reference_survival(ROUNDS[:index], memory)]
+            behind = at_least[accepted + 1] if accepted < drafted else 0
+            likelihood = float(at_least[accepted] - behind)
+            scores[number] = scores[number] * (1 - 1 / 40) + math.log(likelihood)
+        estimate.observe(drafted, accepted)
+    weights = np.exp(scores) / np.exp(scores).sum()
+    assert abs(weights[0] - weights[1]) > 0.05, "equal weights would test nothing"
+    survival_MK = np.array([reference_survival(ROUNDS, m) for m in (4, 16)], dtype=float)
+    assert estimate.survival() == pytest.approx(weights @ survival_MK, rel=1e-9)
+
+
+def test_the_censored_rate_is_exact_where_the_published_average_is_not() -> None:
+    """All 2^K outcomes of K = 3 tests at a = 1/2 in their proportions."""
+    rounds = [(3, 0)] * 4 + [(3, 1)] * 2 + [(3, 2), (3, 3)]
+    rate = GeometricEstimate(memory=math.inf, weight=1e-12)
+    by_position = SurvivalEstimate(3, memories=[1e12], weight=1e-9)
+    naive = NaiveRate()
+    for estimate in (rate, by_position, naive):
+        for drafted, accepted in rounds:
+            estimate.observe(drafted, accepted)
+    assert rate.acceptance == pytest.approx(1 / 2)
+    assert by_position.survival() == pytest.approx([1 / 2, 1 / 4, 1 / 8])
+    assert naive.acceptance == pytest.approx((1 / 2 + 1 / 4 + 1 / 8) / 3)
+
+
+def test_positions_never_reached_lean_on_the_common_rate() -> None:
+    estimate = SurvivalEstimate(MAX_LENGTH, memories=[1e9])
+    for accepted in [1, 1, 1, 0] * 500:
+        estimate.observe(1, accepted)
+    assert estimate.survival() == pytest.approx(0.75**POSITION_K, abs=0.01)
+
+
+class Unweighted(SurvivalEstimate):
+    """Known bad: all memories count alike, however wrong they were of late."""
+
+    def survival(self) -> np.ndarray:
+        return self.survival_MK.mean(0)
+
+
+def test_memories_side_by_side_follow_a_change_and_stay_calm_in_between() -> None:
+    def mean_errors(estimate_class: type, memories: list[float]) -> tuple[float, float]:
+        """Of S(1) to S(4): within 25 rounds of a change, and long after one."""
+        soon, late = [], []
+        for seed in range(6):
+            random = np.random.default_rng([4, seed])
+            estimate = estimate_class(MAX_LENGTH, memories=memories)
+            for rate in (0.9, 0.4):
+                for index in range(400):
+                    accepted, _ = play(np.full(MAX_LENGTH, rate), 4, random)
+                    estimate.observe(4, accepted)
+                    error = np.abs(estimate.survival() - rate**POSITION_K)[:4].mean()
+                    if 5 <= index < 25 and rate == 0.4:
+                        soon.append(error)
+                    elif index >= 200:
+                        late.append(error)
+        return float(np.mean(soon)), float(np.mean(late))
+
+    soon, late = mean_errors(SurvivalEstimate, [4, 16, 64])
+    assert soon < 0.5 * mean_errors(SurvivalEstimate, [64])[0], "one long memory is slow"
+    assert late < 0.5 * mean_errors(SurvivalEstimate, [4])[1], "one short memory is noisy"
+    unweighted = mean_errors(Unweighted, [4, 16, 64])
+    assert soon < 0.7 * unweighted[0] and late < 0.7 * unweighted[1]
+
+
+def test_eq_11_as_published_always_takes_the_longest() -> None:
+    random = np.random.default_rng(5)
+    for _ in range(200):
+        policy = Eq11(MAX_LENGTH)
+        policy.acceptance = random.uniform(0.01, 1)
+        cost = linear_cost(random.uniform(0.001, 1), random.uniform(0.001, 1))
+        assert policy.choose(cost) == MAX_LENGTH
+
+
+def test_algorithm_2_as_published_takes_an_end_where_the_best_is_between() -> None:
+    random = np.random.default_rng(6)
+    chosen, differs = set(), 0
+    for _ in range(300):
+        policy = Alg2(MAX_LENGTH)
+        policy.acceptance = rate = random.uniform(0.05, 0.99)
+        fixed_s, marginal_s = random.uniform(0.01, 1), random.uniform(0.01, 0.3)
+        length = policy.choose(linear_cost(fixed_s, marginal_s))
+        assert length == (MAX_LENGTH if rate * fixed_s > marginal_s else 1)
+        survival_K = rate**POSITION_K
+        best = brute_force(survival_K, lambda k, _, f=fixed_s, m=marginal_s: f + m * k, True)
+        chosen.add(length)
+        differs += length != best
+    assert chosen == {1, MAX_LENGTH}
+    assert differs > 100
+
+
+def test_algorithm_2_as_published_jumps_between_both_ends_for_ever() -> None:
+    """Its average is right after rounds of 1 and low after rounds of 8."""
+    random = np.random.default_rng(7)
+    policy, cost = Alg2(MAX_LENGTH), linear_cost(0.2, 0.1)
+    policy.observe(4, 1)
+    assert policy.acceptance == pytest.approx(0.8 + 0.1 * (1 / 4 - 0.8))
+    lengths = []
+    for _ in range(2000):
+        length = policy.choose(cost)
+        policy.observe(length, play(np.full(MAX_LENGTH, 0.7), length, random)[0])
+        lengths.append(length)
+    jumps = np.flatnonzero(np.diff(lengths))
+    assert set(lengths) == {1, MAX_LENGTH}
+    assert len(jumps) > 50 and jumps[-1] > 1900
+
+
+class Eq11Tokens(RoundCost):
+    """Known bad: Eq. 11's tokens, with the true rate."""
+
+    def expected_tokens(self, survival_K: np.ndarray) -> np.ndarray:
+        return survival_K[0] * np.arange(1, self.max_length + 1)
+
+
+class Alg2Tokens(RoundCost):
+    """Known bad: Algorithm 2's tokens, with the true rate."""
+
+    def expected_tokens(self, survival_K: np.ndarray) -> np.ndarray:
+        return 1 + survival_K[0] * np.arange(1, self.max_length + 1)
+
+
+@pytest.mark.parametrize(
+    "rate, fixed_s, marginal_s, best, kept",
+    [(0.7, 0.2, 0.03, 3, 0.8324), (0.7, 0.2, 0.05, 2, 0.7303), (0.5, 0.1, 0.025, 1, 0.5545)],
+)
+def test_the_published_rules_are_told_from_the_right_one_without_any_estimate(
+    rate: float, fixed_s: float, marginal_s: float, best: int, kept: float
+) -> None:
+    """kept: of the best rate, by the longest draft, which both take here."""
+    survival_K = rate**POSITION_K
+    right = linear_cost(fixed_s, marginal_s)
+    assert right.best_length(survival_K) == best
+    for published in (Eq11Tokens, Alg2Tokens):
+        length = published(right.hit_s_K, right.miss_s_K).best_length(survival_K)
+        assert length == MAX_LENGTH
+        rate_K = right.expected_tokens(survival_K) / right.expected_s(survival_K)
+        assert rate_K[length - 1] / rate_K.max() == pytest.approx(kept, abs=1e-4)
+
+
+class OneUniform(KeyedRandom):
+    def uniform(self, position: int, purpose: str, attempt: int = 0) -> float:
+        return self.seed / self.prompt
+
+
+def test_algorithm_2s_acceptance_is_told_from_the_match_rule() -> None:
+    """Greedy acceptance, whatever the temperature: the likeliest token, if it is the guess."""
+    p_V = torch.tensor([0.15, 0.6, 0.05, 0.2], dtype=torch.float64)
+    guess, number = 1, 2000
+    match_V, greedy_V = np.zeros(4), np.zeros(4)
+    for step in range(number):
+        random = OneUniform(seed=2 * step + 1, prompt=2 * number)
+        rule = MatchVerifier(1.0, random)
+        match_V[rule.judge(p_V.log()[None], torch.tensor([7]))] += 1 / number
+        drawn = draw(p_V, random.uniform(8, "target"))
+        greedy_V[guess if guess == p_V.argmax() else drawn] += 1 / number
+    assert match_V == pytest.approx(p_V.numpy(), abs=1e-3)
+    assert np.abs(greedy_V - p_V.numpy()).sum() / 2 == pytest.approx(1 - 0.6)
+
+
+def rate_of(policy: DraftLengthPolicy, acceptance_K: np.ndarray, cost: RoundCost) -> float:
+    random = np.random.default_rng(8)
+    tokens = seconds = 0.0
+    for _ in range(1500):
+        length = policy.choose(cost)
+        accepted, is_hit = play(acceptance_K, length, random)
+        policy.observe(length, accepted)
+        tokens += accepted + 1
+        seconds += (cost.hit_s_K if is_hit else cost.miss_s_K)[length - 1]
+    return tokens / seconds
+
+
+class Uncensored(Survival):
+    """Known bad."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__(max_length)
+        self.estimate = CensoredAsRejected(max_length)
+
+
+def test_survival_comes_within_3_percent_of_the_oracle() -> None:
+    cases = [
+        (np.full(MAX_LENGTH, 0.85), linear_cost(0.12, 0.024)),
+        (FALLING_K, linear_cost(0.3, 0.02)),
+        (np.array([0.6, 0.75, 0.85, 0.9, 0.93, 0.95, 0.95, 0.95]), linear_cost(0.12, 0.024)),
+        (FALLING_K, RoundCost.stop_and_wait(SHAPE, LINK, MAX_LENGTH)),
+    ]
+    worst = {"survival": 1.0, "uncensored": 1.0, "fixed:2": 1.0, "eq11": 1.0, "alg2": 1.0}
+    for acceptance_K, cost in cases:
+        survival_K = np.cumprod(acceptance_K)
+        best = rate_of(Oracle(MAX_LENGTH, survival=lambda s=survival_K: s), acceptance_K, cost)
+        for name in worst:
+            policy = Uncensored(MAX_LENGTH) if name == "uncensored" else parse_policy(name)
+            worst[name] = min(worst[name], rate_of(policy, acceptance_K, cost) / best)
+    assert worst.pop("survival") > 0.97
+    assert all(ratio < 0.95 for ratio in worst.values()), worst
+
+
+def test_policies_are_parsed() -> None:
+    assert isinstance(parse_policy("survival"), Survival)
+    policy = parse_policy("fixed:3")
+    assert isinstance(policy, Fixed)
+    assert policy.choose(linear_cost(1, 1)) == 3
+    for text in ("fixed", "fixed:0", "fixed:9", "fixed:x", "oracle", "survival:3", ""):
+        with pytest.raises(ValueError, match=r"^draft_length: '.*' is no policy; give|below 1"):
+            parse_policy(text)
+    with pytest.raises(ValueError, match="draft_length.max_length: 0 is below 1"):
+        Survival(0)
+    with pytest.raises(ValueError, match="draft_length.memory: 1 rounds; give more than 1"):
+        Survival(8, memories=[1])
+    assert Alg2.caveat and Eq11.caveat and not Survival.caveat

@@ -1,0 +1,94 @@
+"""The survival policy on virtual links, against the oracle of benchmarks/draft_length.py."""
+
+import importlib.util
+import json
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+
+from pipedraft.inference.channel import PRESETS
+from pipedraft.inference.draft_length import Survival, SurvivalEstimate
+from pipedraft.inference.link_files import load_link
+
+TOKENS = 1000
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    path = REPOSITORY / "benchmarks" / "draft_length.py"
+    spec = importlib.util.spec_from_file_location("draft_length_benchmark", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+class RejectedWhereCensored(SurvivalEstimate):
+    """Known bad: a round accepted to its end counts as a rejection behind it."""
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        super().observe(min(num_drafted + 1, len(self.survival())), num_accepted)
+
+
+class Uncensored(Survival):
+    def __init__(self, max_length: int) -> None:
+        super().__init__(max_length)
+        self.estimate = RejectedWhereCensored(max_length)
+
+
+def ratio(benchmark: ModuleType, name: str, process: str, link_name: str) -> float:
+    """A policy's throughput over the oracle's, mean over texts.
+
+    "bursty" varies most and comes nearest to the bar: 0.970 to 0.975 with 40 texts.
+    """
+    shape = benchmark.PROTOCOLS["picospec"]
+    energy = benchmark.energy_model(shape, "wifi")
+    link = PRESETS.get(link_name) or load_link(link_name)
+    uncensored = benchmark.Contestant(lambda _: Uncensored(benchmark.MAX_LENGTH))
+    found = []
+    for seed in range(10 if process == "bursty" else 4):
+        rates = []
+        for contestant in (
+            benchmark.CONTESTANTS.get(name, uncensored),
+            benchmark.CONTESTANTS["oracle"],
+        ):
+            text = benchmark.make_text(process, TOKENS, seed)
+            world = benchmark.World(text, link, shape, 0.0)
+            rates.append(benchmark.decode(world, contestant, seed, energy).tokens_per_s)
+        found.append(rates[0] / rates[1])
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("link", PRESETS)
+def test_survival_keeps_97_percent_of_the_oracle_on_links_of_constants(
+    benchmark: ModuleType, link: str
+) -> None:
+    texts = [*benchmark.RECORDED, *benchmark.PROCESSES]
+    found = {text: ratio(benchmark, "survival", text, link) for text in texts}
+    assert min(found.values()) > 0.97, found
+    for known_bad in ("eq11", "alg2", "uncensored"):
+        assert ratio(benchmark, known_bad, "t0_match", link) < 0.97, known_bad
+
+
+@pytest.mark.parametrize("trace", ["wifi_good", "wifi_busy", "wifi_bad", "drive"])
+def test_survival_keeps_97_percent_of_the_oracle_on_the_shipped_traces(
+    benchmark: ModuleType, trace: str
+) -> None:
+    link = f"wifi:{REPOSITORY}/assets/net_traces/{trace}.csv"
+    for text in ("t0_match", "t1_rejection"):
+        assert ratio(benchmark, "survival", text, link) > 0.97, text
+
+
+def test_recorded_texts_are_the_recording_in_another_order(benchmark: ModuleType) -> None:
+    held = json.loads(benchmark.RECORDING.read_text())
+    assert set(held) == set(benchmark.RECORDED)
+    for name, rows in held.items():
+        joined = "".join(rows)
+        text = benchmark.make_text(name, len(joined), 0)
+        share = np.mean(np.array(text.num_right) > 0)
+        assert share == pytest.approx(joined.count("1") / len(joined), abs=0.01)
+        assert (np.diff(text.survival_TK[0]) < 0).all()
