@@ -1,6 +1,7 @@
 """Tiny random targets, built in code, and the paths that tests need. Nothing is downloaded."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from transformers import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+# A shell without job control starts background jobs with SIGINT ignored, which tests of it inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure() -> None:
