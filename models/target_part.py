@@ -14,7 +14,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
-from transformers.utils import cached_file
+from transformers.utils import cached_file, extract_commit_hash
 
 from pipedraft.models.target import check_family, load_target, read_config
 
@@ -34,6 +34,8 @@ def load_target_part(
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """Load some decoder layers of a model; everything else stays on the meta device.
+
+    The revision is kept as ``config.loaded_revision``: more layers may be read later.
 
     Only the tensors of the part are read from the safetensors files (and only their files are
     fetched from the Hub). A family whose checkpoint names differ from its modules' (mixtral's
@@ -56,6 +58,7 @@ def load_target_part(
     if not wanted <= files.keys():
         model = load_target(name_or_path, revision=revision, dtype=dtype, device=device)
         _drop(model, wanted)
+        model.config.loaded_revision = revision
         return model
     tensors = _read(name_or_path, revision, {name: files[name] for name in wanted})
     missing = model.load_state_dict(
@@ -68,6 +71,7 @@ def load_target_part(
     decoder = model.get_decoder()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
     model.generation_config = _generation_config(name_or_path, revision, model)
+    model.config.loaded_revision = revision
     return model.eval().requires_grad_(False)
 
 
@@ -145,11 +149,20 @@ def weights_identity(name: str, revision: str | None = None) -> str:
     """
     folder = Path(name)
     if not folder.is_dir():
-        return f"commit:{read_config(name, revision)['_commit_hash']}"
+        return f"commit:{_commit(name, revision)}"
     digest = hashlib.sha256()
     for tensor, file in sorted(_files(name, revision).items()):
         digest.update(_sample(folder / file, tensor))
     return f"sampled:{digest.hexdigest()}"
+
+
+def _commit(name: str, revision: str | None) -> str:
+    """Of a Hub repository, as it is in the cache of downloads: .../snapshots/COMMIT/config.json."""
+    read_config(name, revision)
+    file = cached_file(name, "config.json", revision=revision)
+    commit = extract_commit_hash(file, None)
+    assert commit is not None, f"{file} is not in a snapshot"
+    return commit
 
 
 def _sample(path: Path, tensor: str) -> bytes:

@@ -7,7 +7,10 @@ drawn large enough (std 0.1, norms included) for a wrong mask or a stale row to 
 """
 
 import json
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -633,3 +636,22 @@ def test_a_trained_tiny_model_decodes_as_generate_does(shared_dir):
     assert target.eos_token_ids == (1, 2)
     expected = model.generate(prompt, do_sample=False, max_new_tokens=60)[0, prompt.shape[1] :]
     assert decode_greedily(target, prompt[0], 60) == expected.tolist()
+
+
+def test_a_hub_target_is_identified_by_its_commit(tmp_path):
+    """In a process of its own: the cache's folder is read when the libraries are imported."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--user--tiny" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(commit)
+    tiny("llama").config.save_pretrained(snapshot)
+    code = "from pipedraft.models.target_part import weights_identity as f; print(f('user/tiny'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"HF_HUB_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.strip() == f"commit:{commit}", done.stderr
