@@ -94,7 +94,7 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     plain = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)
     plain.decode(PROMPT)  # warm up
     draft = LanguageModelDraft(make_draft(args), target)
-    cost = measure_cost(args, cluster, plain, draft)
+    cost = measure_cost(args, cluster, target, plain, draft)
     prompts = [[token + index for token in PROMPT] for index in range(args.texts)]
     rows: dict[str, dict[str, Any]] = {}
     for label, (acceptance, options, cancels) in cases(args).items():
@@ -130,7 +130,9 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     }
 
 
-def measure_cost(args: argparse.Namespace, cluster: Any, plain: Any, draft: Any) -> Any:
+def measure_cost(
+    args: argparse.Namespace, cluster: Any, target: Any, plain: Any, draft: Any
+) -> Any:
     """Row slope and draft time, from a text of plain decoding and one with micro-batches."""
     from pipedraft.inference.clock import CostModel
     from pipedraft.inference.engine import Engine, EngineConfig
@@ -150,7 +152,7 @@ def measure_cost(args: argparse.Namespace, cluster: Any, plain: Any, draft: Any)
     source = make_source(args, draft, [], -1.0)
     batch = MicroBatch(give_up=0.0)
     config = EngineConfig(schedule="pipeinfer", micro_batch=batch, **common_options(args))
-    busy = Engine(plain.target, Tokenizer(), config, source=source, connect=cluster.connect)
+    busy = Engine(target, Tokenizer(), config, source=source, connect=cluster.connect)
     pass_s, _, _ = measure(plain)
     batch_s, rows, forward_s = measure(busy)
     return CostModel(
