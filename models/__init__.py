@@ -16,10 +16,12 @@ def load_draft(path_or_repo: str, target: Any, *, revision: str | None = None) -
     from pipedraft.models.draft import Draft, read_description, resolve_folder
     from pipedraft.models.eagle import Eagle
     from pipedraft.models.eagle3 import Eagle3
+    from pipedraft.models.flexspec import FlexSpec
     from pipedraft.models.ppsd import PPSD
     from pipedraft.models.spd import SPD
 
-    drafts: dict[str, type[Draft]] = {"spd": SPD, "ppsd": PPSD, "eagle": Eagle, "eagle3": Eagle3}
+    known: tuple[type[Draft], ...] = (SPD, PPSD, Eagle, Eagle3, FlexSpec)
+    drafts = {draft_class.draft_type: draft_class for draft_class in known}
     folder = resolve_folder(path_or_repo, revision=revision)
     description = read_description(folder)
     kind = description["draft_type"]
@@ -28,6 +30,6 @@ def load_draft(path_or_repo: str, target: Any, *, revision: str | None = None) -
             f"checkpoint: draft_type {kind!r} in {folder} is unknown; known: {', '.join(drafts)}"
         )
     draft = drafts[kind].load(folder, description)
-    draft.reference.check(target)
+    draft.reference.check_fingerprint(draft.fingerprint(target))
     draft.attach(target)
     return draft

@@ -27,11 +27,8 @@ class TargetReference:
     revision: str | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
-    def check(self, target: Any) -> None:
-        """Raise ValueError when ``target`` is not the one the draft was trained for."""
-        self.check_fingerprint(target_fingerprint(target))
-
     def check_fingerprint(self, fingerprint: dict[str, int | str]) -> None:
+        """Raise ValueError when it is not that of the target the draft was trained for."""
         difference = fingerprint_mismatch(self.fingerprint, fingerprint)
         if difference is not None:
             raise ValueError(
@@ -99,6 +96,14 @@ class Draft(nn.Module):
             target: the ``StagedTarget`` that the draft runs with.
         """
         return self.config.num_layers / target.num_layers
+
+    @staticmethod
+    def fingerprint(target: Any) -> dict[str, int | str]:
+        """What a draft of this type needs of a target: recorded in training, compared at loading.
+
+        A subclass that depends on more weights adds their hash under a name of its own.
+        """
+        return target_fingerprint(target)
 
     def attach(self, target: Any) -> None:
         """Take what the draft uses of its target without saving it; most drafts need nothing."""

@@ -37,8 +37,8 @@ def weights_hash(weights: Sequence[Tensor]) -> str:
 
 
 def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> str | None:
-    """Name the first field in which two fingerprints differ, with both values."""
-    for name in ("hidden_size", "vocab_size", "num_layers", "hash"):
-        if a[name] != b[name]:
-            return f"{name}: {a[name]} != {b[name]}"
+    """Name the first field of ``b`` in which two fingerprints differ, with both values."""
+    for name, value in b.items():
+        if a.get(name) != value:
+            return f"{name}: {a.get(name)} != {value}"
     return None

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from pipedraft.models.documents import causal_attention, positions_of
+from pipedraft.models.causal import cached_layer, causal_layer
+from pipedraft.models.documents import positions_of
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import (
@@ -131,21 +132,8 @@ class PPSD(Draft):
         stream_BTH = taps[self.exit_layer]
         positions_T = positions_of(stream_BTH.shape[1], lengths, stream_BTH.device)
         cos, sin = self._rotation(positions_T, stream_BTH.dtype)
-
-        def advance(layer: DecoderLayer, stream_BTH: Tensor) -> Tensor:
-            normed_BTH, attention = layer.input_layernorm(stream_BTH), layer.self_attn
-            query_BTND = attention.query(normed_BTH, cos, sin)
-            keys_BTJD, values_BTJD = attention.key_value(normed_BTH, cos, sin)
-            attended_BNTD = causal_attention(
-                query_BTND.transpose(1, 2),
-                keys_BTJD.transpose(1, 2),
-                values_BTJD.transpose(1, 2),
-                lengths,
-            )
-            return layer.finish(stream_BTH, attended_BNTD.transpose(1, 2))
-
         for layer in self._decoder_layers():
-            stream_BTH = self.compute(advance, layer, stream_BTH)
+            stream_BTH = self.compute(causal_layer, layer, stream_BTH, cos, sin, lengths)
         return stream_BTH
 
     def rows(
@@ -165,11 +153,7 @@ class PPSD(Draft):
         """
         cos, sin = self._rotation(positions_R, stream_RH.dtype)
         for layer, cache in zip(self._decoder_layers(), caches, strict=True):
-            normed_RH, attention = layer.input_layernorm(stream_RH), layer.self_attn
-            keys_RJD, values_RJD = attention.key_value(normed_RH, cos, sin)
-            cache.append(keys_RJD.transpose(0, 1), values_RJD.transpose(0, 1))
-            query_RND = attention.query(normed_RH, cos, sin)
-            stream_RH = layer.finish(stream_RH, cache.attend(query_RND, visible_RC))
+            stream_RH = cached_layer(layer, stream_RH, cos, sin, cache=cache, visible_RC=visible_RC)
         return stream_RH
 
     def logits(self, stream_H: Tensor) -> Tensor:

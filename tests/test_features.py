@@ -45,6 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ppsd": {"model__num_stages": 2, **ROWS},
     "eagle": ROWS,
     "eagle3": ROWS,
+    "flexspec": ROWS,
 }
 HIDDEN = 32
 SHARD_MB = 0.25
@@ -74,7 +75,7 @@ def dump(world: World, out: Path | None, monkeypatch, *options: str, **changes: 
     """The command, for all heads."""
     changes = METHODS["spd"] | changes
     arguments = world.arguments("spd", world.folder / "run", **changes)
-    for method in ("ppsd", "eagle", "eagle3"):
+    for method in ("ppsd", "eagle", "eagle3", "flexspec"):
         if not (world.folder / f"{method}.yaml").exists():
             write_config(world, method, world.folder / f"{method}.yaml")
         arguments += ["--also", str(world.folder / f"{method}.yaml")]
@@ -158,6 +159,8 @@ def test_no_layer_of_the_target_is_loaded(world, dumps, tmp_path, method):
     loaded = [not p.is_meta for layer in decoder.layers for p in layer.parameters()]
     if method == "ppsd":  # its layers start as copies of those after the first stage
         assert [not layer.mlp.up_proj.weight.is_meta for layer in decoder.layers] == [0, 0, 1, 0]
+    elif method == "flexspec":  # the anchor is a copy of the last one
+        assert [not layer.mlp.up_proj.weight.is_meta for layer in decoder.layers] == [0, 0, 0, 1]
     else:
         assert not any(loaded)
     assert not decoder.norm.weight.is_meta and not decoder.embed_tokens.weight.is_meta

@@ -24,6 +24,7 @@ from pipedraft.models.target import capture_hidden
 from pipedraft.train import language_model
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig, feature_noise
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
+from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
 from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
 from pipedraft.train.ppsd import PPSDObjective, PPSDTrainConfig
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
@@ -39,6 +40,7 @@ DRAFTS = {
     "ppsd": (PPSDObjective, PPSDTrainConfig(num_layers=2)),
     "eagle": (EagleObjective, EagleTrainConfig(noise=0.0)),
     "eagle3": (Eagle3Objective, Eagle3TrainConfig(num_steps=4)),
+    "flexspec": (FlexSpecObjective, FlexSpecTrainConfig(stem_layers=1, feature_source="self")),
 }
 LANGUAGE_MODELS = {
     f"language_model_{attention}_{loss_on}": {"attention": attention, "loss_on": loss_on}
@@ -291,7 +293,7 @@ def test_positions_restart_in_every_document_and_a_mutant_is_caught(name, monkey
 
     monkeypatch.setattr(RotaryEmbedding, "forward", rotation)
     assert_same(*packed_and_apart(objective, monkeypatch))
-    for module in ("spd", "ppsd", "eagle", "eagle3"):
+    for module in ("spd", "ppsd", "eagle", "eagle3", "flexspec"):
         monkeypatch.setattr(
             f"pipedraft.models.{module}.positions_of",
             lambda num_positions, lengths, device: torch.arange(num_positions, device=device),
@@ -321,7 +323,7 @@ def test_attention_across_documents_is_caught_in_the_draft(name, monkeypatch):
     objective = make_objective(name)
     monkeypatch.setattr(structural._Examples, "lengths_of", lambda *_: None)
     attend = documents.causal_attention
-    for module in ("ppsd", "eagle"):
+    for module in ("causal", "eagle"):
         monkeypatch.setattr(
             f"pipedraft.models.{module}.causal_attention",
             lambda query, keys, values, lengths: attend(query, keys, values),

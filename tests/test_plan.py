@@ -29,7 +29,7 @@ def sizes_and_trainer(world: World, method: str, folder, **changes):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("method", ["spd", "ppsd", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["spd", "ppsd", "eagle", "eagle3", "flexspec"])
 def test_counts_and_kept_bytes_are_those_of_the_real_network(world, tmp_path, method, precision):
     _, sizes, trainer = sizes_and_trainer(world, method, tmp_path, precision=precision)
     objective = trainer.objective

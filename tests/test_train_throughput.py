@@ -8,7 +8,7 @@ import torch
 from train_runs import World, make_world, train
 
 from pipedraft.models import layers
-from pipedraft.train import eagle, eagle3, launch, ppsd, spd, throughput
+from pipedraft.train import eagle, eagle3, flexspec, launch, ppsd, spd, throughput
 from pipedraft.train.__main__ import quieten
 from pipedraft.train.throughput import Pace
 
@@ -29,6 +29,9 @@ WAYS = [
     ("ppsd", {"model__num_stages": 2}),
     ("eagle", {}),
     ("eagle3", {"model__num_steps": 3, "model__draft_vocab_size": 50}),
+    ("flexspec", {"model__preset": "paper"}),
+    ("flexspec", {"model__feature_weight": 0}),
+    ("flexspec", {"model__feature_source": "self", "model__stem_layers": 1}),
 ]
 
 
@@ -41,7 +44,7 @@ def test_flops_of_products_are_those_that_torch_counts(
 
     monkeypatch.setattr(layers, "_is_for_onednn", lambda x: False)  # an operator it does not know
     monkeypatch.setattr(eagle3, "ROW_MULTIPLE", 1)
-    for module in (eagle, eagle3, ppsd, spd, throughput):
+    for module in (eagle, eagle3, flexspec, ppsd, spd, throughput):
         monkeypatch.setattr(module, "attention", lambda *arguments: 0.0)
     full = {"model__full_probability": 1.0} if method == "spd" else {}
     trainer = world.trainer(method, tmp_path, **changes, **full)

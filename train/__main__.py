@@ -24,6 +24,7 @@ def registry() -> dict[str, tuple[type, Any]]:
     """Method name -> dataclass that configures its network and loss, and its objective."""
     from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
     from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
+    from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
     from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
     from pipedraft.train.ppsd import PPSDObjective, PPSDTrainConfig
     from pipedraft.train.spd import SPDObjective, SPDTrainConfig
@@ -33,6 +34,7 @@ def registry() -> dict[str, tuple[type, Any]]:
         "ppsd": (PPSDTrainConfig, PPSDObjective),
         "eagle": (EagleTrainConfig, EagleObjective),
         "eagle3": (Eagle3TrainConfig, Eagle3Objective),
+        "flexspec": (FlexSpecTrainConfig, FlexSpecObjective),
         "language_model": (LanguageModelConfig, LanguageModelObjective),
     }
 

@@ -61,6 +61,11 @@ class DraftObjective(nn.Module):
         """The draft of a configuration, from shapes alone."""
         raise NotImplementedError
 
+    @classmethod
+    def num_auxiliary(cls, config: Any, layer: LayerConfig) -> int:
+        """Parameters that are trained beside the draft and are no part of it."""
+        return 0
+
     @property
     def target(self) -> Any:
         return self._target[0]
@@ -108,7 +113,11 @@ class DraftObjective(nn.Module):
         raise NotImplementedError
 
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
-        own = {name.removeprefix("draft."): value for name, value in weights.items()}
+        own = {
+            name.removeprefix("draft."): value
+            for name, value in weights.items()
+            if name.startswith("draft.")
+        }
         note = {**self.training_note, "metrics": metrics}
         self.draft.save(folder, training=note, weights=own)
         (folder / CARD).write_text(model_card(read_description(folder)))

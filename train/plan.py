@@ -97,13 +97,14 @@ def measure(run: Any, model: Any, objective_class: Any) -> Sizes:
     target_flops = DecoderCost.of(decoder).flops([tokens], FORWARD) + products(
         head, tokens, FORWARD
     )
+    beside = objective_class.num_auxiliary(model, layer)
     width = 2 * layer.intermediate_size + 6 * layer.hidden_size
     taps = len({*draft.taps, config.num_hidden_layers}) * layer.hidden_size
     return Sizes(
         target_layers=layers,
         target_ends=sum(p.numel() for p in target.parameters()) - layers,
-        trained=sum(p.numel() for p in draft.parameters() if p.requires_grad),
-        draft=sum(p.numel() for p in draft.parameters()),
+        trained=beside + sum(p.numel() for p in draft.parameters() if p.requires_grad),
+        draft=beside + sum(p.numel() for p in draft.parameters()),
         kept_bytes=kept_small + slope * (1 - small),
         working_bytes=(width + taps) * dtype.itemsize,
         chunk_bytes=4 * 4 * CHUNK_ROWS * config.vocab_size,

@@ -173,6 +173,7 @@ def add_most_likely(
 def make_source(draft: Any) -> DraftSource:
     """The decode-time side of a loaded draft."""
     from pipedraft.inference.sources.eagle import EagleSource
+    from pipedraft.inference.sources.flexspec import FlexSpecSource
     from pipedraft.inference.sources.language_model import LanguageModelSource
     from pipedraft.inference.sources.ppsd import PPSDSource
     from pipedraft.inference.sources.spd import SPDSource
@@ -182,6 +183,7 @@ def make_source(draft: Any) -> DraftSource:
         "ppsd": PPSDSource,
         "eagle": EagleSource,
         "eagle3": EagleSource,
+        "flexspec": FlexSpecSource,
         "language_model": LanguageModelSource,
     }
     return sources[draft.draft_type](draft)

@@ -1,0 +1,100 @@
+"""FlexSpec's draft at decode time."""
+
+# R rows of a call after A of the text, C cached rows, E readings, H hidden
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedraft.inference.sources.row_cache import TEXT, RowCache
+from pipedraft.inference.sources.tree_source import TreeSource
+from pipedraft.inference.tree import TokenTree
+from pipedraft.models.key_values import KeyValues
+from pipedraft.models.target import Keep
+
+
+class FlexSpecSource(TreeSource):
+    """Guesses from the text alone, the pending root included.
+
+    Keys, values and states of a guess that becomes text stay: nothing is computed twice, except
+    that fresh trees do not look at what is in the session's tree already.
+    """
+
+    def __init__(self, draft: Any) -> None:
+        super().__init__(draft)
+        self._reset([])
+
+    def _reset(self, tokens: list[int]) -> None:
+        config, weight = self.draft.config, self.draft.lm_head.weight
+        self._pending = tokens
+        """Committed text that the draft has not seen yet."""
+        self._num_taken_in = 0
+        """Of the next tokens to be observed: those whose rows a Keep has made text already."""
+        self._text_state = weight.new_zeros(config.num_readings, weight.shape[1])
+        """State [E, H] of the last row of the text."""
+        self._rows = RowCache(config.num_readings * config.num_layers)
+        self._restart()
+
+    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+        self._reset(list(tokens))
+
+    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+        """Taken in with the next growth: text that nobody continues costs nothing."""
+        self._pending += next_tokens[self._num_taken_in :]
+        self._num_taken_in = 0
+
+    def _rename_rows(self, names: Mapping[int, int]) -> None:
+        self._rows.rename(names)
+
+    def _keep_rows(self, keep: Keep) -> None:
+        """The old root is text here already; the new one becomes it, too."""
+        path, retained = keep.rows[1 : keep.num_committed + 1], keep.rows[keep.num_committed :]
+        computed = [row for row in path if row in self._outputs]
+        self._num_taken_in = len(computed)
+        if computed:
+            self._text_state = self._outputs[computed[-1]]
+        names = {row: place for place, row in enumerate(retained) if place}
+        self._rows.rename(names | dict.fromkeys(computed, TEXT))
+
+    @property
+    def _outputs(self) -> Mapping[int, Tensor]:
+        return self._rows.outputs
+
+    def _root_output(self, tree: TokenTree) -> Tensor:
+        if self._pending:
+            self._compute(tree, [])
+        return self._text_state
+
+    def _compute(self, tree: TokenTree, rows: list[int]) -> None:
+        """One forward pass: newly committed text, then rows of a tree."""
+        tokens, num_text, first = self._pending, len(self._pending), self._rows.num_text
+        self._pending = []
+        parents = [self._name(tree, tree.parents[row]) for row in rows if tree.parents[row]]
+        known_QEH = torch.stack([self._text_state, *(self._outputs[name] for name in parents)])
+        # Places in these Q followed by the rows of the call: of the row before each of them.
+        num_known, after_root = len(known_QEH), iter(range(1, len(known_QEH)))
+        root = num_known + num_text - 1 if num_text else 0
+        before = [num_known + row - 1 if row else 0 for row in range(num_text)]
+        before += [next(after_root) if tree.parents[row] else root for row in rows]
+        positions = [*range(first, first + num_text), *(tree.position(row) for row in rows)]
+        ids = [*tokens, *(tree.tokens[row] for row in rows)]
+
+        def forward(caches: list[KeyValues], visible_RC: Tensor) -> Tensor:
+            device = known_QEH.device
+            return self.draft.rows(
+                torch.tensor(ids, device=device),
+                positions_R=torch.tensor(positions, device=device),
+                caches=caches,
+                visible_RC=visible_RC.to(device),
+                known_QEH=known_QEH,
+                before_R=torch.tensor(before, device=device),
+            )
+
+        self.num_forwards += 1
+        name = partial(self._name, tree)
+        text_AEH = self._rows.compute(tree, rows, forward, num_text=num_text, name=name)
+        if num_text:
+            self._text_state = text_AEH[-1]

@@ -1,0 +1,296 @@
+"""FlexSpec (arXiv:2601.00644): a small model around a frozen copy of the target's last block.
+
+It reads token ids alone, so it can guess on another machine than the target's, and it goes on
+fitting a target that is fine-tuned without touching what it has copied: the anchor.
+"""
+
+# ... any leading axes, B batch, T positions, R rows of a decode call, C cached rows, Q known rows
+# E readings, H hidden, D head size, U draft vocabulary
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipedraft.models.causal import cached_layer, causal_layer
+from pipedraft.models.documents import positions_of
+from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.fingerprint import target_fingerprint, weights_hash
+from pipedraft.models.key_values import KeyValues
+from pipedraft.models.layers import (
+    DecoderLayer,
+    LayerConfig,
+    RMSNorm,
+    RotaryEmbedding,
+    initialise_matrices,
+)
+from pipedraft.models.target_part import load_target_part
+
+MAX_STEM_LAYERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlexSpecConfig:
+    """Architecture of the draft. What is left out is chosen by the preset."""
+
+    preset: Literal["paper", "practical"] = "practical"
+    """paper: embeddings enter the anchor, which has never seen any, and its raw output the MLP.
+    practical: a linear map and an RMSNorm before the anchor, the target's final norm behind it."""
+    residual: bool | None = None
+    """The MLP's output is added to its input. Preset: paper no, practical yes."""
+    head_init: Literal["random", "target"] | None = None
+    """What the vocabulary projection starts as; target: its LM head. Preset: paper random,
+    practical target."""
+    stem_layers: int = 0
+    """Trainable decoder layers between the stem and the anchor; practical only."""
+    feature_source: Literal["none", "self"] = "none"
+    """self: the text is read twice, and the second reading's stem gets, beside the embedding, what
+    the first one made of the position before. Practical only."""
+    draft_vocab_size: int | None = None
+    """U: most frequent tokens of the training data; None: the target's vocabulary."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stem_layers <= MAX_STEM_LAYERS:
+            raise ValueError(
+                f"model.stem_layers: {self.stem_layers} is not in 0 .. {MAX_STEM_LAYERS}; "
+                "train a language model for a deeper draft"
+            )
+        for name, plain in (("stem_layers", 0), ("feature_source", "none")):
+            value = getattr(self, name)
+            if self.preset == "paper" and value != plain:
+                raise ValueError(
+                    f"model.{name}: {value} needs a stem, which preset paper lacks; give "
+                    "--model.preset practical"
+                )
+        practical = self.preset == "practical"
+        if self.residual is None:
+            object.__setattr__(self, "residual", practical)
+        if self.head_init is None:
+            object.__setattr__(self, "head_init", "target" if practical else "random")
+
+    @property
+    def num_readings(self) -> int:
+        return 2 if self.feature_source == "self" else 1
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers that a reading passes, the anchor included."""
+        return self.stem_layers + 1
+
+
+class FlexSpec(Draft):
+    """Frozen embedding, trained stem, frozen last block of the target, trained MLP and projection.
+
+    x_t = embedding of token t;  a = B_L(stem(x));  h_t = MLP(a_t);  logits of t + 1 = head(h_t)
+
+    The copies (embedding, last block B_L, and with preset practical the final norm) are saved with
+    the draft, which decodes where the target is not. A row depends on the tokens up to its own and
+    on nothing else, so what a guess computed stays right when the guess becomes text. The block's
+    attention is full here, also where the target limits it to a window.
+
+    A state holds the outputs of all readings of a position, [..., E, H]; the last one is h_t.
+    """
+
+    draft_type: ClassVar[str] = "flexspec"
+    config_class: ClassVar[type] = FlexSpecConfig
+    draft_ids: Tensor
+
+    def __init__(
+        self, config: FlexSpecConfig, layer: LayerConfig, reference: TargetReference
+    ) -> None:
+        super().__init__(config, layer, reference)
+        hidden, vocabulary = layer.hidden_size, reference.fingerprint["vocab_size"]
+        self.embedding = nn.Embedding(vocabulary, hidden).requires_grad_(False)
+        self.stem: nn.Module = nn.Identity()
+        self.norm: nn.Module = nn.Identity()
+        if config.preset == "practical":
+            self.stem = nn.Sequential(
+                nn.Linear(config.num_readings * hidden, hidden, bias=False),
+                RMSNorm(hidden, layer.rms_norm_eps),
+            )
+            self.norm = RMSNorm(hidden, layer.rms_norm_eps).requires_grad_(False)
+        self.stem_layers = nn.ModuleList(DecoderLayer(layer) for _ in range(config.stem_layers))
+        self.anchor = DecoderLayer(layer).requires_grad_(False)
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden, hidden, bias=False), nn.SiLU(), nn.Linear(hidden, hidden, bias=False)
+        )
+        self.rotary = RotaryEmbedding(layer)
+        size = config.draft_vocab_size or vocabulary
+        self.lm_head = nn.Linear(hidden, size, bias=False)
+        self.register_buffer("draft_ids", torch.arange(size))
+
+    @staticmethod
+    def fingerprint(target: Any) -> dict[str, int | str]:
+        """Of the target's embedding, final norm and LM head, and of its last block as ``anchor``.
+
+        Layers 1 .. L-1 are not in it: a target that was fine-tuned in these alone keeps its draft.
+        """
+        return {**target_fingerprint(target), "anchor": anchor_hash(target)}
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """It reads no state of the target."""
+        return ()
+
+    @property
+    def initial_layers(self) -> tuple[int, ...]:
+        return (self.reference.fingerprint["num_layers"] - 1,)
+
+    def relative_cost(self, target: Any) -> float:
+        """In weights, for every decoder layer of the target has as many as the anchor."""
+        layer = _num_weights(self.anchor)
+        own = layer + sum(_num_weights(part) for part in (self.stem, self.stem_layers, self.mlp))
+        return self.config.num_readings * own / (layer * target.num_layers)
+
+    @torch.no_grad()
+    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+        """Copy the frozen parts; with preset practical start as the anchor on plain embeddings."""
+        decoder, hidden = target.get_decoder(), self.layer_config.hidden_size
+        self.embedding.load_state_dict(decoder.embed_tokens.state_dict())
+        self.anchor.load_state_dict(decoder.layers[-1].state_dict())
+        initialise_matrices(self.stem_layers, len(self.stem_layers))
+        initialise_matrices(self.mlp, 1)
+        if self.config.preset == "practical":
+            self.norm.load_state_dict(decoder.norm.state_dict())
+            linear = cast(nn.Linear, cast(nn.Sequential, self.stem)[0])
+            linear.weight.zero_()
+            linear.weight[:, :hidden].fill_diagonal_(1)
+        if self.config.residual:
+            cast(nn.Linear, self.mlp[-1]).weight.zero_()
+        if draft_ids is not None:
+            self.draft_ids.copy_(draft_ids)
+        if self.config.head_init == "target":
+            self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids])
+        else:
+            nn.init.normal_(self.lm_head.weight, std=hidden**-0.5)
+
+    @property
+    def _layers(self) -> list[DecoderLayer]:
+        return cast(list[DecoderLayer], [*self.stem_layers, self.anchor])
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rotary(positions, dtype)
+        return cos[:, None], sin[:, None]
+
+    def _enter(self, embedding_H: Tensor, before_H: Tensor) -> Tensor:
+        """Stream that the first decoder layer reads.
+
+        Args:
+            before_H: the reading before this one, at the position before this one.
+        """
+        if self.config.num_readings > 1:
+            # A state is some 20 times as large as an embedding, and would drown it.
+            size = embedding_H.shape[-1:]
+            parts = (F.rms_norm(part_H, size) for part_H in (embedding_H, before_H))
+            embedding_H = torch.cat([*parts], -1)
+        return self.stem(embedding_H)
+
+    def _leave(self, stream_H: Tensor) -> Tensor:
+        stream_H = self.norm(stream_H)
+        changed_H = self.mlp(stream_H)
+        return stream_H + changed_H if self.config.residual else changed_H
+
+    def forward(self, tokens_BT: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """States [B, T, E, H] of whole texts; row t predicts the token at position t + 1.
+
+        Args:
+            lengths: of the documents in a packed row [1, T].
+        """
+        embedding_BTH = self.embedding(tokens_BT)
+        positions_T = positions_of(tokens_BT.shape[1], lengths, tokens_BT.device)
+        cos, sin = self._rotation(positions_T, embedding_BTH.dtype)
+        before_BTH, states = torch.zeros_like(embedding_BTH), []
+        for _ in range(self.config.num_readings):
+            stream_BTH = self._enter(embedding_BTH, before_BTH)
+            for layer in self._layers:
+                stream_BTH = self.compute(causal_layer, layer, stream_BTH, cos, sin, lengths)
+            states.append(self._leave(stream_BTH))
+            before_BTH = F.pad(states[-1][:, :-1], (0, 0, 1, 0))
+            before_BTH = before_BTH.masked_fill(positions_T[:, None] == 0, 0)
+        return torch.stack(states, -2)
+
+    def rows(
+        self,
+        tokens_R: Tensor,
+        *,
+        positions_R: Tensor,
+        caches: Sequence[KeyValues],
+        visible_RC: Tensor,
+        known_QEH: Tensor,
+        before_R: Tensor,
+    ) -> Tensor:
+        """Decode-time rows: appends their keys and values, returns their states [R, E, H].
+
+        Args:
+            caches: one for each decoder layer of each reading, all with the same rows.
+            visible_RC: bool, rows of the caches (these R ones included) that each row may see.
+            known_QEH: states computed earlier; zeros stand before the first token of a text.
+            before_R: int64, the row before each, by its index in these Q followed by the R.
+        """
+        embedding_RH = self.embedding(tokens_R)
+        cos, sin = self._rotation(positions_R, embedding_RH.dtype)
+        before_RH, states, num_layers = torch.zeros_like(embedding_RH), [], len(self._layers)
+        for reading in range(self.config.num_readings):
+            stream_RH = self._enter(embedding_RH, before_RH)
+            own = caches[reading * num_layers : (reading + 1) * num_layers]
+            for layer, cache in zip(self._layers, own, strict=True):
+                stream_RH = cached_layer(
+                    layer, stream_RH, cos, sin, cache=cache, visible_RC=visible_RC
+                )
+            states.append(self._leave(stream_RH))
+            before_RH = torch.cat([known_QEH[:, reading], states[-1]])[before_R]
+        return torch.stack(states, -2)
+
+    def logits(self, states_EH: Tensor) -> Tensor:
+        """Draft logits [..., U] of states [..., E, H]; entry u is target token draft_ids[u]."""
+        return self.lm_head(states_EH[..., -1, :])
+
+
+def anchor_hash(target: Any) -> str:
+    """Of all weights of the target's last block."""
+    return weights_hash(list(last_block(target).state_dict().values()))
+
+
+def last_block(target: Any) -> nn.Module:
+    """The target's last decoder layer; read from its files where another process holds it."""
+    block = target.get_decoder().layers[-1]
+    if not next(block.parameters()).is_meta:
+        return block
+    part = load_target_part(
+        target.name_or_path,
+        layers=[len(target.get_decoder().layers) - 1],
+        has_embedding=False,
+        has_head=False,
+        revision=target.config.loaded_revision,
+        dtype=target.dtype,
+    )
+    return part.get_decoder().layers[-1]
+
+
+def check_anchor(target: Any) -> None:
+    """Raise ValueError when the target's last block cannot be copied into an anchor."""
+    block = target.get_decoder().layers[-1]
+    for name, weight in block.named_parameters():
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"target_quantization: {name} of the last block holds {weight.dtype}, and FlexSpec "
+                "trains around an exact copy of that block; leave target_quantization out"
+            )
+    with torch.device("meta"):
+        anchor = DecoderLayer(LayerConfig.from_target(target.get_decoder().config))
+    shapes, own = (
+        {name: tuple(x.shape) for name, x in part.state_dict().items()} for part in (block, anchor)
+    )
+    for name in sorted(shapes.keys() | own.keys()):
+        if shapes.get(name) != own.get(name):
+            raise ValueError(
+                f"target: {name} of its last block is {shapes.get(name)}, of a dense attention "
+                f"block {own.get(name)}; FlexSpec needs such a block, choose another method"
+            )
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,719 @@
+"""FlexSpec: what it trains is what it decodes, what stays frozen, and which targets it fits."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import test_lossless
+import torch
+import torch.nn.functional as F
+from conftest import tiny_llama, tiny_qwen3
+from test_eagle_schedules import CHAIN, PUBLISHED, SMALL, WAYS, way_name
+from test_lossless import (
+    NEW_TOKENS,
+    PROMPTS,
+    PlainTokenizer,
+    engine_for,
+    exact_law,
+    greedy_reference,
+    noise_bound,
+    sampling_target,
+    total_variation,
+)
+from test_process import decode_both
+from test_train import losses_on_one_batch
+from train_runs import World, make_world
+
+from pipedraft.inference import sources
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.shapes import Expansion, MicroBatch
+from pipedraft.inference.sources import default_schedule
+from pipedraft.inference.sources.flexspec import FlexSpecSource
+from pipedraft.inference.sources.row_cache import RowCache
+from pipedraft.models import load_draft
+from pipedraft.models.draft import TargetReference, read_description
+from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
+from pipedraft.models.key_values import KeyValues
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.target import StagedTarget
+from pipedraft.models.target_part import load_target_part
+from pipedraft.train import flexspec as flexspec_training
+from pipedraft.train.__main__ import quieten
+from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig, prefix_survival
+from pipedraft.train.next_token import counted_rows
+
+LENGTH = 11
+KINDS = [
+    {"preset": "paper"},
+    {"preset": "paper", "residual": True, "head_init": "target"},
+    {"preset": "practical"},
+    {"stem_layers": 1},
+    {"feature_source": "self"},
+    {"feature_source": "self", "stem_layers": 1},
+]
+FROZEN = ("embedding.", "anchor.", "norm.", "draft_ids")
+
+
+def kind_name(kind) -> str:
+    return "-".join(map(str, kind.values()))
+
+
+def make_draft(target, **options) -> FlexSpec:
+    """A draft whose trained weights carry noise, so that it is right now and then."""
+    reference = TargetReference(name="tiny", fingerprint=FlexSpec.fingerprint(target))
+    layer = LayerConfig.from_target(target.config)
+    draft = FlexSpec(FlexSpecConfig(**options), layer, reference)
+    torch.manual_seed(5)
+    draft.initialise(target)
+    for name, parameter in draft.named_parameters():
+        if not name.startswith(FROZEN):
+            parameter.data.add_(torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5)
+    return draft.eval().requires_grad_(False)
+
+
+def teach(draft, texts) -> None:
+    """Solve for a vocabulary projection that gets about three in four tokens of these right."""
+    states, labels = [], []
+    for text in texts:
+        states.append(draft(torch.tensor([text]))[0, :-1, -1].double())
+        wrong = [(token + (at % 4 == 3)) % draft.target_vocab_size for at, token in enumerate(text)]
+        labels.append(F.one_hot(torch.tensor(wrong[1:]), draft.target_vocab_size).double())
+    states_MH, labels_MV = torch.cat(states), torch.cat(labels)
+    gram_HH = states_MH.T @ states_MH + 1e-6 * torch.eye(states_MH.shape[1])
+    solution_HV = torch.linalg.solve(gram_HH, states_MH.T @ labels_MV)
+    draft.lm_head.weight.copy_(4 * solution_HV.T)
+
+
+# -- the draft ----------------------------------------------------------------------------------
+
+
+def decode_rows(draft, ids_T, cuts) -> torch.Tensor:
+    """States [T, E, H] of a text that comes in parts, by the decode-time code."""
+    config = draft.config
+    caches = [KeyValues() for _ in range(config.num_readings * config.num_layers)]
+    states_TEH = ids_T.new_zeros(1, config.num_readings, 32, dtype=draft.lm_head.weight.dtype)
+    for start, stop in zip((0, *cuts), (*cuts, len(ids_T)), strict=True):
+        out = draft.rows(
+            ids_T[start:stop],
+            positions_R=torch.arange(start, stop),
+            caches=caches,
+            visible_RC=torch.ones(stop - start, stop, dtype=torch.bool).tril(start),
+            known_QEH=states_TEH,
+            before_R=torch.arange(start, stop),
+        )
+        states_TEH = torch.cat([states_TEH, out])
+    return states_TEH[1:]
+
+
+@pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+def test_rows_in_training_equal_rows_in_decoding(make_target, kind):
+    target = make_target().double()
+    draft = make_draft(target, **kind).double()
+    ids_T = torch.randint(0, target.config.vocab_size, (LENGTH,))
+    expected = draft(ids_T[None])[0]
+    torch.testing.assert_close(
+        decode_rows(draft, ids_T, (5, 6, 7)), expected, rtol=1e-10, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+def test_a_row_is_blind_to_what_comes_later_and_sees_the_rest(kind):
+    target = tiny_llama().double()
+    draft = make_draft(target, **kind).double()
+    ids_T = torch.arange(LENGTH)
+    before, after = (draft(ids[None])[0] for ids in (ids_T, ids_T.index_fill(0, ids_T[6], 40)))
+    assert torch.equal(before[:6], after[:6])
+    for row in range(6, LENGTH):
+        assert not torch.allclose(before[row], after[row]), row
+
+
+@pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
+def test_the_anchor_computes_what_the_targets_last_block_does(make_target):
+    """As the only block of a model of the same family, which transformers runs."""
+    target, alone = make_target().double(), make_target(layers=1, seed=3).double()
+    alone.model.layers[0].load_state_dict(target.model.layers[-1].state_dict())
+    alone.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+    alone.model.norm.load_state_dict(target.model.norm.state_dict())
+    ids_BT = torch.randint(0, target.config.vocab_size, (2, LENGTH))
+    normed = torch.nn.Identity(), alone.model.norm
+    with torch.no_grad():
+        for preset, norm in zip(("paper", "practical"), normed, strict=True):
+            draft = make_draft(target, preset=preset).double()
+            alone.model.norm = norm
+            if preset == "practical":  # the stem's own norm comes before the block
+                alone.model.embed_tokens.weight.copy_(draft.stem(draft.embedding.weight))
+            block_BTH = alone.model(ids_BT).last_hidden_state
+            expected = draft.mlp[2](F.silu(draft.mlp[0](block_BTH)))
+            expected = expected + block_BTH * (preset == "practical")
+            # transformers' norms are in float32.
+            torch.testing.assert_close(draft(ids_BT)[:, :, -1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_it_starts_as_the_anchor_on_plain_embeddings():
+    target = tiny_llama()
+    reference = TargetReference(name="tiny", fingerprint=FlexSpec.fingerprint(target))
+    layer = LayerConfig.from_target(target.config)
+    for source in ("none", "self"):
+        draft = FlexSpec(FlexSpecConfig(feature_source=source), layer, reference)
+        draft.initialise(target)
+        assert torch.equal(draft.lm_head.weight, target.lm_head.weight)
+        states_BTEH = draft(torch.arange(8)[None])
+        assert torch.equal(states_BTEH[:, :, 0], states_BTEH[:, :, -1])
+    paper = FlexSpec(FlexSpecConfig(preset="paper"), layer, reference)
+    paper.initialise(target)
+    assert not torch.allclose(paper.lm_head.weight, target.lm_head.weight, atol=0.1)
+
+
+def test_the_cost_of_a_forward_counts_what_is_computed():
+    target = tiny_llama(layers=8, hidden=32)
+    staged = StagedTarget(target, 4)
+    layer = sum(p.numel() for p in target.model.layers[-1].parameters())
+    costs = [make_draft(target, **kind).relative_cost(staged) for kind in KINDS]
+    paper, stem, deep = (2 * 32**2, 3 * 32**2 + 32, 3 * 32**2 + 32 + layer)
+    wide = (4 * 32**2 + 32, 4 * 32**2 + 32 + layer)
+    expected = [paper, paper, stem, deep, *wide]
+    readings = [1, 1, 1, 1, 2, 2]
+    for cost, own, times in zip(costs, expected, readings, strict=True):
+        assert math.isclose(cost, times * (layer + own) / (8 * layer))
+
+
+# -- decoding -----------------------------------------------------------------------------------
+
+
+class Checked(FlexSpecSource):
+    """Compares the logits after every row of a tree with those of its path read from scratch."""
+
+    def __init__(self, draft) -> None:
+        self.text, self.expected = [], {}
+        super().__init__(draft)
+
+    def begin(self, features, tokens):
+        self.text = list(tokens)
+        super().begin(features, tokens)
+
+    def observe(self, features, next_tokens):
+        super().observe(features, next_tokens)
+        self.text += next_tokens
+
+    def _logits(self, tree, rows):
+        logits_QU = super()._logits(tree, rows)
+        for row, logits_U in zip(rows, logits_QU, strict=True):
+            path, above = [], row
+            while above > 0:
+                path, above = [tree.tokens[above], *path], tree.parents[above]
+            whole = (*self.text, *path)
+            if whole not in self.expected:
+                states_TEH = self.draft(torch.tensor([whole]))[0]
+                self.expected[whole] = self.draft.logits(states_TEH[-1])
+            assert torch.allclose(logits_U, self.expected[whole], rtol=1e-9, atol=1e-9)
+        return logits_QU
+
+
+CHECKED_WAYS = [
+    *({"schedule": "spd", "tree_width": width} for width in (1, 4)),
+    {"schedule": "eagle", "tree": CHAIN},
+    {"schedule": "eagle", "tree": SMALL},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, step_tokens=2)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED},
+    {"schedule": "pipeinfer", "micro_batch": MicroBatch(size=3, branches=2)},
+]
+
+
+def decode_checked(kind, way) -> int:
+    target = tiny_llama(vocab=8).double()
+    for layer in target.model.layers:  # random weights attend weakly
+        layer.self_attn.o_proj.weight.mul_(4)
+    prompts = ([5], [1, 2, 7, 3, 4, 3])  # the second text must not see the first one's rows
+    texts = [[*prompt, *greedy_reference(target, prompt, 12)] for prompt in prompts]
+    draft = make_draft(target, **kind).double()
+    teach(draft, texts)
+    source = Checked(draft)
+    config = EngineConfig(num_stages=4, max_new_tokens=12, **way)
+    engine = Engine(target, PlainTokenizer(), config, source=source)
+    tested = accepted = 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        result = engine.decode(prompt)
+        assert result.token_ids == text[len(prompt) :]
+        tested, accepted = tested + result.num_tested, accepted + result.num_accepted
+    assert 5 < accepted < tested
+    return len(source.expected)
+
+
+@pytest.mark.parametrize("kind", KINDS[3:5], ids=kind_name)
+@pytest.mark.parametrize("way", CHECKED_WAYS, ids=way_name)
+def test_guesses_are_those_of_their_paths_read_from_scratch(kind, way):
+    assert decode_checked(kind, way) > 20
+
+
+def see_siblings(monkeypatch) -> None:
+    right = RowCache.compute
+
+    def mutant(cache, tree, rows, forward, **options):
+        blind = lambda caches, visible: forward(caches, torch.ones_like(visible))  # noqa: E731
+        return right(cache, tree, rows, blind, **options)
+
+    monkeypatch.setattr(RowCache, "compute", mutant)
+
+
+def forget_the_moved_state(monkeypatch) -> None:
+    right = FlexSpecSource._keep_rows
+
+    def mutant(source, keep):
+        state = source._text_state
+        right(source, keep)
+        source._text_state = state
+
+    monkeypatch.setattr(FlexSpecSource, "_keep_rows", mutant)
+
+
+def read_moved_rows_again(monkeypatch) -> None:
+    right = FlexSpecSource._keep_rows
+
+    def mutant(source, keep):
+        right(source, keep)
+        source._num_taken_in = 0
+
+    monkeypatch.setattr(FlexSpecSource, "_keep_rows", mutant)
+
+
+def place_rows_one_too_far(monkeypatch) -> None:
+    right = FlexSpec.rows
+
+    def mutant(draft, tokens_R, *, positions_R, **options):
+        late = positions_R + (options["caches"][0].num_rows > 0)
+        return right(draft, tokens_R, positions_R=late, **options)
+
+    monkeypatch.setattr(FlexSpec, "rows", mutant)
+
+
+def feed_back_the_own_state(monkeypatch) -> None:
+    right = FlexSpec.rows
+
+    def mutant(draft, tokens_R, *, known_QEH, before_R, **options):
+        own_R = torch.arange(len(tokens_R)) + len(known_QEH)
+        return right(draft, tokens_R, known_QEH=known_QEH, before_R=own_R, **options)
+
+    monkeypatch.setattr(FlexSpec, "rows", mutant)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        see_siblings,
+        forget_the_moved_state,
+        read_moved_rows_again,
+        place_rows_one_too_far,
+        feed_back_the_own_state,
+    ],
+)
+def test_wrong_rows_are_noticed(mutate, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        decode_checked({"feature_source": "self"}, CHECKED_WAYS[1])
+
+
+@pytest.mark.parametrize(("kind", "num_stages"), [(KINDS[0], 1), (KINDS[2], 3)])
+def test_greedy_text_equals_transformers_greedy(kind, num_stages):
+    """Of the ways above, on the shortest prompt and the longest; and of other static trees."""
+    target = (tiny_qwen3 if num_stages == 3 else tiny_llama)(vocab=16)
+    draft, prompts = make_draft(target, **kind), [PROMPTS[0], PROMPTS[3]]
+    texts = [[*prompt, *greedy_reference(target, prompt)] for prompt in prompts]
+    teach(draft, texts)
+    for way in (*CHECKED_WAYS[1:], *WAYS[2:7]):
+        engine = engine_for(
+            target, draft=draft, num_stages=num_stages, max_new_tokens=NEW_TOKENS, **way
+        )
+        tested = accepted = 0
+        for prompt, text in zip(prompts, texts, strict=True):
+            result = engine.decode(prompt)
+            assert result.token_ids == text[len(prompt) :], (way, prompt)
+            tested, accepted = tested + result.num_tested, accepted + result.num_accepted
+        assert 0 < accepted < tested, way
+
+
+@pytest.mark.parametrize("way", CHECKED_WAYS[1::2], ids=way_name)
+def test_both_backends_agree(way):
+    target = tiny_llama(vocab=16)
+    decode_both(target, PROMPTS[::3], draft=make_draft(target), num_stages=2, **way)
+
+
+def test_a_guess_that_becomes_text_is_not_computed_again():
+    """With everything accepted a round takes one forward per guess: the first one reads the bonus
+    token and the guess before it, which nothing has continued yet."""
+    target = tiny_llama(vocab=16)
+    draft = make_draft(target)
+    rows = []
+    forward = FlexSpec.rows
+    source = FlexSpecSource(draft)
+
+    def counted(tokens_R, **options):
+        rows.append(len(tokens_R))
+        return forward(draft, tokens_R, **options)
+
+    draft.rows = counted
+    config = EngineConfig(schedule="eagle", tree=CHAIN, num_stages=2, max_new_tokens=40)
+    result = Engine(target, PlainTokenizer(), config, source=source).decode([3, 1, 4])
+    assert source.num_forwards == len(rows) == 3 * len(result.round_lengths)
+    guesses_that_left = sum(3 - length for length in result.round_lengths if length < 3)
+    assert sum(rows) <= 3 + result.num_tokens + guesses_that_left + 3
+
+
+SAMPLED_WAYS = [
+    {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"},
+    {"schedule": "eagle", "tree": SMALL},
+]
+
+
+def sample(monkeypatch, way) -> tuple[float, float]:
+    """Total variation of the first three tokens from the target's law, and what noise allows."""
+    monkeypatch.setattr(test_lossless, "SAMPLES", 200)
+    target = sampling_target()
+    engine = engine_for(
+        target, draft=make_draft(target), num_stages=2, temperature=1.0, max_new_tokens=3, **way
+    )
+    law = exact_law(target, [1, 2], 1.0)
+    return total_variation(engine, [1, 2], law), noise_bound(law)
+
+
+@pytest.mark.parametrize("way", SAMPLED_WAYS, ids=way_name)
+def test_sampled_text_has_the_targets_law(way, monkeypatch):
+    distance, bound = sample(monkeypatch, way)
+    assert distance < bound
+
+
+def test_the_law_test_catches_a_guess_that_was_not_drawn_from_its_q(monkeypatch):
+    monkeypatch.setattr(sources, "draw", lambda q_V, uniform: int(q_V.argmax()))
+    distance, bound = sample(monkeypatch, SAMPLED_WAYS[0])
+    assert distance > bound
+
+
+# -- checkpoints and evolving targets -----------------------------------------------------------
+
+
+def evolved(target, *parts, seed=7):
+    """The target with noise on the parameters of some modules: as if it were tuned elsewhere."""
+    copy = tiny_llama()
+    copy.load_state_dict(target.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    for part in parts:
+        for parameter in copy.get_submodule(part).parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A target and the folder of a draft that was made for it."""
+    target, folder = tiny_llama(), tmp_path_factory.mktemp("draft")
+    make_draft(target, feature_source="self", stem_layers=1).save(folder)
+    return target, folder
+
+
+def test_a_saved_draft_loads_without_its_target(saved):
+    target, folder = saved
+    made = make_draft(target, feature_source="self", stem_layers=1)
+    loaded = FlexSpec.load(folder, read_description(folder))
+    assert loaded.config == made.config and default_schedule(loaded.draft_type) == "eagle"
+    ids_BT = torch.arange(12).view(2, 6)
+    assert torch.equal(loaded.logits(loaded(ids_BT)), made.logits(made(ids_BT)))
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_a_target_tuned_before_its_last_block_keeps_its_draft(saved):
+    target, folder = saved
+    loaded = load_draft(str(folder), evolved(target, *(f"model.layers.{i}" for i in range(3))))
+    assert loaded.reference.fingerprint == FlexSpec.fingerprint(target)
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        *(("model.layers.3." + part, "anchor") for part in ("mlp.up_proj", "input_layernorm")),
+        ("model.embed_tokens", "hash"),
+        ("model.norm", "hash"),
+        ("lm_head", "hash"),
+    ],
+)
+def test_a_target_whose_anchor_has_changed_is_refused_by_name(saved, part, field):
+    target, folder = saved
+    changed = evolved(target, part)
+    was, now = FlexSpec.fingerprint(target)[field], FlexSpec.fingerprint(changed)[field]
+    with pytest.raises(ValueError, match=f"target: .* {field}: {was} != {now}; give that target"):
+        load_draft(str(folder), changed)
+
+
+def test_the_fingerprint_survives_the_dtype_and_a_checkpoint_without_one_is_refused(
+    saved, tmp_path
+):
+    target, folder = saved
+    half = evolved(target).bfloat16()
+    assert FlexSpec.fingerprint(half) == FlexSpec.fingerprint(half.float())
+    description = read_description(folder)
+    del description["target"]["fingerprint"]["anchor"]
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match="anchor: None != "):
+        load_draft(str(tmp_path), target)
+
+
+def test_a_controller_that_does_not_hold_the_last_block_checks_it_all_the_same(saved, tmp_path):
+    target, folder = saved
+    for name, model in (("same", target), ("changed", evolved(target, "model.layers.3"))):
+        model.save_pretrained(tmp_path / name)
+        part = load_target_part(
+            str(tmp_path / name), layers=range(2), has_embedding=True, has_head=True
+        )
+        if name == "same":
+            assert load_draft(str(folder), part).draft_type == "flexspec"
+        else:
+            with pytest.raises(ValueError, match="anchor: "):
+                load_draft(str(folder), part)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_5"])
+def test_a_last_block_of_another_kind_is_refused(name):
+    from test_target import tiny
+
+    with pytest.raises(ValueError, match="target: .* of its last block is .*dense attention"):
+        check_anchor(tiny(name))
+    check_anchor(tiny_qwen3())
+
+
+def test_a_quantized_last_block_is_refused():
+    target = tiny_llama()
+    layer = target.model.layers[-1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="target_quantization: mlp.up_proj.weight .* torch.int8"):
+        check_anchor(target)
+
+
+# -- training -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    quieten()
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def expected_loss(objective, batch) -> tuple[float, float]:
+    """Loss and agreement, row by row from the target's own logits and final hidden states."""
+    draft, target, config = objective.draft, objective.target, objective.config
+    temperature, loss, agreed = config.distillation_temperature, 0.0, 0
+    for ids_T, mask_T in zip(batch["input_ids"], batch["loss_mask"].tolist(), strict=True):
+        full = target(input_ids=ids_T[None], output_hidden_states=True)
+        states_TEH = draft(ids_T[None])[0]
+        for t in range(len(ids_T) - 1):
+            if mask_T[t + 1]:
+                logits_V, own_U = full.logits[0, t].double(), draft.logits(states_TEH[t]).double()
+                inside_U = (logits_V[draft.draft_ids] / temperature).softmax(-1)
+                log_q_U = (own_U / temperature).log_softmax(-1)
+                divergence = F.kl_div(log_q_U, inside_U, reduction="sum").item()
+                loss += config.distillation_weight * temperature**2 * divergence
+                if config.feature_weight:
+                    wanted_H = full.hidden_states[-1][0, t]
+                    error_H = objective.regressor(states_TEH[t, -1]) - wanted_H
+                    loss += config.feature_weight * error_H.square().mean().item()
+                agreed += int(draft.draft_ids[log_q_U.argmax()] == logits_V.argmax())
+    return loss, agreed
+
+
+LOSSES = [
+    {},
+    {"model__preset": "paper", "model__feature_weight": 1, "model__distillation_temperature": 2},
+    {"model__draft_vocab_size": 40, "model__feature_weight": 0},
+    {"model__feature_source": "self", "model__distillation_weight": 0.5},
+]
+
+
+def compare_losses(world, folder, changes) -> None:
+    trainer = world.trainer("flexspec", folder, **changes)
+    objective, batch = trainer.objective, trainer.load(trainer.data.train, [0, 1, 2])
+    if changes.get("model__feature_weight") != 0:
+        torch.manual_seed(0)
+        objective.regressor.weight.data.add_(0.1 * torch.randn(32, 32))
+    output = objective(batch, torch.Generator())
+    loss, agreed = expected_loss(objective, batch)
+    assert output.counted == objective.num_counted(batch) == counted_rows(batch).sum() > 0
+    assert output.loss.item() == pytest.approx(loss, rel=1e-4)
+    assert output.sums["agreement"] == agreed
+
+
+@pytest.mark.parametrize("changes", LOSSES, ids=kind_name)
+def test_the_loss_is_that_of_the_paper_per_hidden_entry(world, tmp_path, changes):
+    with torch.no_grad():
+        compare_losses(world, tmp_path, changes)
+
+
+def shift_features(monkeypatch, by):
+    right = FlexSpecObjective.hidden
+
+    def mutant(objective, batch):
+        return {layer: x.roll(by, 1) for layer, x in right(objective, batch).items()}
+
+    monkeypatch.setattr(FlexSpecObjective, "hidden", mutant)
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_feature_of_the_wrong_position_is_noticed(world, tmp_path, monkeypatch, by):
+    shift_features(monkeypatch, by)
+    with torch.no_grad(), pytest.raises(AssertionError):
+        compare_losses(world, tmp_path, {})
+
+
+def train_and_compare(world, folder, changes) -> None:
+    """After a few steps everything trained has moved, and nothing else has by a single bit."""
+    trainer = world.trainer("flexspec", folder, max_steps=4, optim__name="muon", **changes)
+    objective = trainer.objective
+    draft, target = objective.draft, objective.target
+    before = {name: value.clone() for name, value in draft.state_dict().items()}
+    teacher = {name: value.clone() for name, value in target.state_dict().items()}
+    metrics = trainer.run()
+    assert metrics["score"] == metrics["acceptance_length_T0"] >= 1
+    for name, value in target.state_dict().items():
+        assert torch.equal(value, teacher[name]), name
+    for name, value in draft.state_dict().items():
+        assert torch.equal(value, before[name]) == name.startswith(FROZEN), name
+    frozen = {name for name, p in draft.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name in before if name.startswith(FROZEN[:3])}
+    loaded = load_draft(str(folder), target)
+    for name, value in draft.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert not any("regressor" in name for name in loaded.state_dict())
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[5]], ids=kind_name)
+def test_frozen_parts_keep_every_bit_and_the_others_move(world, tmp_path, kind):
+    train_and_compare(world, tmp_path, {f"model__{key}": value for key, value in kind.items()})
+
+
+def test_an_anchor_that_is_not_frozen_is_noticed(world, tmp_path, monkeypatch):
+    initialise = FlexSpec.initialise
+
+    def mutant(draft, target, draft_ids=None):
+        initialise(draft, target, draft_ids)
+        draft.anchor.requires_grad_(True)
+
+    monkeypatch.setattr(FlexSpec, "initialise", mutant)
+    with pytest.raises(AssertionError, match="anchor"):
+        train_and_compare(world, tmp_path, {})
+
+
+@pytest.mark.parametrize("changes", LOSSES, ids=kind_name)
+def test_it_learns_a_handful_of_conversations_by_heart(world, tmp_path, changes):
+    trainer = world.trainer(
+        "flexspec",
+        tmp_path,
+        optim__lr=1e-2,
+        optim__schedule="constant",
+        optim__warmup_fraction=0.0,
+        **changes,
+    )
+    losses = losses_on_one_batch(trainer, 4, 40)
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_batch_without_counted_rows_has_a_zero_gradient_for_every_trained_part(world, tmp_path):
+    """Data-parallel training waits for each of them."""
+    trainer = world.trainer("flexspec", tmp_path, model__feature_source="self")
+    batch = trainer.load(trainer.data.train, [0, 1])
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+    output = trainer.objective(batch, torch.Generator())
+    assert float(output.loss.detach()) == 0 and int(output.counted) == 0
+    output.loss.backward()
+    for name, parameter in trainer.objective.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_bfloat16_autocast_is_close_to_float32(world, tmp_path):
+    objective = (trainer := world.trainer("flexspec", tmp_path)).objective
+    batch, outputs = trainer.load(trainer.data.train, [0, 1, 2, 3]), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            outputs.append(objective(batch, torch.Generator(), depth=3))
+    exact, rounded = outputs
+    assert float(rounded.loss.detach()) == pytest.approx(float(exact.loss.detach()), rel=0.05)
+    for key, value in exact.sums.items():
+        assert float(rounded.sums[key]) == pytest.approx(float(value), rel=0.1, abs=3), key
+    rounded.loss.backward()
+    named = trainer.objective.named_parameters()
+    assert all(p.grad.isfinite().all() for _, p in named if p.requires_grad)
+
+
+# -- acceptance in evaluation -------------------------------------------------------------------
+
+
+def test_survival_counts_the_chains_that_fit_and_their_products():
+    generator = torch.Generator().manual_seed(0)
+    counted_BS = torch.rand(6, 17, generator=generator) < 0.8
+    rates_M = torch.rand(int(counted_BS.sum()), generator=generator)
+    sums, counts = prefix_survival(rates_M, counted_BS, 4)
+    rates = iter(rates_M.tolist())
+    grid = [[next(rates) if c else None for c in row] for row in counted_BS.tolist()]
+    for depth in range(1, 5):
+        chains = [row[t : t + depth] for row in grid for t in range(len(row) - depth + 1)]
+        chains = [chain for chain in chains if None not in chain]
+        assert counts[depth - 1] == len(chains)
+        expected = sum(math.prod(chain) for chain in chains)
+        assert sums[depth - 1].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_score_is_the_acceptance_length_of_decoded_chains(world, tmp_path):
+    """On texts that the target wrote itself, greedily, and of which every row is counted."""
+    trainer = world.trainer("flexspec", tmp_path, optim__lr=1e-2, max_steps=30)
+    losses_on_one_batch(trainer, 8, 30)
+    objective, depth = trainer.objective, flexspec_training.EVALUATED_DEPTH
+    draft, target = objective.draft, objective.target
+    prompt, new_tokens = [7, 3, 9, 3], 60
+    text = [*prompt, *greedy_reference(target, prompt, new_tokens)]
+    mask = [0] * len(prompt) + [1] * (len(text) - len(prompt))
+    batch = {"input_ids": torch.tensor([text]), "loss_mask": torch.tensor([mask])}
+    batch["lengths"] = torch.tensor([len(text)])
+    with torch.no_grad():
+        sums = objective(batch, torch.Generator(), depth=depth).sums
+        states_TEH = draft(batch["input_ids"])[0]
+        guesses = draft.draft_ids[draft.logits(states_TEH).argmax(-1)].tolist()
+    right = [guess == token for guess, token in zip(guesses, text[1:], strict=False)]
+    assert sum(right) == sums["agreement"] + sum(right[: len(prompt) - 1])
+    for j in range(1, depth + 1):
+        chains = [right[t : t + j] for t in range(len(prompt) - 1, len(right) - j + 1)]
+        assert sums[f"chains_{j}"] == len(chains)
+        assert sums[f"survived_T0_{j}"] == sum(map(all, chains))
+    shape = replace(CHAIN, depth=depth)
+    engine = engine_for(
+        target,
+        draft=draft.eval(),
+        schedule="eagle",
+        tree=shape,
+        num_stages=1,
+        max_new_tokens=new_tokens,
+    )
+    at, lengths = len(prompt), []
+    while at < len(text) - 1:  # rounds as they must come: guesses right in a row, and one more
+        run = 0
+        while run < depth and at + run < len(right) and right[at + run]:
+            run += 1
+        lengths.append(min(run + 1, len(text) - 1 - at))
+        at += run + 1
+    assert engine.decode(prompt).round_lengths == lengths
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stem_layers": 3}, r"model\.stem_layers: 3 is not in 0 \.\. 2"),
+        ({"preset": "paper", "stem_layers": 1}, r"model\.stem_layers: 1 .*preset practical"),
+        ({"preset": "paper", "feature_source": "self"}, r"model\.feature_source: self .*practical"),
+        ({"feature_weight": -1}, r"model\.feature_weight: -1 is negative; give 0 or more"),
+        ({"distillation_weight": 0}, r"model\.distillation_weight: 0 .*more than 0"),
+        ({"distillation_temperature": 0}, r"model\.distillation_temperature: 0 .*more than 0"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_by_name(values, message):
+    with pytest.raises(ValueError, match=message):
+        FlexSpecTrainConfig(**values)

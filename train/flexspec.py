@@ -1,0 +1,236 @@
+"""Training of FlexSpec's draft: regression of the target's final hidden state, and distillation."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipedraft.data_recipes.batch import document_lengths
+from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, anchor_hash, check_anchor
+from pipedraft.models.layers import LayerConfig, OneDNNLinear
+from pipedraft.train.eagle import EVALUATED_DEPTH
+from pipedraft.train.losses import DistillationLoss, chunked_distillation
+from pipedraft.train.method import LossOutput
+from pipedraft.train.next_token import counted_rows
+from pipedraft.train.objective import DraftObjective
+from pipedraft.train.throughput import (
+    FORWARD,
+    ONE_GRADIENT,
+    TRAINED,
+    attention,
+    causal_pairs,
+    products,
+)
+
+# B batch, T positions, S rows (t = 0 .. T-2), E readings, H hidden, M counted rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlexSpecTrainConfig(FlexSpecConfig):
+    """The draft and its loss."""
+
+    feature_weight: float = 0.1
+    """Factor of the regression (the paper's lambda_1); 0 leaves it out."""
+    distillation_weight: float = 1.0
+    """Factor of the distillation (lambda_2)."""
+    distillation_temperature: float = 1.0
+    """Of both distributions in the distillation, which is then multiplied by its square."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.feature_weight < 0:
+            raise ValueError(
+                f"model.feature_weight: {self.feature_weight} is negative; give 0 or more"
+            )
+        if self.distillation_weight <= 0:
+            raise ValueError(
+                f"model.distillation_weight: {self.distillation_weight} would not train the "
+                "vocabulary projection; give more than 0"
+            )
+        if self.distillation_temperature <= 0:
+            raise ValueError(
+                f"model.distillation_temperature: {self.distillation_temperature} is no "
+                "temperature; give more than 0, 1 for the distribution that is decoded"
+            )
+
+    def architecture(self) -> FlexSpecConfig:
+        return FlexSpecConfig(**{f.name: getattr(self, f.name) for f in fields(FlexSpecConfig)})
+
+
+def prefix_survival(rates_M: Tensor, counted_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Of the chains of 1 .. depth guesses below each row, how many are accepted as a whole.
+
+    The text stands in for the guesses, as if all before had been accepted.
+
+    Args:
+        rates_M: probability that the guess after each counted row is accepted.
+        counted_BS: bool, the rows whose next token is of an assistant turn.
+
+    Returns:
+        Sums [depth] of the products of 1 .. depth rates in a row, and the numbers [depth] of rows
+        that have as many counted ones from themselves on.
+    """
+    rates_BS = rates_M.new_zeros(counted_BS.shape).masked_scatter(counted_BS, rates_M)
+    alive_BS, inside_BS = torch.ones_like(rates_BS), torch.ones_like(counted_BS)
+    num_rows, sums, counts = counted_BS.shape[1], [], []
+    for guess in range(depth):
+        rows = slice(guess, guess + num_rows)
+        alive_BS = alive_BS * F.pad(rates_BS, (0, depth))[:, rows]
+        inside_BS = inside_BS & F.pad(counted_BS, (0, depth))[:, rows]
+        sums.append(alive_BS.sum())
+        counts.append(inside_BS.sum())
+    return torch.stack(sums), torch.stack(counts)
+
+
+class FlexSpecObjective(DraftObjective):
+    """l1 * mean_H (W_p h_d - h_t)^2 + l2 * T^2 * KL(target || draft), of the same positions.
+
+    h_t is the target's hidden state after its final norm, h_d what the vocabulary projection reads
+    (the paper's equations 5 and 6). Both terms are summed over the rows that the assistant
+    continues. W_p is not a part of the draft.
+    """
+
+    def __init__(
+        self,
+        config: FlexSpecTrainConfig,
+        target: Any,
+        *,
+        target_name: str,
+        revision: str | None,
+        data: TokenizedData,
+    ) -> None:
+        names = ("feature_weight", "distillation_weight", "distillation_temperature")
+        note = {name: getattr(config, name) for name in names}
+        super().__init__(target, target_name=target_name, revision=revision, data=data, note=note)
+        fingerprint = self.reference.fingerprint | {"anchor": anchor_hash(target)}
+        self.reference = replace(self.reference, fingerprint=fingerprint)
+        self.config = config
+        draft = self.make_draft(config, self.layer_config, self.reference)
+        self.adopt(draft, config.draft_vocab_size)
+        if config.feature_weight > 0:
+            hidden = self.layer_config.hidden_size
+            self.regressor = nn.Linear(hidden, hidden, bias=False)
+            nn.init.eye_(self.regressor.weight)
+
+    @classmethod
+    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> FlexSpec:
+        return FlexSpec(config.architecture(), layer, reference)
+
+    @classmethod
+    def num_auxiliary(cls, config: Any, layer: LayerConfig) -> int:
+        return layer.hidden_size**2 if config.feature_weight > 0 else 0
+
+    @staticmethod
+    def check(config: FlexSpecTrainConfig, target: Any) -> None:
+        check_anchor(target)
+
+    def num_counted(self, batch: dict[str, Tensor]) -> int:
+        return int(counted_rows(batch).sum())
+
+    def forward(
+        self,
+        batch: dict[str, Tensor],
+        generator: torch.Generator,
+        *,
+        depth: int | None = None,
+        name: str = "",
+    ) -> LossOutput:
+        """Loss of one batch.
+
+        Args:
+            depth: evaluation: how long chains of 1 .. depth guesses survive.
+        """
+        config = self.config
+        counted_BS = counted_rows(batch)
+        with OneDNNLinear():
+            last_BTH = self.hidden(batch)[self.num_target_layers]
+            states_BTEH = self.draft(batch["input_ids"], document_lengths(batch))
+        with torch.no_grad():
+            wanted_MH = self.target.get_decoder().norm(last_BTH[:, :-1][counted_BS])
+        hidden_MH = states_BTEH[:, :-1, -1][counted_BS]
+        result = self._distil(hidden_MH, wanted_MH, config.distillation_temperature)
+        loss = config.distillation_weight * config.distillation_temperature**2 * result.loss
+        sums = {"kl": result.loss.detach(), "agreement": result.agreement_sum}
+        if config.feature_weight > 0:
+            regression = self._regression(hidden_MH, wanted_MH)
+            loss = loss + config.feature_weight * regression
+            sums["regression"] = regression.detach()
+        if config.draft_vocab_size:
+            sums["mass_outside"] = result.mass_outside_sum
+        if config.distillation_temperature == 1:
+            sums["acceptance"] = result.acceptance_sum
+        if depth is not None:
+            sums |= self._survival(hidden_MH, wanted_MH, counted_BS, depth)
+        return LossOutput(loss, counted_BS.sum(), sums)
+
+    def _regression(self, hidden_MH: Tensor, wanted_MH: Tensor) -> Tensor:
+        dtype = torch.promote_types(wanted_MH.dtype, torch.float32)
+        mapped_MH = self.regressor(hidden_MH).to(dtype)
+        error = F.mse_loss(mapped_MH, wanted_MH.to(dtype), reduction="sum")
+        return error / wanted_MH.shape[-1]
+
+    def _distil(self, hidden_MH: Tensor, wanted_MH: Tensor, temperature: float) -> DistillationLoss:
+        draft = self.draft
+        return chunked_distillation(
+            hidden_MH / temperature,
+            draft.lm_head.weight,
+            wanted_MH / temperature,
+            self.target.get_output_embeddings().weight,
+            teacher_rows_U=draft.draft_ids if self.config.draft_vocab_size else None,
+        )
+
+    def _survival(
+        self, hidden_MH: Tensor, wanted_MH: Tensor, counted_BS: Tensor, depth: int
+    ) -> dict[str, Tensor]:
+        """Sums of chains of each length, greedy and at temperature 1, whatever the loss has."""
+        result = self._distil(hidden_MH, wanted_MH, 1.0)
+        sums = {"acceptance": result.acceptance_sum}
+        for key, rates_M in (("T0", result.rows_4M[2]), ("T1", result.rows_4M[1])):
+            survived, counts = prefix_survival(rates_M, counted_BS, depth)
+            for guess in range(depth):
+                sums[f"survived_{key}_{guess + 1}"] = survived[guess]
+                sums[f"chains_{guess + 1}"] = counts[guess]
+        return sums
+
+    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
+        """Of the frozen anchor only the gradient of its input, if a stem before it needs that."""
+        layer, config, head = self.layer_cost, self.draft.config, self.draft.lm_head
+        num_rows, pairs = sum(lengths), causal_pairs(lengths)
+        square, stems = self.layer_config.hidden_size**2, config.stem_layers
+        has_stem = config.preset == "practical"
+        reading = products(square, num_rows, TRAINED if has_stem else ONE_GRADIENT)
+        reading += products(square + stems * layer.weights, num_rows, TRAINED)
+        reading += products(layer.weights, num_rows, ONE_GRADIENT if has_stem else FORWARD)
+        reading += attention(stems * layer.width, pairs, TRAINED)
+        reading += attention(layer.width, pairs, TRAINED if has_stem else FORWARD)
+        flops = config.num_readings * reading
+        for number in range(config.num_readings * has_stem):
+            passes = TRAINED if number else ONE_GRADIENT
+            flops += products(config.num_readings * square, num_rows, passes)
+        trained = head.in_features * head.out_features + square * (self.config.feature_weight > 0)
+        return flops + products(trained, self.num_counted(batch), TRAINED)
+
+    def evaluation_passes(self) -> list[dict[str, Any]]:
+        return [{"depth": EVALUATED_DEPTH}]
+
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
+        """Evaluation adds the measured survival of chains and the tokens per round that follow:
+        1 + sum_j s_j, s_j the share of chains of j guesses that are accepted as a whole."""
+        count = max(sums["count"], 1)
+        names = ("loss", "regression", "kl", "acceptance", "agreement", "mass_outside")
+        metrics = {name: sums[name] / count for name in names if name in sums}
+        if "chains_1" not in sums:
+            return metrics
+        for key in ("T0", "T1"):
+            survival = [
+                sums[f"survived_{key}_{guess}"] / max(sums[f"chains_{guess}"], 1)
+                for guess in range(1, EVALUATED_DEPTH + 1)
+            ]
+            metrics |= {f"survival_{key}_{j}": rate for j, rate in enumerate(survival, 1)}
+            metrics[f"acceptance_length_{key}"] = 1 + sum(survival)
+        metrics["score"] = metrics["acceptance_length_T0"]
+        return metrics
