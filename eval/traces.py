@@ -5,7 +5,8 @@
 
 OUT/traces has one file of JSON lines for each way of decoding and shard. Its name begins with a
 hash of everything that a text or its steps depend on, so that other settings never meet old lines:
-they begin files of their own.
+they begin files of their own. Times of a turn are those of the launch that decoded it; what every
+process measured (``processes`` in the results) is of the last launch alone.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,15 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="decode again what OUT/traces has")
 
 
+def code_hash() -> str:
+    """SHA-256 of the source files that decoding runs through."""
+    digest, root = hashlib.sha256(), Path(pipedraft.__file__).parent
+    for folder in ("inference", "models"):
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
 def traces_of(
     arguments: argparse.Namespace, target: PreTrainedModel, name: str, revision: str | None
 ) -> Traces:
@@ -143,7 +154,8 @@ def traces_of(
         "dtype": str(target.dtype),
         "device": target.device.type,
         "backend": arguments.backend,
-        "version": pipedraft.__version__,
+        "versions": [version(name) for name in ("torch", "transformers")],
+        "code": code_hash(),
     }
     return Traces(folder, identity, arguments.shard or WHOLE)
 

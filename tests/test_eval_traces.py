@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
+import pipedraft
 from pipedraft.errors import run_command
+from pipedraft.eval import traces
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.traces import TraceFile
 
@@ -109,6 +111,18 @@ def test_other_settings_and_fresh_runs_do_not_read_old_traces(whole, tmp_path):
     assert len(lines(tmp_path)) > first
     run(arguments(tmp_path, "--fresh"))
     assert len(lines(tmp_path)) == first
+
+
+def test_changed_code_does_not_read_old_traces(tmp_path, monkeypatch):
+    before = traces.code_hash()
+    for folder in ("inference", "models"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text("x = 1")
+    monkeypatch.setattr(pipedraft, "__file__", str(tmp_path / "__init__.py"))
+    first = traces.code_hash()
+    assert first == traces.code_hash() != before
+    (tmp_path / "models" / "a.py").write_text("x = 2")
+    assert traces.code_hash() != first
 
 
 def test_a_line_that_was_cut_short_is_written_again(tmp_path):

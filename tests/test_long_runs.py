@@ -26,7 +26,7 @@ from train_runs import (
     weights,
 )
 
-from pipedraft.train import checkpoint, stopping
+from pipedraft.train import checkpoint, files, stopping
 from pipedraft.train.bad_batch import load_bad_batches
 from pipedraft.train.method import LossOutput
 from pipedraft.train.stopping import Stopping
@@ -216,7 +216,7 @@ def test_an_unreadable_file_is_a_damage(stopped, monkeypatch):
 
     folder = checkpoint.step_folders(stopped)[-1]
     assert checkpoint.damage(folder) is None
-    monkeypatch.setattr(checkpoint, "_digest", fails)
+    monkeypatch.setattr(files, "file_sha256", fails)
     assert "cannot be read (Input/output error)" in str(checkpoint.damage(folder))
 
 

@@ -464,5 +464,6 @@ def test_micro_batches_are_as_large_as_rows_are_cheap_and_guesses_right(row, sha
 def test_expensive_rows_make_small_micro_batches():
     for row, rows_per_step in ((0.0, 3.0), (2.0, 1.0)):
         result = simulate(0.5, MicroBatch(), new_tokens=LONGEST, cost=CostModel(row=row))
+        assert result.token_ids == target_and_text()[1][len(PROMPT) :][:LONGEST]
         steady = result.num_drafted / result.num_steps
         assert steady == pytest.approx(rows_per_step, rel=0.2), (row, steady)

@@ -9,6 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipedraft.train.files import publish
+
 
 @dataclass(frozen=True)
 class BadBatches:
@@ -34,9 +36,7 @@ def save_bad_batches(output_dir: Path, bad: BadBatches) -> Path:
     }
     losses = json.dumps({str(index): str(loss) for index, loss in bad.losses.items()})
     metadata = {"step": str(bad.step), "rank": str(bad.rank), "losses": losses}
-    temporary = path.with_name(f".{path.name}.partial")
-    save_file(tensors, temporary, metadata=metadata)
-    temporary.replace(path)
+    publish(path, lambda place: save_file(tensors, place, metadata=metadata))
     return path
 
 

@@ -6,11 +6,12 @@ and as its last line the SHA-256 of the lines before.
 
 import hashlib
 import itertools
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from pipedraft.train.files import file_damage, file_sha256, flush, partial
 
 STEP_PREFIX = "step-"
 COMPLETE = "COMPLETE"
@@ -35,14 +36,14 @@ def publish_folder(temporary: Path, folder: Path) -> None:
     write_manifest(temporary)
     for file in temporary.rglob("*"):
         if file.is_file():
-            _flush(file)
-    _flush(temporary)
+            flush(file)
+    flush(temporary)
     replaced = _replaced(folder)
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
     temporary.rename(folder)
-    _flush(folder.parent)
+    flush(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -53,21 +54,8 @@ def recover(folder: Path) -> None:
         replaced.rename(folder)
 
 
-def partial(folder: Path) -> Path:
-    """Where a folder is filled, or emptied."""
-    return folder.with_name(f".{folder.name}.partial")
-
-
 def _replaced(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- manifests ------------------------------------------------------------------------------
@@ -77,7 +65,7 @@ def write_manifest(folder: Path) -> None:
     """Digests are of what the files hold when read back."""
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter
-        digests = list(pool.map(lambda name: _digest(folder / name), names))
+        digests = list(pool.map(lambda name: file_sha256(folder / name), names))
     sizes = [(folder / name).stat().st_size for name in names]
     lines = [f"{d}  {size}  {n}\n" for d, size, n in zip(digests, sizes, names, strict=True)]
     body = "".join(lines)
@@ -97,21 +85,12 @@ def damage(folder: Path) -> str | None:
             return f"{name}, its manifest, is empty or damaged itself"
         for line in body.decode().splitlines():
             digest, size, name = line.split("  ", 2)
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != int(size):
-                return f"{name} has {path.stat().st_size} bytes instead of {size}"
-            if _digest(path) != digest:
-                return f"{name} has another SHA-256 than when it was written"
+            found = file_damage(folder / name, int(size), digest)
+            if found is not None:
+                return f"{name} {found}"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # -- checkpoints of a run -------------------------------------------------------------------
@@ -172,10 +151,3 @@ def rotate(output_dir: Path, keep: int) -> None:
     """Remove all but the newest; renamed first, so that none is ever seen with files missing."""
     for folder in step_folders(output_dir)[:-keep]:
         shutil.rmtree(folder.rename(partial(folder)))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file by one rename."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(text)
-    temporary.replace(path)

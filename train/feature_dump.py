@@ -33,13 +33,13 @@ from pipedraft.train.feature_shards import (
     decode,
     difference,
     encode,
-    file_sha256,
     publish_json,
     publish_tensors,
     read_index,
     row_lengths,
     shard_damage,
 )
+from pipedraft.train.files import file_sha256
 
 TEACHER_POSITIONS = 256
 """Of each shard, spread over its rows: two products with the LM head are not cheap."""

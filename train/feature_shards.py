@@ -14,7 +14,6 @@ The embeddings (layer 0) are not stored: they follow from the token ids.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models.target_part import weights_identity
+from pipedraft.train.files import file_damage, publish
 
 INDEX = "index.json"
 FORMAT = 1
@@ -222,34 +222,14 @@ class ShardRecord:
         return asdict(self)
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def shard_damage(folder: Path, record: ShardRecord, *, deep: bool) -> str | None:
     """How a shard differs from what was written, None if it does not.
 
     Args:
         deep: also read it all.
     """
-    path = folder / record.file
-    if not path.is_file():
-        return "it is missing"
-    if (size := path.stat().st_size) != record.bytes:
-        return f"it has {size} bytes instead of {record.bytes}"
-    if deep and file_sha256(path) != record.sha256:
-        return "it has another SHA-256 than when it was written"
-    return None
-
-
-def publish(path: Path, write: Any) -> None:
-    """Make a file by one rename, after ``write(temporary)``: it is complete or absent."""
-    temporary = path.with_name(f".{path.name}.partial")
-    write(temporary)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    found = file_damage(folder / record.file, record.bytes, record.sha256 if deep else None)
+    return None if found is None else f"it {found}"
 
 
 def publish_json(path: Path, values: dict[str, Any]) -> None:

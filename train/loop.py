@@ -21,6 +21,7 @@ from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.train import checkpoint
 from pipedraft.train.bad_batch import BadBatches, save_bad_batches
 from pipedraft.train.config import RunConfig
+from pipedraft.train.files import partial
 from pipedraft.train.method import LossOutput
 from pipedraft.train.metrics_log import MetricsLog, forget_later
 from pipedraft.train.optimizers import make_optimizers, rate_factor
@@ -286,7 +287,7 @@ class Trainer:
     def save(self, metrics: dict[str, float]) -> None:
         """Write a checkpoint that the run can resume from."""
         folder = checkpoint.step_folder(self.config.output_dir, self.progress.step)
-        temporary = checkpoint.partial(folder)
+        temporary = partial(folder)
         if self.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)

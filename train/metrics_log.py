@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from pipedraft.train.checkpoint import replace_text
+from pipedraft.train.files import publish
 
 HELD_PROCESS_GROUPS: list[Any] = []
 """Keeps gloo's group alive at exit: freeing it with the model can deadlock (torch 2.13)."""
@@ -109,4 +109,4 @@ def forget_later(path: Path, *, step: int, is_evaluated: bool) -> None:
             record["step"] == step and (is_evaluated or not is_evaluation)
         ):
             kept.append(line + "\n")
-    replace_text(path, "".join(kept))
+    publish(path, lambda place: place.write_text("".join(kept)))
