@@ -1,0 +1,264 @@
+"""Regenerated answers: thinking, order, the output file, and local targets."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import test_regenerate
+import torch
+from conftest import tiny_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_regenerate import call, conversation, make_data, read_rows, write_rows
+
+from pipedraft.data_recipes import answer_file, chat_server
+from pipedraft.data_recipes.answer_file import AnswerFile
+from pipedraft.data_recipes.dialogue import Dialogue, RowFailed, Sampling, kept_text
+from pipedraft.data_recipes.recipe import DataConfig, Source
+from pipedraft.data_recipes.tokenizer import train_tokenizer
+
+signals = test_regenerate.signals
+"""Fixture."""
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "kept", "stripped"),
+    [
+        ("yes ", "", "yes", "yes"),
+        (THOUGHT + "yes", "", THOUGHT + "yes", "yes"),
+        ("hm\n</think>\n\nyes", "", THOUGHT + "yes", "yes"),
+        ("yes", "hm\n", THOUGHT + "yes", "yes"),
+        ("<think>a</think>b<think>c</think>d", "", "<think>a</think>b<think>c</think>d", "bd"),
+    ],
+)
+def test_thinking_is_kept_or_stripped(content, reasoning, kept, stripped):
+    assert kept_text(content, reasoning, thinking="keep") == kept
+    assert kept_text(content, reasoning, thinking="strip") == stripped
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "reason"),
+    [("<think>hm", "", "does not end"), (THOUGHT, "", "without an answer"), ("", "hm", "without")],
+)
+@pytest.mark.parametrize("thinking", ["keep", "strip"])
+def test_thinking_alone_is_no_answer(content, reasoning, reason, thinking):
+    with pytest.raises(RowFailed, match=reason):
+        kept_text(content, reasoning, thinking=thinking)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_a_servers_own_thinking_field_is_read(name):
+    message = {"content": "yes", name: "hm"}
+    payload = {"choices": [{"message": message, "finish_reason": "length"}]}
+    assert chat_server.read_choice(payload) == ("yes", "hm", "length")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        [],
+        None,
+        {"choices": []},
+        {"choices": [{"message": None}]},
+        {"choices": [{"message": {"content": [1]}}]},
+        {"choices": [{"message": {"content": "x"}, "finish_reason": "abort"}]},
+    ],
+)
+def test_what_is_no_answer_is_asked_again(payload):
+    with pytest.raises(chat_server.TryAgain):
+        chat_server.read_choice(payload)
+
+
+def test_retry_after_is_seconds_or_a_date():
+    now = 784111777.0  # Sun, 06 Nov 1994 08:49:37 GMT
+    read = chat_server.retry_after_s
+    assert [read(text, now) for text in (None, "3", "soon", "nan", "-1")] == [0, 3, 0, 0, 0]
+    assert read("Sun, 06 Nov 1994 08:49:49 GMT", now) == 12
+    assert read("1e9", now) == chat_server.LONGEST_RETRY_AFTER_S
+
+
+def test_turns_are_answered_in_view_of_earlier_answers():
+    system, ask = {"role": "system", "content": "s"}, {"role": "user", "content": "a"}
+    more = {"role": "user", "content": "b"}
+    turns = [system, ask, {"role": "assistant", "content": "OLD"}, more]
+    dialogue = Dialogue.read(3, json.dumps({"messages": turns, "id": 9}))
+    assert dialogue.question() == [system, ask]
+    dialogue.history = [system, ask, {"role": "assistant", "content": "NEW"}]
+    dialogue.num_answers = 1
+    assert dialogue.question() == [*dialogue.history, more] and not dialogue.is_complete
+    half = '{"prompt": "\\ud800"}'
+    with pytest.raises(RowFailed, match="surrogate"):
+        Dialogue.read(0, half)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_rows=st.integers(1, 12), share=st.floats(0, 0.6))
+def test_the_output_is_whole_and_ordered_after_any_crashes(tmp_path_factory, seed, num_rows, share):
+    """Rows settle in any order; a crash at any byte of the last line is survived."""
+    rng = random.Random(seed)
+    out = tmp_path_factory.mktemp("crash") / "own.jsonl"
+    paths = [out, out.with_suffix(".journal.jsonl"), out.with_suffix(".errors.jsonl")]
+    failing = {row for row in range(num_rows) if rng.random() < share}
+    for is_last in (False, False, False, True):
+        retry = rng.random() < 0.5
+        answers = AnswerFile(out, {"--seed": 1}, num_rows=num_rows, retry_errors=retry)
+        rows = [row for row in range(num_rows) if answers.is_pending(row)]
+        rng.shuffle(rows)
+        if is_last:
+            failing = {row for row in failing if rng.random() < 0.5}
+        for row in rows if is_last else rows[: rng.randint(0, len(rows))]:
+            if row in failing:
+                answers.fail(row, "because", json.dumps({"q": row}))
+            else:
+                answers.add(row, {"answer": row * "x"})
+        if is_last:
+            answers.finish()
+            final_failed = answers.num_failed
+        answers.close()
+        if not is_last:
+            torn = rng.choice(paths)
+            lines = torn.read_bytes().splitlines(True)
+            if len(lines) > (torn == paths[1]):  # the journal's first line is whole by then
+                torn.write_bytes(b"".join(lines)[: -rng.randint(1, len(lines[-1]))])
+    rows = read_rows(out)
+    failed = read_rows(paths[2]) if paths[2].exists() else []
+    answered = [row["input_row"] for row in rows]
+    assert answered == sorted(set(answered))
+    assert sorted(answered + [row["input_row"] for row in failed]) == list(range(num_rows))
+    assert all(row["answer"] == row["input_row"] * "x" for row in rows)
+    assert all(row["row"] == {"q": row["input_row"]} for row in failed)
+    assert len(failed) == final_failed
+    assert len(paths[1].read_text().splitlines()) == 1
+
+
+def test_a_row_is_written_when_those_before_it_are_settled(tmp_path):
+    out = tmp_path / "own.jsonl"
+    answers = AnswerFile(out, {}, num_rows=4, retry_errors=False)
+    written = []
+    for row in (2, 1, 0, 3):
+        if row == 1:
+            answers.fail(row, "because", "{}")
+        else:
+            answers.add(row, {"answer": "x"})
+        written.append([line["input_row"] for line in read_rows(out)])
+    assert written == [[], [], [0, 2], [0, 2, 3]]
+    answers.close()
+
+
+def test_a_changed_output_is_refused(tmp_path):
+    out = tmp_path / "own.jsonl"
+    answers = AnswerFile(out, {}, num_rows=3, retry_errors=False)
+    for row in range(3):
+        answers.add(row, {"answer": "x"})
+    answers.finish()
+    answers.close()
+    out.write_text("".join(reversed(out.read_text().splitlines(True))))
+    with pytest.raises(ValueError, match="row 1 of .* is not in its place"):
+        AnswerFile(out, {}, num_rows=3, retry_errors=False)
+    out.write_text("edited\n")
+    with pytest.raises(ValueError, match="did not write, at byte 0"):
+        AnswerFile(out, {}, num_rows=3, retry_errors=False)
+    assert answer_file.NUMBERED.match(b'{"input_row": 7}')
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """(folder, model, tokenizer) of a tiny chat model."""
+    folder = tmp_path_factory.mktemp("model")
+    data = write_rows(folder / "chats.jsonl", [conversation(i, 2) for i in range(20)])
+    tokenizer = train_tokenizer(DataConfig(sources=[Source(path=str(data))]), 300)
+    model = tiny_llama(layers=2, vocab=len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder, model, tokenizer
+
+
+def test_local_answers_are_transformers_greedy_ones(chat_model, monkeypatch, tmp_path, capsys):
+    folder, model, tokenizer = chat_model
+    data, _ = make_data(tmp_path, 11)
+    out = tmp_path / "own.jsonl"
+    given = ["--target", folder, "--data", data, "--out", out, "--max-tokens", 12]
+    given += ["--dtype", "float32", "--greedy-share", 1, "--batch", 4]
+    assert call(given, monkeypatch) == 0
+    rows = read_rows(out)
+    assert [row["id"] for row in rows] == list(range(11))
+    num_cut = 0
+    for number, row in enumerate(rows):
+        messages: list[dict] = []
+        for turn in range(1 + number % 3):
+            messages.append({"role": "user", "content": f"user {number}.{turn}"})
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            end = tokenizer.eos_token_id
+            made = model.generate(**ids, do_sample=False, max_new_tokens=12, eos_token_id=end)
+            answer = made[0, ids.input_ids.shape[1] :]
+            num_cut += end not in answer.tolist()
+            text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+            messages.append({"role": "assistant", "content": text})
+        assert row["messages"] == messages and row["greedy_answers"]
+    assert f"11 rows answered, 0 failed; {num_cut} answers cut" in capsys.readouterr().out
+    assert sum(row["cut_answers"] for row in rows) == num_cut > 0
+
+
+def test_local_sampling_is_from_the_whole_distribution(chat_model, monkeypatch, tmp_path):
+    """Frequencies of the first token; what generation_config.json asks for plays no part."""
+    folder, model, tokenizer = chat_model
+    data = write_rows(tmp_path / "chats.jsonl", [{"prompt": "q"}] * 3000)
+    config = json.loads((folder / "generation_config.json").read_text())
+    changed = {**config, "do_sample": True, "top_k": 2, "repetition_penalty": 5.0}
+    (folder / "generation_config.json").write_text(json.dumps(changed))
+    out = tmp_path / "own.jsonl"
+    given = ["--target", folder, "--data", data, "--out", out, "--max-tokens", 1, "--batch", 1000]
+    given += ["--dtype", "float32", "--greedy-share", 0, "--temperature", 0.8]
+    assert call(given, monkeypatch) == 0
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    drawn = Counter(row["messages"][-1]["content"] for row in read_rows(out))
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"}], add_generation_prompt=True, return_dict=True
+    ).input_ids
+    p_V = (model(torch.tensor([ids])).logits[0, -1].double() / 0.8).softmax(-1)
+    p: Counter[str] = Counter()
+    for token, probability in enumerate(p_V.tolist()):
+        p[tokenizer.decode([token], skip_special_tokens=True).strip()] += probability
+    del p[""], drawn[""]
+    mass = sum(p.values())
+    distance = sum(abs(drawn[text] / drawn.total() - p[text] / mass) for text in p) / 2
+    # Expected distance of 3,000 draws: at most sum_v sqrt(p_v / (2 pi n)).
+    bound = sum((p[text] / mass / (2 * torch.pi * drawn.total())) ** 0.5 for text in p)
+    assert distance < 1.3 * bound
+    assert len(drawn) > 2
+
+
+def test_local_rows_that_do_not_fit_are_told(chat_model, monkeypatch, tmp_path, capsys):
+    folder, _, _ = chat_model
+    rows = [{"prompt": "long " * 400}, {"prompt": "short"}]
+    data = write_rows(tmp_path / "chats.jsonl", rows)
+    out = tmp_path / "own.jsonl"
+    given = ["--target", folder, "--data", data, "--out", out, "--max-tokens", 8]
+    assert call([*given, "--dtype", "float32", "--greedy-share", 1], monkeypatch) == 0
+    assert "1 rows answered, 1 failed" in capsys.readouterr().out
+    (failed,) = read_rows(out.with_suffix(".errors.jsonl"))
+    assert failed["input_row"] == 0 and "exceed the target's 512 positions" in failed["reason"]
+    assert call([*given[:1], "nowhere", *given[2:]], monkeypatch) == 2
+    assert "--target: no folder nowhere" in capsys.readouterr().err
+
+
+def test_a_server_run_loads_no_torch():
+    code = (
+        "import sys, pipedraft.data_recipes.regenerate, pipedraft.data_recipes.chat_server;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0
+
+
+def test_greedy_rows_are_spread():
+    sampling = Sampling(greedy_share=0.6)
+    flags = [sampling.is_greedy(row) for row in range(10)]
+    assert sum(flags) == 6 and sum(flags[:5]) == 3
