@@ -11,7 +11,8 @@ every step; what it proposes is then replaced by the target's own token with pro
 
 step_over_slowest_stage: median time between two verdicts inside a round, over what the busiest
     process computes in a step (layers, draft or LM head; means of the same run).
-wallclock_over_theoretical: speed-up over plain decoding, over L' of the same run.
+wallclock_over_theoretical: speed-up over plain decoding, over L' of the same run; also text by
+    text, with a 95 % bootstrap interval over the texts.
 draft_share: the draft's part of what all processes compute in a step. With the first stage cut by
     it, a step cannot be shorter than the mean of their work: wallclock_over_balanced compares
     with that (1 would be a pipeline without any overhead).
@@ -24,7 +25,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -47,7 +50,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--vocab", type=int, default=4096)
     add("--first", type=int, help="layers of the first stage (default: two fewer than the others)")
     add("--tokens", type=int, default=128, help="of each text")
-    add("--texts", type=int, default=3)
+    add("--texts", type=int, default=4)
     add("--apart", action="store_true", help="the draft on a rank of its own")
     add("--json", action="store_true", help="nothing but a line of JSON")
     add("--folder", type=Path, help=argparse.SUPPRESS)
@@ -111,12 +114,6 @@ def make_source(args: argparse.Namespace, target: Any, text: list[int], seed: in
     return Corrected(draft.eval().requires_grad_(False))
 
 
-def work_of(reports: list[dict[str, Any]]) -> list[float]:
-    """Seconds of computing in each process."""
-    kinds = ("stage", "verify", "draft")
-    return [sum(report["seconds"].get(kind, 0.0) for kind in kinds) for report in reports]
-
-
 class Tokenizer:
     """Of a target with random weights: token ids are its text."""
 
@@ -124,7 +121,49 @@ class Tokenizer:
         return " ".join(map(str, ids))
 
 
+@dataclass
+class Phase:
+    """What one way of decoding took, over all texts."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of each text, from its first token to its last."""
+    work: list[Counter[str]] = field(default_factory=list)
+    """Of each process: seconds by kind of work."""
+    gaps: list[float] = field(default_factory=list)
+    """Between two verdicts inside a round."""
+    peak_rss_mb: list[float] = field(default_factory=list)
+    tokens: int = 0
+    steps: int = 0
+
+    def decode(self, engine: Any, prompt: list[int]) -> list[int]:
+        """The text; its time and the processes' work are added to what was measured before."""
+        engine.pipeline.clear()
+        result = engine.decode(prompt)
+        times = result.token_times_s
+        self.seconds.append(times[-1] - times[0])
+        self.tokens += result.num_tokens
+        self.steps += result.num_steps
+        emitted = 1
+        for length in result.round_lengths:
+            inside = range(emitted + 1, emitted + length)
+            self.gaps += [times[i] - times[i - 1] for i in inside]
+            emitted += length
+        reports = engine.pipeline.reports()
+        self.work = self.work or [Counter() for _ in reports]
+        for work, report in zip(self.work, reports, strict=True):
+            work.update(report["seconds"])
+        self.peak_rss_mb = [report["peak_rss_mb"] for report in reports]
+        return [*prompt, *result.token_ids]
+
+    def busy_s(self) -> list[float]:
+        """Mean seconds of computing in each process and step."""
+        kinds = ("stage", "verify", "draft")
+        return [sum(work[kind] for kind in kinds) / self.steps for work in self.work]
+
+
 def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
+    """Each text is decoded twice in either way, in the order plain, SPD, SPD, plain, so that a
+    machine that grows slower or faster does so to both."""
     from pipedraft.inference.engine import Engine, EngineConfig
 
     cut = boundaries(args)
@@ -132,59 +171,67 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     target = cluster.load_target(name, revision=None, num_stages=args.stages, boundaries=cut)
     common = {"num_stages": args.stages, "boundaries": cut, "max_new_tokens": args.tokens}
     plain_config = EngineConfig(schedule="autoregressive", **common)
-    plain = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)
-    prompts = [[token + index for token in PROMPT] for index in range(args.texts)]
-    plain.decode(PROMPT)  # warm up
-    plain.pipeline.clear()
-    texts, plain_s, count = [], 0.0, 0
-    for prompt in prompts:
-        result = plain.decode(prompt)
-        texts.append([*prompt, *result.token_ids])
-        plain_s += result.token_times_s[-1] - result.token_times_s[0]
-        count += result.num_tokens
-    plain_work = work_of(plain.pipeline.reports())
-    gaps, spd_s, steps = [], 0.0, 0
-    plain.pipeline.clear()
-    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+    plain_engine = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)
+    plain_engine.decode(PROMPT)  # warm up
+    plain, spd = Phase(), Phase()
+    ratios = []  # of each text: its speed-up over its L'
+    for index in range(args.texts):
+        prompt = [token + index for token in PROMPT]
+        text = plain.decode(plain_engine, prompt)
         source = make_source(args, target, text, index)
         config = EngineConfig(schedule="spd", **common)
         engine = Engine(target, Tokenizer(), config, source=source, connect=cluster.connect)
-        result = engine.decode(prompt)
-        assert [*prompt, *result.token_ids] == text, "the text changed"
-        times = result.token_times_s
-        spd_s += times[-1] - times[0]
-        steps += result.num_steps
-        emitted = 1
-        for length in result.round_lengths:
-            inside = range(emitted + 1, emitted + length)
-            gaps += [times[i] - times[i - 1] for i in inside]
-            emitted += length
-    reports = plain.pipeline.reports()
-    work = [seconds / steps for seconds in work_of(reports)]
-    draft_s = sum(r["seconds"].get("draft", 0.0) for r in reports) / steps
-    equivalent = args.stages * count / steps
-    speedup = plain_s / spd_s
-    step_s = statistics.median(gaps)
+        steps_before = spd.steps
+        for _ in range(2):
+            assert spd.decode(engine, prompt) == text, "the text changed"
+        plain.decode(plain_engine, prompt)
+        speedup = sum(plain.seconds[-2:]) / sum(spd.seconds[-2:])
+        equivalent = args.stages * 2 * (len(text) - len(prompt) - 1) / (spd.steps - steps_before)
+        ratios.append(speedup / equivalent)
+    return summary(args, plain, spd, ratios) | {"processes": cluster.world_size}
+
+
+def summary(
+    args: argparse.Namespace, plain: Phase, spd: Phase, ratios: list[float]
+) -> dict[str, Any]:
+    """
+    Args:
+        ratios: of each text, the speed-up over L'.
+    """
+    work = spd.busy_s()
+    draft_s = sum(process["draft"] for process in spd.work) / spd.steps
+    speedup = sum(plain.seconds) / sum(spd.seconds)
+    equivalent = args.stages * spd.tokens / spd.steps
+    balanced = sum(work) / (sum(work) - draft_s)
+    step_s = statistics.median(spd.gaps)
+    random = Random(0)
+    means = [statistics.fmean(random.choices(ratios, k=len(ratios))) for _ in range(2000)]
+    low, *_, high = statistics.quantiles(means, n=40)
     return {
         "step_over_slowest_stage": step_s / max(work),
         "wallclock_over_theoretical": speedup / equivalent,
-        "wallclock_over_balanced": speedup / equivalent * sum(work) / (sum(work) - draft_s),
+        "wallclock_over_theoretical_texts": {
+            "mean": statistics.fmean(ratios),
+            "ci95": [low, high],
+            "each": ratios,
+        },
+        "wallclock_over_balanced": speedup / equivalent * balanced,
+        "wallclock_over_balanced_ci95": [low * balanced, high * balanced],
         "step_ms": step_s * 1e3,
-        "step_ms_quartiles": [q * 1e3 for q in statistics.quantiles(gaps, n=4)],
+        "step_ms_quartiles": [q * 1e3 for q in statistics.quantiles(spd.gaps, n=4)],
         "work_ms": [value * 1e3 for value in work],
         "draft_share": draft_s / sum(work),
-        "autoregressive_work_ms": [value / count * 1e3 for value in plain_work],
+        "autoregressive_work_ms": [value * args.stages * 1e3 for value in plain.busy_s()],
         "equivalent_acceptance_length": equivalent,
         "speedup": speedup,
-        "tokens_per_s": count / spd_s,
-        "autoregressive_tokens_per_s": count / plain_s,
+        "tokens_per_s": spd.tokens / sum(spd.seconds),
+        "autoregressive_tokens_per_s": plain.tokens / sum(plain.seconds),
         "stages": args.stages,
-        "boundaries": list(cut),
-        "processes": cluster.world_size,
+        "boundaries": list(boundaries(args)),
         "breakdown_ms_per_step": [
-            {kind: s / steps * 1e3 for kind, s in r["seconds"].items()} for r in reports
+            {kind: s / spd.steps * 1e3 for kind, s in process.items()} for process in spd.work
         ],
-        "peak_rss_mb": [r["peak_rss_mb"] for r in reports],
+        "peak_rss_mb": spd.peak_rss_mb,
     }
 
 

@@ -166,6 +166,13 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
         help="first layer of each stage, then the number of layers (default: near-even)",
     )
     add(
+        "--links",
+        choices=["auto", "device", "host"],
+        default="auto",
+        help="way of hidden states between ranks; device: NCCL between GPUs, host: through host "
+        "memory (default: device where every rank has a GPU of its own)",
+    )
+    add(
         "--step-timeout",
         type=float,
         default=8.0,
@@ -191,5 +198,5 @@ def backend_of(options: argparse.Namespace) -> Iterator[Any]:
     from pipedraft.inference.process.cluster import Cluster
     from pipedraft.inference.process.watch import Limits
 
-    with Cluster(Limits(step_s=options.step_timeout)) as cluster:
+    with Cluster(Limits(step_s=options.step_timeout), options.links) as cluster:
         yield cluster

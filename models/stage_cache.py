@@ -8,7 +8,8 @@ Shape suffixes: l rows of a segment, S mask columns, H hidden, C rows in use, N 
 D head size, W channels of the short convolution, T rows of one call.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -155,7 +156,11 @@ class StageCache:
         self.num_committed = 0
         self.num_speculative = 0
         self.recurrent_layers = frozenset(recurrent_layers)
-        self._capacity = 0
+        self.capacity = 0
+        """Rows that fit the buffers; they double when more come."""
+        self.spare_rows = 0
+        """Further rows of the buffers, for the padding of calls with fixed shapes."""
+        self._slots: Tensor | None = None
         self._num_new = 0
         self._positions_C = torch.empty(0, dtype=torch.long)
         self._keys: dict[int, Tensor] = {}
@@ -178,8 +183,8 @@ class StageCache:
         """Make room for rows at these positions; returns the positions of all rows."""
         self._num_new = positions_l.shape[0]
         end = self.num_rows + self._num_new
-        if end > self._capacity:
-            self._grow(max(end, 2 * self._capacity, MIN_CAPACITY), positions_l.device)
+        if end > self.capacity:
+            self._grow(max(end, 2 * self.capacity, MIN_CAPACITY), positions_l.device)
         self._positions_C[self.num_rows : end] = positions_l
         self._conv, self._recurrent = (dict(states) for states in self._history[-1])
         return self._positions_C[:end]
@@ -231,23 +236,42 @@ class StageCache:
         for buffers in (self._keys, self._values):
             for layer_idx, small_1NCD in buffers.items():
                 _, num_heads, _, head_size = small_1NCD.shape
-                large_1NCD = small_1NCD.new_empty(1, num_heads, capacity, head_size)
+                rows = capacity + self.spare_rows
+                large_1NCD = small_1NCD.new_zeros(1, num_heads, rows, head_size)
                 large_1NCD[:, :, :used] = small_1NCD[:, :, :used]
                 buffers[layer_idx] = large_1NCD
-        self._capacity = capacity
+        self.capacity = capacity
+
+    @contextmanager
+    def writing_to(self, slots_P: Tensor) -> Iterator[None]:
+        """Calls of fixed shapes: rows go to these places, all rows of the buffers come back."""
+        self._slots = slots_P
+        try:
+            yield
+        finally:
+            self._slots = None
 
     # Called by the attention modules.
 
     def update(
         self, keys_1NlD: Tensor, values_1NlD: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """Append the rows announced by ``begin`` and return all rows of the layer."""
+        """Append the rows announced by ``begin`` and return all rows of the layer.
+
+        Inside ``writing_to``: write to its slots, and return the whole buffers.
+        """
         if layer_idx not in self._keys:
             for buffers, rows in ((self._keys, keys_1NlD), (self._values, values_1NlD)):
                 _, num_heads, _, head_size = rows.shape
-                buffers[layer_idx] = rows.new_empty(1, num_heads, self._capacity, head_size)
-        start, end = self.num_rows, self.num_rows + self._num_new
+                num_rows = self.capacity + self.spare_rows
+                # Zeros: a row that is never written is masked, and 0 * NaN would reach others.
+                buffers[layer_idx] = rows.new_zeros(1, num_heads, num_rows, head_size)
         keys_1NCD, values_1NCD = self._keys[layer_idx], self._values[layer_idx]
+        if self._slots is not None:
+            keys_1NCD.index_copy_(2, self._slots, keys_1NlD)
+            values_1NCD.index_copy_(2, self._slots, values_1NlD)
+            return keys_1NCD, values_1NCD
+        start, end = self.num_rows, self.num_rows + self._num_new
         keys_1NCD[:, :, start:end] = keys_1NlD
         values_1NCD[:, :, start:end] = values_1NlD
         return keys_1NCD[:, :, :end], values_1NCD[:, :, :end]

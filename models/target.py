@@ -24,9 +24,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from pipedraft.models import stage_graph
 from pipedraft.models.documents import packed_call
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
 from pipedraft.models.stage_cache import Keep, Segment, StageCache, additive_mask, prune_segment
+from pipedraft.models.stage_graph import StageGraphs
 
 __all__ = [
     "Keep",
@@ -213,6 +215,10 @@ class Stage:
         self.window = decoder.config.sliding_window if "sliding_attention" in self.kinds else None
         self.device = next(self.layers[0].parameters()).device
         self.cache = StageCache(recurrent)
+        can_record = decoder.config.model_type in stage_graph.FAMILIES
+        on_gpu = self.device.type == "cuda"
+        self.graphs = StageGraphs(self) if on_gpu and can_record else None
+        """Runs speculative rows; None: layer by layer."""
 
     @property
     def num_committed(self) -> int:
@@ -256,7 +262,9 @@ class Stage:
             _check_chain(segment)
         hidden_lH = self._enter(segment.ids if self.embedding is not None else segment.hidden)
         if not self.cache.recurrent_layers:
-            hidden_lH, collected = self._run(hidden_lH, positions_l, visible_lS, taps)
+            is_short = segment.num_rows <= stage_graph.MAX_ROWS
+            run = self.graphs.run if self.graphs is not None and is_short else self._run
+            hidden_lH, collected = run(hidden_lH, positions_l, visible_lS, taps)
             self.cache.advance(committed=False)
         else:
             parts = []

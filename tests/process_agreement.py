@@ -1,6 +1,6 @@
 """What every rank of tests/test_process.py runs: all schedules on processes and in one process.
 
-torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER
+torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS
 """
 
 import json
@@ -21,7 +21,7 @@ NEW_TOKENS = 16
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with Cluster(Limits()) as cluster:
+    with Cluster(Limits(), sys.argv[2]) as cluster:
         if not cluster.is_controller:
             cluster.serve()
             return
@@ -62,6 +62,9 @@ def compare(cluster, part, name):
         "different": different,
         "reports": reports,
         "parameters": [total, held],
+        "device_links": sum(
+            link.device_link is not None for link in cluster.watch.sent + cluster.watch.received
+        ),
     }
 
 

@@ -104,12 +104,21 @@ def same(a, b) -> bool:
     return a == b
 
 
+@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["inside", "apart"])
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_a_message_survives_its_frame(message):
-    frame = encode(message, 12.5)
+def test_a_message_survives_its_frame(message, device):
+    frame, apart = encode(message, 12.5, device)
     buffer = torch.zeros(len(frame) + 100, dtype=torch.uint8)  # a receive buffer is longer
     buffer[: len(frame)] = frame
-    back = decode(buffer)
+    waiting = [array.clone() for array in apart]
+
+    def receive(shape, dtype):
+        array = waiting.pop(0)
+        assert (tuple(array.shape), array.dtype) == (shape, dtype)
+        return array
+
+    back = decode(buffer, receive)
+    assert not waiting and (device is not None or not apart)
     buffer.zero_()  # the message owns its tensors
     assert type(back) is type(message) and back.sent_at == 12.5
     assert all(
@@ -121,7 +130,7 @@ def test_a_message_survives_its_frame(message):
 def test_bytes_that_are_no_frame_are_refused():
     with pytest.raises(ConnectionError, match="frame starts with"):
         decode(torch.full((200,), 7, dtype=torch.uint8))
-    frame = encode(Result(verdicts=torch.arange(4)), 0.0)
+    frame, _ = encode(Result(verdicts=torch.arange(4)), 0.0)
     huge = frame.clone()
     huge[8:16] = 255  # the length
     with pytest.raises(ConnectionError, match="claims"):
@@ -132,6 +141,10 @@ def test_bytes_that_are_no_frame_are_refused():
         longer[place] = 120  # array sizes
     with pytest.raises((ConnectionError, IndexError)):
         decode(longer)
+    states = Result(taps={3: torch.zeros(2, 4)})
+    apart, _ = encode(states, 0.0, torch.device("cpu"))
+    with pytest.raises(ConnectionError, match="is not in it"):
+        decode(apart)
 
 
 # -- the controller's books ------------------------------------------------------------------
@@ -141,7 +154,7 @@ class Wire(Local):
     """A link that turns every message into bytes and back, as between processes."""
 
     def send(self, message: Message) -> None:
-        super().send(decode(encode(message, 0.0)))
+        super().send(decode(encode(message, 0.0)[0]))
 
 
 class LateWire(Wire):
@@ -406,11 +419,12 @@ def launch(arguments, *, num_processes, **options):
     )
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_ranks_decode_what_one_process_decodes(num_processes, tmp_path):
-    """Two stages, the first one beside the controller and on a rank of its own."""
+@pytest.mark.parametrize(("num_processes", "links"), [(2, "auto"), (3, "device")])
+def test_ranks_decode_what_one_process_decodes(num_processes, links, tmp_path):
+    """Two stages, the first one beside the controller and on a rank of its own; states inside
+    their frames and apart from them."""
     script = Path(__file__).with_name("process_agreement.py")
-    process = launch([str(script), str(tmp_path)], num_processes=num_processes)
+    process = launch([str(script), str(tmp_path), links], num_processes=num_processes)
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors[-3000:]
     outcome = json.loads(output.splitlines()[-1])
@@ -420,6 +434,7 @@ def test_ranks_decode_what_one_process_decodes(num_processes, tmp_path):
     assert all(report["seconds"]["stage"] > 0 for report in outcome["reports"][-2:])
     held = outcome["parameters"]
     assert held[-1] < 0.8 * held[-2] + held[-1]
+    assert outcome["device_links"] == (3 if links == "device" else 0)
 
 
 def test_without_a_launcher_the_process_backend_says_how_to_start():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from pipedraft.inference.process import is_launched
 from pipedraft.inference.process.link import (
     ANSWER,
     CANCEL,
+    DAY,
     FORWARD,
+    DeviceLink,
     Inbox,
     Local,
     LostLink,
@@ -37,6 +39,7 @@ from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
 from pipedraft.models.target_part import load_target_part
 
 JOB_KEY = "pipedraft/job"
+DEVICE_KEY = "pipedraft/device"
 LOAD_TIMEOUT = timedelta(hours=2)
 CONNECT_TIMEOUT = timedelta(seconds=60)
 
@@ -59,8 +62,13 @@ class Job:
 class Cluster:
     """Use as a context on every rank; leaving it ends the other ranks, in order or in failure."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, links: Literal["auto", "device", "host"] = "auto") -> None:
         """
+        Args:
+            links: the way of hidden states. device: beside their frames, by NCCL between GPUs (by
+                gloo where there are none); host: inside them, through host memory; auto: device
+                where every rank has a GPU of its own.
+
         Raises:
             ValueError: this process was not started by a launcher.
         """
@@ -71,6 +79,8 @@ class Cluster:
             )
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.watch = Watch(self.rank, self.world_size, ["starting"] * self.world_size, limits)
+        self._links = links
+        self._device_links: dict[tuple[int, int, int], DeviceLink] = {}
         self._closing: list[Sender] = []
         self._draining: list[Receiver] = []
         self.pipeline: ProcessPipeline | None = None
@@ -89,7 +99,33 @@ class Cluster:
     def __enter__(self) -> Self:
         self.watch.start()
         dist.init_process_group("gloo", timeout=CONNECT_TIMEOUT)
+        if self._links == "device" or (self._links == "auto" and self._have_own_devices()):
+            self._open_device_links()
         return self
+
+    def _have_own_devices(self) -> bool:
+        """Every rank has a GPU that no other rank has."""
+        if not torch.cuda.is_available():
+            mine = ""
+        else:
+            mine = str(torch.cuda.get_device_properties(self.device).uuid)
+        self.watch.store.set(f"{DEVICE_KEY}/{self.rank}", mine)
+        keys = [f"{DEVICE_KEY}/{rank}" for rank in range(self.world_size)]
+        self.watch.store.wait(keys, CONNECT_TIMEOUT)
+        devices = [self.watch.store.get(key).decode() for key in keys]
+        return all(devices) and len(set(devices)) == len(devices)
+
+    def _open_device_links(self) -> None:
+        """Each to the next rank, and each back to the controller: on all ranks in this order."""
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        forward = [(rank, rank + 1, FORWARD) for rank in range(self.world_size - 1)]
+        back = [(rank, 0, ANSWER) for rank in range(1, self.world_size)]
+        for sender, receiver, channel in forward + back:
+            pair = sorted((sender, receiver))
+            group = dist.new_group(pair, timeout=DAY, backend=backend)
+            if self.rank in pair:
+                link = DeviceLink(group, self.device)
+                self._device_links[sender, receiver, channel] = link
 
     def __exit__(
         self,
@@ -255,13 +291,14 @@ class Cluster:
         )
 
     def _sender(self, peer: int, channel: int, timeline: Timeline) -> Sender:
-        link = Sender(peer, channel, timeline)
+        device_link = self._device_links.get((self.rank, peer, channel))
+        link = Sender(peer, channel, timeline, device_link)
         self.watch.sent.append(link)
         self._closing.append(link)
         return link
 
     def _receiver(self, peer: int, channel: int) -> Receiver:
-        link = Receiver(peer, channel)
+        link = Receiver(peer, channel, self._device_links.get((peer, self.rank, channel)))
         self.watch.received.append(link)
         self._draining.append(link)
         return link

@@ -1,14 +1,17 @@
 """Ordered messages from one rank to another over torch.distributed's point-to-point operations.
 
 Receives are posted ahead into static buffers, so that a frame never waits for its receiver to ask,
-and sends return at once. A frame that does not fit a static buffer comes in two pieces.
+and sends return at once. A frame that does not fit a static buffer comes in two pieces. Where every
+rank has an accelerator of its own, hidden states go from device to device beside their frame.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -61,19 +64,56 @@ def _naming(peer: int) -> Iterator[None]:
         raise LostLink(peer, reason) from error
 
 
+@dataclass(frozen=True)
+class DeviceLink:
+    """One direction between two accelerators, in a process group of these two ranks.
+
+    Operations of a group run in the order of their posting, so that two links in one group could
+    wait for each other's receivers. ``wait`` without a limit makes NCCL's streams wait, not this
+    thread.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+    def send(self, array: Tensor, peer: int) -> tuple[dist.Work, Tensor]:
+        whole = array.contiguous()
+        work = dist.isend(whole, peer, group=self.group)
+        assert work is not None
+        return work, whole
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Tensor:
+        array = torch.empty(shape, dtype=dtype, device=self.device)
+        work = dist.irecv(array, peer, group=self.group)
+        assert work is not None
+        work.wait()
+        return array
+
+
 class Sender:
-    def __init__(self, peer: int, channel: int, timeline: Timeline) -> None:
+    def __init__(
+        self, peer: int, channel: int, timeline: Timeline, device_link: DeviceLink | None = None
+    ) -> None:
         self.peer, self.channel, self.timeline = peer, channel, timeline
+        self.device_link = device_link
         self.num_sent = 0
+        self._apart: deque[tuple[dist.Work, Tensor]] = deque()
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, message: Message) -> None:
         with self.timeline.span("send"), _naming(self.peer):
-            frame = encode(message, time.monotonic())
+            link = self.device_link
+            device = None if link is None else link.device
+            frame, apart = encode(message, time.monotonic(), device)
             self.num_sent += 1
             self._post(frame[:BUFFER_BYTES], 2 * self.channel)
             if len(frame) > BUFFER_BYTES:
                 self._post(frame[BUFFER_BYTES:], 2 * self.channel + 1)
+            for array in apart:
+                assert link is not None
+                if len(self._apart) == MAX_UNSENT:
+                    self._apart.popleft()[0].wait()
+                self._apart.append(link.send(array, self.peer))
 
     def _post(self, piece: Tensor, tag: int) -> None:
         if len(self._under_way) == MAX_UNSENT:
@@ -89,12 +129,15 @@ class Sender:
             self.send(Close())
         for work, _ in self._under_way:
             work.wait(DAY)
+        for work, _ in self._apart:
+            work.wait()
         self._under_way.clear()
+        self._apart.clear()
 
 
 class Receiver:
-    def __init__(self, peer: int, channel: int) -> None:
-        self.peer, self.channel = peer, channel
+    def __init__(self, peer: int, channel: int, device_link: DeviceLink | None = None) -> None:
+        self.peer, self.channel, self.device_link = peer, channel, device_link
         self.num_received = 0
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
         for _ in range(NUM_BUFFERS):
@@ -133,7 +176,9 @@ class Receiver:
             assert rest_work is not None
             rest_work.wait(DAY)
             frame = torch.cat([buffer, rest])
-        message = decode(frame)
+        link = self.device_link
+        fetch = None if link is None else partial(link.receive, peer=self.peer)
+        message = decode(frame, fetch)
         self.num_received += 1
         if isinstance(message, Close):
             while self._posted:  # one Close for each posted receive

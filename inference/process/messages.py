@@ -1,13 +1,14 @@
 """What travels between the ranks, and how a message becomes one frame of bytes.
 
 A frame is a fixed header, the shapes of its arrays, and the arrays. Nothing is pickled, and sizes
-are checked before anything is allocated.
+are checked before anything is allocated. Arrays on an accelerator may travel apart from their
+frame, from device to device; the frame then has their shapes only.
 """
 
 # l rows of a segment, S mask columns, H hidden, R returned rows, V vocabulary
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,8 @@ HEADER = struct.Struct("<IHHQ4iqdd")
 """Magic, kind, arrays, bytes in all, four integers, sequence, a float, time of sending."""
 ARRAY = struct.Struct("<BB3i")
 """Data type, axes, sizes (1 where there is no axis)."""
+APART = 0x80
+"""Added to the data type of an array that is not in the frame."""
 DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -160,11 +163,20 @@ def _keeps(plan: list[int]) -> list[Keep]:
     return keeps
 
 
-def encode(message: Message, sent_at: float) -> Tensor:
-    """One frame: uint8 [bytes]."""
+def encode(
+    message: Message, sent_at: float, device: torch.device | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """One frame, uint8 [bytes], and the arrays on ``device``, which are to be sent apart."""
     numbers, number, arrays = _content(message)
-    parts = [array.detach().to("cpu").contiguous() for array in arrays]
-    sizes = [part.numel() * part.element_size() for part in parts]
+    apart = [array.device == device and array.numel() > 0 for array in arrays]
+    parts = [
+        array.detach() if is_apart else array.detach().to("cpu").contiguous()
+        for array, is_apart in zip(arrays, apart, strict=True)
+    ]
+    sizes = [
+        0 if is_apart else part.numel() * part.element_size()
+        for part, is_apart in zip(parts, apart, strict=True)
+    ]
     start = _padded(HEADER.size + ARRAY.size * len(parts))
     total = start + sum(map(_padded, sizes))
     frame = torch.empty(total, dtype=torch.uint8)
@@ -176,14 +188,14 @@ def encode(message: Message, sent_at: float) -> Tensor:
     )
     for index, part in enumerate(parts):
         shape = (*part.shape, 1, 1, 1)[:3]
-        code = DTYPES.index(part.dtype)
+        code = DTYPES.index(part.dtype) | (APART if apart[index] else 0)
         ARRAY.pack_into(view, HEADER.size + index * ARRAY.size, code, part.ndim, *shape)
     at = start
     for part, size in zip(parts, sizes, strict=True):
         if size:
             frame[at : at + size] = part.flatten().view(torch.uint8)
         at += _padded(size)
-    return frame
+    return frame, [part for part, is_apart in zip(parts, apart, strict=True) if is_apart]
 
 
 def _padded(size: int) -> int:
@@ -203,8 +215,13 @@ def frame_bytes(start: Tensor) -> int:
     return total
 
 
-def decode(frame: Tensor) -> Message:
+def decode(
+    frame: Tensor, receive: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None
+) -> Message:
     """A message whose tensors are copies, so that the buffer is free again.
+
+    Args:
+        receive: fetches the next array that travels apart, of this shape and type.
 
     Raises:
         ConnectionError: the frame contradicts itself.
@@ -217,11 +234,17 @@ def decode(frame: Tensor) -> Message:
     arrays = []
     for index in range(count):
         code, axes, *sizes = ARRAY.unpack_from(view, HEADER.size + index * ARRAY.size)
-        dtype = DTYPES[code]
+        dtype = DTYPES[code & ~APART]
         num_items = sizes[0] * sizes[1] * sizes[2]
         size = num_items * dtype.itemsize
-        if min(sizes) < 0 or at + size > total:
+        limit = MAX_FRAME_BYTES if code & APART else total - at
+        if min(sizes) < 0 or size > limit:
             raise ConnectionError(f"array {index} of a frame claims {sizes}, which is too long")
+        if code & APART:
+            if receive is None:
+                raise ConnectionError(f"array {index} of a frame is not in it")
+            arrays.append(receive(tuple(sizes[:axes]), dtype))
+            continue
         arrays.append(data[at : at + size].view(dtype).view(sizes[:axes]))
         at += _padded(size)
     message = _message(kind, tuple(four), number, arrays)
