@@ -6,7 +6,7 @@ import sys
 
 from pipedraft import __version__
 
-# Command -> folder that runs it, what it does, an example.
+# Command -> folder or file that runs it, what it does, an example.
 COMMANDS = {
     "train": (
         "train",
@@ -25,13 +25,23 @@ COMMANDS = {
     ),
     "data": (
         "data_recipes",
-        "tokenise conversations, regenerate answers, dump hidden states",
-        "pipedraft data --config configs/data/chat_mix.yaml",
+        "conversations or texts to token ids and loss masks, with a report",
+        "pipedraft data --config configs/data/chat_mix.yaml --out out/chat_mix",
     ),
     "models": (
         "models",
-        "push a checkpoint to the Hub",
+        "push a checkpoint to the Hub, or export it for a serving engine",
         "pipedraft models push --checkpoint out/spd --repo user/name --dry-run",
+    ),
+    "doctor": (
+        "doctor",
+        "check this machine: versions, cores, processes, disk, embedded target, Hub",
+        "pipedraft doctor --json",
+    ),
+    "completion": (
+        "completion",
+        "print the script by which bash or zsh completes commands and options",
+        "pipedraft completion bash",
     ),
 }
 
@@ -40,7 +50,7 @@ def usage() -> str:
     """What --help prints: every command with one line and an example."""
     lines = ["usage: pipedraft [--help] [--version] <command> ...", ""]
     for name, (_, summary, example) in COMMANDS.items():
-        lines += [f"  {name:<11}{summary}", f"             {example}"]
+        lines += [f"  {name:<12}{summary}", f"              {example}"]
     return "\n".join([*lines, "", "`pipedraft <command> --help` lists the options of a command."])
 
 

@@ -13,6 +13,10 @@ class UsageError(ValueError):
     """Bad input. The message is one line that names the field, the value and the mend."""
 
 
+class Failure(RuntimeError):
+    """Nothing that the input could mend, as a network that is down; one line, status 1."""
+
+
 class Parser(argparse.ArgumentParser):
     """Bad arguments raise ``UsageError``: one line, no usage text, the nearest option named."""
 
@@ -46,17 +50,17 @@ def make_folder(field: str, folder: Path) -> None:
 def run_command(main: Callable[[], None]) -> None:
     """Run an entry point and exit with its status.
 
-    ``ValueError`` and a missing file are bad input (status 2, one line on stderr); anything else
-    is a failure of the program (traceback, status 1). ``PIPEDRAFT_TRACEBACK=1`` shows the
-    traceback of bad input as well.
+    ``ValueError`` and a missing file are bad input (status 2, one line on stderr), ``Failure`` is
+    one of the surroundings (status 1, one line); anything else is a failure of the program
+    (traceback, status 1). ``PIPEDRAFT_TRACEBACK=1`` shows the traceback of the first two as well.
     """
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, Failure) as error:
         if os.environ.get("PIPEDRAFT_TRACEBACK"):
             raise
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, Failure) else 2)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from pipedraft.errors import make_folder
 
 if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
     from pipedraft.data_recipes.recipe import DataConfig
 
 EXAMPLE = """example:
@@ -20,10 +22,10 @@ OUT/bad_rows.jsonl (every row left out, with the reason), OUT/README.md (a card 
 sources, filters and benchmark overlap) and OUT/config.yaml (as resolved)."""
 
 
-def main(argv: list[str] | None = None) -> None:
+def build_parser() -> "ArgumentParser":
     import argparse
 
-    from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
+    from jsonargparse import ActionConfigFile, ArgumentParser
 
     from pipedraft.data_recipes.recipe import DataConfig
 
@@ -38,6 +40,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", type=str, required=True, help="folder or Hub id")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_class_arguments(DataConfig, "data")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    from jsonargparse import ArgumentError
+
+    parser = build_parser()
     try:
         cfg = parser.parse_args(argv)
         build(parser.instantiate(cfg).data, cfg.tokenizer, cfg.out)

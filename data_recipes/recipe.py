@@ -178,6 +178,8 @@ def load_data(
             )
         parts.append(part)
     report.train_rows, report.valid_rows = len(parts[0]), len(parts[1])
+    on_hub = [source.path for source in config.sources if list_files(source) is None]
+    report.hub_datasets = list(dict.fromkeys(on_hub))
     return TokenizedData(train=parts[0], valid=parts[1], report=report)
 
 

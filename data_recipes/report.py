@@ -58,6 +58,8 @@ class DataReport:
     """Per source: rows_read, rows_kept, tokens (separators excluded)."""
     licenses: dict[str, int]
     """Rows kept by licence; `unknown` where neither the row nor its source names one."""
+    hub_datasets: list[str] = field(default_factory=list)
+    """Ids of the sources that are data sets of the Hub."""
     train_rows: int = 0
     valid_rows: int = 0
     """Rows of the two sets (blocks, if packed), repetitions included."""

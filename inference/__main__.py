@@ -1,19 +1,21 @@
 """Decode one prompt: text is streamed as it becomes certain, then the figures."""
 
 import argparse
+import importlib
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedraft.errors import Parser, run_command
+from pipedraft.errors import Parser, UsageError, run_command
 from pipedraft.inference.arguments import (
     add_backend_arguments,
     add_drafting_arguments,
     backend_of,
     drafting_settings,
 )
+from pipedraft.inference.prompts import Stream, encode
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 
@@ -25,10 +27,18 @@ EXAMPLE = """example:
   python -m pipedraft.inference --target assets/target --schedule autoregressive --prompt "Hi"
   torchrun --nproc-per-node 4 -m pipedraft.inference --checkpoint out/spd --backend process \\
       --prompt "Hi"
+
+  python -m pipedraft.inference serve --target assets/target   the target for edges elsewhere
+  python -m pipedraft.inference edge --help                    a draft here, the target there
 """
+SUBCOMMANDS = {
+    "edge": "pipedraft.inference.edge_cloud.edge_command",
+    "serve": "pipedraft.inference.edge_cloud.serve_command",
+}
+"""First word of the command line -> module whose ``run`` gets the words after it."""
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def build_parser() -> Parser:
     parser = Parser(
         prog="pipedraft inference",
         description=__doc__,
@@ -66,7 +76,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="write what every process did (Chrome trace; with --backend process)",
     )
     parser.add_argument("--quiet", action="store_true", help="only the text, no figures")
-    return parser.parse_args(arguments)
+    return parser
 
 
 @dataclass(frozen=True)
@@ -76,35 +86,6 @@ class Choice:
     schedule: str
     num_stages: int | None
     boundaries: tuple[int, ...]
-
-
-class Stream:
-    """Prints text as tokens arrive, only up to the last complete character."""
-
-    def __init__(self, tokenizer) -> None:
-        self.tokenizer, self.printed = tokenizer, 0
-        self.ids: list[int] = []
-
-    def __call__(self, token: int) -> None:
-        self.ids.append(token)
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            sys.stdout.write(text[self.printed :])
-            sys.stdout.flush()
-            self.printed = len(text)
-
-    def finish(self, text: str) -> None:
-        """Print what was held back, an incomplete last character included."""
-        print(text[self.printed :])
-
-
-def encode(tokenizer, text: str, raw: bool) -> list[int]:
-    if raw or tokenizer.chat_template is None:
-        return tokenizer(text).input_ids
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer(rendered, add_special_tokens=False).input_ids
 
 
 def describe(options: argparse.Namespace) -> Choice:
@@ -224,7 +205,13 @@ def report_processes(reports: list[dict[str, Any]], options: argparse.Namespace)
 
 
 def main() -> None:
-    options = parse(sys.argv[1:])
+    words = sys.argv[1:]
+    if words and not words[0].startswith("-"):
+        if words[0] not in SUBCOMMANDS:
+            raise UsageError(f"command: {words[0]!r} is unknown; give {' or '.join(SUBCOMMANDS)}")
+        importlib.import_module(SUBCOMMANDS[words[0]]).run(words[1:])
+        return
+    options = build_parser().parse_args(words)
     with backend_of(options) as cluster:
         if cluster is None or cluster.is_controller:
             run(options, cluster)

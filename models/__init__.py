@@ -3,12 +3,16 @@
 from typing import Any
 
 
-def load_draft(path_or_repo: str, target: Any, *, revision: str | None = None) -> Any:
+def load_draft(
+    path_or_repo: str, target: Any, *, revision: str | None = None, allow_evolved: bool = False
+) -> Any:
     """Load a draft of any type and check that it belongs to ``target``.
 
     Args:
         path_or_repo: checkpoint folder, output folder of a run (its best checkpoint), or Hub id.
         target: the loaded target model.
+        allow_evolved: take a target of the same sizes with other weights than the draft's own, to
+            measure what the draft is worth on it.
 
     Raises:
         ValueError: missing or damaged checkpoint, unknown type, or another target's draft.
@@ -30,6 +34,6 @@ def load_draft(path_or_repo: str, target: Any, *, revision: str | None = None) -
             f"checkpoint: draft_type {kind!r} in {folder} is unknown; known: {', '.join(drafts)}"
         )
     draft = drafts[kind].load(folder, description)
-    draft.reference.check_fingerprint(draft.fingerprint(target))
+    draft.reference.check_fingerprint(draft.fingerprint(target), allow_evolved=allow_evolved)
     draft.attach(target)
     return draft

@@ -1,4 +1,5 @@
-"""Work on checkpoints: push one to the Hub, or export it for a serving engine."""
+"""Work on checkpoints: push one to the Hub, export it for a serving engine, or say whether a
+fine-tuned target keeps its FlexSpec draft."""
 
 import argparse
 import sys
@@ -10,11 +11,13 @@ from pipedraft.errors import Parser, make_folder, run_command
 EXAMPLE = """example:
   python -m pipedraft.models push --checkpoint out/spd --repo user/name \\
       --results out/eval/results.json --dry-run
+  python -m pipedraft.models push --checkpoint out/sglang --repo user/name-sglang --private
   python -m pipedraft.models export --checkpoint out/eagle3 --format sglang --out out/sglang
+  python -m pipedraft.models scope --base assets/target --target out/tuned/best
 """
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def build_parser() -> Parser:
     parser = Parser(
         prog="pipedraft models",
         description=__doc__,
@@ -23,13 +26,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     push = commands.add_parser("push", help="upload a checkpoint to the Hub")
-    push.add_argument("--checkpoint", required=True, help="checkpoint folder or a run's folder")
+    push.add_argument(
+        "--checkpoint", required=True, help="checkpoint folder, a run's folder, or an export"
+    )
     push.add_argument("--repo", required=True, help="user/name")
     push.add_argument(
         "--results", type=Path, help="results.json of pipedraft eval, for the card's table"
     )
-    push.add_argument("--private", action="store_true")
-    push.add_argument("--revision", help="branch to upload to")
+    push.add_argument(
+        "--target", help="the target's Hub id (default: the name that the training gave it)"
+    )
+    push.add_argument("--private", action="store_true", help="for a repository that it makes")
+    push.add_argument("--revision", metavar="BRANCH", help="made if missing (default: main)")
+    push.add_argument("--commit-message", metavar="TEXT")
     push.add_argument("--dry-run", action="store_true", help="only write the folder to --out")
     push.add_argument(
         "--out", type=Path, help="with --dry-run: where to write it (default: out/upload/REPO)"
@@ -48,13 +57,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     export.add_argument(
         "--target", help="the target's name for the engine (default: the one of the training)"
     )
-    return parser.parse_args(arguments)
+    scope = commands.add_parser(
+        "scope",
+        help="list what a fine-tuned target changed of embedding, last block, final norm and LM "
+        "head, which a FlexSpec draft has copied; exit status 1 if it changed any",
+    )
+    scope.add_argument("--base", required=True, help="folder or Hub id of the target before")
+    scope.add_argument(
+        "--target", required=True, help="folder or Hub id of the one after, or an adapter's folder"
+    )
+    return parser
 
 
 def main() -> None:
-    options = parse(sys.argv[1:])
+    options = build_parser().parse_args(sys.argv[1:])
     if options.command == "export":
         run_export(options)
+    elif options.command == "scope":
+        run_scope(options)
     else:
         run_push(options)
 
@@ -69,26 +89,42 @@ def run_export(options: argparse.Namespace) -> None:
     print(launch_line(options.format, options.target or target_name(folder), options.out))
 
 
+def run_scope(options: argparse.Namespace) -> None:
+    from pipedraft.models.evolution import out_of_scope
+
+    names = out_of_scope(options.base, options.target)
+    if names:
+        print("\n".join(names))
+        sys.exit(1)
+    print(f"in scope: {options.target} differs from {options.base} in layers 1 .. L-1 at most")
+
+
 def run_push(options: argparse.Namespace) -> None:
     from pipedraft.models.draft import resolve_folder
-    from pipedraft.models.hub import prepare_upload, push
+    from pipedraft.models.hub import Upload, prepare_upload, push
 
     if options.repo.count("/") != 1:
         raise ValueError(f"--repo: {options.repo!r} names no owner; give user/name")
     if options.out is not None and not options.dry_run:
         raise ValueError(f"--out: {str(options.out)!r} without --dry-run; give both or neither")
     folder = resolve_folder(options.checkpoint)
+    upload = Upload(
+        repo=options.repo,
+        revision=options.revision,
+        private=options.private,
+        message=options.commit_message,
+        results=options.results,
+        target=options.target,
+    )
     if options.dry_run:
         out = options.out or Path("out/upload", options.repo)
         make_folder("--out", out)
-        for path in prepare_upload(folder, out, options.results):
+        for path in prepare_upload(folder, out, upload):
             print(path)
         return
     with tempfile.TemporaryDirectory() as temporary:
-        prepare_upload(folder, Path(temporary), options.results)
-        print(
-            push(Path(temporary), options.repo, private=options.private, revision=options.revision)
-        )
+        prepare_upload(folder, Path(temporary), upload, links_weights=True)
+        print(push(Path(temporary), upload))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,16 @@ class TargetReference:
     revision: str | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
-    def check_fingerprint(self, fingerprint: dict[str, int | str]) -> None:
-        """Raise ValueError when it is not that of the target the draft was trained for."""
+    def check_fingerprint(
+        self, fingerprint: dict[str, int | str], *, allow_evolved: bool = False
+    ) -> None:
+        """Raise ValueError when it is not that of the target the draft was trained for.
+
+        Args:
+            allow_evolved: sizes must agree, hashes need not.
+        """
+        if allow_evolved:
+            fingerprint = {name: x for name, x in fingerprint.items() if isinstance(x, int)}
         difference = fingerprint_mismatch(self.fingerprint, fingerprint)
         if difference is not None:
             raise ValueError(
@@ -197,19 +205,9 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
             f"checkpoint: no folder {path_or_repo}; give a folder written by pipedraft train, "
             "or user/name on the Hub"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from pipedraft.models.hub_link import download_checkpoint
 
-    try:
-        downloaded = snapshot_download(
-            path_or_repo, revision=revision, allow_patterns=["*.json", "*.safetensors", "README.md"]
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise ValueError(
-            f"checkpoint: {path_or_repo} is no folder and could not be downloaded from the Hub "
-            f"({type(error).__name__}); check the name, the network or HF_TOKEN"
-        ) from error
-    return Path(downloaded)
+    return download_checkpoint(path_or_repo, revision)
 
 
 def draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:

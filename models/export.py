@@ -19,10 +19,11 @@ Layer numbers: here and in vLLM index i is the input of the target's layer i. SG
 numbers it reads, so they are written one lower for it, and left out where its default is meant.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,15 +34,19 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from pipedraft.errors import UsageError, make_folder
+from pipedraft.models.card import CARD, CardSource, render_card
 from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, read_description
 from pipedraft.models.eagle3 import Eagle3
 from pipedraft.models.fingerprint import weights_hash
+from pipedraft.models.licence import licence_of
 from pipedraft.models.target import read_config
 
 Layout = Literal["sglang", "speculators"]
 
 CHAIN_LENGTH = 5
 """Guesses in a row that the launch lines and vLLM's configuration ask for."""
+
+ORIGIN_FILE = "pipedraft.json"
 
 DECODERS = ("model.", "model.language_model.")
 """What the names of the decoder's weights start with; the second in models that also see."""
@@ -85,14 +90,57 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
         config = speculators_config(head, name, found.architectures)
         weights = speculators_weights(head, found.embedding_VH)
 
+    if target is not None:
+        description["target"] |= {"name": target, "revision": None}
+    with (folder / WEIGHTS_FILE).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    origin = Origin(layout=layout, weights_sha256=digest, description=description)
+
     def fill(temporary: Path) -> None:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        (temporary / ORIGIN_FILE).write_text(json.dumps(asdict(origin), indent=2) + "\n")
+        (temporary / CARD).write_text(render_card(origin.card_source()))
 
     return write_new_folder(out, fill)
 
 
-def launch_line(layout: Layout, target: str, out: Path) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What an exported folder was made of: kept beside it for its card, unread by the engines."""
+
+    layout: Layout
+    weights_sha256: str
+    """Of the checkpoint's weights, by which an evaluation names them."""
+    description: dict[str, Any]
+    """config.json of the checkpoint, with the target's name for the engine."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Origin":
+        try:
+            return cls(**json.loads((folder / ORIGIN_FILE).read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"checkpoint: {folder / ORIGIN_FILE} is damaged ({error}); export it again"
+            ) from error
+
+    def card_source(self, place: str = "THIS_FOLDER") -> CardSource:
+        """
+        Args:
+            place: what the engine is to be given as the draft.
+        """
+        reference = self.description["target"]
+        name = reference["name"]
+        return CardSource(
+            description=self.description,
+            place=place,
+            layout=self.layout,
+            launch=launch_line(self.layout, name, place),
+            licence=licence_of(name, reference.get("revision"), asks_hub=False),
+        )
+
+
+def launch_line(layout: Layout, target: str, out: Path | str) -> str:
     """Shell command that serves ``target`` with the exported head."""
     if layout == "speculators":
         options = {"method": "eagle3", "model": str(out), "num_speculative_tokens": CHAIN_LENGTH}

@@ -1,103 +1,94 @@
-"""Model cards, and uploading a checkpoint folder to the Hub."""
+"""Uploading a checkpoint, or an export for a serving engine, to the Hub.
 
+What is there already is not sent again: huggingface_hub compares every file with the branch, and
+the storage of large files knows those that an upload sent before it broke off.
+"""
+
+import hashlib
 import json
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from pipedraft import __version__
+from pipedraft.models.card import CARD, MADE, CardSource, Measured, render_card
 from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, read_description
+from pipedraft.models.export import ORIGIN_FILE, Origin, launch_line, read_target
+from pipedraft.models.hub_link import hub_link
+from pipedraft.models.licence import licence_of
 
-CARD = "README.md"
+__all__ = ["CARD", "Upload", "model_card", "prepare_upload", "push"]
+
+WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
-def acceptance_table(results: Path) -> str:
-    """Markdown rows of a results.json of `pipedraft eval`, autoregressive decoding included.
+@dataclass(frozen=True, kw_only=True)
+class Upload:
+    """What is asked of an upload."""
+
+    repo: str
+    revision: str | None = None
+    """Branch; None: the main one."""
+    private: bool = False
+    message: str | None = None
+    results: Path | None = None
+    """results.json of an evaluation of this checkpoint."""
+    target: str | None = None
+    """Hub id of the target, where the training knew it as a folder."""
+
+
+def model_card(description: dict[str, Any]) -> str:
+    """Card of a checkpoint that is on no Hub yet; reads files only.
+
+    Args:
+        description: its config.json.
+    """
+    reference = description["target"]
+    licence = licence_of(reference["name"], reference.get("revision"), asks_hub=False)
+    return render_card(CardSource(description=description, licence=licence))
+
+
+# -- the files ------------------------------------------------------------------------------
+
+
+def prepare_upload(
+    folder: Path, destination: Path, upload: Upload, *, links_weights: bool = False
+) -> list[Path]:
+    """Lay out what belongs on the Hub, never the training state; returns the files.
+
+    A README.md that was written by hand is taken as it is.
+
+    Args:
+        links_weights: a link stands for a copy of the weights.
 
     Raises:
-        ValueError: no such file, or not one of those.
+        ValueError: no complete checkpoint or export, another target than the draft's, results of
+            other weights, or results for a card that was written by hand.
     """
-    try:
-        runs = json.loads(results.read_text())["runs"]
-        rows = [_acceptance_row(run) for run in runs]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"--results: {results} is not a results.json of pipedraft eval ({error!r}); give the "
-            "file that eval wrote into --out"
-        ) from error
-    head = "| benchmark | method | n | T | W | tree | alpha | tau | L' | 95 % CI |\n" + "|---" * 10
-    return "\n".join([head + "|", *rows])
+    origin = Origin.read(folder) if (folder / ORIGIN_FILE).is_file() else None
+    description = read_description(folder) if origin is None else origin.description
+    _check_complete(folder)
+    if upload.target is not None:
+        description = _with_target(description, upload.target, is_export=origin is not None)
+    destination.mkdir(parents=True, exist_ok=True)
+    (destination / WEIGHTS_FILE).unlink(missing_ok=True)
+    if links_weights:
+        (destination / WEIGHTS_FILE).symlink_to((folder / WEIGHTS_FILE).resolve())
+    else:
+        shutil.copyfile(folder / WEIGHTS_FILE, destination / WEIGHTS_FILE)
+    if origin is None:
+        (destination / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
+    else:
+        for name in (CONFIG_FILE, ORIGIN_FILE):
+            shutil.copyfile(folder / name, destination / name)
+    (destination / CARD).write_text(_card(folder, origin, description, upload))
+    return sorted(destination.iterdir())
 
 
-def _acceptance_row(run: dict[str, Any]) -> str:
-    length = run["equivalent_acceptance_length"]
-    low, high = length["ci95"]
-    figures = [run["draft_acceptance_rate"], run["mean_acceptance_length"], length["pooled"]]
-    cells = [
-        *(run["benchmark"], run["method"], run["stages"], f"{run['temperature']:g}"),
-        *(run["tree_width"], run["tree"] or "-"),
-        *("-" if figure is None else f"{figure:.3f}" for figure in figures),
-        "-" if low is None else f"{low:.3f} to {high:.3f}",
-    ]
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def model_card(description: dict[str, Any], results: Path | None = None) -> str:
-    """README.md of a draft: metadata, what it is, how to run it, what it was trained on.
-
-    Args:
-        results: results.json of an evaluation, for the acceptance table.
-    """
-    target = description["target"]
-    training = description["training"]
-    metrics = training.get("metrics", {})
-    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in sorted(metrics.items()))
-    data = training.get("data", {})
-    sources = ", ".join(sorted(data.get("sources", {}))) or "not recorded"
-    measured = ""
-    if results is not None:
-        measured = f"""
-Measured by decoding (L': equivalent acceptance length n N / K, 1 for autoregressive decoding):
-
-{acceptance_table(results)}
-"""
-    return f"""---
-library_name: pipedraft
-base_model: {target["name"]}
-tags:
-- speculative-decoding
-- pipedraft
-- {description["draft_type"]}
----
-# {description["draft_type"]} draft for {target["name"]}
-
-A draft network for pipelined speculative decoding. The text stays the target's own.
-
-    python -m pipedraft.inference --checkpoint THIS_FOLDER --prompt "..."
-
-Target fingerprint: `{target["fingerprint"]["hash"]}`. Loading checks it.
-
-Architecture: `{description["architecture"]}`
-
-Training data: {sources}; {data.get("supervised_tokens", "?")} assistant tokens.
-
-Validation during training (teacher-forced, not a decoding benchmark):
-
-| metric | value |
-|---|---|
-{rows}
-{measured}"""
-
-
-def prepare_upload(folder: Path, destination: Path, results: Path | None = None) -> list[Path]:
-    """Copy what belongs on the Hub (never the training state); returns the files.
-
-    Args:
-        results: makes the card anew, with the acceptance table of this results.json; without it a
-            README.md in the folder is taken as it is.
-    """
-    description = read_description(folder)
+def _check_complete(folder: Path) -> None:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"checkpoint: {folder / name} is missing; give a complete checkpoint")
@@ -108,21 +99,159 @@ def prepare_upload(folder: Path, destination: Path, results: Path | None = None)
         raise ValueError(
             f"checkpoint: {folder / WEIGHTS_FILE} is damaged ({error}); give another checkpoint"
         ) from error
-    destination.mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        shutil.copyfile(folder / name, destination / name)
-    card = folder / CARD
-    own = results is None and card.is_file()
-    text = card.read_text() if own else model_card(description, results)
-    (destination / CARD).write_text(text)
-    return sorted(destination.iterdir())
 
 
-def push(folder: Path, repo: str, *, private: bool, revision: str | None) -> str:
-    """Create the repository if needed and upload the folder; returns its address."""
-    from huggingface_hub import HfApi
+def _with_target(description: dict[str, Any], name: str, *, is_export: bool) -> dict[str, Any]:
+    """The description with another name of the same target."""
+    from pipedraft.models.draft import TargetReference
 
-    api = HfApi()
-    api.create_repo(repo, private=private, exist_ok=True)
-    info = api.upload_folder(repo_id=repo, folder_path=str(folder), revision=revision)
-    return str(info.commit_url)
+    if is_export:
+        raise ValueError(
+            f"--target: {name!r} for an export, whose configuration names it too; give it to "
+            "pipedraft models export"
+        )
+    reference = TargetReference(**description["target"])
+    reference.check_fingerprint(read_target(name, None).fingerprint)
+    return description | {"target": description["target"] | {"name": name, "revision": None}}
+
+
+def _card(folder: Path, origin: Origin | None, description: dict[str, Any], upload: Upload) -> str:
+    path = folder / CARD
+    if path.is_file() and not (text := path.read_text()).rstrip().endswith(MADE):
+        if upload.results is not None:
+            raise ValueError(
+                f"--results: {path} was written by hand and is kept as it is; move it away for a "
+                "card with the measured table, or leave --results out"
+            )
+        return text
+    if origin is None:
+        with (folder / WEIGHTS_FILE).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        layout, launch = None, None
+    else:
+        layout, digest = origin.layout, origin.weights_sha256
+        launch = launch_line(layout, description["target"]["name"], upload.repo)
+    reference = description["target"]
+    return render_card(
+        CardSource(
+            description=description,
+            place=upload.repo,
+            revision=upload.revision,
+            layout=layout,
+            launch=launch,
+            licence=licence_of(reference["name"], reference.get("revision"), asks_hub=True),
+            measured=None if upload.results is None else Measured.read(upload.results, digest),
+        )
+    )
+
+
+# -- the upload -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a folder or a branch holds, as far as it must not be mixed up."""
+
+    kind: str
+    target_hash: str | None = None
+
+    @classmethod
+    def of(cls, files: dict[str, Any]) -> "Content":
+        """
+        Args:
+            files: parsed config.json and pipedraft.json, where there are such.
+        """
+        try:
+            layout, description = "", files[CONFIG_FILE]
+            if ORIGIN_FILE in files:
+                layout = f" for {files[ORIGIN_FILE]['layout']}"
+                description = files[ORIGIN_FILE]["description"]
+            stages = description["architecture"].get("num_stages")
+            kind = f"a draft of type {description['draft_type']!r}{layout}"
+            kind += f" for {stages} stages" if stages else ""
+            return cls(kind, description["target"]["fingerprint"]["hash"])
+        except (KeyError, TypeError, AttributeError):
+            return cls("another model")
+
+
+def push(folder: Path, upload: Upload) -> str:
+    """Create the repository and the branch if needed and upload a prepared folder.
+
+    Returns:
+        Address of the commit, of the newest one where nothing had changed.
+
+    Raises:
+        ValueError: no token or right, a card that the Hub refuses, other content in the
+            repository, or a public repository for a private upload.
+        Failure: the Hub cannot be reached, breaks off or stays silent.
+    """
+    from huggingface_hub import HfApi, ModelCard, get_token
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    api, repo, revision = HfApi(), upload.repo, upload.revision
+    with hub_link(f"--repo: {repo!r}"):
+        if get_token() is None:
+            raise ValueError(
+                f"HF_TOKEN: missing, and {repo!r} needs one that may write; set it, or run "
+                "hf auth login"
+            )
+        ModelCard((folder / CARD).read_text()).validate()
+        api.create_repo(repo, private=upload.private or None, exist_ok=True)
+        info, is_new_branch = api.model_info(repo), False
+        if upload.private and not info.private:
+            raise ValueError(
+                f"--private: {repo!r} exists and is public; make it private in its settings, give "
+                "another --repo, or leave --private out"
+            )
+        if revision is not None:
+            try:
+                info = api.model_info(repo, revision=revision)
+            except RevisionNotFoundError:
+                _check_content(api, folder, upload, info, is_new_branch=True)
+                api.create_branch(repo, branch=revision, exist_ok=True)
+                is_new_branch = True
+        if not is_new_branch:
+            _check_content(api, folder, upload, info, is_new_branch=False)
+        commit = api.upload_folder(
+            repo_id=repo,
+            folder_path=str(folder),
+            revision=revision,
+            commit_message=upload.message or f"Upload with pipedraft {__version__}",
+        )
+    return str(commit.commit_url)
+
+
+def _check_content(
+    api: Any, folder: Path, upload: Upload, info: Any, *, is_new_branch: bool
+) -> None:
+    """Refuse to write over something else, or to put files among those of another model.
+
+    A new branch begins with the files of the main one, and may become another draft.
+    """
+    names = {sibling.rfilename for sibling in info.siblings}
+    theirs = Content("nothing")
+    if any(name == CONFIG_FILE or name.endswith(WEIGHTS_SUFFIXES) for name in names):
+        files = {}
+        for name in names & {CONFIG_FILE, ORIGIN_FILE}:
+            path = api.hf_hub_download(upload.repo, name, revision=info.sha)
+            files[name] = _read_json(Path(path))
+        theirs = Content.of(files)
+    local = {n: _read_json(folder / n) for n in (CONFIG_FILE, ORIGIN_FILE) if (folder / n).exists()}
+    ours = Content.of(local)
+    may_differ = is_new_branch and theirs.target_hash is not None
+    if theirs.kind == "nothing" or theirs == ours or may_differ:
+        return
+    if theirs.kind == ours.kind:
+        ours = replace(ours, kind="one of this target")
+        theirs = replace(theirs, kind=f"{theirs.kind} for another target ({theirs.target_hash})")
+    raise ValueError(
+        f"--repo: {upload.repo!r} holds {theirs.kind}, not {ours.kind}; give another --repo"
+        + ("" if is_new_branch or theirs.target_hash is None else ", or a new --revision")
+    )
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        return None

@@ -67,7 +67,8 @@ def make_checkpoint(folder: Path, make_target=tiny_llama, **options) -> Path:
 
 
 def read(out: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    names = {"README.md", "config.json", "model.safetensors", "pipedraft.json"}
+    assert {path.name for path in out.iterdir()} == names
     return json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
 
 
@@ -254,7 +255,8 @@ def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, c
         out = tmp_path / layout
         assert call("models", command(folder, layout, out), monkeypatch) == 0
         *files, line = capfd.readouterr().out.splitlines()
-        assert files == [str(out / "config.json"), str(out / "model.safetensors")]
+        names = ("README.md", "config.json", "model.safetensors", "pipedraft.json")
+        assert files == [str(out / name) for name in names]
         for word in (*words, str(out), str(tmp_path / "target")):
             assert word in line
     assert not list(tmp_path.glob(".*"))
@@ -369,7 +371,7 @@ def test_an_export_that_fails_half_way_leaves_no_folder(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="disk full"):
             export(folder, "sglang", out)
     assert not out.exists()
-    assert len(export(folder, "sglang", out)) == 2
+    assert len(export(folder, "sglang", out)) == 4
 
 
 # -- the package speculators ----------------------------------------------------------------

@@ -5,6 +5,7 @@ SIGINT (Ctrl-C), which finish the step, save and leave; 2 bad input; 1 failure, 
 is not finite. The launchers of accelerate and torchrun report their own status instead, 1.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -41,6 +42,19 @@ def registry() -> dict[str, tuple[type, Any]]:
 
 def methods() -> dict[str, type]:
     return {name: config for name, (config, _) in registry().items()}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every option, the --model.* of all methods included; a run is read by ``parse_run``."""
+    from pipedraft.train.config import make_parser
+
+    whole = argparse.ArgumentParser(prog="pipedraft train")
+    whole.add_argument("--plan", metavar="CONFIG", help="say what a run will take, and end")
+    for method in methods():
+        for action in make_parser(method, methods(), EXAMPLE)._actions:
+            if not whole._option_string_actions.keys() & set(action.option_strings):
+                whole._add_action(action)
+    return whole
 
 
 def load_tokenizer_of(run: Any, model: Any) -> Any:

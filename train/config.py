@@ -206,6 +206,25 @@ def _nearest(key: str, parser: Any) -> str:
     return f"nearest known key: {near[0]}" if near else "see --help for the known ones"
 
 
+def make_parser(method: str, methods: dict[str, type], example: str) -> Any:
+    """Parser of a run with this method; arguments as in ``parse_run``."""
+    from jsonargparse import ArgumentParser
+
+    others = ", ".join(name for name in methods if name != method)
+    parser = ArgumentParser(
+        prog="pipedraft train",
+        description="Train a draft head, or the embedded target. The options --model.* are "
+        f"those of --method {method}; add --method NAME to see those of {others}.",
+        epilog=example,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file; later ones override earlier")
+    parser.add_class_arguments(RunConfig, as_group=False)
+    parser.add_class_arguments(methods[method], "model")
+    return parser
+
+
 def parse_run(
     arguments: Sequence[str], methods: dict[str, type], example: str
 ) -> tuple[RunConfig, Any, str]:
@@ -221,25 +240,14 @@ def parse_run(
     Raises:
         UsageError: one line that names the field, the value and the mend.
     """
-    from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+    from jsonargparse import ArgumentError, set_parsing_settings
 
     wants_help = any(word in ("-h", "--help") for word in arguments)
     if wants_help:  # reads the docstring under every field, which takes a second
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
     default = next(iter(methods)) if wants_help else None
     method = _peek_method(arguments, list(methods), default)
-    others = ", ".join(name for name in methods if name != method)
-    parser = ArgumentParser(
-        prog="pipedraft train",
-        description="Train a draft head, or the embedded target. The options --model.* are "
-        f"those of --method {method}; add --method NAME to see those of {others}.",
-        epilog=example,
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action="config", help="YAML file; later ones override earlier")
-    parser.add_class_arguments(RunConfig, as_group=False)
-    parser.add_class_arguments(methods[method], "model")
+    parser = make_parser(method, methods, example)
     if wants_help:
         print(parser.format_help())
         sys.exit(0)

@@ -1,0 +1,110 @@
+"""Print the script by which a shell completes `pipedraft`: commands, options, their values, files.
+
+The script is static (made by shtab from the parsers themselves), so that TAB starts no Python and
+loads no torch; print it again after an update.
+"""
+
+import argparse
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipedraft.__main__ import COMMANDS
+from pipedraft.errors import Parser, run_command
+
+EXAMPLE = """example:
+  mkdir -p ~/.local/share/bash-completion/completions
+  pipedraft completion bash > ~/.local/share/bash-completion/completions/pipedraft
+
+  pipedraft completion zsh > ~/.zfunc/_pipedraft
+  and before compinit in ~/.zshrc: fpath+=~/.zfunc
+
+bash reads that folder if its package bash-completion is installed; without it, or at once:
+  source <(pipedraft completion bash)"""
+
+SHELLS = ("bash", "zsh")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="pipedraft completion",
+        description=__doc__,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    return parser
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """One parser of every command, with its subcommands.
+
+    The module of a command has ``build_parser``; one whose first word may be a subcommand has
+    ``SUBCOMMANDS``, name to module, as well.
+    """
+    whole = argparse.ArgumentParser(prog="pipedraft")
+    whole.add_argument("--version", action="version", version="")
+    commands = whole.add_subparsers()
+    for name, (folder, summary, _) in COMMANDS.items():
+        module = importlib.import_module(module_name(folder))
+        parser = commands.add_parser(name, help=summary)
+        copy_actions(module.build_parser(), parser)
+        if name in ("eval", "inference"):
+            parts = parser.add_subparsers()
+            for part, part_module in module.SUBCOMMANDS.items():
+                found = importlib.import_module(part_module).build_parser()
+                copy_actions(found, parts.add_parser(part, help=""))
+    return whole
+
+
+def module_name(folder: str) -> str:
+    """What ``python -m`` runs for a folder, or for a file, of the package."""
+    is_folder = (Path(__file__).parent / folder).is_dir()
+    return f"pipedraft.{folder}.__main__" if is_folder else f"pipedraft.{folder}"
+
+
+def copy_actions(source: Any, into: argparse.ArgumentParser) -> None:
+    """Add what ``into`` does not have yet, with values or files to complete."""
+    known = into._option_string_actions.keys()
+    for action in source._actions:
+        if not known & set(action.option_strings):
+            complete_values(action)
+            into._add_action(action)
+    for parser in (p for a in source._actions if is_subcommand(a) for p in a.choices.values()):
+        for action in parser._actions:
+            complete_values(action)
+
+
+def is_subcommand(action: Any) -> bool:
+    return isinstance(action, argparse._SubParsersAction)
+
+
+def complete_values(action: Any) -> None:
+    """Choices that a metavar lists, and files for every other text."""
+    import shtab
+
+    # jsonargparse keeps the values of a Literal and of a bool there alone.
+    listed = re.fullmatch(r"\{(.+)\}", action.metavar) if isinstance(action.metavar, str) else None
+    if listed and not action.choices:
+        action.choices = listed[1].split(",")
+    takes_text = action.nargs != 0 and action.type in (None, str, Path)
+    if takes_text and not action.choices:
+        action.complete = shtab.FILE
+
+
+def main() -> None:
+    options = build_parser().parse_args(sys.argv[1:])
+    try:
+        import shtab
+    except ImportError as error:
+        raise ValueError(
+            "shtab: not installed, and it makes the script; pip install 'pipedraft[completion]'"
+        ) from error
+    print(shtab.complete(whole_parser(), options.shell))
+
+
+if __name__ == "__main__":
+    run_command(main)

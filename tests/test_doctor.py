@@ -1,0 +1,153 @@
+"""pipedraft doctor: a sound environment passes, and each broken part is named with its mend."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from fake_hub import FakeHub, Fault
+from huggingface_hub import constants
+
+from pipedraft import doctor
+
+ASSETS = REPOSITORY / "assets"
+
+
+def only(findings) -> doctor.Finding:
+    (finding,) = findings
+    return finding
+
+
+def test_a_sound_environment_has_no_failure(tmp_path):
+    command = [sys.executable, "-m", "pipedraft", "doctor", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
+    found = {entry["check"]: entry for entry in json.loads(done.stdout)}
+    names = ["python", "transformers", "accelerate", "torch", "gloo", "cores", "Hub"]
+    names += [f"folder {tmp_path}", "embedded target", "attention in bfloat16"]
+    assert set(names) <= found.keys()
+    assert all(entry["status"] != "failure" for entry in found.values())
+    assert "sums right" in found["embedded target"]["detail"]
+    assert found["gloo"]["status"] == found["torch"]["status"] == "ok"
+
+
+def test_a_broken_environment_ends_with_status_one(tmp_path, monkeypatch, capfd):
+    assets = Path(shutil.copytree(ASSETS / "target", tmp_path / "assets" / "target"))
+    weights = assets / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    monkeypatch.chdir("/proc")
+    monkeypatch.setenv("OMP_NUM_THREADS", "999")
+    monkeypatch.setattr(doctor, "GLOO_RANK", "raise SystemExit('no way to the other one')")
+    monkeypatch.setattr(sys, "argv", ["doctor", "--assets", str(tmp_path / "assets")])
+    with pytest.raises(SystemExit) as stop:
+        doctor.main()
+    assert stop.value.code == 1
+    out, err = capfd.readouterr()
+    *lines, last = out.splitlines()
+    assert err == "" and last == f"{len(lines)} checks, 1 warnings, 3 failures"
+    failures = [line for line in lines if not line.startswith("ok ")]
+    assert len(failures) == 4 and all(";" in line for line in failures)
+    for line, words in zip(
+        failures,
+        [
+            ["warning  cores: ", "999", "more threads than cores; set OMP_NUM_THREADS="],
+            ["FAILURE  gloo: ", "no way to the other one; set GLOO_SOCKET_IFNAME"],
+            ["FAILURE  folder /proc: nothing can be written", "change to a folder"],
+            ["FAILURE  embedded target: ", "model.safetensors differs", "copy it again"],
+        ],
+        strict=True,
+    ):
+        assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), [("config.json", "is missing"), ("SHA256SUMS", "is missing")]
+)
+def test_a_missing_file_of_the_target_is_named(name, fault, tmp_path):
+    folder = Path(shutil.copytree(ASSETS / "target", tmp_path / "target"))
+    (folder / name).unlink()
+    finding = only(doctor.check_target(folder))
+    assert finding.status == "failure" and f"{name} {fault}" in finding.detail
+    assert only(doctor.check_target(tmp_path / "nowhere")).status == "warning"
+
+
+def test_the_sums_cover_every_file_that_is_loaded():
+    named = {name for name, _ in doctor.read_sums(ASSETS / "target" / "SHA256SUMS")}
+    files = {path.name for path in (ASSETS / "target").iterdir()}
+    assert named == files - {"README.md", "SHA256SUMS"}
+
+
+def test_versions_are_compared_with_bounds_and_with_the_tested_set(tmp_path, monkeypatch):
+    sound = {f.check: f for f in doctor.check_versions(REPOSITORY / "constraints.txt")}
+    assert sound["transformers"].status == "ok" and "bitsandbytes (optional)" in sound
+    versions = {"transformers": "4.0.0", "peft": None, "accelerate": None, "datasets": "999.1"}
+
+    def installed(name: str) -> str:
+        if name in versions and versions[name] is None:
+            raise metadata.PackageNotFoundError(name)
+        return versions.get(name) or real(name)
+
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", installed)
+    found = {f.check: f for f in doctor.check_versions(REPOSITORY / "constraints.txt")}
+    assert found["transformers"].status == "failure"
+    assert found["transformers"].mend.startswith("pip install 'transformers")
+    assert found["accelerate"].status == "failure" and "not installed" in found["accelerate"].detail
+    assert found["peft (optional)"].status == "ok"
+    assert "pip install 'pipedraft[peft]'" in found["peft (optional)"].detail
+    assert found["datasets"].status == "warning" and "tested with" in found["datasets"].detail
+    without = {f.check: f for f in doctor.check_versions(tmp_path / "no_constraints.txt")}
+    assert without["datasets"].status == "ok"
+
+
+def test_processes_that_do_not_come_together_are_a_failure_within_the_limit(monkeypatch):
+    """One rank leaves and the other waits; then one waits alone."""
+    leaves = "import sys, time\ntime.sleep(99) if sys.argv[1] == '0' else sys.exit(3)"
+    monkeypatch.setattr(doctor, "GLOO_RANK", leaves)
+    start = time.monotonic()
+    finding = only(doctor.check_gloo())
+    assert finding.status == "failure" and "status 3" in finding.detail
+    assert time.monotonic() - start < 30
+    ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], text=True)]
+    assert doctor.wait_for(ranks, 0.3) == "no result in 0.3 s"
+    ranks[0].kill()
+    ranks[0].wait()
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    with FakeHub({"hf_good": "user"}).running() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(doctor, "HUB_TIMEOUT_S", 0.3)
+        yield hub
+
+
+def test_the_hub_is_asked_with_the_token_and_its_absence_is_no_failure(endpoint, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    assert only(doctor.check_hub()).detail == f"{endpoint.url} answers, signed in as user"
+    monkeypatch.setenv("HF_TOKEN", "hf_expired")
+    finding = only(doctor.check_hub())
+    assert finding.status == "warning" and "refuses the token (401)" in finding.detail
+    endpoint.faults = [Fault("HEAD", "", "stall")]
+    finding = only(doctor.check_hub())
+    assert finding.status == "warning" and "HF_HUB_OFFLINE=1" in finding.mend
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 cannot be reached" in only(doctor.check_hub()).detail
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    finding = only(doctor.check_hub())
+    assert finding.status == "ok" and "offline by HF_HUB_OFFLINE" in finding.detail
+
+
+def test_a_full_disk_is_a_failure_and_a_nearly_full_one_a_warning(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    for free, status in ((2**20, "failure"), (2**31, "warning"), (2**40, "ok")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        assert only(doctor.check_folder(tmp_path)).status == status
