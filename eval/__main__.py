@@ -10,201 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedraft.errors import Parser, UsageError, make_folder, run_command
-from pipedraft.eval.scores import add_score_arguments, make_scorer
-from pipedraft.eval.traces import add_trace_arguments, traces_of
-from pipedraft.inference.arguments import (
-    add_backend_arguments,
-    add_drafting_arguments,
-    backend_of,
-    drafting_settings,
-)
+from pipedraft.errors import UsageError, make_folder, run_command
+from pipedraft.eval.arguments import DEFAULT_STAGES, build_parser
+from pipedraft.eval.scores import make_scorer
+from pipedraft.eval.traces import traces_of
+from pipedraft.inference.arguments import backend_of, drafting_settings
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 
-EXAMPLE = """\
-example:
-  python -m pipedraft.eval --checkpoint out/spd_tiny --benchmarks mt_bench,gsm8k,humaneval \\
-      --limit 16 --max-new-tokens 128 --temperature 0,1 --out out/eval
-  python -m pipedraft.eval --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B \\
-      --benchmarks gsm8k --schedule pipeinfer,eagle --stages 4 --out out/draft_model
-
-writes results.json, report.md, manifest.json and two plots into --out and prints the table. What
-was decoded is kept in OUT/traces: the same command goes on after a kill, --shard shares it out.
-The autoregressive baseline is always part of it. Without --data-dir the repository's own small
-prompt files are used; --data-dir hub: downloads the published benchmarks.
-
-  python -m pipedraft.eval compare out/eval out/other    what differs between runs; see its --help
-"""
-SUBCOMMANDS = {"compare": "pipedraft.eval.compare"}
+SUBCOMMANDS = {
+    "compare": "pipedraft.eval.compare",
+    "edge": "pipedraft.eval.edge_cloud",
+    "replay": "pipedraft.eval.replay",
+    "report": "pipedraft.eval.report_command",
+    "table": "pipedraft.eval.paper_tables",
+}
 """First word of the command line -> module whose ``run`` gets the words after it."""
-DEFAULT_STAGES = 4
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up; give e.g. 4")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature; give 0 (greedy) or more")
-    return value
-
-
-def _listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Type of an argument that takes a comma list without repeats."""
-
-    def parse_list(text: str) -> list[Any]:
-        parts = [part.strip() for part in text.split(",")]
-        if not all(parts):
-            raise argparse.ArgumentTypeError(f"{text!r} has an empty entry; write a,b,c")
-        try:
-            return list(dict.fromkeys(parse(part) for part in parts))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parse_list
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="python -m pipedraft.eval",
-        description="Decode benchmarks with drafts and compare them with autoregressive decoding.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    drafts = parser.add_mutually_exclusive_group(required=True)
-    drafts.add_argument(
-        "--checkpoint",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="checkpoint folder or Hub repository of a draft; may be given several times",
-    )
-    drafts.add_argument(
-        "--draft-model",
-        metavar="DIR",
-        help="folder or Hub name of a language model with the target's tokenizer, as the draft "
-        "(its own schedule is pipeinfer); needs --target",
-    )
-    add = parser.add_argument
-    add("--target", help="folder or Hub name of the target; default: the one the draft names")
-    add(
-        "--benchmarks",
-        type=_listed(str),
-        required=True,
-        metavar="NAMES",
-        help="comma list of mt_bench, gsm8k, humaneval, alpaca, spec_bench, its parts cnn_dm, "
-        "natural_questions (nq), wmt14_de_en, rag, or paths of .jsonl files with rows of prompt, "
-        "turns or messages",
-    )
-    add(
-        "--data-dir",
-        metavar="D",
-        help="folder with mt_bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl[.gz]"
-        ", alpaca/alpaca_data.json[l], spec_bench/question.jsonl, or hub: or hub:owner/name; "
-        "default: the repository's own prompts of the first three",
-    )
-    _add_decoding_arguments(parser)
-    add_backend_arguments(parser)
-    add(
-        "--cost",
-        type=Path,
-        metavar="FILE",
-        help="cost model (JSON, as --calibrate writes it) for the modelled speed-up S; default: "
-        "links and verification free, a draft forward by its layers",
-    )
-    add(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="write the cost model that this run's measurements make: the time of a row more, a "
-        "hop, a verification, a draft forward",
-    )
-    add("--out", type=Path, required=True, metavar="OUT", help="folder of the results")
-    add_trace_arguments(parser)
-    add_score_arguments(parser)
-    return parser
-
-
-def _add_decoding_arguments(parser: Parser) -> None:
-    add = parser.add_argument
-    add(
-        "--schedule",
-        type=_listed(str),
-        metavar="NAMES",
-        help=f"comma list of {', '.join(SCHEDULES)} (default: each draft's own)",
-    )
-    add(
-        "--stages",
-        type=_positive,
-        metavar="N",
-        help="pipeline stages of the target; default: those the draft was trained for, else "
-        f"{DEFAULT_STAGES}",
-    )
-    add(
-        "--temperature",
-        type=_listed(_temperature),
-        default=[0.0],
-        metavar="T",
-        help="comma list; 0 is greedy (default: 0)",
-    )
-    add(
-        "--tree-width",
-        type=_listed(_positive),
-        default=[None],
-        metavar="W",
-        help="comma list of draft tokens per layer, for schedules that grow layers (default: 1; "
-        "16 for pipedec)",
-    )
-    add(
-        "--tree",
-        type=_listed(lambda text: TreeShape.parse(text).label),
-        default=[TreeShape().label],
-        metavar="TREES",
-        help="comma list of chain:M, static, dynamic[:LEVELS:BEAMS:TOKENS], for schedules that "
-        "grow whole trees (default: dynamic:7:10:59)",
-    )
-    add_drafting_arguments(parser)
-    add(
-        "--verifier",
-        choices=["auto", "match", "rejection"],
-        default="auto",
-        help="acceptance rule at temperatures above 0 (default: auto)",
-    )
-    add(
-        "--limit",
-        type=_positive,
-        metavar="P",
-        help="the first P prompts of each benchmark (default: all)",
-    )
-    add(
-        "--max-new-tokens",
-        type=_positive,
-        default=128,
-        metavar="M",
-        help="new tokens of each turn (default: 128)",
-    )
-    add("--seed", type=int, default=0, help="of the sampling and the bootstrap (default: 0)")
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        default="float32",
-        help="of target and draft (default: float32, for which greedy output is exact)",
-    )
-    add("--device", default="auto", help="e.g. cpu, cuda:0 (default: the accelerator if any)")
-    add(
-        "--no-lossless",
-        action="store_true",
-        help="leave out the comparison of greedy texts with transformers",
-    )
 
 
 def _read_drafts(
@@ -390,21 +211,8 @@ def _load_target(
     model = cluster.load_target(
         name, revision=revision, num_stages=num_stages, boundaries=cut, dtype=dtype
     )
-    reference = None if arguments.no_lossless else load_target(name, revision=revision)
+    reference = None if arguments.no_lossless else load_target(name, revision=revision, dtype=dtype)
     return _Target(model, reference, cluster.connect, cluster.job.boundaries, num_stages)
-
-
-def _read_cost(path: Path | None) -> Any:
-    from pipedraft.inference.clock import CostModel
-
-    if path is None:
-        return CostModel()
-    try:
-        return CostModel(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"--cost: {str(path)!r} is no cost model ({error}); write one with --calibrate"
-        ) from error
 
 
 def _subcommand(name: str) -> Callable[[Sequence[str]], None]:
@@ -424,6 +232,9 @@ def run(argv: Sequence[str]) -> None:
     if argv and not argv[0].startswith("-"):
         _subcommand(argv[0])(argv[1:])
         return
+    if any(word.partition("=")[0] == "--retention" for word in argv):
+        importlib.import_module("pipedraft.eval.retention").run(argv)
+        return
     arguments = build_parser().parse_args(argv)
     with backend_of(arguments) as cluster:
         if cluster is None or cluster.is_controller:
@@ -435,11 +246,12 @@ def run(argv: Sequence[str]) -> None:
 def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) -> None:
     from transformers.utils import logging
 
-    from pipedraft.eval.calibrate import fit_cost
+    from pipedraft.eval.calibrate import fit_cost, read_cost
     from pipedraft.eval.manifest import build_manifest
     from pipedraft.eval.report import format_table, write_report
     from pipedraft.eval.run import Comparison
     from pipedraft.eval.tasks import load_tasks
+    from pipedraft.inference.clock import CostModel
     from pipedraft.models.target import load_tokenizer
 
     logging.set_verbosity_error()
@@ -447,7 +259,7 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
     benchmarks = load_tasks(arguments.benchmarks, arguments.data_dir, arguments.limit)
     scorer, lines = make_scorer(arguments, benchmarks)
     target_name, revision, drafts = _read_drafts(arguments)
-    cost = _read_cost(arguments.cost)
+    cost = CostModel() if arguments.cost is None else read_cost(arguments.cost)
     make_folder("--out", arguments.out)
     tokenizer = load_tokenizer(target_name, revision=revision)
     target = _load_target(arguments, target_name, revision, drafts.values(), cluster)
@@ -458,6 +270,7 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
         reference=target.reference,
         connect=target.connect,
         scorer=scorer,
+        repeats=arguments.repeats,
         traces=None
         if arguments.calibrate
         else traces_of(arguments, target.model, target_name, revision),
@@ -484,7 +297,7 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
     )
     write_report(arguments.out, runs, manifest)
     print(format_table(runs))
-    print(f"written: {arguments.out}/results.json, report.md, manifest.json and plots")
+    print(f"written: {arguments.out}/results.json, report.md, report.html, manifest.json and plots")
     if arguments.calibrate is not None:
         measured = fit_cost(runs)
         arguments.calibrate.write_text(json.dumps(vars(measured), indent=2) + "\n")

@@ -1,8 +1,9 @@
-"""Acceptance by category and by position, with intervals over prompts, from the prompts' counts."""
+"""Acceptance by category, position and entropy, with intervals over prompts, from their counts."""
 
 # P prompts
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,11 @@ from pipedraft.eval.metrics import (
     ratio,
     student_quantile,
 )
+from pipedraft.inference.result import DecodeResult
 
+ENTROPY_EDGES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
+"""Nats. Each bin reaches from one to below the next, the last one to infinity; fixed, so that runs
+can be compared bin by bin."""
 Row = dict[str, Any]
 """One entry of "per_prompt" in results.json."""
 
@@ -92,15 +97,69 @@ def _describe(rows: Sequence[Row], num_stages: int, seed: int) -> dict[str, Any]
     }
 
 
+def _table(rows: Sequence[Row], field: str) -> np.ndarray:
+    """Counts of each prompt, shorter lists filled up with 0."""
+    table = np.zeros((len(rows), max((len(row[field]) for row in rows), default=0)))
+    for line, row in zip(table, rows, strict=True):
+        line[: len(row[field])] = row[field]
+    return table
+
+
 def acceptance_intervals_by_position(rows: Sequence[Row]) -> list[list[float]]:
     """Entry j: interval of "acceptance_by_position"[j]."""
-    num_positions = max((len(row["position_tests"]) for row in rows), default=0)
-
-    def counts(field: str) -> np.ndarray:
-        table = np.zeros((len(rows), num_positions))
-        for line, row in zip(table, rows, strict=True):
-            line[: len(row[field])] = row[field]
-        return table
-
-    pairs = zip(counts("position_accepts").T, counts("position_tests").T, strict=True)
+    tests_PJ = _table(rows, "position_tests")
+    accepts_PJ = np.zeros_like(tests_PJ)
+    found_PJ = _table(rows, "position_accepts")
+    accepts_PJ[:, : found_PJ.shape[1]] = found_PJ
+    pairs = zip(accepts_PJ.T, tests_PJ.T, strict=True)
     return [list(wilson_over_prompts(accepts_P, tests_P)) for accepts_P, tests_P in pairs]
+
+
+def guessed_tokens(result: DecodeResult) -> Iterator[tuple[int, bool]]:
+    """Index in ``token_ids`` of every token that was tested against a guess, and the outcome.
+
+    Every token of a round but the last was a guess that was right: the round went on with it.
+    """
+    index = 1  # after the token from the prefill
+    for length, end in zip(result.round_lengths, result.round_ends, strict=True):
+        yield from ((index + place, True) for place in range(length - 1))
+        index += length
+        if end != "u":
+            yield index - 1, end == "a"
+
+
+def count_by_entropy(
+    result: DecodeResult, entropies: Sequence[float]
+) -> tuple[list[int], list[int]]:
+    """Tests and accepted tests in each bin.
+
+    Args:
+        entropies: of the target's distribution of each of the ``token_ids``.
+    """
+    tests, accepts = [0] * len(ENTROPY_EDGES), [0] * len(ENTROPY_EDGES)
+    for index, accepted in guessed_tokens(result):
+        # Rounding leaves a certain token an entropy just below 0.
+        place = max(bisect_right(ENTROPY_EDGES, entropies[index]) - 1, 0)
+        tests[place] += 1
+        accepts[place] += accepted
+    return tests, accepts
+
+
+def acceptance_by_entropy(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One entry for each bin, empty ones included; none where no entropies were counted."""
+    rows = [row for row in rows if "entropy_tests" in row]
+    if not rows:
+        return []
+    tests_PE, accepts_PE = _table(rows, "entropy_tests"), _table(rows, "entropy_accepts")
+    edges = zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], math.inf], strict=True)
+    return [
+        {
+            "entropy_from": low,
+            "entropy_to": high,
+            "tests": int(tests_P.sum()),
+            "accepts": int(accepts_P.sum()),
+            "draft_acceptance_rate": ratio(int(accepts_P.sum()), int(tests_P.sum())),
+            "draft_acceptance_rate_ci95": list(wilson_over_prompts(accepts_P, tests_P)),
+        }
+        for (low, high), tests_P, accepts_P in zip(edges, tests_PE.T, accepts_PE.T, strict=True)
+    ]

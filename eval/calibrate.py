@@ -1,14 +1,27 @@
 """From measured times to the cost model of the virtual clock."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pipedraft.errors import UsageError
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.inference.clock import CostModel
 
 Run = dict[str, Any]
+
+
+def read_cost(path: Path) -> CostModel:
+    """A cost model's file, as --calibrate writes it."""
+    try:
+        return CostModel(**json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"--cost: {str(path)!r} is no cost model ({error}); write one with --calibrate"
+        ) from error
 
 
 def fit_cost(runs: Sequence[Run]) -> CostModel:

@@ -23,6 +23,15 @@ from pipedraft.eval.paired import (
     compare_paired,
     variance_parts,
 )
+from pipedraft.eval.quantities import (
+    BY_ENTROPY,
+    QUANTITIES,
+    WALLCLOCK,
+    Entry,
+    Quantity,
+    Row,
+    has,
+)
 from pipedraft.eval.report import align_columns, to_json, write_atomically
 
 EXAMPLE = """\
@@ -39,27 +48,8 @@ draws prompts with both runs' counts. p: two-sided, runs swapped prompt by promp
 the number of rows. needed: prompts with which the measured difference, or one of 1, 2, 5 % of the
 baseline, is seen with 80 % power at 5 % (two-sided, spread as measured here). tokens/s: prompts
 count as independent; a machine that is slower for one of the runs looks like a difference."""
-Entry = dict[str, Any]
-Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """A ratio of sums over prompts: [n] sum(numerator) / sum(denominator)."""
-
-    name: str
-    label: str
-    numerator: str
-    denominator: str
-    times_stages: bool = False
-
-
-QUANTITIES = (
-    Quantity("equivalent_acceptance_length", "L'", "tokens", "steps", times_stages=True),
-    Quantity("theoretical_speedup", "S", "virtual_time_autoregressive", "virtual_time"),
-    Quantity("tokens_per_s", "tokens/s", "tokens", "decode_s"),
-)
-WALLCLOCK = QUANTITIES[-1]
 # From the most alike to anything: the fields that the two entries of a comparison share.
 LIKENESS = (
     ("method", "schedule", "stages", "tree_width", "tree"),
@@ -155,15 +145,6 @@ def _rows_by_id(entry: Entry) -> dict[tuple[str, str], Row]:
     return {(row["benchmark"], row["id"]): row for row in entry["per_prompt"]}
 
 
-def has(quantity: Quantity, entry: Entry) -> bool:
-    """Whether every prompt recorded it, and anything was counted."""
-    rows = entry["per_prompt"]
-    fields = (quantity.numerator, quantity.denominator)
-    if not all(field in row for row in rows for field in fields):
-        return False
-    return sum(row[quantity.denominator] for row in rows) > 0
-
-
 @dataclass(frozen=True)
 class Line:
     """One quantity of a method in one run against one in the baseline."""
@@ -180,12 +161,14 @@ def _counts(quantity: Quantity, entry: Entry, keys: Sequence[Any]) -> tuple[np.n
     rows = _rows_by_id(entry)
     factor = entry["stages"] if quantity.times_stages else 1
     return (
-        np.array([factor * rows[key][quantity.numerator] for key in keys], dtype=np.float64),
-        np.array([rows[key][quantity.denominator] for key in keys], dtype=np.float64),
+        np.array([factor * quantity.counts(rows[key])[0] for key in keys], dtype=np.float64),
+        np.array([quantity.counts(rows[key])[1] for key in keys], dtype=np.float64),
     )
 
 
-def compare_entries(baseline: Entry, compared: Entry) -> Iterator[Line]:
+def compare_entries(
+    baseline: Entry, compared: Entry, quantities: Sequence[Quantity] = QUANTITIES
+) -> Iterator[Line]:
     """Every quantity that both recorded, on the prompts that both have.
 
     Of plain decoding the wall clock alone: L' and S are 1 by construction. It shows whether the
@@ -194,7 +177,7 @@ def compare_entries(baseline: Entry, compared: Entry) -> Iterator[Line]:
     shared = _rows_by_id(compared).keys()
     keys = [key for key in _rows_by_id(baseline) if key in shared]
     left_out = len(_rows_by_id(baseline).keys() ^ shared)
-    for quantity in QUANTITIES:
+    for quantity in quantities:
         if compared["schedule"] == AUTOREGRESSIVE and quantity is not WALLCLOCK:
             continue
         if not (has(quantity, baseline) and has(quantity, compared)):
@@ -223,12 +206,14 @@ def counterparts(entry: Entry, candidates: Sequence[Entry]) -> list[Entry]:
     return []
 
 
-def compare_runs(baseline: Run, compared: Run) -> list[Line]:
+def compare_runs(
+    baseline: Run, compared: Run, quantities: Sequence[Quantity] = QUANTITIES
+) -> list[Line]:
     lines = [
         line
         for entry in compared.entries
         for other in counterparts(entry, baseline.entries)
-        for line in compare_entries(other, entry)
+        for line in compare_entries(other, entry, quantities)
     ]
     if not lines:
 
@@ -389,13 +374,13 @@ def format_lines(lines: Sequence[Line]) -> str:
 def format_noise(noises: Sequence[Noise]) -> str:
     lines = ["Noise of tokens/s over repeats (standard deviations of one prompt's value):"]
     for noise in noises:
-        parts = noise.parts
+        parts, pooled = noise.parts, ", ".join(f"{value:.2f}" for value in noise.pooled)
         lines.append(
             f"  {noise.entry['benchmark']}, T={noise.entry['temperature']:g}, "
             f"{_setting(noise.entry)}, {parts.num_repeats} runs of {parts.num_prompts} prompts: "
             f"mean {parts.mean:.2f}, between prompts {parts.between_prompts**0.5:.2f}, between "
-            f"repeats {parts.between_repeats**0.5:.2f} ({parts.repeat_share:.0%} of the variance); "
-            f"pooled {', '.join(f'{value:.2f}' for value in noise.pooled)}"
+            f"repeats {parts.between_repeats**0.5:.2f}, beyond both {parts.residual**0.5:.2f} (the "
+            f"last two are {parts.repeat_share:.0%} of the variance); pooled {pooled}"
         )
     return "\n".join(lines)
 
@@ -442,6 +427,11 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("baseline", type=Path, metavar="RUN_A", help="--out folder of the run to compare with")
     add("others", type=Path, nargs="+", metavar="RUN_B", help="--out folders of other runs")
+    add(
+        "--entropy",
+        action="store_true",
+        help="also the share of right guesses where the target's entropy is from 0, 0.05, .. nats",
+    )
     add("--json", type=Path, metavar="FILE", help="write the comparisons there as well")
     return parser
 
@@ -458,7 +448,7 @@ def run(argv: Sequence[str]) -> None:
         make_folder("--json", arguments.json.parent)
     records, warnings = [], []
     for other in others:
-        lines = compare_runs(baseline, other)
+        lines = compare_runs(baseline, other, QUANTITIES + BY_ENTROPY * arguments.entropy)
         found = find_warnings(baseline, other, lines)
         print(f"{other.folder} compared with {baseline.folder}")
         print("\n".join([*(f"warning: {text}" for text in found), format_lines(lines), ""]))

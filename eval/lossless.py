@@ -1,13 +1,27 @@
-"""Greedy losslessness: the decoded tokens are the ones that `transformers` generates."""
+"""Greedy losslessness: the decoded tokens are the ones that `transformers` generates.
 
+In float32 every difference is a fault. In half precision two tokens may have logits closer to each
+other than rounding moves them between one matrix shape and another, and greedy decoding of the same
+target then depends on how many rows were computed together. So a difference is a tie if the
+target's margin between the two tokens at the first of them is within the noise, else a fault.
+"""
+
+# N new tokens, V target vocabulary, W best tokens
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from pipedraft.eval.teacher_forcing import text_logits
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.result import DecodeResult
+
+CONTENDERS = 8
+"""Best tokens whose margins measure the noise: those of two tokens alone may move together."""
 
 
 @contextmanager
@@ -32,18 +46,92 @@ def _plain_greedy(target: PreTrainedModel, max_new_tokens: int) -> Iterator[None
         target.generation_config = own
 
 
+class BestFew(LogitsProcessor):
+    """Notes the best tokens of every step, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Tensor] = []
+        self.margins: list[Tensor] = []
+        """[W - 1] each: from the best logit down to the others."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        best = scores[0].topk(min(CONTENDERS, scores.shape[-1]))
+        self.tokens.append(best.indices)
+        self.margins.append(best.values[0] - best.values[1:])
+        return scores
+
+
 @torch.inference_mode()
 def generate_greedy(
-    target: PreTrainedModel, prompt_ids: list[int], *, max_new_tokens: int
+    target: PreTrainedModel,
+    prompt_ids: list[int],
+    *,
+    max_new_tokens: int,
+    best_few: BestFew | None = None,
 ) -> list[int]:
     """New tokens of `generate(do_sample=False)`, the EOS token included if one was drawn."""
     input_ids = torch.tensor([prompt_ids], device=target.device)
     with _plain_greedy(target, max_new_tokens):
         # PreTrainedModel does not declare generate; every causal LM has it.
         output = target.generate(  # type: ignore[operator]
-            input_ids, attention_mask=torch.ones_like(input_ids)
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            logits_processor=None if best_few is None else LogitsProcessorList([best_few]),
         )
     return output[0, len(prompt_ids) :].tolist()
+
+
+@dataclass(frozen=True)
+class GreedyText:
+    """What `transformers` generates for a prompt."""
+
+    tokens: list[int]
+    margins: list[float]
+    """Between the two best tokens of every step; empty in float32."""
+    noise: float
+    """Largest change of the margin between the best token and another of the best few, when the
+    text is computed in a single pass; 0 in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Greedy texts that were compared with the reference's."""
+
+    checked: int = 0
+    mismatches: int = 0
+    """Turns that differ."""
+    faults: int = 0
+    """Of these, turns whose first difference is not within the noise."""
+    near_ties: int | None = None
+    """Places in the reference's texts where the two best logits are within the noise: where a tie
+    could have fallen differently. None in float32."""
+    positions: int = 0
+    """Places that were looked at for them."""
+    noise: float | None = None
+    """Nats. Largest change of a margin between step-by-step and single-pass computation."""
+    margins: tuple[float, ...] = ()
+    """Of every mismatch at its first difference; empty in float32."""
+
+    def __add__(self, other: "Check") -> "Check":
+        noises = [check.noise for check in (self, other) if check.noise is not None]
+        ties = [check.near_ties for check in (self, other) if check.near_ties is not None]
+        return Check(
+            checked=self.checked + other.checked,
+            mismatches=self.mismatches + other.mismatches,
+            faults=self.faults + other.faults,
+            near_ties=sum(ties) if ties else None,
+            positions=self.positions + other.positions,
+            noise=max(noises, default=None),
+            margins=self.margins + other.margins,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """For results.json."""
+        found = {"checked": self.checked, "mismatches": self.mismatches}
+        if self.noise is None:
+            return found
+        details = {k: v for k, v in asdict(self).items() if k not in found}
+        return found | details | {"ties": self.mismatches - self.faults}
 
 
 class GreedyReference:
@@ -57,30 +145,80 @@ class GreedyReference:
             traces: texts in there are not generated again, and generated ones are added.
         """
         self.target, self.max_new_tokens, self.traces = target, max_new_tokens, traces
-        self._texts: dict[tuple[int, ...], list[int]] = {}
+        self.is_exact = target.dtype == torch.float32
+        self._texts: dict[tuple[int, ...], GreedyText] = {}
 
-    def matches(self, result: DecodeResult) -> bool:
-        """True if ``result`` is token for token the greedy continuation of its prompt.
-
-        A result that ran into the target's context length is compared as far as it goes.
-        """
-        key = tuple(result.prompt_ids)
+    def text(self, prompt_ids: list[int]) -> GreedyText:
+        key = tuple(prompt_ids)
         if key not in self._texts:
-            self._texts[key] = self._text(result.prompt_ids)
-        expected = self._texts[key]
-        if result.stop_reason == "max_length":
-            expected = expected[: len(result.token_ids)]
-        return result.token_ids == expected
+            value = None if self.traces is None else self.traces.get(prompt_ids)
+            self._texts[key] = self._generate(prompt_ids) if value is None else GreedyText(**value)
+            if value is None and self.traces is not None:
+                self.traces.add(prompt_ids, asdict(self._texts[key]))
+        return self._texts[key]
 
-    def _text(self, prompt_ids: list[int]) -> list[int]:
-        text = None if self.traces is None else self.traces.get(prompt_ids)
-        if text is None:
-            text = generate_greedy(self.target, prompt_ids, max_new_tokens=self.max_new_tokens)
-            if self.traces is not None:
-                self.traces.add(prompt_ids, text)
-        return text
+    def _generate(self, prompt_ids: list[int]) -> GreedyText:
+        best = None if self.is_exact else BestFew()
+        tokens = generate_greedy(
+            self.target, prompt_ids, max_new_tokens=self.max_new_tokens, best_few=best
+        )
+        if best is None:
+            return GreedyText(tokens, [], 0.0)
+        logits_NV = text_logits(self.target, prompt_ids, tokens).float()
+        best_NW = logits_NV.gather(1, torch.stack(best.tokens))
+        margins_NW = torch.stack(best.margins)
+        change = (best_NW[:, :1] - best_NW[:, 1:] - margins_NW).abs().max()
+        return GreedyText(tokens, margins_NW[:, 0].tolist(), float(change))
 
-    def check(self, results: Sequence[DecodeResult]) -> dict[str, int]:
-        """{"checked", "mismatches"}: turns compared, and turns that differ."""
-        mismatches = sum(not self.matches(result) for result in results)
-        return {"checked": len(results), "mismatches": mismatches}
+    def check(self, results: Sequence[DecodeResult]) -> Check:
+        """Compare every result with the greedy continuation of its prompt.
+
+        One that ran into the target's context length is compared as far as it goes.
+        """
+        texts = [self.text(result.prompt_ids) for result in results]
+        noise = None if self.is_exact else max((text.noise for text in texts), default=0.0)
+        found = Check(checked=len(results), noise=noise)
+        if noise is not None:
+            margins = [margin for text in texts for margin in text.margins]
+            near = sum(margin <= noise for margin in margins)
+            found += Check(near_ties=near, positions=len(margins))
+        for result, text in zip(results, texts, strict=True):
+            place = _first_difference(result, text.tokens)
+            if place is None:
+                continue
+            if noise is None:
+                found += Check(mismatches=1, faults=1)
+                continue
+            margin, spacing = self._margin(result, text.tokens, place)
+            is_fault = not margin <= max(noise, spacing)
+            found += Check(mismatches=1, faults=int(is_fault), margins=(margin,))
+        return found
+
+    def _margin(self, result: DecodeResult, expected: list[int], place: int) -> tuple[float, float]:
+        """How far below the best logit the worse of the two differing tokens is.
+
+        Infinite where one of the texts ends and the other goes on.
+
+        Returns:
+            The margin, and the distance of neighbouring numbers of the dtype at the best logit:
+            either logit is rounded by up to half of it, however little the rest is off.
+        """
+        if place >= min(len(result.token_ids), len(expected)):
+            return float("inf"), 0.0
+        tokens = [result.token_ids[place], expected[place]]
+        logits_NV = text_logits(self.target, result.prompt_ids, expected[: place + 1])
+        logits_V = logits_NV[-1].float()
+        best = float(logits_V.max())
+        spacing = abs(best) * torch.finfo(self.target.dtype).eps
+        return best - float(logits_V[tokens].min()), spacing
+
+
+def _first_difference(result: DecodeResult, expected: list[int]) -> int | None:
+    """None: the texts are equal."""
+    found = result.token_ids
+    if result.stop_reason == "max_length":
+        expected = expected[: len(found)]
+    for place, (ours, theirs) in enumerate(zip(found, expected, strict=False)):
+        if ours != theirs:
+            return place
+    return None if len(found) == len(expected) else min(len(found), len(expected))

@@ -195,33 +195,40 @@ class VarianceParts:
     between_prompts: float
     """Variance of the prompts' true values."""
     between_repeats: float
-    """Variance of repeats on one prompt: noise of the machine."""
+    """Variance of what all prompts of a repeat share: the machine was slower then."""
+    residual: float
+    """Variance of what is left: noise of the machine from one prompt to the next."""
 
     @property
     def repeat_share(self) -> float:
-        """Of the variance of a single measurement; NaN where there is none."""
-        total = self.between_prompts + self.between_repeats
-        return self.between_repeats / total if total else math.nan
+        """The machine's part of the variance of a single measurement; NaN where there is none."""
+        machine = self.between_repeats + self.residual
+        total = self.between_prompts + machine
+        return machine / total if total else math.nan
 
 
 def variance_parts(value_MP: np.ndarray) -> VarianceParts:
-    """One-way random effects by the method of moments.
+    """Two-way random effects, prompts crossed with repeats, by the method of moments.
 
-    within = MSW, between = max((MSB - MSW) / M, 0), with the mean squares of the analysis of
-    variance over prompts. A drift that all prompts of a repeat share counts as noise.
+    residual = MSE, repeats = max((MSR - MSE) / P, 0), prompts = max((MSP - MSE) / M, 0), with the
+    mean squares of the analysis of variance without replication (Searle, Casella and McCulloch
+    1992, Variance Components, chapter 4).
 
     Args:
         value_MP: row m: the m-th repeat, at least 2; column p: prompt p, at least 2.
     """
     num_repeats, num_prompts = value_MP.shape
     assert num_repeats > 1 and num_prompts > 1, value_MP.shape
-    mean_P = value_MP.mean(0)
-    within = ((value_MP - mean_P) ** 2).sum() / (num_prompts * (num_repeats - 1))
-    among = num_repeats * mean_P.var(ddof=1)
+    mean_P, mean_M1 = value_MP.mean(0), value_MP.mean(1, keepdims=True)
+    left_MP = value_MP - mean_P - mean_M1 + value_MP.mean()
+    residual = (left_MP**2).sum() / ((num_prompts - 1) * (num_repeats - 1))
+    prompts = num_repeats * mean_P.var(ddof=1)
+    repeats = num_prompts * mean_M1.var(ddof=1)
     return VarianceParts(
         num_prompts=num_prompts,
         num_repeats=num_repeats,
         mean=float(mean_P.mean()),
-        between_prompts=max(float(among - within) / num_repeats, 0.0),
-        between_repeats=float(within),
+        between_prompts=max(float(prompts - residual) / num_repeats, 0.0),
+        between_repeats=max(float(repeats - residual) / num_prompts, 0.0),
+        residual=float(residual),
     )

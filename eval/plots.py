@@ -22,47 +22,68 @@ DODGE = 0.6
 
 
 def _key(run: Run) -> tuple:
-    return run["method"], run["stages"], run["temperature"], run["tree_width"], run["tree"]
+    setting = run["method"], run["stages"], run["temperature"], run["tree_width"], run["tree"]
+    return *setting, run.get("run")
 
 
-def _drafted(runs: Sequence[Run]) -> dict[tuple, list[Run]]:
-    """Entries of each method and setting; the baseline is a line, not a method."""
+def drafted_series(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Entries of each method and setting by label; the baseline is a line, not a method.
+
+    A label has method and n; temperature, width, tree and run only where labels need them.
+    """
     series: dict[tuple, list[Run]] = {}
     for run in runs:
         if run["schedule"] != AUTOREGRESSIVE:
             series.setdefault(_key(run), []).append(run)
-    return series
-
-
-def _labels(series: dict[tuple, list[Run]]) -> list[str]:
-    """Method and n; temperature, width and tree only where they differ between the lines."""
     varies = [len({key[i] for key in series}) > 1 for i in range(5)]
-    labels = []
-    for method, stages, temperature, width, tree in series:
+    names_run = len({key[:-1] for key in series}) < len(series)
+    labelled = {}
+    for key, entries in series.items():
+        method, stages, temperature, width, tree, name = key
         label = f"{method}, n={stages}"
         label += f", T={temperature:g}" * varies[2]
         label += f", {tree}" * varies[4] if tree else f", W={width}" * varies[3]
-        labels.append(label)
-    return labels
+        labelled[label + f", {name}" * names_run] = entries
+    return labelled
+
+
+def tested_positions(entries: Sequence[Run]) -> list[tuple[int, float]]:
+    """(position from 1 up, share accepted), entries pooled; those tested often enough."""
+    found = []
+    for j in range(max(len(run["position_tests"]) for run in entries)):
+        counted = [run for run in entries if j < len(run["position_tests"])]
+        tests = sum(run["position_tests"][j] for run in counted)
+        if tests >= MIN_TESTS:
+            found.append((j + 1, sum(run["position_accepts"][j] for run in counted) / tests))
+    return found
 
 
 def _new_figure(width: float) -> "tuple[Figure, Axes]":
+    figure, (axes,) = _new_panels(width, 1)
+    return figure, axes
+
+
+def _new_panels(width: float, number: int) -> "tuple[Figure, list[Axes]]":
+    """Side by side, with one scale of y."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    return figure, axes
+    panels = list(figure.subplots(1, number, sharey=True, squeeze=False)[0])
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.9", linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure, panels
 
 
 def _to_png(figure: "Figure", num_lines: int) -> bytes:
     if num_lines:
         # Below the axes, so that it covers no point.
-        figure.legend(loc="outside lower center", ncols=min(num_lines, 4), frameon=False)
+        legend = figure.legend(loc="outside lower center", ncols=min(num_lines, 4), frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a name may hold a dollar sign
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
@@ -71,11 +92,11 @@ def _to_png(figure: "Figure", num_lines: int) -> bytes:
 def plot_equivalent_acceptance_length(runs: Sequence[Run]) -> bytes:
     """L' of every method and n with its 95 % interval, by benchmark, against AR's 1."""
     benchmarks = list(dict.fromkeys(run["benchmark"] for run in runs))
-    series = _drafted(runs)
+    series = drafted_series(runs)
     spacing = DODGE / max(len(series), 1)
     figure, axes = _new_figure(max(6.4, 1.6 * len(benchmarks) + 0.3 * len(series) + 2))
     axes.axhline(1, color="0.35", linestyle="--", linewidth=1.2, label="autoregressive, any n")
-    for index, (label, entries) in enumerate(zip(_labels(series), series.values(), strict=True)):
+    for index, (label, entries) in enumerate(series.items()):
         x, y, below, above = [], [], [], []
         for run in entries:
             length = run["equivalent_acceptance_length"]
@@ -94,7 +115,7 @@ def plot_equivalent_acceptance_length(runs: Sequence[Run]) -> bytes:
             capsize=3,
             label=label,
         )
-    axes.set_xticks(range(len(benchmarks)), benchmarks)
+    axes.set_xticks(range(len(benchmarks)), benchmarks, parse_math=False)
     axes.set_xlim(-0.5, len(benchmarks) - 0.5)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("equivalent acceptance length L' = nN/K")
@@ -106,23 +127,15 @@ def plot_acceptance_by_position(runs: Sequence[Run]) -> bytes:
     """Share of accepted draft tokens at each position of a round, given that it was tested."""
     from matplotlib.ticker import MaxNLocator
 
-    series = _drafted(runs)
+    series = drafted_series(runs)
     figure, axes = _new_figure(6.4)
     drawn = 0
-    for index, (label, entries) in enumerate(zip(_labels(series), series.values(), strict=True)):
-        positions, rates = [], []
-        num_positions = max(len(run["position_tests"]) for run in entries)
-        for j in range(num_positions):
-            counted = [run for run in entries if j < len(run["position_tests"])]
-            tests = sum(run["position_tests"][j] for run in counted)
-            if tests >= MIN_TESTS:
-                positions.append(j + 1)
-                rates.append(sum(run["position_accepts"][j] for run in counted) / tests)
+    for index, (label, entries) in enumerate(series.items()):
+        positions = tested_positions(entries)
         if positions:
             drawn += 1
             axes.plot(
-                positions,
-                rates,
+                *zip(*positions, strict=True),
                 marker=MARKERS[index % len(MARKERS)],
                 markersize=4,
                 color=COLOURS[index % len(COLOURS)],
@@ -137,3 +150,41 @@ def plot_acceptance_by_position(runs: Sequence[Run]) -> bytes:
     axes.set_ylabel("acceptance, given that it was tested")
     axes.set_title("Acceptance by position", fontsize=11)
     return _to_png(figure, drawn)
+
+
+def plot_retention(targets: Sequence[dict[str, Any]], drafts: Sequence[dict[str, Any]]) -> bytes:
+    """Acceptance of every draft on every target with its interval, by the target's drift.
+
+    Args:
+        targets: entries of a retention report: domain, target, kl.
+        drafts: domain, target, draft, alpha, alpha_ci95.
+    """
+    domains = list(dict.fromkeys(entry["domain"] for entry in targets))
+    names = list(dict.fromkeys(entry["draft"] for entry in drafts))
+    drift = {(entry["domain"], entry["target"]): entry["kl"] for entry in targets}
+    figure, panels = _new_panels(max(6.4, 4.4 * len(domains)), len(domains))
+    for domain, axes in zip(domains, panels, strict=True):
+        for index, name in enumerate(names):
+            own = [e for e in drafts if (e["domain"], e["draft"]) == (domain, name)]
+            own.sort(key=lambda e: drift[domain, e["target"]])
+            low, high = zip(*(e["alpha_ci95"] for e in own), strict=True)
+            alpha = [e["alpha"] for e in own]
+            axes.errorbar(
+                [drift[domain, e["target"]] for e in own],
+                alpha,
+                yerr=[
+                    [max(a - x, 0) for a, x in zip(alpha, low, strict=True)],
+                    [max(x - a, 0) for a, x in zip(alpha, high, strict=True)],
+                ],
+                marker=MARKERS[index % len(MARKERS)],
+                color=COLOURS[index % len(COLOURS)],
+                markersize=5,
+                linewidth=1,
+                capsize=2,
+                label=name if domain == domains[0] else None,
+            )
+        axes.set_ylim(0, 1.02)
+        axes.set_title(domain, fontsize=11, parse_math=False)
+        axes.set_xlabel("drift: KL(base || target) per token, nats")
+    panels[0].set_ylabel("acceptance rate")
+    return _to_png(figure, len(names))

@@ -11,19 +11,28 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.eval.breakdown import acceptance_by_category, acceptance_intervals_by_position
-from pipedraft.eval.lossless import GreedyReference
+from pipedraft.eval.breakdown import (
+    acceptance_by_category,
+    acceptance_by_entropy,
+    acceptance_intervals_by_position,
+    count_by_entropy,
+)
+from pipedraft.eval.lossless import Check, GreedyReference
 from pipedraft.eval.metrics import (
     AUTOREGRESSIVE,
     OVERALL,
     RunLabel,
     Summary,
+    WallClock,
     run_record,
     sum_lists,
     summarize,
 )
+from pipedraft.eval.repeats import decode_seconds, repeats_record
 from pipedraft.eval.scores import Score, Scorer, summarize_scores
 from pipedraft.eval.tasks import Prompt, encode_turn
+from pipedraft.eval.teacher_forcing import TextEntropies
+from pipedraft.eval.trace_reading import recorded_draft
 from pipedraft.eval.traces import TraceFile, Traces, load_result, save_result, turn_key
 from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.pipeline import LocalPipeline
@@ -56,6 +65,8 @@ class Record:
     answer: str
     score: Score | None = None
     """None: the prompt has no right answer, or scores were not asked for."""
+    entropies: list[float] | None = None
+    """Of the target at every token; None: not computed."""
 
 
 def draft_hash(draft: nn.Module) -> str:
@@ -131,10 +142,18 @@ def summarize_records(records: Sequence[Record], *, seed: int = 0) -> Summary:
     )
 
 
-def _per_prompt(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Counts of each conversation, from which two reports can be compared prompt by prompt."""
+def _per_prompt(repeats: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
+    """Counts of each conversation, from which two reports can be compared prompt by prompt.
+
+    Counts are the first repeat's, seconds the mean of all.
+    """
     rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for record in records:
+    seconds = [
+        decode_seconds([r.conversation for r in records], [r.result for r in records])
+        for records in repeats
+    ]
+    for record in repeats[0]:
+        own_s = [of_repeat[record.conversation] for of_repeat in seconds]
         row = rows.setdefault(
             record.conversation,
             {
@@ -147,7 +166,8 @@ def _per_prompt(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "rounds": 0,
                 "virtual_time": 0.0,
                 "virtual_time_autoregressive": 0.0,
-                "decode_s": 0.0,  # first to last token of each turn, as tokens_per_s counts them
+                "decode_s": sum(own_s) / len(own_s),
+                "decode_s_repeats": own_s,
                 "position_tests": [],
                 "position_accepts": [],
             },
@@ -159,10 +179,12 @@ def _per_prompt(records: Sequence[Record]) -> list[dict[str, Any]]:
         row["rounds"] += len(result.round_lengths)
         row["virtual_time"] += result.virtual_time
         row["virtual_time_autoregressive"] += result.virtual_time_autoregressive
-        if result.token_times_s:
-            row["decode_s"] += result.token_times_s[-1] - result.token_times_s[0]
         row["position_tests"] = sum_lists([row["position_tests"], result.position_tests])
         row["position_accepts"] = sum_lists([row["position_accepts"], result.position_accepts])
+        if record.entropies is not None:
+            tests, accepts = count_by_entropy(result, record.entropies)
+            row["entropy_tests"] = sum_lists([row.get("entropy_tests", []), tests])
+            row["entropy_accepts"] = sum_lists([row.get("entropy_accepts", []), accepts])
         if record.score is not None:
             row["score"] = int(record.score.passed)
             row["outcome"] = record.score.outcome
@@ -173,12 +195,23 @@ def _per_prompt(records: Sequence[Record]) -> list[dict[str, Any]]:
 class _Decoded:
     """One method on one benchmark, or on all of them together."""
 
-    records: list[Record]
-    summary: Summary
-    lossless: dict[str, int] | None
+    repeats: list[list[Record]]
+    """At least one; they differ in their times alone."""
+    lossless: Check | None
     num_turns: int
     processes: list[dict[str, Any]]
-    """What each process measured: seconds, counts and rows by kind of work, peak memory."""
+    """What each process measured in the first repeat: seconds, counts and rows by kind of work,
+    peak memory."""
+
+    @property
+    def records(self) -> list[Record]:
+        return self.repeats[0]
+
+    def summary(self, seed: int) -> Summary:
+        """Counts of the first repeat, times of all."""
+        times = [record.result for records in self.repeats for record in records]
+        summary = summarize_records(self.records, seed=seed)
+        return replace(summary, wallclock=WallClock.measure(times))
 
     def entry(self, method: Method, benchmark: str, baseline: "_Decoded") -> dict[str, Any]:
         config = method.config
@@ -195,16 +228,23 @@ class _Decoded:
             max_new_tokens=config.max_new_tokens,
         )
         entry = run_record(
-            label, self.summary, autoregressive=baseline.summary, lossless=self.lossless
+            label,
+            self.summary(config.seed),
+            autoregressive=baseline.summary(config.seed),
+            lossless=None if self.lossless is None else self.lossless.record(),
         )
         entry["skipped_turns"] = self.num_turns - len(self.records)
         entry["processes"] = self.processes
         entry["stop_reasons"] = dict(Counter(r.result.stop_reason for r in self.records))
-        rows = _per_prompt(self.records)
+        rows = _per_prompt(self.repeats)
+        if len(self.repeats) > 1:
+            turns = [{(r.conversation, r.turn): r.result for r in rs} for rs in self.repeats]
+            entry["repeats"] = repeats_record(rows, turns)
         entry["acceptance_by_category"] = acceptance_by_category(
             rows, num_stages=config.num_stages, seed=config.seed
         )
         entry["acceptance_by_position_ci95"] = acceptance_intervals_by_position(rows)
+        entry["acceptance_by_entropy"] = acceptance_by_entropy(rows)
         score = summarize_scores(self.records)
         if score is not None and benchmark != OVERALL:  # different tasks have no common score
             entry["score"] = score
@@ -212,15 +252,12 @@ class _Decoded:
         return entry
 
 
-def _pool(parts: Sequence[_Decoded], seed: int) -> _Decoded:
-    records = [record for part in parts for record in part.records]
+def _pool(parts: Sequence[_Decoded]) -> _Decoded:
+    same_repeats = zip(*(part.repeats for part in parts), strict=True)
     checks = [part.lossless for part in parts if part.lossless is not None]
     return _Decoded(
-        records=records,
-        summary=summarize_records(records, seed=seed),
-        lossless={key: sum(check[key] for check in checks) for key in checks[0]}
-        if checks
-        else None,
+        repeats=[[record for records in same for record in records] for same in same_repeats],
+        lossless=sum(checks, Check()) if checks else None,
         num_turns=sum(part.num_turns for part in parts),
         processes=[_add_up(same) for same in zip(*(part.processes for part in parts), strict=True)],
     )
@@ -244,11 +281,13 @@ class Comparison:
     tokenizer: PreTrainedTokenizerBase
     benchmarks: dict[str, list[Prompt]]
     reference: PreTrainedModel | None
-    """Whole target with which transformers decodes every turn once more, to compare greedy texts;
-    None: texts are not compared."""
+    """Whole target with which transformers decodes every turn once more, to compare greedy texts,
+    and that says how certain it was of every token; None: neither."""
     connect: Callable[[StagedTarget], Any] = LocalPipeline
     """Makes the pipeline; see ``Engine``."""
     scorer: Scorer | None = None
+    repeats: int = 1
+    """Times that everything is decoded; 2 or more tell the machine's noise from the prompts'."""
     progress: bool = True
     traces: Traces | None = None
     """None: everything is decoded, and nothing kept."""
@@ -323,30 +362,19 @@ class Comparison:
         self, method: Method, references: dict[int, GreedyReference]
     ) -> dict[str, _Decoded]:
         config = method.config
-        max_prompt_tokens = self._num_positions - config.max_new_tokens
-        traces = self._open_traces(method)
-        self._warm_up(method, max_prompt_tokens)
+        self._warm_up(method, self._num_positions - config.max_new_tokens)
         engine = self._engine(method)
+        # All benchmarks once, then again: a machine that slows down does so between repeats.
+        passes = [self._decode_once(method, engine, index) for index in range(self.repeats)]
         parts = {}
         for name, prompts in self.benchmarks.items():
-            engine.pipeline.clear()
-            description = (
-                f"{method.name} n={config.num_stages} T={config.temperature:g} "
-                f"W={config.width} {name}"
-            )
-            records = evaluate(
-                engine,
-                prompts,
-                self.tokenizer,
-                max_prompt_tokens=max_prompt_tokens,
-                description=description,
-                progress=self.progress,
-                traces=traces,
-            )
-            reports = engine.pipeline.reports()
+            repeats, reports = zip(*(once[name] for once in passes), strict=True)
+            records = self._with_entropies(repeats[0], method, f"{_described(method)} {name}")
             if self.scorer is not None:
                 records = self.scorer.score_records(
-                    records, description=f"{description} scores", progress=self.progress
+                    records,
+                    description=f"{_described(method)} {name} scores",
+                    progress=self.progress,
                 )
             check = None
             if self.reference is not None and config.temperature == 0:
@@ -355,21 +383,57 @@ class Comparison:
                 )
                 check = reference.check([record.result for record in records])
             parts[name] = _Decoded(
-                records=records,
-                summary=summarize_records(records, seed=config.seed),
+                repeats=[records, *repeats[1:]],
                 lossless=check,
                 num_turns=sum(len(prompt.turns) for prompt in prompts),
-                processes=[_add_up([report]) for report in reports],
+                processes=[_add_up([report]) for report in reports[0]],
             )
         if len(parts) > 1:
-            parts[OVERALL] = _pool(list(parts.values()), config.seed)
+            parts[OVERALL] = _pool(list(parts.values()))
         return parts
 
-    def _open_traces(self, method: Method) -> TraceFile | None:
+    def _decode_once(
+        self, method: Method, engine: Engine, repeat: int
+    ) -> dict[str, tuple[list[Record], list[dict[str, Any]]]]:
+        """Every benchmark: its turns, and what each process measured meanwhile."""
+        traces = self._open_traces(method, engine, repeat)
+        again = f" repeat {repeat + 1}" if repeat else ""
+        found = {}
+        for name, prompts in self.benchmarks.items():
+            engine.pipeline.clear()
+            records = evaluate(
+                engine,
+                prompts,
+                self.tokenizer,
+                max_prompt_tokens=self._num_positions - method.config.max_new_tokens,
+                description=f"{_described(method)} {name}{again}",
+                progress=self.progress,
+                traces=traces,
+            )
+            found[name] = records, engine.pipeline.reports()
+        return found
+
+    def _with_entropies(
+        self, records: list[Record], method: Method, description: str
+    ) -> list[Record]:
+        """Of tokens that no draft guessed nobody asks."""
+        if self.reference is None or method.config.schedule == AUTOREGRESSIVE:
+            return records
+        traces = None if self.traces is None else self.traces.open(entropies="nats, T = 1")
+        source = TextEntropies(self.reference, traces)
+        bar = tqdm(records, desc=f"{description} entropies", unit="turn", disable=not self.progress)
+        return [replace(record, entropies=source.of(record.result)) for record in bar]
+
+    def _open_traces(self, method: Method, engine: Engine, repeat: int) -> TraceFile | None:
         if self.traces is None:
             return None
-        draft = None if method.draft is None else draft_hash(method.draft)
-        return self.traces.open(config=asdict(method.config), draft=draft)
+        again = {"repeat": repeat} if repeat else {}
+        return self.traces.open(
+            config=asdict(method.config),
+            draft=None if method.draft is None else draft_hash(method.draft),
+            recorded=recorded_draft(method.draft, engine.target),
+            **again,
+        )
 
     def _greedy_reference(self, max_new_tokens: int) -> GreedyReference:
         assert self.reference is not None
@@ -392,3 +456,9 @@ class Comparison:
         return Engine(
             self.target, self.tokenizer, method.config, method.draft, connect=self.connect
         )
+
+
+def _described(method: Method) -> str:
+    """For progress bars."""
+    config = method.config
+    return f"{method.name} n={config.num_stages} T={config.temperature:g} W={config.width}"

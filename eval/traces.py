@@ -6,7 +6,8 @@
 OUT/traces has one file of JSON lines for each way of decoding and shard. Its name begins with a
 hash of everything that a text or its steps depend on, so that other settings never meet old lines:
 they begin files of their own. Times of a turn are those of the launch that decoded it; what every
-process measured (``processes`` in the results) is of the last launch alone.
+process measured (``processes`` in the results) is of the last launch alone. A turn's line is its
+whole ``DecodeResult``, from which ``replay`` works out other pipelines.
 """
 
 import argparse
@@ -46,7 +47,7 @@ class TraceFile:
         self._header = text
         self._found: dict[str, Any] = {}
         for path in sorted(folder.glob(f"{digest}*.jsonl")):
-            self._found |= dict(_read_lines(path))
+            self._found |= dict(read_lines(path)[1])
 
     def get(self, key: Sequence[Any]) -> Any:
         """The value of a key, None where there is none."""
@@ -73,15 +74,17 @@ def _ends_line(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _read_lines(path: Path) -> list[tuple[str, Any]]:
+def read_lines(path: Path) -> tuple[str, list[tuple[str, Any]]]:
+    """The identity as it was written, and (key as JSON, value) of every whole line."""
+    header, *lines = path.read_bytes().splitlines() or [b""]
     found = []
-    for line in path.read_bytes().splitlines()[1:]:
+    for line in lines:
         try:
             key, value = json.loads(line)
         except ValueError:  # cut short
             continue
         found.append((json.dumps(key), value))
-    return found
+    return header.decode(), found
 
 
 @dataclass(frozen=True)

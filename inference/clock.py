@@ -47,6 +47,9 @@ class VirtualClock:
         """Of a target pass, for each stage."""
         self.num_steps = 0
         self.time = 0.0
+        self.log: list[list[int]] = []
+        """Everything that took time, in order: [times, draft forwards, overlap, rows of every
+        stage] for equal steps, [times, draft forwards] for drafting while the stages wait."""
 
     def _growth(self, num_rows: int) -> float:
         """Stage time relative to that of one row; 0 for an idle stage."""
@@ -64,6 +67,13 @@ class VirtualClock:
         """Take one pipeline step; the arguments are those of ``duration``."""
         self.num_steps += 1
         self.time += self.duration(rows, draft_forwards=draft_forwards, overlap=overlap)
+        self._note([draft_forwards, int(overlap), *rows])
+
+    def _note(self, event: list[int]) -> None:
+        if self.log and self.log[-1][1:] == event:
+            self.log[-1][0] += 1
+        else:
+            self.log.append([1, *event])
 
     def duration(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> float:
         """Of a pipeline step.
@@ -98,6 +108,7 @@ class VirtualClock:
     def serial_draft(self, forwards: int) -> None:
         """Drafting while every stage waits."""
         self.time += forwards * self.draft_forward
+        self._note([forwards])
 
     def autoregressive_time(self, num_tokens: int) -> float:
         """Modelled time of plain decoding of as many tokens on the same pipeline."""

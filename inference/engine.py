@@ -1,12 +1,10 @@
 """The engine: one target, one draft, one schedule; decodes prompts exactly as the target would."""
 
 import difflib
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -15,7 +13,7 @@ from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.pipeline import LocalPipeline, Returned
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape
+from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape, segment_sizes
 from pipedraft.inference.sources import DraftSource, Growth, Sampling, make_source
 from pipedraft.inference.sources.micro_batch import grow_micro_batch
 from pipedraft.inference.tree import TokenTree
@@ -40,6 +38,9 @@ class EngineConfig:
     """What a round proposes, for the schedules that grow whole trees."""
     micro_batches: int | None = None
     """Segments that a tree is cut into for naive_pp, pruned_pp and flowspec; None: stages + 1."""
+    timing: Literal["input_states", "output_states"] = "input_states"
+    """What a speculation module reads. output_states: the states after the step, one stage deeper,
+    so that the stages wait for it (the SPD paper's ablation)."""
     max_segment_rows: int = 16
     """A tree that does not fit that many segments of this size is cut into more of them."""
     expansion: Expansion = field(default_factory=Expansion)
@@ -74,6 +75,11 @@ class EngineConfig:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1; give at least 1")
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ValueError(f"micro_batches: {self.micro_batches} is below 1; give at least 1")
+        if self.timing != "input_states" and self.grows is not None and self.schedule != "spd":
+            raise ValueError(
+                f"timing: {self.timing!r} is for schedule 'spd', not {self.schedule!r}; "
+                "leave it out"
+            )
         if self.verifier == "rejection" and (self.temperature == 0 or not self.can_sample):
             raise ValueError(
                 "verifier: 'rejection' needs a sampled chain (temperature above 0 and tree width "
@@ -205,7 +211,7 @@ class Engine:
     def make_source(self) -> DraftSource | None:
         if self._source is not None:
             return self._source
-        return make_source(self.draft) if self.draft is not None else None
+        return make_source(self.draft, self.config.timing) if self.draft is not None else None
 
     @property
     def draft_cost(self) -> float:
@@ -295,14 +301,10 @@ class Session:
             num_segments: nearly equal parts, the longer ones last; more of them where a part would
                 exceed ``max_segment_rows``.
         """
-        tree, first = self.tree, self.tree.num_injected
-        count = len(tree) - first
-        if num_segments > 1:
-            num_segments = max(num_segments, math.ceil(count / self.config.max_segment_rows))
-        cuts = [first + count * part // num_segments for part in range(num_segments + 1)]
-        for start, stop in pairwise(cuts):
-            if start < stop:
-                self.pipeline.inject(tree.segment(start, stop))
+        tree, start = self.tree, self.tree.num_injected
+        for size in segment_sizes(len(tree) - start, num_segments, self.config.max_segment_rows):
+            self.pipeline.inject(tree.segment(start, start + size))
+            start += size
         tree.num_injected = len(tree)
         self.pipeline.start()
 
@@ -421,17 +423,17 @@ class Session:
         next_position = self.tree.position(walk.path[-1]) + 1
         hit = len(keep.rows) > keep.num_committed
         self.tree = self.tree.reroot(keep) if hit else TokenTree(walk.next_token, next_position)
+        accepted = None
         for index, token in enumerate(emitted):
             if self.done:
                 break
-            if index < len(walk.tests):
-                self._count_test(walk.tests[index])
+            accepted = walk.tests[index] if index < len(walk.tests) else None
+            if accepted is not None:
+                self._count_test(accepted)
             self.round_length += 1
             self._emit(token)
         if not hit or self.done:
-            self.result.round_lengths.append(self.round_length)
-            self.round_length = 0
-            self.num_rounds += 1
+            self._end_round(accepted)
         if self.source is not None and not self.done:
             with self.pipeline.timeline.span("draft"):
                 self.source.keep(keep)
@@ -443,11 +445,25 @@ class Session:
         result.text = self.engine.tokenizer.decode(result.token_ids, skip_special_tokens=True)
         result.num_steps = self.clock.num_steps
         result.virtual_time = self.clock.time
+        result.step_log = self.clock.log
         result.virtual_time_autoregressive = self.clock.autoregressive_time(result.num_tokens)
         result.num_draft_forwards = self.source.num_forwards if self.source else 0
         return result
 
     # -- bookkeeping ------------------------------------------------------------------------
+
+    def _end_round(self, accepted: bool | None) -> None:
+        """
+        Args:
+            accepted: outcome of the test of the round's last token; None: there was no guess.
+        """
+        result, num_forwards = self.result, self.source.num_forwards if self.source else 0
+        result.round_lengths.append(self.round_length)
+        result.round_ends += "u" if accepted is None else "a" if accepted else "r"
+        result.round_drafted.append(result.num_drafted - sum(result.round_drafted))
+        result.round_forwards.append(num_forwards - sum(result.round_forwards))
+        self.round_length = 0
+        self.num_rounds += 1
 
     def _count_test(self, accepted: bool) -> None:
         tests, accepts = self.result.position_tests, self.result.position_accepts

@@ -22,6 +22,15 @@ class DecodeResult:
     """K: elapsed pipeline steps (one step = one stage time), idle and rejecting ones included."""
     round_lengths: list[int] = field(default_factory=list)
     """Tokens emitted by each round (restart to restart), the correction or bonus token included."""
+    round_ends: str = ""
+    """A letter for each round, of its last token: r, a guess was tested there and was wrong; u, no
+    guess was tested; a, the text ended on a guess that was right."""
+    round_drafted: list[int] = field(default_factory=list)
+    """Guesses that joined the tree in each round."""
+    round_forwards: list[int] = field(default_factory=list)
+    """Forward passes of the draft in each round."""
+    step_log: list[list[int]] = field(default_factory=list)
+    """What the virtual clock was given, in order; see ``VirtualClock.log``."""
     position_tests: list[int] = field(default_factory=list)
     """Entry j: how often a draft token was tested as the j-th token of its round."""
     position_accepts: list[int] = field(default_factory=list)

@@ -1,6 +1,8 @@
 """The shape of a draft tree, and how a travelling tree is cut and extended."""
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
@@ -173,3 +175,15 @@ class MicroBatch:
     def label(self) -> str:
         """For tables."""
         return f"micro-batch:{self.size}" + (":restart" if self.restart else "")
+
+
+def segment_sizes(num_rows: int, num_segments: int, max_rows: int) -> list[int]:
+    """Rows of each segment that a tree is cut into: nearly equal, the longer ones last, none empty.
+
+    Args:
+        num_segments: 1 is never cut; else there are more where one would exceed ``max_rows``.
+    """
+    if num_segments > 1:
+        num_segments = max(num_segments, math.ceil(num_rows / max_rows))
+    cuts = [num_rows * part // num_segments for part in range(num_segments + 1)]
+    return [stop - start for start, stop in pairwise(cuts) if start < stop]

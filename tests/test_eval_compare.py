@@ -198,7 +198,8 @@ def repeats(tmp_path: Path, *seeds: int) -> list[Run]:
 def test_repeats_of_a_method_show_the_machines_noise(tmp_path) -> None:
     (noise,) = find_noise(repeats(tmp_path, 1, 2, 3))
     assert (noise.parts.num_repeats, noise.parts.num_prompts) == (3, 60)
-    assert noise.parts.between_repeats == pytest.approx((0.1 * noise.parts.mean) ** 2, rel=0.3)
+    assert noise.parts.residual == pytest.approx((0.1 * noise.parts.mean) ** 2, rel=0.3)
+    assert noise.parts.between_repeats < 0.1 * noise.parts.residual
     assert noise.parts.between_prompts > 0
     assert len(noise.pooled) == 3 and np.std(noise.pooled) < 0.05 * noise.parts.mean
 
@@ -241,7 +242,28 @@ def test_command_prints_tables_and_noise_and_writes_what_it_printed(tmp_path, ca
     assert f"{line['difference']:+.3f}" in out and f"{line['p_value']:.4f}" in out
     assert set(line["prompts_for_relative"]) == {"0.01", "0.02", "0.05"}
     (noise,) = written["noise"]
-    assert noise["method"] == AUTOREGRESSIVE and noise["between_repeats"] == 0
+    assert noise["method"] == AUTOREGRESSIVE and noise["between_repeats"] == noise["residual"] == 0
+
+
+def test_acceptance_by_entropy_is_compared_bin_by_bin_if_asked(tmp_path, capsys) -> None:
+    """Guesses at uncertain places are better in the second run, elsewhere they are the same."""
+    folders = []
+    for name, better in (("a", 0), ("b", 3)):
+        rows = make_rows(stages=4, rejection=0.4)
+        for row in rows:
+            row["entropy_tests"] = [10, 0, 0, 0, 0, 0, 8]
+            row["entropy_accepts"] = [9, 0, 0, 0, 0, 0, 2 + better]
+        folders.append(write(tmp_path / name, make_entry(rows)))
+    assert status(["compare", *folders]) == 0
+    assert "nats" not in capsys.readouterr().out
+    file = tmp_path / "compared.json"
+    assert status(["compare", *folders, "--entropy", "--json", str(file)]) == 0
+    assert "alpha, 3 nats" in capsys.readouterr().out
+    lines = {x["quantity"]: x for x in json.loads(file.read_text())["comparisons"]}
+    sure, torn = (lines[f"draft_acceptance_rate from {low} nats"] for low in (0, 3))
+    assert (sure["difference"], sure["p_value"]) == (0, 1)
+    assert torn["difference"] == pytest.approx(3 / 8) and torn["p_value"] < 0.01
+    assert len(lines) == 3 + 2  # bins without a test say nothing
 
 
 def test_a_single_prompt_has_no_interval_in_table_or_file(tmp_path, capsys) -> None:

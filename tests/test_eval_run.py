@@ -56,15 +56,17 @@ class StubEngine:
     def __init__(self, target, tokenizer, config, draft=None, *, connect=None):
         if config.num_stages > 16:
             raise ValueError(f"num_stages: {config.num_stages} is more than 16; give fewer")
-        self.target, self.config, self.draft = target, config, draft
+        self.model, self.config, self.draft = target, config, draft
+        self.target = SimpleNamespace(boundaries=tuple(range(config.num_stages + 1)))
 
     def decode(self, prompt_ids, *, prompt_index=0, on_token=None):
         config = self.config
         self.log.append((config, list(prompt_ids), prompt_index))
-        tokens = generate_greedy(self.target, prompt_ids, max_new_tokens=config.max_new_tokens)
+        tokens = generate_greedy(self.model, prompt_ids, max_new_tokens=config.max_new_tokens)
         if self.wrong_last_token and config.schedule == "spd":
             tokens[-1] = (tokens[-1] + 1) % 200
-        per_round = 1 if config.schedule == AUTOREGRESSIVE else 2
+        draws = config.schedule == "spd"
+        per_round = 2 if draws else 1
         num = len(tokens) - 1
         rounds = [per_round] * (num // per_round) + [1] * (num % per_round)
         return DecodeResult(
@@ -75,8 +77,11 @@ class StubEngine:
             num_stages=config.num_stages,
             num_steps=config.num_stages * len(rounds),
             round_lengths=rounds,
-            position_tests=[len(rounds)] * (config.schedule == "spd"),
-            position_accepts=[len(rounds) - num % 2] * (config.schedule == "spd"),
+            round_ends="".join("r" if draws and n == 1 else "u" for n in rounds),
+            round_drafted=[int(draws)] * len(rounds),
+            round_forwards=[int(draws)] * len(rounds),
+            position_tests=[len(rounds)] * draws,
+            position_accepts=[len(rounds) - num % 2] * draws,
             virtual_time=float(len(rounds)),
             virtual_time_autoregressive=float(num),
             token_times_s=[0.1 + 0.01 * i / per_round for i in range(num + 1)],
@@ -99,6 +104,10 @@ def make_prompts(task: str, *conversations: list[str]) -> list[Prompt]:
 
 class AnyDraft(nn.Identity):
     num_stages = 4
+    draft_type = "spd"
+
+    def relative_cost(self, target):
+        return 0.5
 
 
 def make_method(**settings) -> Method:
@@ -273,9 +282,9 @@ def test_a_text_cut_by_the_context_is_compared_as_far_as_it_goes(target) -> None
     text = greedy_by_hand(target, [5, 6], 8)
     result = DecodeResult([5, 6], text[:5], "", "max_length", 4)
     reference = GreedyReference(target, 8)
-    assert reference.check([result]) == {"checked": 1, "mismatches": 0}
+    assert reference.check([result]).record() == {"checked": 1, "mismatches": 0}
     result.stop_reason = "max_new_tokens"
-    assert reference.check([result]) == {"checked": 1, "mismatches": 1}
+    assert reference.check([result]).record() == {"checked": 1, "mismatches": 1}
 
 
 @pytest.fixture

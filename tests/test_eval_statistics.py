@@ -285,26 +285,27 @@ def test_prompts_without_a_step_are_left_out_and_a_single_one_has_no_interval() 
 
 
 def test_parts_of_the_variance_by_hand() -> None:
-    # Prompt means 2 and 7; MSW = (2 + 2) / 2 = 2, MSB = 2 * 12.5 = 25.
+    # Prompt means 2 and 7: MSP = 2 * 12.5; means of repeats 3.5 and 5.5: MSR = 2 * 2; MSE = 0.
     parts = variance_parts(np.array([[1.0, 6.0], [3.0, 8.0]]))
     assert (parts.num_repeats, parts.num_prompts, parts.mean) == (2, 2, 4.5)
-    assert (parts.between_repeats, parts.between_prompts) == (2.0, 11.5)
-    assert parts.repeat_share == 2 / 13.5
+    assert (parts.between_prompts, parts.between_repeats, parts.residual) == (12.5, 2.0, 0.0)
+    assert parts.repeat_share == 2 / 14.5
     noise_alone = variance_parts(np.array([[1.0, 3.0], [3.0, 1.0]]))
-    assert (noise_alone.between_prompts, noise_alone.between_repeats) == (0.0, 2.0)
+    assert (noise_alone.between_prompts, noise_alone.between_repeats) == (0.0, 0.0)
+    assert (noise_alone.residual, noise_alone.repeat_share) == (4.0, 1.0)
     assert math.isnan(variance_parts(np.ones((2, 3))).repeat_share)
 
 
 def test_parts_of_the_variance_are_those_the_data_were_made_with() -> None:
     rng = np.random.default_rng(11)
     found, naive = [], []
-    for _ in range(400):
+    for _ in range(2000):
         prompt_P, noise_MP = rng.normal(40, 5, 80), rng.normal(0, 4, (3, 80))
-        value_MP = prompt_P + noise_MP
+        value_MP = prompt_P + rng.normal(0, 3, (3, 1)) + noise_MP
         parts = variance_parts(value_MP)
-        found.append((parts.between_prompts, parts.between_repeats))
+        found.append((parts.between_prompts, parts.between_repeats, parts.residual))
         naive.append(value_MP.mean(0).var(ddof=1))
-    np.testing.assert_allclose(np.mean(found, 0), (25, 16), rtol=0.03)
+    np.testing.assert_allclose(np.mean(found, 0), (25, 9, 16), rtol=0.05)
     # Known-bad variant: the means of prompts still hold a third of the noise.
     assert np.mean(naive) > 1.15 * 25
 

@@ -21,7 +21,14 @@ pytestmark = pytest.mark.timeout(600)  # processes that import torch, on a machi
 
 TARGET = str(REPOSITORY / "assets" / "target")
 METHODS = 2
-CLOCK = ("wallclock", "processes", "decode_s", "tokens_per_s", "wallclock_speedup")
+CLOCK = (
+    "wallclock",
+    "processes",
+    "decode_s",
+    "decode_s_repeats",
+    "tokens_per_s",
+    "wallclock_speedup",
+)
 
 
 def arguments(out: Path, *more: str) -> list[str]:
@@ -60,7 +67,8 @@ def test_every_turn_and_every_reference_text_is_kept_once(whole):
     turns = json.loads((whole / "results.json").read_text())
     entries = turns["runs"] if isinstance(turns, dict) else turns
     decoded = sum(r["turns"] for r in entries[0]["per_prompt"] + entries[1]["per_prompt"])
-    assert len(keys) == len(lines(whole)) == METHODS * decoded + decoded
+    # One line for each way to decode a turn, its reference text, and its entropies.
+    assert len(keys) == len(lines(whole)) == (METHODS + 2) * decoded
 
 
 def test_a_finished_evaluation_is_reported_again_without_decoding(whole, monkeypatch):

@@ -1,0 +1,272 @@
+"""Other pipelines from recorded runs, without a model: `python -m pipedraft.eval replay --help`."""
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from pipedraft.errors import Parser, UsageError, make_folder
+from pipedraft.eval.calibrate import read_cost
+from pipedraft.eval.metrics import OVERALL, bootstrap_ratio, ratio
+from pipedraft.eval.replay_laws import (
+    Refusal,
+    basis_of,
+    check_cost,
+    follows_law,
+    replay_law,
+    replay_log,
+)
+from pipedraft.eval.report import align_columns, to_json, write_atomically
+from pipedraft.eval.trace_reading import Recording, read_recordings
+from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.models.target import stage_boundaries
+
+EXAMPLE = """\
+example:
+  python -m pipedraft.eval replay out/eval --stages 2,4,8 --cost out/cost.json --link 0,0.05
+
+TRACES is the --out folder of an evaluation, its traces folder, or a file in there. Every turn in it
+is replayed; no model is loaded.
+"""
+LEGEND = """\
+how: recorded, the steps of the run itself on the clock of the cost model; exact, another number of
+stages, whose guesses and verdicts are the same; assumed, the draft's guesses depend on the number
+of stages, and those on the new one are taken to be right as often. N tokens, K steps, L' = n N / K,
+S modelled speed-up over plain decoding on the same pipeline, both with 95 % bootstrap intervals
+over conversations. link: one hop, in times of a target pass over one token."""
+UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cost model by name."""
+
+    name: str
+    cost: CostModel | None
+    """None: the recorded one."""
+    link: float | None
+    """In place of the model's."""
+
+    def cost_for(self, recording: Recording) -> CostModel:
+        """With the draft's cost filled in."""
+        cost = self.cost or recording.config.cost
+        if self.link is not None:
+            cost = replace(cost, link=self.link)
+        return recording.with_draft(cost)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One recorded way of decoding on one pipeline."""
+
+    recording: Recording
+    hardware: Hardware
+    cost: CostModel
+    stages: int
+    how: str
+    rows: list[dict[str, Any]]
+    """Of single conversations: benchmark, id, tokens, steps, virtual_time,
+    virtual_time_autoregressive."""
+
+
+def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
+    """
+    Raises:
+        Refusal: the recorded run does not say what this pipeline would do.
+    """
+    config, cost = recording.config, hardware.cost_for(recording)
+    recorded_cost = recording.with_draft(config.cost)
+    check_cost(config, recorded_cost, cost)
+    num_layers = recording.boundaries[-1]
+    if stages > num_layers:
+        raise Refusal(f"the target has {num_layers} layers, too few for {stages} stages")
+    how, boundaries = "recorded", recording.boundaries
+    if stages != config.num_stages:
+        how, boundaries = (
+            basis_of(config, recording.draft_type),
+            stage_boundaries(num_layers, stages),
+        )
+        for key, result in recording.turns.items():
+            if not follows_law(result, recording.clock(recorded_cost), config):
+                raise Refusal(
+                    f"the recorded steps of {'/'.join(map(str, key))} are not those of "
+                    f"{config.schedule}'s law on {config.num_stages} stages"
+                )
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for (benchmark, name, _), result in recording.turns.items():
+        clock = VirtualClock(cost, boundaries, cost.draft_forward or 0.0)
+        if how == "recorded":
+            replay_log(result, clock)
+        else:
+            replay_law(result, clock, config)
+        row = rows.setdefault(
+            (benchmark, name),
+            {"benchmark": benchmark, "id": name, "tokens": 0, "steps": 0}
+            | {"virtual_time": 0.0, "virtual_time_autoregressive": 0.0},
+        )
+        row["tokens"] += result.num_tokens
+        row["steps"] += clock.num_steps
+        row["virtual_time"] += clock.time
+        row["virtual_time_autoregressive"] += clock.autoregressive_time(result.num_tokens)
+    return Replay(recording, hardware, cost, stages, how, list(rows.values()))
+
+
+def records(found: Replay, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """One for each benchmark, and with several "overall"."""
+    benchmarks = dict.fromkeys(row["benchmark"] for row in found.rows)
+    for benchmark in [*benchmarks, *([OVERALL] if len(benchmarks) > 1 else [])]:
+        rows = [row for row in found.rows if benchmark in (row["benchmark"], OVERALL)]
+        tokens_P, steps_P, time_P, plain_P = (
+            np.array([row[field] for row in rows if row["steps"]], dtype=np.float64)
+            for field in ("tokens", "steps", "virtual_time", "virtual_time_autoregressive")
+        )
+        yield found.recording.label() | {
+            "benchmark": benchmark,
+            "stages": found.stages,
+            "cost_name": found.hardware.name,
+            "cost": asdict(found.cost),
+            "how": found.how,
+            "prompts": len(rows),
+            "tokens": int(tokens_P.sum()),
+            "steps": int(steps_P.sum()),
+            "equivalent_acceptance_length": {
+                "pooled": ratio(found.stages * float(tokens_P.sum()), float(steps_P.sum())),
+                "ci95": bootstrap_ratio(found.stages * tokens_P, steps_P, seed=seed).tolist(),
+            },
+            "theoretical_speedup": ratio(float(plain_P.sum()), float(time_P.sum())),
+            "theoretical_speedup_ci95": bootstrap_ratio(plain_P, time_P, seed=seed).tolist(),
+            "per_prompt": rows,
+        }
+
+
+def _interval(bounds: Sequence[float]) -> str:
+    low, high = bounds
+    return "-" if low != low else f"[{low:.3f}, {high:.3f}]"
+
+
+def format_records(found: Sequence[dict[str, Any]]) -> str:
+    header = ["benchmark", "method", "T", "recorded n", "n", "cost", "link", "N", "K"]
+    header += ["L'", "95 % CI", "S", "95 % CI ", "how"]
+    cells = []
+    for record in found:
+        length = record["equivalent_acceptance_length"]
+        cells.append(
+            [record["benchmark"], record["method"], f"{record['temperature']:g}"]
+            + [str(record["recorded_stages"]), str(record["stages"]), record["cost_name"]]
+            + [f"{record['cost']['link']:g}", str(record["tokens"]), str(record["steps"])]
+            + [f"{length['pooled']:.3f}", _interval(length["ci95"])]
+            + [f"{record['theoretical_speedup']:.3f}"]
+            + [_interval(record["theoretical_speedup_ci95"]), record["how"]]
+        )
+    return align_columns(header, cells)
+
+
+def _stages(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of stages; give e.g. 2,4,8")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _links(text: str) -> list[str]:
+    parts = text.split(",")
+    for part in parts:
+        if not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)?", part):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no link; give the time of a hop as 0.05 (target passes) or 200us, "
+                "20ms, 1s"
+            )
+    return parts
+
+
+def _in_passes(link: str, pass_ms: float | None) -> float:
+    number, unit = re.fullmatch(r"([\d.]+)([a-z]*)", link).groups()  # type: ignore[union-attr]
+    if not unit:
+        return float(number)
+    if pass_ms is None or not pass_ms > 0:
+        raise UsageError(
+            f"--pass-ms: {pass_ms}; a link of {link} needs the milliseconds of a target pass over "
+            "one token, e.g. --pass-ms 35"
+        )
+    return float(number) * UNITS_S[unit] / (pass_ms / 1e3)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="python -m pipedraft.eval replay",
+        description="N, K, L' and S of recorded runs on other stages, hardware and links.",
+        epilog=EXAMPLE + "\n" + LEGEND,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("traces", type=Path, nargs="+", metavar="TRACES", help="what evaluations have recorded")
+    add(
+        "--cost",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="cost model as --calibrate writes it; may be given several times (default: the run's)",
+    )
+    add("--stages", type=_stages, metavar="N,..", help="pipeline stages (default: the run's)")
+    add(
+        "--link",
+        type=_links,
+        default=[None],
+        metavar="T,..",
+        help="time of a hop in place of the cost model's: in target passes over one token, or with "
+        "a unit (200us, 20ms) and --pass-ms",
+    )
+    add("--pass-ms", type=float, metavar="MS", help="milliseconds of a target pass over one token")
+    add("--json", action="store_true", help="print JSON alone")
+    add("--out", type=Path, metavar="DIR", help="write replay.json and replay.md there")
+    return parser
+
+
+def _hardware(arguments: argparse.Namespace) -> list[Hardware]:
+    costs: list[tuple[str, CostModel | None]]
+    costs = [(path.stem, read_cost(path)) for path in arguments.cost]
+    return [
+        Hardware(name, cost, None if link is None else _in_passes(link, arguments.pass_ms))
+        for name, cost in costs or [("recorded", None)]
+        for link in arguments.link
+    ]
+
+
+def run(argv: Sequence[str]) -> None:
+    """The whole subcommand; bad input raises ValueError."""
+    arguments = build_parser().parse_args(argv)
+    recordings = read_recordings(arguments.traces)
+    wanted = [
+        (recording, stages, hardware)
+        for recording in recordings
+        for stages in arguments.stages or [recording.config.num_stages]
+        for hardware in _hardware(arguments)
+    ]
+    found: list[dict[str, Any]] = []
+    refused: dict[tuple[str, str], dict[int, None]] = {}
+    for recording, stages, hardware in tqdm(wanted, desc="replays", unit="pipeline"):
+        try:
+            found += records(replay(recording, stages, hardware))
+        except Refusal as refusal:
+            refused.setdefault((recording.name, str(refusal)), {})[stages] = None
+    left_out = [
+        f"{name} on {', '.join(map(str, stages))} stages: {reason}"
+        for (name, reason), stages in refused.items()
+    ]
+    if not found:
+        raise UsageError(f"--stages: nothing can be replayed; {left_out[0]}")
+    content = to_json({"replays": found, "left_out": left_out})
+    lines = [f"left out: {line}" for line in left_out]
+    text = "\n".join([format_records(found), *lines, "", LEGEND])
+    print(content.decode() if arguments.json else text)
+    if arguments.out is not None:
+        make_folder("--out", arguments.out)
+        write_atomically(arguments.out / "replay.json", content)
+        write_atomically(arguments.out / "replay.md", f"# Replay\n\n```\n{text}\n```\n".encode())

@@ -1,0 +1,444 @@
+"""report.html: self-contained, escaped, complete, readable; on a real run and on drawn ones."""
+
+import hashlib
+import html
+import json
+import re
+from base64 import b64encode
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+from test_eval_report import MANIFEST, make_runs
+
+from pipedraft.errors import run_command
+from pipedraft.eval import __main__ as command
+from pipedraft.eval import report_command
+from pipedraft.eval.html_report import Source, build_page
+from pipedraft.eval.metrics import AUTOREGRESSIVE
+from pipedraft.eval.report import to_json, write_report
+from pipedraft.inference.timeline import Timeline, chrome_trace
+
+TARGET = str(REPOSITORY / "assets" / "target")
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</svg><svg onload=alert(1)>",
+    "$\\frac{1}{",
+    "{{ 7 * 7 }}{% raw %}",
+    "_hidden & <b>bold</b>",
+    "null \x00, escape \x1b[31m, half a pair \ud800, turned \u202etxet",
+    "a name that is much longer than what fits beside an axis of a plot on any screen",
+)
+
+
+class Page(HTMLParser):
+    """Elements of a page; one that is not closed, or closed twice, is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.elements)
+
+
+def page_of(*sources: Source, **more) -> Page:
+    return Page(build_page(sources, **more).decode())
+
+
+def read_back(entries: list[dict]) -> list[dict]:
+    """As results.json holds them."""
+    return json.loads(to_json(entries))
+
+
+def source(entries: list[dict], name: str = "a", **more) -> Source:
+    return Source(name=name, entries=read_back(entries), digest="0" * 64, **more)
+
+
+def write_results(folder: Path, entries: list[dict]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "results.json").write_bytes(to_json({"runs": entries, "overall": []}))
+    (folder / "manifest.json").write_bytes(to_json(MANIFEST))
+
+
+def figures(text: str) -> dict[str, str]:
+    """Title -> figure."""
+    found = re.findall(r"<figure><h3>(.*?)</h3>(.*?)</figure>", text, re.S)
+    return {html.unescape(title): body for title, body in found}
+
+
+def left_out(text: str) -> dict[str, str]:
+    found = re.findall(r"<li>([^<]*?): ([^<]*)\.</li>", text.partition("Left out:")[2])
+    return {html.unescape(title): reason for title, reason in found}
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """Three numbers of stages, three benchmarks, one of them with categories."""
+    return build_page([source(make_runs(), manifest=MANIFEST)]).decode()
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory) -> tuple[Path, Path]:
+    """Real evaluations on two numbers of stages, with two draft lengths."""
+    root = tmp_path_factory.mktemp("evaluated")
+    folders = root / "n2", root / "n4"
+    for folder in folders:
+        words = ["--target", TARGET, "--draft-model", TARGET, "--schedule", "eagle"]
+        words += ["--stages", folder.name[1:], "--tree", "chain:2,chain:4", "--benchmarks", "gsm8k"]
+        words += ["--limit", "2", "--max-new-tokens", "6"]
+        command.run([*words, "--out", str(folder)])
+    return folders
+
+
+def test_the_page_needs_nothing_but_itself(text) -> None:
+    page = Page(text)
+    for tag, attributes in page.elements:
+        for name in ("src", "href", "action", "data", "poster"):
+            value = attributes.get(name, "#")
+            assert value.startswith("#") or value == "data:,", (tag, name, value)
+        assert not any(name.startswith("on") for name in attributes)
+    assert not re.findall(r"url\((?!#)|@import", text)
+    assert Counter(re.findall(r"https?://[^\s\"<]+", text)) == {}
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.S)
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in text and "default-src 'none'" in text
+
+
+def test_every_reference_inside_the_page_has_its_one_target(text) -> None:
+    ids = Counter(a["id"] for _, a in Page(text).elements if "id" in a)
+    assert max(ids.values()) == 1
+    used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)
+    assert {a or b for a, b in used} <= ids.keys()
+
+
+def test_one_number_of_every_method_stands_first(text) -> None:
+    runs = [run for run in make_runs() if run["benchmark"] == "overall"]
+    summary = text.partition('id="Summary"')[2].partition('id="Results"')[0]
+    rows = re.findall(r"<strong>(.*?)</strong>.*?\[(.*?), (.*?)\].*?cx=\"(.*?)%\"", summary, re.S)
+    drafted = [run["equivalent_acceptance_length"] for run in runs if run["method"] == "spd"]
+    expected = [[f"{x:.3f}" for x in (found["pooled"], *found["ci95"])] for found in drafted]
+    assert [list(row[:3]) for row in rows] == expected
+    scale = 1.05 * max(found["ci95"][1] for found in drafted)
+    for row, found in zip(rows, drafted, strict=True):
+        assert float(row[3]) == pytest.approx(100 * found["pooled"] / scale, abs=0.01)
+    assert "All 144 greedy texts that were checked equal the target" in summary
+
+
+def test_the_table_has_every_cell_of_the_markdown_report(tmp_path) -> None:
+    write_report(tmp_path, make_runs(), MANIFEST)
+    shown = Counter(
+        html.unescape(cell)
+        for cell in re.findall(r"<td[^>]*>(.*?)</td>", (tmp_path / "report.html").read_text())
+    )
+    for line in (tmp_path / "report.md").read_text().splitlines():
+        if line.startswith("| spd |"):
+            cells = [cell.strip().replace("\\|", "|") for cell in line.strip("| ").split(" | ")]
+            assert all(shown[cell] for cell in cells), line
+
+
+def test_points_of_a_plot_lie_where_the_numbers_are(text) -> None:
+    """L' against n: three points, equally far along both axes as n and L' say."""
+    svg = figures(text)["L' against n"]
+    mark = r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill: var\(--series-1\); stroke'
+    marks = re.findall(mark, svg)
+    points = np.array(marks, dtype=float)
+    runs = [r for r in make_runs() if r["benchmark"] == "overall" and r["method"] == "spd"]
+    lengths = np.array([run["equivalent_acceptance_length"]["pooled"] for run in runs])
+    assert len(points) == 3
+    steps = np.diff(points, axis=0)
+    assert steps[1, 0] / steps[0, 0] == pytest.approx((16 - 8) / (8 - 4), abs=0.01)
+    assert steps[1, 1] / steps[0, 1] == pytest.approx(
+        (lengths[2] - lengths[1]) / (lengths[1] - lengths[0]), abs=0.01
+    )
+    assert np.sign(steps[0, 1]) == -np.sign(lengths[1] - lengths[0])  # y grows downwards
+
+
+def test_every_plot_has_marks_a_legend_and_words(text) -> None:
+    found = figures(text)
+    assert list(found) == [
+        "L' by benchmark",
+        "L' against n",
+        "Acceptance by position",
+        "Acceptance by category",
+        "Tokens per round",
+    ]
+    for title, body in found.items():
+        assert re.search(r"(fill|stroke): var\(--series-\d", body), title
+        assert f'role="img" aria-label="{title}. ' in html.unescape(body)
+        assert "<figcaption>" in body and "undefined" not in body
+    assert found["L' by benchmark"].count('class="swatch"') == 3
+
+
+def test_what_is_left_out_is_said_with_the_reason(text) -> None:
+    reasons = left_out(text)
+    assert set(reasons) == {
+        "S against draft length",
+        "Acceptance by entropy",
+        "Where the time went",
+        "Latency against network",
+        "Time line",
+    }
+    assert "--tree" in reasons["S against draft length"] and "--trace" in reasons["Time line"]
+
+
+def test_a_baseline_alone_has_no_empty_plot() -> None:
+    runs = [run for run in make_runs(("gsm8k",)) if run["method"] == AUTOREGRESSIVE]
+    alone = build_page([source(runs)]).decode()
+    assert Page(alone).count("figure") == 0
+    assert left_out(alone)["L' by benchmark"] == "no entry has a draft"
+    assert "manifest.json" in alone and "missing" in alone
+
+
+def test_one_prompt_has_points_without_intervals() -> None:
+    runs = make_runs(("gsm8k",), stages=(4,))
+    for run in runs:
+        run["equivalent_acceptance_length"]["ci95"] = [float("nan")] * 2
+    alone = build_page([source(runs)]).decode()
+    assert 'class="bounds"' not in alone and "<circle" in alone
+    assert not re.findall(r"(?i)\bnan\b", alone)
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_names_from_files_stay_text(shift: int) -> None:
+    """Eight names in eight fields, each in two of them."""
+    names = [HOSTILE[(index + shift) % len(HOSTILE)] for index in range(len(HOSTILE))]
+    method, benchmark, tree, category, process, kind, network, other = names
+    runs = make_runs(("mt_bench", "gsm8k"), stages=(4, 8))
+    for run in runs:
+        run |= {"processes": [{"name": process, "seconds": {kind: 1.0}, "peak_rss_mb": 1}]}
+        run["acceptance_by_category"] = {
+            category + key: value for key, value in run["acceptance_by_category"].items()
+        }
+        run["tree"] = tree
+        if run["method"] != AUTOREGRESSIVE:
+            run["method"] = method
+        if run["benchmark"] == "gsm8k":
+            run["benchmark"] = benchmark
+    row = {"method": method, "network": network, "temperature": 0, "ms_per_token": 3, "ci95": None}
+    manifest = MANIFEST | {"command": other, "target": {"name": other}, "config": {other: other}}
+    page = page_of(
+        source(runs, other, manifest=manifest, latency=[row]), source(runs, "b", manifest=manifest)
+    )
+    assert page.count("script") == 1 and page.count("img") == page.count("b") == 0
+    for _, attributes in page.elements:
+        assert not any(key.startswith("on") for key in attributes)
+    words = " ".join("".join(page.text).split())
+    for name in names:
+        shown = re.sub(r"[\x00\x1b\ud800\u202e]", "\ufffd", name)
+        assert " ".join(shown.split()) in words
+    assert re.search(r"[\x00-\x08\x1b\u202e\ud800]", words) is None
+
+
+def test_the_same_results_give_the_same_bytes(text) -> None:
+    assert build_page([source(make_runs(), manifest=MANIFEST)]).decode() == text
+
+
+def test_many_runs_stay_below_two_megabytes() -> None:
+    """And more lines than can be told apart are said to be in the table alone."""
+    runs = make_runs()
+    page = build_page([source(runs, f"run {index}") for index in range(5)]).decode()
+    assert len(page) < 2e6
+    assert "The first 12 of 15 are drawn." in figures(page)["L' by benchmark"]
+    assert page.count('aria-label="All results"') == 1
+    assert len(re.findall(r'data-label="run" class="text">run 4<', page)) >= 16
+
+
+def test_a_real_evaluation_writes_its_page(evaluated) -> None:
+    folder = evaluated[0]
+    page = (folder / "report.html").read_text()
+    results = json.loads((folder / "results.json").read_text())
+    Page(page)
+    found = figures(page)
+    assert {"L' by benchmark", "S against draft length", "Where the time went"} <= set(found)
+    for run in results["runs"]:
+        if run["schedule"] != AUTOREGRESSIVE:
+            assert f"<strong>{run['equivalent_acceptance_length']['pooled']:.3f}</strong>" in page
+    digest = hashlib.sha256((folder / "results.json").read_bytes()).hexdigest()
+    fingerprint = json.loads((folder / "manifest.json").read_text())["target"]["fingerprint"]
+    for fact in (digest, fingerprint["hash"], "--max-new-tokens", "torch 2."):
+        assert fact in page
+
+
+def test_several_runs_make_one_page_with_their_differences(evaluated, tmp_path, capsys) -> None:
+    out = tmp_path / "new" / "both.html"
+    command.run(["report", *map(str, evaluated), "--out", str(out)])
+    assert str(out) in capsys.readouterr().out
+    page = out.read_text()
+    assert {"L' against n", "S against draft length"} <= set(figures(page))
+    (section,) = re.findall(r'id="Comparison">(.*?)id="Provenance"', page, re.S)
+    assert "n4 compared with n2" in section
+    arguments = ["compare", *map(str, evaluated), "--json", str(tmp_path / "compared.json")]
+    command.run(arguments)
+    compared = json.loads((tmp_path / "compared.json").read_text())["comparisons"]
+    assert section.count("<tr") == 1 + len(compared)
+    for line in compared:
+        assert f">{line['difference']:+.3f}</td>" in section
+    for folder in evaluated:
+        assert f"<h3>{folder.name}</h3>" in page.partition('id="Provenance"')[2]
+
+
+def test_runs_that_share_no_prompt_are_not_compared(evaluated, tmp_path, monkeypatch) -> None:
+    write_results(tmp_path / "drawn", make_runs(("humaneval",), stages=(4,)))
+    monkeypatch.chdir(tmp_path)
+    report_command.run([str(evaluated[0]), str(tmp_path / "drawn")])
+    page = (tmp_path / "report.html").read_text()
+    assert "Not compared: " in page and "share no prompt" in page
+
+
+def test_a_trace_is_drawn_as_a_time_line(tmp_path) -> None:
+    write_results(tmp_path, make_runs(("gsm8k",), stages=(4,)))
+    ranks = [Timeline(name, traces=True) for name in ("rank 0 (controller)", "rank 1")]
+    for kind in ("prefill", "stage", "wait", "stage", "verify"):
+        for timeline in ranks:
+            with timeline.span(kind, 1):
+                sum(range(2000))
+    reports = [timeline.report() for timeline in ranks]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps(chrome_trace(reports)))
+    report_command.run([str(tmp_path), "--trace", str(trace)])
+    body = figures((tmp_path / "report.html").read_text())["Time line of trace.json"]
+    bars = Counter(re.findall(r"<path [^>]*style=\"fill: var\(--series-(\d)\)", body))
+    assert bars["1"] == 4 and bars["3"] == 2 and bars["8"] == 2  # stage, verify, wait
+    assert ">rank 0</text>" in body and ">rank 0 (controller)</td>" in body
+    shown = [float(ms) for ms in re.findall(r'data-label="stage ms">([\d.]+)<', body)]
+    measured = [
+        1e3 * sum(end - start for kind, start, end, _ in report["events"] if kind == "stage")
+        for report in reports
+    ]
+    assert shown == pytest.approx(measured, abs=0.05)
+
+
+def test_latencies_alone_make_a_page(tmp_path) -> None:
+    rows = [
+        {"method": m, "network": net, "temperature": t, "ms_per_token": ms, "ci95": [ms - 1, ms]}
+        | {"caveat": "" if m == "cloud" else "another text"}
+        for m, scale in (("cloud", 1), ("picospec", 2))
+        for net, ms in (("4g", 31.25 * scale), ("wifi", 11.5 * scale))
+        for t in (0, 1.0)
+    ]
+    (tmp_path / "results.json").write_text(json.dumps({"latency": rows}))
+    report_command.run([str(tmp_path)])
+    found = figures((tmp_path / "report.html").read_text())
+    assert list(found) == [f"Latency against network, T = {t}" for t in (0, 1)]
+    for body in found.values():
+        assert len(re.findall("<use [^>]*series-[12]", body)) == 4
+        assert ">62.5</td>" in body and ">[61.5, 62.5]</td>" in body
+        assert "<span>cloud</span>" in body and "<span>picospec *</span>" in body
+        assert "* another text." in body
+
+
+def test_repeats_are_a_table() -> None:
+    runs = make_runs(("gsm8k",), stages=(4,))
+    parts = {"between_prompts": 4.0, "between_repeats": 1.0, "residual": 0.25}
+    record = {"repeats": 2, "unequal_turns": 0, "tokens_per_s": [40.5, 41.5]}
+    runs[1]["repeats"] = record | parts | {"repeat_share": 0.238}
+    section = build_page([source(runs)]).decode().partition("<h3>Repeats</h3>")[2]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", section.partition("</table>")[0])
+    assert {"40.50 41.50", "2.00", "1.00", "0.50", "0.238"} <= set(cells)
+
+
+def test_entropies_have_a_row_for_each_bin_with_tests() -> None:
+    runs = make_runs(("gsm8k",), stages=(4,))
+    bins = [(0.0, 0.5, 90, 100), (0.5, None, 20, 80), (9.0, 10.0, 0, 0)]
+    runs[1]["acceptance_by_entropy"] = [
+        {
+            "entropy_from": low,
+            "entropy_to": high,
+            "tests": tests,
+            "accepts": accepts,
+            "draft_acceptance_rate": accepts / tests if tests else None,
+            "draft_acceptance_rate_ci95": [0.1, 0.95] if tests else [None, None],
+        }
+        for low, high, accepts, tests in bins
+    ]
+    body = figures(build_page([source(runs)]).decode())["Acceptance by entropy"]
+    assert ">0 to 0.5</text>" in body and ">0.5 up</text>" in body
+    assert "9 to 10</text>" not in body and ">9 to 10</td>" in body
+    assert ">0.900</td>" in body and ">0.250</td>" in body
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (None, ["OUT", "results.json", "No such file", "--out folder"]),
+        ("{", ["not JSON"]),
+        ("[]", ["not an object"]),
+        ({"runs": [{}]}, ["'method' in 'runs'", "None", "again"]),
+        ({"runs": 3}, ["'method' in 'runs'"]),
+        ({"stages": "<b>"}, ["'stages' in 'runs'", "<b>"]),
+        ({"position_tests": ["x"]}, ["'position_tests'"]),
+        ({"equivalent_acceptance_length": {}}, ["equivalent_acceptance_length.ci95"]),
+        ({"latency": [{"method": "a"}]}, ["'network' in 'latency'"]),
+    ],
+)
+def test_bad_results_are_one_line_and_status_two(tmp_path, capsys, change, words) -> None:
+    entry = read_back(make_runs(("gsm8k",), stages=(4,)))[0]
+    if isinstance(change, dict):
+        whole = change.keys() & {"runs", "latency"}
+        change = json.dumps(change if whole else {"runs": [entry | change]})
+    if change is not None:
+        (tmp_path / "results.json").write_text(change)
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: report_command.run([str(tmp_path)]))
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    for word in words:
+        assert word in line
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", ["--trace", "traceEvents"]),
+        ('{"traceEvents": []}', ["--trace", "no spans"]),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 0, "name": "a", "ts": "b", "dur": 1}]}',
+            ["no trace"],
+        ),
+    ],
+)
+def test_a_bad_trace_is_refused(tmp_path, capsys, content, words) -> None:
+    write_results(tmp_path, make_runs(("gsm8k",), stages=(4,)))
+    (tmp_path / "trace.json").write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        run_command(
+            lambda: report_command.run([str(tmp_path), "--trace", str(tmp_path / "trace.json")])
+        )
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    for word in words:
+        assert word in line
+
+
+def test_folders_are_named_by_as_much_of_the_path_as_it_takes() -> None:
+    names = report_command.short_names([Path("/x/a/eval"), Path("/x/b/eval")])
+    assert names == ["a/eval", "b/eval"]
+    assert report_command.short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    with pytest.raises(ValueError, match="twice"):
+        report_command.short_names([Path("/x/a"), Path("/x/./a")])

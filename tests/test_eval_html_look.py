@@ -1,0 +1,163 @@
+"""How report.html looks: colours that can be told apart, and what a browser makes of it."""
+
+import itertools
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from test_eval_html import source
+from test_eval_report import MANIFEST, make_runs
+
+from pipedraft.eval import html_page
+from pipedraft.eval.charts import Span
+from pipedraft.eval.html_report import build_page
+
+
+def linear(colour: str) -> np.ndarray:
+    share = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(first: str, second: str) -> float:
+    """WCAG 2.2."""
+    shades = sorted(float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (first, second))
+    return (shades[1] + 0.05) / (shades[0] + 0.05)
+
+
+# Machado, Oliveira and Fernandes 2009, severity 1: what a reader without one kind of cones sees.
+SEEN = {
+    "all cones": np.eye(3),
+    "no red": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
+    "no green": [[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
+    "no blue": [[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]],
+}
+XYZ = np.array([[0.4125, 0.3576, 0.1804], [0.2127, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]])
+
+
+def cielab(rgb: np.ndarray) -> np.ndarray:
+    share = XYZ @ rgb.clip(0, 1) / [0.9505, 1, 1.0888]
+    x, y, z = np.where(share > 0.008856, np.cbrt(share), 7.787 * share + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("theme", [html_page.LIGHT, html_page.DARK], ids=["light", "dark"])
+def test_colours_can_be_read_and_told_apart(theme) -> None:
+    marks = [name for name in theme if name.startswith("series")]
+    for behind in ("paper", "panel"):
+        for name in ("ink", "faint", "link", "alarm"):
+            assert contrast(theme[name], theme[behind]) >= 4.5, (name, behind)
+        for name in marks:
+            assert contrast(theme[name], theme[behind]) >= 3, (name, behind)
+    for reader, matrix in SEEN.items():
+        seen = {name: cielab(np.array(matrix) @ linear(theme[name])) for name in marks}
+        for a, b in itertools.combinations(marks, 2):
+            assert np.linalg.norm(seen[a] - seen[b]) >= 20, (reader, a, b)
+
+
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+# What sticks out of the screen, text over text in a plot, plots without marks, a table that does
+# not sort, a theme that does not change.
+PROBE = """
+function probe(view) {
+  const page = view.document, root = page.documentElement, problems = [];
+  const limit = root.clientWidth;
+  if (root.scrollWidth > limit) problems.push("wider than the screen");
+  for (const details of page.querySelectorAll("details")) details.open = true;
+  for (const box of page.querySelectorAll(".scroll"))
+    if (box.scrollWidth > box.clientWidth + 1)
+      problems.push("table cut off: " + box.getAttribute("aria-label"));
+  const plots = page.querySelectorAll("svg.plot");
+  if (plots.length < 9) problems.push(plots.length + " plots");
+  for (const plot of plots) {
+    const name = plot.getAttribute("aria-label").split(".")[0] + ": ";
+    if (!plot.outerHTML.match(/(fill|stroke): var\\(--series/)) problems.push(name + "no marks");
+    const frame = plot.getBoundingClientRect();
+    const texts = [...plot.querySelectorAll("text")].filter((text) => text.textContent);
+    const boxes = texts.map((text) => text.getBoundingClientRect());
+    boxes.forEach((box, i) => {
+      if (box.left < frame.left - 1 || box.right > frame.right + 1 ||
+          box.top < frame.top - 1 || box.bottom > frame.bottom + 1)
+        problems.push(name + texts[i].textContent + " is cut off");
+      boxes.slice(0, i).forEach((other, j) => {
+        const wide = Math.min(box.right, other.right) - Math.max(box.left, other.left);
+        const high = Math.min(box.bottom, other.bottom) - Math.max(box.top, other.top);
+        if (wide > 1 && high > 3)
+          problems.push(name + texts[i].textContent + " over " + texts[j].textContent);
+      });
+    });
+  }
+  const table = page.querySelector("table.sortable");
+  const column = [...table.tHead.rows[0].cells].findIndex((cell) => cell.textContent === "K");
+  table.tHead.rows[0].cells[column].firstChild.click();
+  const values = [...table.tBodies[0].rows].map((row) => Number(row.cells[column].textContent));
+  if (values.some((value, i) => i && value < values[i - 1])) problems.push("not sorted");
+  const shades = new Set();
+  for (let i = 0; i < 2; i++) {
+    page.getElementById("theme").click();
+    shades.add(view.getComputedStyle(root).backgroundColor);
+  }
+  if (shades.size < 2) problems.push("one theme");
+  return limit + ": " + (problems.join("; ") || "fine");
+}
+onload = () => { document.title = [frames[0], frames[1]].map(probe).join(" | "); };
+"""
+
+
+def everything() -> bytes:
+    """A page with every plot there is, of two folders."""
+    runs = make_runs()
+    for run in runs:
+        kinds = {"stage": 3.0, "draft": 1.0, "verify": 0.5, "send": 0.2, "wait": 2.0}
+        names = ("rank 0 (controller and stage 0)", "rank 1 (stage 1)")
+        run["processes"] = [{"name": n, "seconds": kinds, "peak_rss_mb": 400.0} for n in names]
+        run["tree"] = f"chain:{run['stages']}"
+        run["acceptance_by_entropy"] = [
+            {
+                "entropy_from": low,
+                "entropy_to": low + 1,
+                "tests": 50,
+                "draft_acceptance_rate": 0.9 - 0.2 * low,
+                "draft_acceptance_rate_ci95": [0.85 - 0.2 * low, 0.95 - 0.2 * low],
+            }
+            for low in range(3)
+        ]
+    latency = [
+        {"method": m, "network": n, "temperature": 0, "ms_per_token": 9.5, "ci95": [9.0, 10.0]}
+        for m in ("cloud autoregressive", "picospec")
+        for n in ("4g", "wifi", "a measured trace of a train through a tunnel")
+    ]
+    steps = [Span(kind, 2.0 * i, 1.5) for i, kind in enumerate(["stage", "wait", "draft"] * 30)]
+    for run in (more := [dict(run) for run in runs]):
+        run["tree"] = f"chain:{2 * run['stages']}"
+    return build_page(
+        [
+            source(runs, "out/first", manifest=MANIFEST, latency=latency),
+            source(more, "out/second", manifest=MANIFEST),
+        ],
+        traces={"trace.json": {"rank 0 (controller and stage 0)": steps, "rank 1": steps[10:]}},
+    )
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
+def test_a_browser_shows_everything_on_a_phone_and_on_a_desk(tmp_path) -> None:
+    (tmp_path / "inner.html").write_bytes(everything())
+    # A headless window is never narrower than 500 px, a frame is.
+    frames = [
+        f'<iframe src="inner.html" style="width:{width}px;height:900px;border:0"></iframe>'
+        for width in (390, 1280)
+    ]
+    (tmp_path / "outer.html").write_text(
+        f"<!DOCTYPE html><title>not run</title>{''.join(frames)}<script>{PROBE}</script>"
+    )
+    assert BROWSER is not None
+    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", "--allow-file-access-from-files"]
+    words += ["--window-size=1400,1000", "--dump-dom", (tmp_path / "outer.html").as_uri()]
+    shown = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert shown.returncode == 0, shown.stderr
+    (title,) = re.findall(r"<title>(.*?)</title>", shown.stdout)
+    assert title == "390: fine | 1280: fine"

@@ -1,0 +1,387 @@
+"""Replay: what a recorded run says of other stages and costs equals real runs there, or is refused.
+
+The real runs are tiny models on 2, 3, 4 and 8 stages; every law is checked prompt by prompt.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from conftest import tiny_llama
+from test_eagle_schedules import CHAIN, SMALL, make_head
+from test_eval_tasks import byte_tokenizer
+from test_flexspec import make_draft
+from test_lossless import PlainTokenizer, friendly_module
+
+from pipedraft.errors import run_command
+from pipedraft.eval import replay_laws
+from pipedraft.eval.__main__ import run
+from pipedraft.eval.replay import Hardware, replay
+from pipedraft.eval.replay_laws import Refusal
+from pipedraft.eval.run import Comparison, Method
+from pipedraft.eval.tasks import Prompt
+from pipedraft.eval.trace_reading import Recording, read_recordings, recorded_draft
+from pipedraft.eval.traces import Traces
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.shapes import Expansion, MicroBatch
+from pipedraft.models.language_model import LanguageModelDraft
+
+STAGES = (2, 3, 4, 8)
+NEW_TOKENS = 14
+PROMPTS = ([3], [1, 2, 7, 9, 4])
+RECORDED = Hardware("recorded", None, None)
+COST = CostModel(row=0.02, link=0.03, verify=0.05, draft_forward=0.1, is_asynchronous=True)
+NO_EXPANSION = Expansion(enabled=False)
+LONG_CHAIN = replace(CHAIN, depth=7)
+
+
+@cache
+def target(vocab: int = 16):
+    """Eight layers, of which the first one says most."""
+    model = tiny_llama(layers=8, hidden=16, vocab=vocab)
+    for layer in model.model.layers[1:]:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight.mul_(0.2)
+    return model
+
+
+def first_layer(model) -> LanguageModelDraft:
+    """A language model that is right often but not always, and cheap."""
+    draft = tiny_llama(layers=1, hidden=16, vocab=model.config.vocab_size)
+    draft.load_state_dict(model.state_dict(), strict=False)
+    return LanguageModelDraft(draft, model)
+
+
+@cache
+def make_network(kind: str):
+    if kind == "flexspec, self":
+        return make_draft(target(), feature_source="self", preset="practical")
+    if kind == "flexspec":
+        return make_draft(target())
+    if kind in ("eagle", "eagle3"):
+        return make_head(target(), kind)
+    return first_layer(target()) if kind == "language_model" else None
+
+
+def record(kind: str, stages: int, **way) -> Recording:
+    """A real run."""
+    config = EngineConfig(num_stages=stages, max_new_tokens=NEW_TOKENS, **way)
+    draft = make_network(kind)
+    engine = Engine(target(), PlainTokenizer(), config, draft)
+    turns = {("b", str(i), 0): engine.decode(prompt) for i, prompt in enumerate(PROMPTS)}
+    recorded = recorded_draft(draft, engine.target)
+    return Recording(
+        config,
+        recorded["draft_type"],
+        "",
+        recorded["relative_cost"],
+        engine.target.boundaries,
+        turns,
+    )
+
+
+def steps(found) -> list[int]:
+    return [row["steps"] for row in found.rows]
+
+
+def real_steps(recording: Recording) -> list[int]:
+    return [result.num_steps for result in recording.turns.values()]
+
+
+EXACT = [
+    ("none", {"schedule": "autoregressive"}),
+    ("language_model", {"schedule": "eagle", "tree": CHAIN, "temperature": 1.0}),
+    ("language_model", {"schedule": "naive_pp", "tree": LONG_CHAIN}),
+    ("language_model", {"schedule": "pruned_pp", "tree": LONG_CHAIN, "max_segment_rows": 2}),
+    ("language_model", {"schedule": "flowspec", "tree": CHAIN, "expansion": NO_EXPANSION}),
+    ("language_model", {"schedule": "spd"}),
+    ("language_model", {"schedule": "spd", "temperature": 1.0}),
+    ("language_model", {"schedule": "ppsd"}),
+    ("language_model", {"schedule": "pipeinfer"}),
+    ("flexspec", {"schedule": "spd"}),
+    ("flexspec, self", {"schedule": "pipedec", "tree_width": 1}),
+    ("eagle", {"schedule": "pruned_pp", "tree": CHAIN}),
+    ("eagle3", {"schedule": "eagle", "tree": SMALL}),
+    ("eagle3", {"schedule": "naive_pp", "tree": SMALL, "micro_batches": 2}),
+]
+
+
+def way_name(case) -> str:
+    kind, way = case
+    shape = way["tree"].label if "tree" in way else ""
+    details = [f"{k}={v}" for k, v in way.items() if isinstance(v, int | float | str)]
+    return " ".join([kind, shape, *details])
+
+
+@pytest.mark.parametrize("case", EXACT, ids=way_name)
+def test_replay_gives_the_steps_and_the_time_of_real_runs(case) -> None:
+    kind, way = case
+    real = {stages: record(kind, stages, **way) for stages in STAGES}
+    texts = {tuple(map(tuple, (r.token_ids for r in x.turns.values()))) for x in real.values()}
+    assert len(texts) == 1
+    for recorded_on in (2, 8):
+        for stages in STAGES:
+            found = replay(real[recorded_on], stages, RECORDED)
+            assert steps(found) == real_steps(real[stages]), (recorded_on, stages)
+            assert found.how == ("recorded" if stages == recorded_on else "exact")
+            times = [result.virtual_time for result in real[stages].turns.values()]
+            assert [row["virtual_time"] for row in found.rows] == pytest.approx(times)
+
+
+@pytest.mark.parametrize("kind", ["language_model", "none"])
+def test_another_cost_model_gives_the_time_of_a_run_under_it(kind) -> None:
+    way = {"schedule": "spd", "tree_width": 3} if kind != "none" else {"schedule": "autoregressive"}
+    free, costly = record(kind, 4, **way), record(kind, 4, cost=COST, **way)
+    found = replay(free, 4, Hardware("costly", COST, None))
+    for row, result in zip(found.rows, costly.turns.values(), strict=True):
+        assert row["steps"] == result.num_steps
+        assert row["virtual_time"] == pytest.approx(result.virtual_time)
+        plain = result.virtual_time_autoregressive
+        assert row["virtual_time_autoregressive"] == pytest.approx(plain)
+    slower = replay(free, 4, Hardware("costly", COST, 3.0))
+    assert slower.rows[0]["virtual_time"] > found.rows[0]["virtual_time"]
+    assert slower.cost == replace(COST, link=3.0)
+
+
+def test_some_guesses_are_right_and_some_are_wrong() -> None:
+    """Else the exact figures above would say little."""
+    for kind in ("language_model", "flexspec", "flexspec, self", "eagle3"):
+        schedule = {"schedule": "eagle", "tree": SMALL} if kind == "eagle3" else {"schedule": "spd"}
+        results = record(kind, 4, **schedule).turns.values()
+        ends = "".join(result.round_ends for result in results)
+        assert ends.count("r") + ends.count("u") > 3, kind
+        assert sum(result.num_accepted for result in results) > 0, kind
+
+
+ASSUMED = [
+    ("eagle3", {"schedule": "pipedec", "tree_width": 1}, 4),
+    ("eagle3", {"schedule": "pipeinfer", "micro_batch": MicroBatch(size=1)}, 4),
+]
+
+
+@pytest.mark.parametrize("case", ASSUMED, ids=lambda case: way_name(case[:2]))
+def test_guesses_that_depend_on_the_stages_are_marked_as_assumed(case) -> None:
+    kind, way, stages = case
+    recording = record(kind, stages, **way)
+    found = replay(recording, 8, RECORDED)
+    assert found.how == "assumed"
+    rounds = [len(result.round_lengths) for result in recording.turns.values()]
+    tokens = [result.num_tokens for result in recording.turns.values()]
+    if way["schedule"] == "pipedec":
+        assert steps(found) == [n + 7 * r for n, r in zip(tokens, rounds, strict=True)]
+    assert steps(replay(recording, stages, RECORDED)) == real_steps(recording)
+
+
+def test_a_module_of_spd_is_assumed_to_be_right_as_often_on_other_stages() -> None:
+    module = friendly_module(target(), num_stages=4)
+    config = EngineConfig(schedule="spd", num_stages=4, max_new_tokens=24)
+    engine = Engine(target(), PlainTokenizer(), config, module)
+    turns = {("b", "0", 0): engine.decode(PROMPTS[1])}
+    recording = Recording(config, "spd", "", 0.1, engine.target.boundaries, turns)
+    assert replay(recording, 2, RECORDED).how == "assumed"
+    assert steps(replay(recording, 4, RECORDED)) == real_steps(recording)
+
+
+REFUSED = [
+    ("language_model", {"schedule": "spd", "tree_width": 2}, 4, "rows of a tree are pruned"),
+    ("language_model", {"schedule": "pruned_pp", "tree": SMALL}, 4, "rows of a tree are pruned"),
+    ("language_model", {"schedule": "flowspec", "tree": CHAIN}, 4, "rows of a tree are pruned"),
+    ("language_model", {"schedule": "pipeinfer", "micro_batch": MicroBatch(accept=0.2)}, 4,
+     "thresholds"),
+    ("language_model", {"schedule": "pipeinfer", "cost": COST}, 4, "micro-batches"),
+    ("language_model", {"schedule": "ppsd"}, 1, "on one stage ppsd"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: way_name(case[:2]))
+def test_what_the_trace_does_not_say_is_refused(case) -> None:
+    kind, way, stages, words = case
+    recording = record(kind, stages, **way)
+    with pytest.raises(Refusal, match=words):
+        replay(recording, 3, RECORDED)
+    assert steps(replay(recording, stages, RECORDED)) == real_steps(recording)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(Refusal, match="8 layers, too few for 9 stages"):
+        replay(record("none", 2, schedule="autoregressive"), 9, RECORDED)
+
+
+@pytest.mark.parametrize(
+    "way", [{"schedule": "flowspec", "tree": CHAIN}, {"schedule": "pipeinfer"}]
+)
+def test_a_schedule_that_drafts_by_its_cost_model_is_not_replayed_under_another(way) -> None:
+    recording = record("language_model", 2, **way)
+    with pytest.raises(Refusal, match="own cost model"):
+        replay(recording, 2, Hardware("costly", COST, None))
+
+
+def test_a_run_that_does_not_follow_its_law_is_refused(monkeypatch) -> None:
+    """Known-bad law: a step more for every round."""
+    recording = record("language_model", 4, schedule="spd")
+    law = replay_laws.LAWS["spd"]
+
+    def slower(clock, found, config):
+        law(clock, found, config)
+        clock.step([0] * clock.num_stages, draft_forwards=0, overlap=True)
+
+    monkeypatch.setitem(replay_laws.LAWS, "spd", slower)
+    with pytest.raises(Refusal, match="the recorded steps of b/0/0 are not those of spd's law"):
+        replay(recording, 8, RECORDED)
+
+
+# -- trace files and the command ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """A folder of traces recorded on 4 stages, and K of each prompt of real runs on others."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    tokenizer = byte_tokenizer()
+    model = target(len(tokenizer))
+    draft = first_layer(model)
+    prompts = {
+        name: [Prompt(task=name, id=str(i), category="c", turns=turns) for i, turns in enumerate(t)]
+        for name, t in {"one": [["hello", "again"], ["bye"]], "two": [["what"]]}.items()
+    }
+
+    def methods(stages: int) -> list[Method]:
+        ways = [{"schedule": "spd"}, {"schedule": "pruned_pp", "tree": SMALL}]
+        return [
+            Method(
+                name=way["schedule"],
+                draft=draft,
+                config=EngineConfig(num_stages=stages, max_new_tokens=12, **way),
+            )
+            for way in ways
+        ]
+
+    def entries(stages: int, traces: Traces | None = None) -> dict:
+        comparison = Comparison(
+            target=model, tokenizer=tokenizer, benchmarks=prompts, reference=model,
+            progress=False, traces=traces,
+        )  # fmt: skip
+        return {(e["method"], e["benchmark"]): e for e in comparison.run(methods(stages))}
+
+    for shard in ((0, 2), (1, 2), (0, 1)):
+        traces = Traces(folder / "traces", {"target": "tiny"}, shard)
+        if shard == (0, 1):
+            recorded = entries(4, traces)
+        else:
+            comparison = Comparison(
+                target=model, tokenizer=tokenizer, benchmarks=prompts, reference=None,
+                progress=False, traces=traces,
+            )  # fmt: skip
+            comparison.decode_shard(methods(4))
+    return folder, {4: recorded, 2: entries(2), 8: entries(8)}
+
+
+def status(arguments: list[str]) -> int:
+    try:
+        run_command(lambda: run(arguments))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_command_reads_shards_and_agrees_with_real_runs(evaluated, tmp_path, capsys) -> None:
+    folder, real = evaluated
+    arguments = ["replay", str(folder), "--stages", "2,4,8", "--json", "--out", str(tmp_path)]
+    assert status(arguments) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert written == json.loads((tmp_path / "replay.json").read_text())
+    spd = [r for r in written["replays"] if r["schedule"] == "spd"]
+    assert {(r["benchmark"], r["stages"]) for r in spd} == {
+        (name, n) for name in ("one", "two", "overall") for n in (2, 4, 8)
+    }
+    for found in spd:
+        entry = real[found["stages"]]["spd", found["benchmark"]]
+        expected = {(row["benchmark"], row["id"]): row["steps"] for row in entry["per_prompt"]}
+        assert {(r["benchmark"], r["id"]): r["steps"] for r in found["per_prompt"]} == expected
+        assert (found["tokens"], found["steps"]) == (entry["tokens"], entry["steps"])
+        length = found["equivalent_acceptance_length"]
+        same = ("pooled", "ci95") if found["benchmark"] != "two" else ("pooled",)  # of one prompt
+        assert all(length[key] == entry["equivalent_acceptance_length"][key] for key in same)
+        assert found["theoretical_speedup"] == pytest.approx(entry["theoretical_speedup"])
+        assert found["how"] == ("recorded" if found["stages"] == 4 else "exact")
+    plain = [r for r in written["replays"] if r["schedule"] == "autoregressive"]
+    assert plain and all(r["steps"] == r["stages"] * r["tokens"] for r in plain)
+    pruned = [r for r in written["replays"] if r["schedule"] == "pruned_pp"]
+    assert {r["stages"] for r in pruned} == {4}
+    (line,) = written["left_out"]
+    assert "on 2, 8 stages: rows of a tree are pruned" in line
+    assert "left out: language_model" in (tmp_path / "replay.md").read_text()
+
+
+def test_command_shows_costs_and_links(evaluated, tmp_path, capsys) -> None:
+    folder, _ = evaluated
+    costs = []
+    for name, cost in (("fast", CostModel()), ("slow", COST)):
+        costs.append(tmp_path / f"{name}.json")
+        costs[-1].write_text(json.dumps(vars(cost)))
+    arguments = ["replay", str(folder / "traces"), "--cost", str(costs[0]), "--cost", str(costs[1])]
+    assert status([*arguments, "--link", "0,10ms", "--pass-ms", "20"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "spd W=1" in line]
+    overall = [line for line in lines if line[0] == "overall"]
+    assert [(line[line.index("W=1") + 4], line[line.index("W=1") + 5]) for line in overall] == [
+        ("fast", "0"), ("fast", "0.5"), ("slow", "0"), ("slow", "0.5"),
+    ]  # fmt: skip
+
+
+def test_no_model_is_loaded(evaluated, monkeypatch) -> None:
+    folder, _ = evaluated
+
+    def fail(*_, **__):
+        raise AssertionError("replay must not load a model or tokenizer")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", fail)
+    monkeypatch.setattr(torch.nn.Module, "__init__", fail)
+    assert status(["replay", str(folder), "--stages", "2"]) == 0
+
+
+def test_recordings_name_what_was_decoded(evaluated) -> None:
+    recordings = {recording.name: recording for recording in read_recordings([evaluated[0]])}
+    digest = recordings.pop("autoregressive").draft_hash
+    assert digest == ""
+    for name, recording in recordings.items():
+        shape = "spd W=1" if recording.config.schedule == "spd" else "pruned_pp dynamic:3:3:8"
+        assert name == f"language_model {recording.draft_hash[:6]}: {shape}"
+        assert recording.relative_cost == 1 / 8 and recording.boundaries == (0, 2, 4, 6, 8)
+    assert len(recordings) == 2
+
+
+def test_bad_input_is_one_line_and_status_two(evaluated, tmp_path, capsys) -> None:
+    folder, _ = evaluated
+    (tmp_path / "cost.json").write_text('{"lnk": 1}')
+    old = tmp_path / "old.jsonl"
+    old.write_text('{"config": {}}\n')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "texts.jsonl").write_text('{"greedy": "5"}\n[[1], [2]]\n')
+    cases = [
+        ([str(tmp_path / "empty")], ["TRACES", "holds no traces"]),
+        ([str(old)], ["TRACES", "before steps were recorded", "again"]),
+        ([str(tmp_path / "cost.json")], ["TRACES"]),
+        ([str(tmp_path / "texts.jsonl")], ["TRACES", "no decoded turn"]),
+        ([str(folder), "--cost", str(tmp_path / "cost.json")], ["--cost", "no cost model"]),
+        ([str(folder), "--stages", "0"], ["--stages", "'0'", "2,4,8"]),
+        ([str(folder), "--stages", "99"], ["--stages", "nothing can be replayed", "8 layers"]),
+        ([str(folder), "--link", "far"], ["--link", "'far'", "20ms"]),
+        ([str(folder), "--link", "5ms"], ["--pass-ms", "5ms", "--pass-ms 35"]),
+        ([], ["traces", "--help"]),
+    ]
+    for arguments, words in cases:
+        assert status(["replay", *arguments]) == 2, arguments
+        captured = capsys.readouterr()
+        lines = [line for line in captured.err.splitlines() if line.startswith("error")]
+        assert len(lines) == 1 and captured.out == "", (arguments, captured)
+        for word in words:
+            assert word.lower() in lines[0].lower(), (word, lines)
+
+
+def test_help_shows_an_example(capsys) -> None:
+    assert status(["replay", "--help"]) == 0
+    assert "python -m pipedraft.eval replay out/eval" in capsys.readouterr().out
