@@ -17,7 +17,7 @@ the link's share of what a policy lacks; "foresight" also knows the delays that 
 will meet (on traces; jitter and losses remain unknown), which no policy can; "plain" is the cloud
 decoding without drafts, streamed.
 
-Energy is the edge's, by ``EDGE_W`` and ``RADIOS``.
+Energy is the edge's, by the constants of ``inference/edge_cloud/constants.py``.
 
 Traces: every CSV file below the --traces folders. Those without bandwidths have FlexSpec's: of its
 weak WiFi if "wifi" is in their name, else of its 5G. Each seed starts somewhere in the trace.
@@ -50,6 +50,7 @@ from pipedraft.inference.draft_length import (
     Survival,
     parse_policy,
 )
+from pipedraft.inference.edge_cloud.constants import radio_energy, radio_of
 from pipedraft.inference.link_files import read_trace
 
 # T places of the text, K draft lengths or positions of a draft token in its round
@@ -185,26 +186,8 @@ def make_text(process: str, num_tokens: int, seed: int) -> Text:
     return make(process, num_tokens, seed)
 
 
-EDGE_W = 15.0
-"""Of the edge's processor while it drafts: a Jetson AGX Orin's smallest power mode; assumption."""
-RADIOS = {
-    "cellular": {"uj_per_bit": (0.43839, 0.05197), "idle_w": 1.060, "tail_s": 11.576},
-    "wifi": {"uj_per_bit": (0.28317, 0.13701), "idle_w": 0.119, "tail_s": 0.238},
-}
-"""Phones of 2012 (Huang et al., MobiSys 2012: LTE and WiFi). Between messages the radio stays in
-its tail state, whose power is the idle one here."""
-
-
 def energy_model(shape: RoundShape, radio: str) -> EnergyModel:
-    values: Any = RADIOS[radio]
-    up, down = (8e-6 * energy for energy in values["uj_per_bit"])
-    return EnergyModel(
-        joules_per_draft_token=EDGE_W * shape.draft_s,
-        joules_per_byte_up=up,
-        joules_per_byte_down=down,
-        idle_w=values["idle_w"],
-        tail_j=values["idle_w"] * values["tail_s"],
-    )
+    return radio_energy(radio, draft_s=shape.draft_s)
 
 
 class World:
@@ -443,7 +426,7 @@ def main() -> None:
         | measure_cell(
             link,
             PROTOCOLS[protocol],
-            energy_model(PROTOCOLS[protocol], "wifi" if "wifi" in name else "cellular"),
+            energy_model(PROTOCOLS[protocol], radio_of(name)),
             process,
             args,
         )

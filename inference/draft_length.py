@@ -53,6 +53,9 @@ class RoundCost:
     has_bonus: bool = True
     """A hit emits K + 1 tokens; without, K: the next round, already drafted, tests its first token
     where the bonus would have been drawn."""
+    early_s_K: np.ndarray | float = 0.0
+    """What a round lasts less if its first token is rejected: the row that tests it may have been
+    computed while the edge drafted."""
 
     @classmethod
     def stop_and_wait(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
@@ -74,13 +77,27 @@ class RoundCost:
         hit_s_K = np.maximum(drafted_K, away_K)
         return cls(hit_s_K, drafted_K + away_K + reject_s, has_bonus=False)
 
+    @classmethod
+    def pipelined(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
+        """PicoSpec with as many rounds away as hide link and cloud, B = ceil((RTT + T_v) / T_d).
+
+        A hit costs its drafting alone, as the verdict on an earlier round comes meanwhile. The
+        cloud verifies all that has come in one pass: a round that is drafted faster than verified
+        waits for half a pass on average.
+        """
+        drafted_K, away_K, reject_s = _times(shape, link, max_length)
+        verify_K = shape.verify_s + shape.verify_row_s * np.arange(1, max_length + 1)
+        queue_K = np.where(drafted_K < verify_K, verify_K / 2, 0.0)
+        return cls(drafted_K, drafted_K + away_K + queue_K + reject_s, has_bonus=False)
+
     @property
     def max_length(self) -> int:
         return len(self.hit_s_K)
 
     def expected_s(self, survival_K: np.ndarray) -> np.ndarray:
         """[K]: mean seconds of a round."""
-        return survival_K * self.hit_s_K + (1 - survival_K) * self.miss_s_K
+        mean_s_K = survival_K * self.hit_s_K + (1 - survival_K) * self.miss_s_K
+        return mean_s_K - (1 - survival_K[0]) * self.early_s_K
 
     def expected_tokens(self, survival_K: np.ndarray) -> np.ndarray:
         """[K]: mean tokens of a round, 1 + S(1) + .. + S(K), without bonus to S(K - 1)."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pipedraft.inference.tree import TokenTree
 
-Purpose = Literal["target", "draft", "accept", "residual"]
+Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "branch", "thin"]
+"""noise: Gumbel's; tail, branch and thin: draws from a distribution that is known in parts."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,13 @@ class KeyedRandom:
         key = f"{self.seed}:{self.prompt}:{position}:{purpose}:{attempt}".encode()
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
+
+    def uniforms(self, position: int, purpose: Purpose, count: int) -> np.ndarray:
+        """float64 [count] in [0, 1); the same on every machine, as Philox is counter-based too."""
+        key = f"{self.seed}:{self.prompt}:{position}:{purpose}".encode()
+        digest = hashlib.blake2b(key, digest_size=16).digest()
+        philox = np.random.Philox(key=int.from_bytes(digest, "big"))
+        return np.random.Generator(philox).random(count)
 
 
 def probabilities(logits_V: Tensor, temperature: float) -> Tensor:

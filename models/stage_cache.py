@@ -174,6 +174,13 @@ class StageCache:
     def num_rows(self) -> int:
         return self.num_committed + self.num_speculative
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers; recurrent states that several entries share count once."""
+        tensors = [*self._keys.values(), *self._values.values()]
+        tensors += [state for states in self._history for part in states for state in part.values()]
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
     def reset(self) -> None:
         """Forget every row; the buffers stay allocated."""
         self.num_committed = self.num_speculative = 0

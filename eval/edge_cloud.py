@@ -1,0 +1,243 @@
+"""Latency of decoding across a link: `python -m pipedraft.eval edge --help`."""
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipedraft.errors import Parser, UsageError, make_folder
+from pipedraft.eval.arguments import listed
+from pipedraft.inference.arguments import positive, temperature
+
+EXAMPLE = """\
+example:
+  python -m pipedraft.eval edge --draft-model out/draft_model/best --target assets/target \\
+      --benchmarks gsm8k,mt_bench --links 5g,4g,wifi --temperature 0,1 --limit 4 --out out/edge
+
+Networks and texts are real, the clock is virtual: computing takes the constants of --times, every
+message crosses the link as the bytes it is encoded to. Writes results.json, report.md and
+manifest.json into --out and prints the tables; `eval report OUT` plots the latencies. The cloud
+alone, co-located speculation, stop and wait and the edge alone are the baselines.
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is loaded."""
+
+    target: Any
+    tokenizer: Any
+    draft: Any
+    description: str
+    """Of the draft."""
+    checkpoints: list[Path]
+    benchmarks: dict[str, Any]
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="python -m pipedraft.eval edge",
+        description="Decode benchmarks across virtual links by several methods.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    drafts = parser.add_mutually_exclusive_group(required=True)
+    drafts.add_argument(
+        "--checkpoint", metavar="DIR", help="folder or Hub name of a FlexSpec draft"
+    )
+    drafts.add_argument(
+        "--draft-model",
+        metavar="DIR",
+        help="a language model with the target's tokenizer as the draft; needs --target",
+    )
+    add = parser.add_argument
+    add("--target", help="folder or Hub name of the target; default: the one the draft names")
+    add(
+        "--benchmarks", type=listed(str), required=True, metavar="NAMES", help="as of an evaluation"
+    )
+    add("--data-dir", metavar="D", help="see eval --help")
+    add("--limit", type=positive, metavar="P", help="the first P prompts of each (default: all)")
+    add("--methods", type=listed(str), metavar="NAMES", help="comma list (default: all)")
+    add(
+        "--links",
+        type=listed(str),
+        default=["5g", "4g", "wifi"],
+        metavar="LINKS",
+        help="comma list of 5g, 4g, wifi, TRACE.csv, 5g:TRACE.csv, PROFILES.json:NAME",
+    )
+    add("--temperature", type=listed(temperature), default=[0.0], metavar="T", help="comma list")
+    add(
+        "--times",
+        default="picospec",
+        metavar="TIMES",
+        help="picospec, flexspec, or a JSON file of draft_s, verify_s, verify_row_s, cloud_draft_s",
+    )
+    add(
+        "--policy",
+        default="survival",
+        help="draft lengths of flexspec, colocated and picospec: fixed:K, eq11, alg2, geometric, "
+        "survival (default: survival)",
+    )
+    add(
+        "--draft-length",
+        type=positive,
+        default=4,
+        metavar="K",
+        help="of stop_and_wait and dssd (default: 4)",
+    )
+    add("--rule", metavar="RULE", help="acceptance at T > 0 (default: each method's own)")
+    add("--top-k", type=positive, default=10, metavar="K", help="of a rejection (default: 10)")
+    add(
+        "--tail-samples",
+        type=positive,
+        default=4,
+        metavar="M",
+        help="of a rejection by tail_escape (default: 4)",
+    )
+    add("--max-new-tokens", type=positive, default=128, metavar="M", help="a turn (default: 128)")
+    add("--seed", type=int, default=0, help="of sampling, links and bootstrap (default: 0)")
+    add("--no-lossless", action="store_true", help="do not compare texts with plain decoding")
+    add("--out", type=Path, required=True, metavar="OUT", help="folder of the results")
+    return parser
+
+
+def _one_of(field: str, name: str, known: Sequence[str]) -> str:
+    if name not in known:
+        raise UsageError(f"{field}: {name!r} is unknown; give one of {', '.join(known)}")
+    return name
+
+
+def _read_times(text: str) -> Any:
+    from pipedraft.inference.edge_cloud.constants import TIMES
+    from pipedraft.inference.edge_cloud.virtual import Times
+
+    if text in TIMES:
+        return TIMES[text]
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"--times: {text!r} is no file; give it or one of {', '.join(TIMES)}")
+    try:
+        return Times(**json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"--times: {text!r} holds no times ({error}); give an object of draft_s, verify_s, "
+            "verify_row_s and cloud_draft_s, in seconds"
+        ) from error
+
+
+def _load(options: argparse.Namespace) -> Job:
+    from pipedraft.eval.tasks import load_tasks
+    from pipedraft.inference.edge_cloud.drafter import ChainDrafter
+    from pipedraft.models import load_draft
+    from pipedraft.models.draft import read_description, resolve_folder
+    from pipedraft.models.language_model import load_draft_model
+    from pipedraft.models.target import load_target, load_tokenizer
+
+    benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
+    name, revision, folders = options.target, None, []
+    if options.checkpoint is not None:
+        folders = [resolve_folder(options.checkpoint)]
+        if name is None:
+            reference = read_description(folders[0])["target"]
+            name, revision = reference["name"], reference.get("revision")
+    elif name is None:
+        raise UsageError(f"--target: missing; --draft-model {options.draft_model} names none")
+    make_folder("--out", options.out)
+    target = load_target(name, revision=revision)
+    tokenizer = load_tokenizer(name, revision=revision)
+    if folders:
+        draft = load_draft(str(folders[0]), target).to(target.device, target.dtype)
+    else:
+        draft = load_draft_model(options.draft_model, target, tokenizer)
+    ChainDrafter.of(draft)  # refuses what cannot draft on an edge
+    place = options.checkpoint or options.draft_model
+    return Job(target, tokenizer, draft, f"{draft.draft_type} `{place}`", folders, benchmarks)
+
+
+def _scenes(options: argparse.Namespace, job: Job) -> list[tuple[str, Any]]:
+    """Every link and temperature."""
+    from pipedraft.inference.draft_length import parse_policy
+    from pipedraft.inference.edge_cloud.cloud import CloudTarget
+    from pipedraft.inference.edge_cloud.constants import radio_energy, radio_of
+    from pipedraft.inference.edge_cloud.drafter import ChainDrafter
+    from pipedraft.inference.edge_cloud.methods import Scene
+    from pipedraft.inference.link_files import load_link
+
+    times, target = _read_times(options.times), CloudTarget(job.target)
+    parse_policy(options.policy)
+    return [
+        (
+            name,
+            Scene(
+                target=target,
+                draft=lambda: ChainDrafter.of(job.draft),
+                link=load_link(name),
+                times=times,
+                energy=radio_energy(radio_of(name), draft_s=times.draft_s),
+                temperature=degrees,
+                rule=options.rule,
+                policy=options.policy,
+                fixed_length=options.draft_length,
+                top_k=options.top_k,
+                tail_samples=options.tail_samples,
+                max_new_tokens=options.max_new_tokens,
+                seed=options.seed,
+            ),
+        )
+        for degrees in options.temperature
+        for name in options.links
+    ]
+
+
+def _check(options: argparse.Namespace) -> list[str]:
+    """Names of the methods; cheap checks before anything is loaded."""
+    from pipedraft.inference.draft_length import parse_policy
+    from pipedraft.inference.edge_cloud.methods import METHODS
+    from pipedraft.inference.edge_cloud.rules import RULES
+    from pipedraft.inference.link_files import load_link
+
+    names = [_one_of("--methods", n, list(METHODS)) for n in options.methods or METHODS]
+    if options.rule is not None:
+        _one_of("--rule", options.rule, list(RULES))
+    for link in options.links:
+        load_link(link)
+    parse_policy(options.policy)
+    _read_times(options.times)
+    return names
+
+
+def run(argv: Sequence[str]) -> None:
+    """
+    Args:
+        argv: the words after ``edge``.
+    """
+    options = build_parser().parse_args(argv)
+    names = _check(options)
+    from transformers.utils import logging
+
+    from pipedraft.eval.edge_measures import decode_all, measure
+    from pipedraft.eval.edge_tables import write_edge_report
+    from pipedraft.eval.manifest import build_manifest
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    job = _load(options)
+    texts = decode_all(names, _scenes(options, job), job.benchmarks, job.tokenizer)
+    rows = measure(texts, None if options.no_lossless else job.target, seed=options.seed)
+    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
+    manifest = build_manifest(
+        target=job.target,
+        tokenizer=job.tokenizer,
+        benchmarks=job.benchmarks,
+        checkpoints=job.checkpoints,
+        draft_model=None if job.checkpoints else job.draft.model,
+        config=settings | {"draft": job.description},
+        argv=["python", "-m", "pipedraft.eval", "edge", *argv],
+        seed=options.seed,
+    )
+    print(write_edge_report(options.out, rows, manifest, _read_times(options.times)))
+    print(f"written: {shlex.quote(str(options.out))}/results.json, report.md and manifest.json")

@@ -1,0 +1,482 @@
+"""The cloud's half of a session: the text, the target's cache, and verdicts on guesses.
+
+    session = CloudSession(CloudTarget(model))
+    replies = session.receive(request, now_s)
+    while session.start(now_s):              # rows that a forward pass has to compute
+        session.run()                        # the only heavy call; may be in another thread
+        replies += session.finish(now_s)
+
+Between ``start`` and ``finish`` requests are only stored, so a pass never sees its rows change.
+``run_together`` runs the passes of several sessions.
+"""
+
+# V vocabulary, R rows of a pass, S speculative rows of the cache, H hidden
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedraft.inference.edge_cloud.messages import (
+    WINDOW,
+    Close,
+    Error,
+    More,
+    Open,
+    Opened,
+    Preverify,
+    Reject,
+    Reply,
+    Request,
+    Result,
+    Samples,
+    Stream,
+    Token,
+    Top,
+    Verify,
+    prefix_hash,
+    stop_reason,
+)
+from pipedraft.inference.edge_cloud.rules import CloudRule, rule_of
+from pipedraft.models.flexspec import anchor_hash
+from pipedraft.models.stage_batch import can_run_together, forward_together
+from pipedraft.models.target import Keep, Segment, StagedTarget, target_fingerprint
+
+NUM_REMEMBERED = 256
+"""Replies that can be sent again."""
+MAX_PENDING = 512
+"""Guesses that may wait for their verdict: each may have a row of logits in memory."""
+
+
+class CloudTarget:
+    """A target that sessions share; each has a cache of its own."""
+
+    def __init__(self, model: Any) -> None:
+        """``model``: from ``load_target``."""
+        self.model = model
+
+    def staged(self) -> StagedTarget:
+        return StagedTarget(self.model, 1)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return str(target_fingerprint(self.model)["hash"])
+
+    @cached_property
+    def anchor(self) -> str:
+        return anchor_hash(self.model)
+
+
+class Refusal(ValueError):
+    """A request that cannot be served; one line for its sender."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    seq: int
+    end: int
+    """Length of the text if all of it is accepted."""
+    arrived_s: float
+    next_s: float
+
+
+class CloudSession:
+    """One text. Nothing here waits; ``now_s`` is the caller's clock, of which differences count."""
+
+    def __init__(self, target: CloudTarget) -> None:
+        self.target = target
+        self.is_closed = False
+        self._staged = target.staged()
+        (self._stage,) = self._staged.stages
+        self._opening: Open | None = None
+        self._rule: CloudRule
+        self._text: list[int] = []
+        """Certain tokens; the last one is the root, whose row is the first speculative one."""
+        self._num_prompt = 0
+        self._guesses: list[int] = []
+        """Behind the text, not tested yet."""
+        self._q: list[float] = []
+        self._logits: deque[Tensor] = deque()
+        """[V] of the root and of the first guesses, as far as they are computed."""
+        self._rejected: Tensor | None = None
+        """Logits behind the text where the edge draws the next token."""
+        self._num_samples = 0
+        self._batches: deque[_Batch] = deque()
+        self._epoch = self._next_number = 0
+        self.next_seq = 0
+        """Of the first request that is missing."""
+        self._waiting: dict[int, tuple[Request, float]] = {}
+        self._sent: deque[Reply] = deque(maxlen=NUM_REMEMBERED)
+        self._streams_for: int | None = None
+        """``seq`` of the request to decode alone."""
+        self._stop_reason = ""
+        self._segment: Segment | None = None
+        """Rows of the pass under way; a prefill has none."""
+        self.is_running = False
+        """Between ``start`` and ``finish``."""
+        self._started_s = self._expected_s = 0.0
+        self._forward_s = 0.0
+        self._computed_RV: Tensor | None = None
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def receive(self, request: Request, now_s: float) -> list[Reply]:
+        """Take a request in; returns what can be answered without a forward pass."""
+        if self.is_closed:
+            return []
+        if request.seq < self.next_seq:
+            return self._again(request)
+        if request.seq < self.next_seq + WINDOW:
+            self._waiting.setdefault(request.seq, (request, now_s))
+        return [] if self.is_running else self._proceed(now_s)
+
+    def _again(self, request: Request) -> list[Reply]:
+        """What answered a request that is sent again, or made an answer superfluous."""
+        answers = [reply for reply in self._sent if reply.seq == request.seq]
+        if answers or request.epoch == self._epoch:
+            return answers
+        return [r for r in self._sent if r.epoch == request.epoch and _ends_epoch(r)]
+
+    def _proceed(self, now_s: float) -> list[Reply]:
+        replies: list[Reply] = []
+        try:
+            while self.next_seq in self._waiting and not self.wants_prefill:
+                request, arrived_s = self._waiting.pop(self.next_seq)
+                self.next_seq += 1
+                replies += self._take(request, arrived_s)
+            if not self.wants_prefill:
+                replies += self._test_guesses(now_s)
+        except Refusal as error:
+            self.is_closed = True
+            replies.append(self._numbered(Error, self.next_seq - 1, text=str(error)))
+        self._sent.extend(replies)
+        return replies
+
+    def _take(self, request: Request, now_s: float) -> list[Reply]:
+        if isinstance(request, Open):
+            self._open(request)
+            return []
+        if self._opening is None or request.session != self._opening.session:
+            raise Refusal(f"session: {request.session} is not open; send Open first")
+        # Who speaks in an epoch has read what ended the ones before; payloads are large.
+        while self._sent and self._sent[0].epoch < request.epoch:
+            self._sent.popleft()
+        if isinstance(request, Close):
+            self.is_closed = True
+        elif request.epoch > self._epoch:
+            raise Refusal(f"epoch: {request.epoch} has not begun; this is {self._epoch}")
+        elif request.epoch < self._epoch:
+            return []  # stale
+        elif not self._stop_reason:
+            return self._take_current(request, now_s)
+        elif isinstance(request, Verify):
+            batch = _Batch(request.seq, len(self._text), now_s, 0.0)
+            return [self._verdict(Result, batch, now_s, token=None)]
+        return []
+
+    def _take_current(
+        self, request: Preverify | Verify | More | Stream, now_s: float
+    ) -> list[Reply]:
+        if isinstance(request, More):
+            return [self._more(request)]
+        if self._streams_for is not None:
+            return []
+        self._check_base(request)
+        if request.certain:
+            (token,) = request.certain
+            self._rejected = None
+            self._append(token)
+        if isinstance(request, Stream):
+            self._guesses, self._q = [], []
+            self._batches.clear()
+            if self._logits:
+                self._retain(1)
+            self._streams_for = request.seq
+            return []
+        if len(request.q) != len(request.ids) * self._rule.needs_q:
+            raise Refusal(
+                f"q: {len(request.q)} of {len(request.ids)} guesses by rule "
+                f"{self._rule.settings.rule!r}"
+            )
+        self._guesses += request.ids
+        self._q += request.q or [1.0] * len(request.ids)
+        self._expected_s = now_s + request.next_s
+        if isinstance(request, Verify):
+            end = len(self._text) + len(self._guesses)
+            self._batches.append(_Batch(request.seq, end, now_s, request.next_s))
+        return []
+
+    def _check_base(self, request: Preverify | Verify | Stream) -> None:
+        known = self._text + self._guesses
+        if isinstance(request, Stream):
+            known = known[: request.base]
+        if request.base != len(known) or request.prefix_hash != prefix_hash(known):
+            raise Refusal(
+                f"base: {request.base} tokens, but this session has {len(known)} or others; open "
+                "a new session"
+            )
+        if len(request.certain) != (self._rejected is not None):
+            raise Refusal(f"certain: {len(request.certain)} tokens; the edge owes its correction")
+        ids = [] if isinstance(request, Stream) else request.ids
+        if len(self._guesses) + len(ids) > MAX_PENDING:
+            raise Refusal(f"ids: more than {MAX_PENDING} guesses would wait for a verdict")
+        size = self._staged.vocab_size
+        wrong = [token for token in (*request.certain, *ids) if token >= size]
+        if wrong:
+            raise Refusal(f"ids: {wrong[0]} is outside the target's vocabulary of {size}")
+        if request.base + len(request.certain) + len(ids) > self._staged.max_positions:
+            raise Refusal(f"ids: more than the target's {self._staged.max_positions} positions")
+
+    def _open(self, opening: Open) -> None:
+        if opening.target and opening.target != self.target.fingerprint:
+            raise Refusal(
+                f"target: the draft was made for {opening.target[:12]}, this is "
+                f"{self.target.fingerprint[:12]}; give the draft of this target"
+            )
+        size, limit = self._staged.vocab_size, self._staged.max_positions
+        if max(opening.prompt_ids) >= size:
+            raise Refusal(f"prompt_ids: {max(opening.prompt_ids)} is outside {size} tokens")
+        if len(opening.prompt_ids) >= limit:
+            raise Refusal(
+                f"prompt_ids: {len(opening.prompt_ids)} tokens leave no room in the target's "
+                f"{limit} positions; shorten the prompt"
+            )
+        self._opening, self._num_prompt = opening, len(opening.prompt_ids)
+        self._rule = rule_of(opening.settings).cloud(opening.settings)
+        if opening.streams:
+            self._streams_for = 0
+
+    def _more(self, request: More) -> Samples:
+        if self._rejected is None:
+            raise Refusal("more: no correction is owed; do not ask for samples")
+        try:
+            payload = self._rule.more(
+                self._rejected, len(self._text), self._num_samples, request.count
+            )
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+        self._num_samples += request.count
+        return self._numbered(Samples, request.seq, payload=payload)
+
+    def _numbered(self, kind: type, seq: int, **fields: Any) -> Any:
+        number, self._next_number = self._next_number, self._next_number + 1
+        session = 0 if self._opening is None else self._opening.session
+        return kind(session=session, number=number, seq=seq, epoch=self._epoch, **fields)
+
+    # -- the text ---------------------------------------------------------------------------
+
+    def _append(self, token: int) -> None:
+        assert self._opening is not None
+        self._text.append(token)
+        self._stop_reason = stop_reason(
+            self._text,
+            len(self._text) - self._num_prompt,
+            eos_token_ids=self._staged.eos_token_ids,
+            settings=self._opening.settings,
+            limit=self._staged.max_positions,
+        )
+
+    def _retain(self, num_rows: int, num_committed: int = 0) -> None:
+        """Keep the first computed rows, some of them as text; the others are forgotten."""
+        self._stage.keep(Keep(tuple(range(num_rows)), num_committed))
+        for _ in range(len(self._logits) - num_rows):
+            self._logits.pop()
+        for _ in range(num_committed):
+            self._logits.popleft()
+
+    def _end_epoch(self) -> None:
+        """The root's row is text, and what follows it is not what was guessed."""
+        self._retain(1, 1)
+        self._guesses, self._q = [], []
+        self._batches.clear()
+        self._epoch += 1
+
+    def _test_guesses(self, now_s: float) -> list[Reply]:
+        replies: list[Reply] = []
+        while self._logits and not self._stop_reason:
+            if self._streams_for is not None:
+                replies.append(self._add_own(self._streams_for, now_s, now_s))
+            elif self._guesses and not self._hits_end:
+                reject = self._test_one(now_s)
+                if reject is not None:
+                    replies.append(reject)
+            elif self._batches and self._hits_end:
+                replies.append(self._answer_hit(now_s))
+            else:
+                break
+        if self._batches and (self._stop_reason or self._hits_end_without_rows):
+            replies.append(self._answer_hit(now_s))
+        return replies
+
+    @property
+    def _hits_end(self) -> bool:
+        """The oldest batch is accepted to its end."""
+        return bool(self._batches) and len(self._text) >= self._batches[0].end
+
+    @property
+    def _hits_end_without_rows(self) -> bool:
+        assert self._opening is not None
+        return self._hits_end and not self._opening.settings.has_bonus
+
+    def _test_one(self, now_s: float) -> Reject | None:
+        position, guess = len(self._text), self._guesses[0]
+        payload = self._rule.test(self._logits[0], position, guess, self._q[0])
+        if payload is None:
+            del self._guesses[0], self._q[0]
+            self._append(guess)
+            self._retain(len(self._logits), 1)
+            return None
+        batch = self._batches[0] if self._batches else None
+        reject = self._verdict(Reject, batch, now_s, payload=payload)
+        if isinstance(payload, Token):
+            self._end_epoch()
+            self._append(payload.id)
+        else:
+            self._rejected = self._logits[0]
+            self._num_samples = len(payload.sample_ids) // 4 if isinstance(payload, Top) else 0
+            self._end_epoch()
+        self._expect(batch, now_s)
+        return reject
+
+    def _answer_hit(self, now_s: float) -> Result:
+        """All of the oldest batch is text, or the text has ended in it."""
+        assert self._opening is not None
+        batch = self._batches[0]
+        if self._opening.settings.has_bonus and not self._stop_reason:
+            return self._add_own(batch.seq, batch.arrived_s, now_s)
+        self._batches.popleft()
+        return self._verdict(Result, batch, now_s, token=None)
+
+    def _add_own(self, seq: int, arrived_s: float, now_s: float) -> Result:
+        """A token of the target's own behind the text."""
+        batch = self._batches[0] if self._batches else _Batch(seq, 0, arrived_s, 0.0)
+        token = self._rule.draw(self._logits[0], len(self._text))
+        result = self._verdict(Result, batch, now_s, token=token)
+        self._end_epoch()
+        self._append(token)
+        self._expect(batch, now_s)
+        return result
+
+    def _verdict(self, kind: type, batch: _Batch | None, now_s: float, **fields: Any) -> Any:
+        """``batch`` None: guesses that came before their batch was complete."""
+        return self._numbered(
+            kind,
+            self.next_seq - 1 if batch is None else batch.seq,
+            length=len(self._text),
+            held_s=0.0 if batch is None else max(0.0, now_s - batch.arrived_s),
+            forward_s=self._forward_s,
+            **fields,
+        )
+
+    def _expect(self, batch: _Batch | None, now_s: float) -> None:
+        if batch is not None:
+            self._expected_s = now_s + batch.next_s
+
+    # -- forward passes ---------------------------------------------------------------------
+
+    @property
+    def cache_bytes(self) -> int:
+        """Allocated for keys, values and recurrent states."""
+        return self._stage.cache.num_bytes
+
+    @property
+    def wants_prefill(self) -> bool:
+        """The next pass is over the prompt."""
+        return self._opening is not None and not self._text
+
+    def start(self, now_s: float) -> int:
+        """Begin a forward pass if one is due; returns its number of rows, 0: nothing to do."""
+        assert not self.is_running, "finish the pass under way first"
+        num_rows = self._num_due(now_s)
+        if not num_rows:
+            return 0
+        if not self.wants_prefill:
+            rows = [self._text[-1], *self._guesses][len(self._logits) :]
+            first = self._stage.num_speculative
+            positions = torch.arange(len(rows)) + len(self._text) - 1 + first
+            visible = torch.ones(len(rows), first + len(rows), dtype=torch.bool).tril(first)
+            self._segment = Segment(positions, visible, ids=torch.tensor(rows))
+        self.is_running, self._started_s = True, now_s
+        return num_rows
+
+    def _num_due(self, now_s: float) -> int:
+        if self._opening is None or self.is_closed or self._stop_reason:
+            return 0
+        if self.wants_prefill:
+            return self._num_prompt
+        if self._rejected is not None:
+            return 0
+        num_rows = 1 + len(self._guesses) - len(self._logits)
+        if self._batches or self._streams_for is not None:
+            return num_rows
+        # A pass that would end after the batch has come would only delay it.
+        is_early = now_s + self._forward_s <= self._expected_s + 1e-9
+        return num_rows if self._opening.settings.is_fast and is_early else 0
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Compute the rows."""
+        assert self.is_running and self._opening is not None, "nothing has been started"
+        if self._segment is None:
+            prompt = torch.tensor(self._opening.prompt_ids)
+            self._computed_RV = self._staged.prefill(prompt)[0][None]
+            return
+        hidden_RH = self._stage.forward(self._segment).hidden
+        assert hidden_RH is not None
+        self._computed_RV = self._staged.logits(hidden_RH)
+
+    def finish(self, now_s: float) -> list[Reply]:
+        """Take the rows in; returns what they decide."""
+        assert self._computed_RV is not None and self._opening is not None, "run it first"
+        computed_RV, self._computed_RV, self.is_running = self._computed_RV, None, False
+        replies: list[Reply] = []
+        if self._segment is None:
+            self._text = list(self._opening.prompt_ids)
+            self._append(self._rule.draw(computed_RV[-1], self._num_prompt))
+            replies.append(self._opened())
+            self._sent.extend(replies)
+        else:
+            self._segment = None
+            self._forward_s = now_s - self._started_s
+            self._logits.extend(computed_RV)
+        return replies + self._proceed(now_s)
+
+    def _opened(self) -> Opened:
+        assert self._opening is not None
+        return self._numbered(
+            Opened,
+            0,
+            token=self._text[-1],
+            vocab_size=self._staged.vocab_size,
+            max_positions=self._staged.max_positions,
+            eos_token_ids=list(self._staged.eos_token_ids),
+            target=self.target.fingerprint,
+            anchor=self.target.anchor if self._opening.anchor else "",
+        )
+
+
+def _ends_epoch(reply: Reply) -> bool:
+    return isinstance(reply, Reject) or (isinstance(reply, Result) and reply.token is not None)
+
+
+def run_together(sessions: Sequence[CloudSession]) -> None:
+    """Run the passes of several sessions that have started: rows of all in one, prompts apart."""
+    rows = [session for session in sessions if session._segment is not None]
+    if len(rows) < 2 or not can_run_together(rows[0]._stage):
+        rows = []
+    for session in sessions:
+        if session not in rows:
+            session.run()
+    if rows:
+        segments = [session._segment for session in rows if session._segment is not None]
+        parts = forward_together([session._stage for session in rows], segments)
+        with torch.inference_mode():
+            computed_RV = rows[0]._staged.logits(torch.cat(parts))
+        sizes = [len(part) for part in parts]
+        for session, part_RV in zip(rows, computed_RV.split(sizes), strict=True):
+            # A view would keep the logits of all sessions for as long as one of them needs its own.
+            session._computed_RV = part_RV.clone()

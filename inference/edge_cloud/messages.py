@@ -1,0 +1,288 @@
+"""What edge and cloud say to each other, and its bytes.
+
+A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., the cloud's have
+``number`` 0, 1, ...; each side takes the other's in order, whatever order they arrive in, so a
+duplicate, late or repeated message changes nothing. A cloud's message names the ``seq`` it answers.
+
+An epoch ends whenever the cloud's or the edge's own token follows the text (a correction, a bonus):
+guesses that were drafted before that token was known belong to another text. What still arrives
+from an ended epoch is stale and dropped.
+
+    Open(prompt) ->                     <- Opened(first token)
+    Preverify(known prefix) ->
+    Verify(guesses) ->                  <- Result(accepted) or Reject(payload)
+    More(samples) ->                    <- Samples(payload)
+    Stream() ->                         <- Result(token), Result(token), ...
+    Close() ->                          <- Error(text), at any time
+
+Encoded as msgpack arrays; decoding is strict in types, fields and sizes.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+MAX_BYTES = 16 * 2**20
+"""Of one encoded message: the logits of a vocabulary of four million."""
+MAX_GUESSES = 256
+MAX_PROMPT = 2**20
+WINDOW = 64
+"""Messages that may arrive before one that precedes them."""
+
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+Ids = Annotated[list[Count], Meta(max_length=MAX_GUESSES)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+PrefixHash = Annotated[bytes, Meta(min_length=8, max_length=8)]
+Packed = Annotated[bytes, Meta(max_length=MAX_BYTES)]
+"""Little-endian numbers, one after the other."""
+RuleName = Literal["match", "gumbel", "rejection", "tail_escape", "topk", "alg2_argmax"]
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True
+):
+    """Fields in the order of declaration; the tag comes first."""
+
+
+# -- what a rejection carries ---------------------------------------------------------------
+
+
+class Token(Message, frozen=True, tag="t"):
+    """The token that stands where the guess stood."""
+
+    id: Count
+
+
+class Logits(Message, frozen=True, tag="l"):
+    """All of the target's: both sides compute the same probabilities of them, to the bit."""
+
+    values: Packed
+    """float32 [V]."""
+
+
+class Top(Message, frozen=True, tag="k"):
+    """The most likely tokens, the mass of the others, and draws from these."""
+
+    ids: Packed
+    """int32 [K]."""
+    p: Packed
+    """float64 [K]."""
+    tail_mass: Probability
+    sample_ids: Packed
+    """int32 [M]: tokens outside the K, drawn from the target's distribution over them."""
+    sample_p: Packed
+    """float64 [M]: their probabilities under the whole distribution."""
+
+
+Payload: TypeAlias = Token | Logits | Top
+
+
+# -- from the edge --------------------------------------------------------------------------
+
+
+class Settings(Message, frozen=True):
+    """How a session draws its tokens; equal on both sides."""
+
+    rule: RuleName = "match"
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """0 is greedy, whatever the rule."""
+    seed: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
+    prompt: Count = 0
+    """Index of the prompt: with the seed the key of all random numbers."""
+    top_k: Annotated[int, Meta(ge=1, le=4096)] = 10
+    """Tokens in a ``Top``."""
+    tail_samples: Annotated[int, Meta(ge=1, le=4096)] = 4
+    """Draws in the first ``Top``."""
+    has_bonus: bool = True
+    """A batch that is accepted to its end gets one more token."""
+    is_fast: bool = False
+    """Rows of a known prefix may be computed before the batch is complete."""
+    max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 128
+
+
+class Open(Message, frozen=True, tag="open"):
+    """The first message; its ``seq`` is 0."""
+
+    session: Count
+    prompt_ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_PROMPT)]
+    settings: Settings
+    target: Annotated[str, Meta(max_length=128)] = ""
+    """Fingerprint hash that the draft was made for; "": any target."""
+    anchor: Annotated[str, Meta(max_length=128)] = ""
+    """Hash of the target's last block that the draft contains; "": none."""
+    streams: bool = False
+    """The cloud decodes alone, token by token."""
+
+    @property
+    def seq(self) -> int:
+        return 0
+
+    @property
+    def epoch(self) -> int:
+        return 0
+
+
+class _OfSession(Message, frozen=True):
+    session: Count
+    epoch: Count
+    seq: Count
+
+
+class _Continues(_OfSession, frozen=True):
+    """Text that follows ``base`` tokens, guesses that wait for their verdict included."""
+
+    base: Count
+    prefix_hash: PrefixHash
+    """Of these ``base`` tokens."""
+    certain: Ids
+    """Tokens that the edge has drawn itself from a payload: they are text."""
+
+
+class _Guesses(_Continues, frozen=True):
+    ids: Ids
+    q: Annotated[list[Probability], Meta(max_length=MAX_GUESSES)]
+    """Probability that each guess was drawn with, where the rule needs it; else empty."""
+    next_s: Seconds
+    """When the edge will complete its next batch: counted from this message, or from the verdict
+    on it."""
+
+
+class Preverify(_Guesses, frozen=True, tag="pre"):
+    """The first guesses of a batch, or only the text before it; nothing needs to be answered."""
+
+
+class Verify(_Guesses, frozen=True, tag="verify"):
+    """The last guesses of a batch, which wants a verdict."""
+
+
+class More(_OfSession, frozen=True, tag="more"):
+    """The samples of a payload are used up."""
+
+    count: Annotated[int, Meta(ge=0, le=MAX_GUESSES)]
+    """How many more; 0: all logits instead."""
+
+
+class Stream(_Continues, frozen=True, tag="stream"):
+    """Guesses are over: the cloud is to decode alone from its text on."""
+
+
+class Close(_OfSession, frozen=True, tag="close"):
+    """The edge has what it wants."""
+
+
+Request: TypeAlias = Open | Preverify | Verify | More | Stream | Close
+
+
+# -- from the cloud -------------------------------------------------------------------------
+
+
+class _Numbered(Message, frozen=True):
+    session: Count
+    number: Count
+    seq: Count
+    """Of the message that it answers."""
+    epoch: Count
+    """In which it was sent."""
+
+
+class Opened(_Numbered, frozen=True, tag="opened"):
+    token: Count
+    """The first one after the prompt."""
+    vocab_size: Count
+    max_positions: Count
+    eos_token_ids: Annotated[list[Count], Meta(max_length=64)]
+    target: Annotated[str, Meta(max_length=128)]
+    anchor: Annotated[str, Meta(max_length=128)]
+
+
+class _Verdict(_Numbered, frozen=True):
+    length: Count
+    """The text's, without the token that comes with the verdict."""
+    held_s: Seconds
+    """From the arrival of the message to this answer."""
+    forward_s: Seconds
+    """Of the last pass over the target."""
+
+
+class Result(_Verdict, frozen=True, tag="result"):
+    """All guesses before ``length`` are text."""
+
+    token: Count | None
+    """A bonus, or a streamed token; it ends the epoch."""
+
+
+class Reject(_Verdict, frozen=True, tag="reject"):
+    """The guess at ``length`` is wrong; the epoch has ended."""
+
+    payload: Payload
+
+
+class Samples(_Numbered, frozen=True, tag="samples"):
+    payload: Top | Logits
+
+
+class Error(_Numbered, frozen=True, tag="error"):
+    """The session is over."""
+
+    text: Annotated[str, Meta(max_length=1000)]
+
+
+Reply: TypeAlias = Opened | Result | Reject | Samples | Error
+
+Decoded = TypeVar("Decoded")
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+encode = msgspec.msgpack.encode
+
+
+def decode_request(data: bytes) -> Request:
+    """
+    Raises:
+        ValueError: not one message of the edge, or too large.
+    """
+    return _decode(_requests, data)
+
+
+def decode_reply(data: bytes) -> Reply:
+    """
+    Raises:
+        ValueError: not one message of the cloud, or too large.
+    """
+    return _decode(_replies, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"message: {len(data)} bytes; send at most {MAX_BYTES}")
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        reason = " ".join(str(error).split())  # it may quote a damaged tag
+        raise ValueError(
+            f"message: {len(data)} bytes are no message of this protocol ({reason}); both sides "
+            "must run the same version"
+        ) from error
+
+
+def prefix_hash(ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).digest()
+
+
+def stop_reason(
+    text: list[int], num_new: int, *, eos_token_ids: Iterable[int], settings: Settings, limit: int
+) -> str:
+    """Why the text ends with its last token, as ``DecodeResult`` says it; "": it does not.
+
+    Args:
+        limit: positions of the target.
+    """
+    if text[-1] in eos_token_ids:
+        return "eos"
+    if num_new >= settings.max_new_tokens:
+        return "max_new_tokens"
+    return "max_length" if len(text) >= limit else ""

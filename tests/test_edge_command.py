@@ -1,0 +1,126 @@
+"""`python -m pipedraft.eval edge`: tables, files, refusals."""
+
+import json
+import math
+
+import pytest
+from conftest import REPOSITORY
+
+from pipedraft.errors import UsageError
+from pipedraft.eval.__main__ import run
+from pipedraft.eval.edge_measures import SAME_TEXT_RULES
+from pipedraft.inference.edge_cloud.methods import METHODS
+from pipedraft.inference.edge_cloud.rules import RULES
+
+TARGET = str(REPOSITORY / "assets" / "target")
+WORDS = ["edge", "--target", TARGET, "--draft-model", TARGET]
+SHORT = ["--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> list[str]:
+    prompts = tmp_path_factory.mktemp("prompts") / "short.jsonl"
+    prompts.write_text('{"prompt": "How many legs do 12 cats have?"}\n{"prompt": "Count to 9."}\n')
+    return [*WORDS, "--benchmarks", str(prompts), *SHORT]
+
+
+@pytest.fixture(scope="module")
+def out(words, tmp_path_factory):
+    """All methods on one link; the target is its own draft, so every greedy guess is right."""
+    folder = tmp_path_factory.mktemp("edge") / "out"
+    run([*words, "--links", "5g", "--temperature", "0,1", "--out", str(folder)])
+    return folder
+
+
+def rows_of(folder) -> dict:
+    rows = json.loads((folder / "results.json").read_text())["latency"]
+    return {(row["method"], row["temperature"]): row for row in rows}
+
+
+def test_every_method_is_in_the_table_at_every_temperature(out):
+    rows = rows_of(out)
+    assert rows.keys() == {(name, degrees) for name in METHODS for degrees in (0.0, 1.0)}
+    for (name, degrees), row in rows.items():
+        assert row["prompts"] == 2
+        assert row["tokens"] == 10 or (degrees and 2 <= row["tokens"] < 10)  # an EOS was drawn
+        low, high = row["ci95"]
+        assert low <= row["ms_per_token"] <= high
+        assert row["tokens_per_s"] == pytest.approx(1e3 / row["ms_per_token"])
+        assert sum(row["joules_by_cause"].values()) == pytest.approx(row["joules_per_token"])
+        assert bool(row["caveat"]) == (name == "edge_only")
+        sampled = degrees and row["rule"] not in SAME_TEXT_RULES
+        checked = 0 if sampled or name == "edge_only" else 2
+        assert row["lossless"] == {"checked": checked, "mismatches": 0}
+
+
+def test_figures_follow_from_the_constants(out):
+    rows = rows_of(out)
+    cloud, alone = rows["cloud", 0.0], rows["edge_only", 0.0]
+    assert alone["ms_per_token"] == pytest.approx(24.25)
+    assert cloud["ms_per_token"] == pytest.approx(87, abs=2) and cloud["speedup"] == 1
+    assert alone["up_bytes_per_token"] == 0 and alone["joules_by_cause"]["up"] == 0
+    # 5 tokens after the first: a round of 4 guesses and a bonus.
+    waits = rows["stop_and_wait", 0.0]
+    assert waits["draft_acceptance_rate"] == 1
+    assert waits["ms_per_token"] == pytest.approx((4 * 24.25 + 20 + 87) / 5, abs=2)
+    assert rows["dssd", 1.0]["down_bytes_per_token"] > waits["down_bytes_per_token"]
+
+
+def test_the_report_names_constants_caveats_and_methods(out):
+    text = (out / "report.md").read_text()
+    for part in (
+        "draft_s 0.02425 s",
+        "link 5g:",
+        "15 W while it drafts",
+        "not lossless",
+        "5g, T = 0",
+    ):
+        assert part in text
+    assert all(f"- {name}: {method.summary}" in text for name, method in METHODS.items())
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["command"].startswith("python -m pipedraft.eval edge")
+    run(["report", str(out)])
+    assert "picospec" in (out / "report.html").read_text()
+
+
+def test_an_approximate_rule_says_by_how_much(words, tmp_path, capsys):
+    rule = ["--rule", "topk", "--top-k", "1", "--temperature", "1", "--links", "wifi"]
+    run([*words, "--methods", "cloud,picospec", *rule, "--out", str(tmp_path)])
+    row = rows_of(tmp_path)["picospec", 1.0]
+    assert row["rule"] == "topk" and "approximate" in row["caveat"]
+    # The draft is the target: q = p, and there is nothing to lose but rounding.
+    assert 0 <= row["total_variation_bound"] < 1e-3
+    assert "total variation of a tested token" in capsys.readouterr().out
+    assert rows_of(tmp_path)["cloud", 1.0]["caveat"] == ""
+
+
+def test_times_come_from_a_file(words, tmp_path):
+    times = {"draft_s": 0.01, "verify_s": 0.5, "cloud_draft_s": 0.01}
+    (tmp_path / "times.json").write_text(json.dumps(times))
+    more = ["--methods", "cloud", "--times", str(tmp_path / "times.json"), "--no-lossless"]
+    run([*words, *more, "--links", "5g", "--out", str(tmp_path / "out")])
+    row = rows_of(tmp_path / "out")["cloud", 0.0]
+    assert math.isclose(row["ms_per_token"], 500, abs_tol=2) and row["lossless"]["checked"] == 0
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--methods", "picospek"], "--methods: 'picospek' is unknown; give one of cloud,"),
+        (["--rule", "best"], f"--rule: 'best' is unknown; give one of {', '.join(RULES)}"),
+        (["--links", "6g"], "link: '6g' is unknown"),
+        (["--policy", "fixed:99"], "draft_length: 'fixed:99' is no policy"),
+        (["--times", "nowhere.json"], "--times: 'nowhere.json' is no file; give it or one of"),
+        (["--temperature", "-1"], "'-1' is not a temperature"),
+        (["--draft-length", "0"], "'0' is not a whole number from 1 up"),
+    ],
+)
+def test_bad_words_are_refused_in_one_line(more, message, words, tmp_path):
+    with pytest.raises(ValueError, match=None) as caught:
+        run([*words, "--out", str(tmp_path), *more])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_target_must_be_named(tmp_path):
+    with pytest.raises(UsageError, match="--target: missing; --draft-model"):
+        run(["edge", *WORDS[3:], "--benchmarks", "gsm8k", "--out", str(tmp_path)])

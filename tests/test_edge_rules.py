@@ -1,0 +1,280 @@
+"""Acceptance rules across a link: exact laws by enumeration, and of whole sessions by counting."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from edge_runs import TableSource, TableTarget, run_session
+from scipy.stats import chi2, chisquare, kstest
+
+from pipedraft.inference.edge_cloud import rules
+from pipedraft.inference.edge_cloud.messages import Logits, Settings, Token, Top
+from pipedraft.inference.edge_cloud.rules import RULES, Guess, race, rule_of, top_k_bias
+from pipedraft.inference.verify import KeyedRandom, draw, probabilities
+
+# V vocabulary, a, b, c successive tokens
+VOCAB, LENGTH, NUM_TEXTS = 5, 500, 4
+EXACT = [name for name, rule in RULES.items() if rule.is_exact]
+
+
+def tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [V, V] of a target and of a draft that agrees with it in part."""
+    generator = torch.Generator().manual_seed(5)
+    target_VV = torch.randn(VOCAB, VOCAB, generator=generator) * 0.8
+    draft_VV = target_VV + torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
+    return target_VV, draft_VV
+
+
+def sample(rule, plan, seed, max_new_tokens, **options) -> list[int]:
+    target_VV, draft_VV = tables()
+    edge, _ = run_session(
+        TableTarget(target_VV),
+        TableSource(draft_VV),
+        [1],
+        plan=plan,
+        rule=rule,
+        temperature=1.0,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        **options,
+    )
+    return edge.text.result.token_ids
+
+
+def counted_triples(rule, plan, **options) -> np.ndarray:
+    """[V, V, V]: how often c followed a, b in some long texts."""
+    counts_abc = np.zeros((VOCAB, VOCAB, VOCAB))
+    for seed in range(NUM_TEXTS):
+        text = sample(rule, plan, seed, LENGTH, **options)
+        np.add.at(counts_abc, (text[:-2], text[1:-1], text[2:]), 1)
+    return counts_abc
+
+
+def law_p_value(counts_abc: np.ndarray) -> float:
+    """Of the hypothesis that c depends on b alone, by the target's law; chi-square."""
+    p_bc = probabilities(tables()[0], 1.0).numpy()
+    expected_abc = counts_abc.sum(-1, keepdims=True) * p_bc
+    enough_ab = expected_abc.min(-1) >= 2  # rarer contexts have no chi-square law
+    counts_nc, expected_nc = counts_abc[enough_ab], expected_abc[enough_ab]
+    statistic = ((counts_nc - expected_nc) ** 2 / expected_nc).sum()
+    assert len(counts_nc) >= VOCAB
+    return float(chi2.sf(statistic, len(counts_nc) * (VOCAB - 1)))
+
+
+# -- whole sessions -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule, plan",
+    [
+        ("match", "picospec"),
+        ("gumbel", "picospec"),
+        ("rejection", "stop_and_wait"),
+        ("tail_escape", "stop_and_wait"),
+        ("tail_escape", "picospec"),
+        ("tail_escape", "pearl"),
+    ],
+)
+def test_sampled_text_has_the_targets_law(rule, plan):
+    """A top K of one and one sample, so that corrections mostly need the tail."""
+    assert law_p_value(counted_triples(rule, plan, top_k=1, tail_samples=1)) > 1e-3
+
+
+def test_the_first_three_tokens_have_the_product_law():
+    p_VV, num_texts = probabilities(tables()[0], 1.0).numpy(), 600
+    law = np.einsum("a,ab,bc->abc", p_VV[1], p_VV, p_VV)
+    counts = np.zeros_like(law)
+    for seed in range(num_texts):
+        counts[tuple(sample("tail_escape", "picospec", seed, 3, top_k=2))] += 1
+    draws = np.random.default_rng(1).multinomial(num_texts, law.ravel(), size=200) / num_texts
+    noise = 0.5 * np.abs(draws - law.ravel()).sum(1)
+    distance = 0.5 * np.abs(counts / num_texts - law).sum()
+    assert distance < noise.mean() + 4 * noise.std()
+
+
+def test_top_k_misses_the_law_by_what_is_predicted():
+    """Without bonus every token but the first is tested, so each context has its own bias."""
+    counts_abc = counted_triples("topk", "picospec", top_k=2)
+    counts_bc = counts_abc.sum(0)
+    p_bc, q_bc = (probabilities(table, 1.0) for table in tables())
+    share_b = counts_bc.sum(1) / counts_bc.sum()
+    predicted = sum(share_b[b] * top_k_bias(p_bc[b], q_bc[b], 2) for b in range(VOCAB))
+    law_bc = counts_bc / counts_bc.sum(1, keepdims=True)
+    measured = float((share_b * 0.5 * np.abs(law_bc - p_bc.numpy()).sum(1)).sum())
+    assert law_p_value(counts_abc) < 1e-6
+    assert measured == pytest.approx(predicted, abs=0.02) and predicted > 0.03
+
+
+def test_the_published_argmax_rule_misses_the_law():
+    assert law_p_value(counted_triples("alg2_argmax", "stop_and_wait")) < 1e-6
+
+
+class NoThinning(rules.TailEscapeEdge):
+    """Takes every tail sample as it comes."""
+
+    def correct(self, guess, position, payloads):
+        thinned = Guess(guess.token, guess.q_V.clone())
+        top = payloads[0]
+        inside = np.frombuffer(top.ids, "<i4")
+        outside = np.setdiff1d(np.arange(len(guess.q_V)), inside)
+        thinned.q_V[torch.from_numpy(outside)] = 0
+        return super().correct(thinned, position, payloads)
+
+
+@pytest.mark.parametrize("mutant, top_k", [("no_thinning", 1), ("same_uniform", 3), ("p_again", 3)])
+def test_the_law_test_catches_known_mistakes(mutant, top_k, monkeypatch):
+    if mutant == "no_thinning":
+        monkeypatch.setitem(RULES, "tail_escape", rules.Rule(NoThinning, rules.TailEscapeCloud))
+    elif mutant == "same_uniform":  # the test's uniform draws the correction, too (PEARL's code)
+        plain = KeyedRandom.uniform
+
+        def shared(self, position, purpose, attempt=0):
+            same = {"residual": "accept", "branch": "accept"}
+            return plain(self, position, same.get(purpose, purpose), attempt)
+
+        monkeypatch.setattr(KeyedRandom, "uniform", shared)
+    else:  # the correction is drawn from p instead of (p - q)+
+        monkeypatch.setattr(
+            rules.RejectionEdge,
+            "_residual",
+            lambda self, guess, top: (
+                np.frombuffer(top.ids, "<i4"),
+                torch.from_numpy(np.frombuffer(top.p, "<f8").copy()),
+            ),
+        )
+    assert law_p_value(counted_triples("tail_escape", "stop_and_wait", top_k=top_k)) < 1e-4
+
+
+# -- one step -------------------------------------------------------------------------------
+
+
+def settings(rule, **options) -> Settings:
+    return Settings(rule=rule, temperature=1.0, **options)
+
+
+def simplex_points(size: int) -> list[torch.Tensor]:
+    """Distributions in thirds, zeros included."""
+    points = [p for p in itertools.product(range(4), repeat=size) if sum(p) == 3]
+    return [torch.tensor(p, dtype=torch.float64) / 3 for p in points]
+
+
+class Script:
+    """Uniforms by purpose."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def uniform(self, position, purpose, attempt=0):
+        return self.values[purpose]
+
+
+def test_a_turn_of_tail_escape_ends_at_each_token_in_proportion_to_the_residual():
+    """Chance (p - q)+ / (r + t) wherever the token is; uniforms integrated over a grid.
+
+    Thirds over at most four thirds: all edges are multiples of 1/12, which midpoints integrate
+    exactly.
+    """
+    grid = (np.arange(12) + 0.5) / 12
+    options = settings("tail_escape", top_k=1, tail_samples=1)
+    cloud, edge = rules.TailEscapeCloud(options), rules.TailEscapeEdge(options)
+    for p_V, q_V in itertools.product(simplex_points(3)[4:6], simplex_points(3)[::2]):
+        residual_V, top = (p_V - q_V).clamp_min(0), p_V.topk(1).indices
+        inside, outside = float(residual_V[top].sum()), 1 - float(p_V[top].sum())
+        if not residual_V.any():
+            continue
+        law_V = np.zeros(len(p_V))
+        for tail in grid:
+            cloud.random = Script(tail=tail)
+            payload = cloud.payload(p_V.log(), 7)
+            for branch, thin in itertools.product(grid, grid):
+                edge.random = Script(branch=branch, thin=thin, residual=0.5)
+                token = edge.correct(Guess(0, q_V), 7, [payload])
+                if token is not None:
+                    law_V[token] += 1 / 12**3
+        expected_V = residual_V.numpy() / (inside + outside)
+        np.testing.assert_allclose(law_V, expected_V, atol=1e-9)
+
+
+def test_samples_are_asked_for_until_everything_comes():
+    p_V = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    q_V = torch.tensor([0.6, 0.29, 0.11, 0.0], dtype=torch.float64)  # S = {0} has no residual
+    cloud = rules.TailEscapeCloud(settings("tail_escape", top_k=1, tail_samples=2))
+    edge = rules.TailEscapeEdge(settings("tail_escape", top_k=1, tail_samples=2))
+    edge.random = Script(branch=0.5, thin=0.999, residual=0.95)  # thinning takes no sample
+    payloads = [cloud.payload(p_V.log(), 3)]
+    assert isinstance(payloads[0], Top) and edge.correct(Guess(0, q_V), 3, payloads) is None
+    payloads.append(cloud.more(p_V.log(), 3, 2, 8))
+    assert len(payloads[1].sample_ids) == 32 and edge.correct(Guess(0, q_V), 3, payloads) is None
+    payloads.append(cloud.more(p_V.log(), 3, 10, 0))
+    assert isinstance(payloads[2], Logits)
+    assert edge.correct(Guess(0, q_V), 3, payloads) == 3
+
+
+def test_all_samples_of_a_position_are_different_draws():
+    p_V = torch.full((64,), 1 / 64, dtype=torch.float64)
+    cloud = rules.TailEscapeCloud(settings("tail_escape", top_k=1, tail_samples=8))
+    first = np.frombuffer(cloud.payload(p_V.log(), 3).sample_ids, "<i4")
+    more = np.frombuffer(cloud.more(p_V.log(), 3, 8, 32).sample_ids, "<i4")
+    assert len(first) == 8 and len(more) == 32
+    assert list(first) != list(more[:8]) and len(set(more)) > 15
+
+
+def test_a_race_draws_from_p_and_two_races_mostly_agree():
+    p_V = np.array([0.5, 0.3, 0.2, 0.0])
+    q_V = np.array([0.45, 0.3, 0.15, 0.1])
+    drawn = [race(p_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
+    counts = np.bincount(drawn, minlength=4)
+    assert counts[3] == 0 and chisquare(counts[:3], p_V[:3] * 4000).pvalue > 1e-3
+    guessed = [race(q_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
+    agreement = np.mean(np.equal(drawn, guessed))
+    independent = float(p_V @ q_V)
+    assert agreement > 0.8 > independent
+
+
+def test_noise_is_uniform_and_shorter_vectors_are_its_beginning():
+    random = KeyedRandom(1, 2)
+    values = random.uniforms(5, "noise", 4000)
+    assert kstest(values, "uniform").pvalue > 1e-3
+    assert np.array_equal(values[:100], random.uniforms(5, "noise", 100))
+    others = [KeyedRandom(1, 3), KeyedRandom(2, 2)]
+    assert all(other.uniforms(5, "noise", 4)[0] != values[0] for other in others)
+    assert random.uniforms(6, "noise", 1)[0] != values[0] != random.uniforms(5, "tail", 1)[0]
+
+
+def test_full_logits_give_both_sides_the_same_probabilities():
+    logits_V = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 5
+    payload = rules.RejectionCloud(settings("rejection")).payload(logits_V, 0)
+    seen_V = torch.from_numpy(np.frombuffer(payload.values, "<f4").copy())
+    assert torch.equal(probabilities(seen_V, 0.7), probabilities(logits_V, 0.7))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_is_greedy_at_temperature_zero(name):
+    rule = rule_of(Settings(rule=name, temperature=0.0))
+    logits_V = torch.tensor([0.0, 2.0, 1.0])
+    cloud = rule.cloud(Settings(rule=name))
+    assert cloud.test(logits_V, 4, 1, 1.0) is None
+    payload = cloud.test(logits_V, 4, 2, 1.0)
+    assert payload == Token(id=1)
+    assert rule.edge(Settings(rule=name)).correct(Guess(2), 4, [payload]) == 1
+
+
+def test_bias_is_the_sum_outside_the_top_k():
+    p_V = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    q_V = torch.tensor([0.6, 0.1, 0.0, 0.3], dtype=torch.float64)
+    assert top_k_bias(p_V, q_V, 2) == pytest.approx(0.15)
+    assert top_k_bias(p_V, q_V, 4) == 0
+
+
+def test_payloads_that_cannot_be_are_refused():
+    edge = rules.TailEscapeEdge(settings("tail_escape"))
+    guess = Guess(0, torch.tensor([1.0, 0.0], dtype=torch.float64))
+    with pytest.raises(ValueError, match="Token after a rejection by rule 'tail_escape'"):
+        edge.correct(guess, 3, [Token(id=1)])
+    bad = Top(ids=b"\1\0\0", p=b"", tail_mass=0.5, sample_ids=b"", sample_p=b"")
+    with pytest.raises(ValueError, match="3 bytes are no numbers"):
+        edge.correct(guess, 3, [bad])
+    with pytest.raises(ValueError, match="sends no samples"):
+        rules.MatchCloud(settings("match")).more(torch.zeros(2), 3, 0, 4)
+    assert draw(torch.tensor([0.0, 1.0]), 0.5) == 1

@@ -1,0 +1,396 @@
+"""Edge and cloud on the virtual clock: the target's own text, and the time it must take."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_llama, tiny_mistral, tiny_qwen3
+from edge_runs import (
+    LINK,
+    PLANS,
+    SMALL,
+    TIMES,
+    BernoulliSource,
+    TableSource,
+    TableTarget,
+    greedy_text,
+    make_edge,
+    run_session,
+)
+from test_lossless import PROMPTS, PlainTokenizer, greedy_reference
+
+from pipedraft.inference.channel import EnergyModel, Link, LinkEstimate
+from pipedraft.inference.edge_cloud.cloud import CloudTarget
+from pipedraft.inference.edge_cloud.drafter import ChainDrafter
+from pipedraft.inference.edge_cloud.methods import METHODS, Scene, decode
+from pipedraft.inference.edge_cloud.plan import Beliefs, Plan
+from pipedraft.inference.edge_cloud.virtual import Times
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.models.language_model import LanguageModelDraft
+
+NEW_TOKENS = 20
+ENERGY = EnergyModel(joules_per_draft_token=0.1, joules_per_byte_up=1e-6, joules_per_byte_down=0)
+LOSSLESS = [name for name, method in METHODS.items() if not method.caveat]
+
+
+def make_scene(target, draft, **options) -> Scene:
+    return Scene(
+        target=CloudTarget(target),
+        draft=lambda: ChainDrafter.of(draft),
+        link=LINK,
+        times=TIMES,
+        energy=ENERGY,
+        **{"max_new_tokens": NEW_TOKENS, **options},
+    )
+
+
+def small_draft(target, seed=0):
+    """Random: it is right by chance."""
+    vocab = target.config.vocab_size
+    return LanguageModelDraft(tiny_llama(layers=1, vocab=vocab, seed=seed), target)
+
+
+def right_draft(target):
+    """The target itself: right always, with caches that must follow every verdict."""
+    return LanguageModelDraft(target, target)
+
+
+# -- greedy text ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make_target, name",
+    [
+        *((tiny_llama, name) for name in LOSSLESS),
+        *itertools.product((tiny_qwen3, tiny_mistral), ("flexspec", "pearl", "picospec")),
+    ],
+)
+def test_greedy_text_equals_transformers_greedy(name, make_target):
+    target = make_target(layers=3, vocab=16)
+    for make_draft in (small_draft, right_draft):
+        scene = make_scene(target, make_draft(target))
+        for prompt in PROMPTS[:3]:
+            decoded = decode(METHODS[name], scene, prompt, prompt_index=0)
+            assert decoded.result.token_ids == greedy_reference(target, prompt, NEW_TOKENS)
+            assert sum(decoded.result.round_lengths) == decoded.result.num_tokens
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.9])
+@pytest.mark.parametrize("plan", PLANS)
+def test_greedy_text_is_the_targets_whatever_is_accepted(plan, acceptance):
+    for policy in ("fixed:1", "fixed:4", "survival"):
+        source = BernoulliSource([1, 2], acceptance)
+        options = {"plan": plan, "policy": policy, "max_new_tokens": 40}
+        edge, _ = run_session(CloudTarget(SMALL), source, [1, 2], **options)
+        assert edge.text.result.token_ids == greedy_text(SMALL, (1, 2), 200)[:40]
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_text_stops_at_any_eos_token_and_counts_it(name):
+    plain = greedy_reference(tiny_llama(layers=3, vocab=16), [1, 2, 3], NEW_TOKENS)
+    for stop in (plain[0], plain[4]):
+        target = tiny_llama(layers=3, vocab=16)
+        target.generation_config.eos_token_id = [15 if stop != 15 else 14, stop]
+        for draft in (small_draft(target), right_draft(target)):
+            result = decode(
+                METHODS[name], make_scene(target, draft), [1, 2, 3], prompt_index=0
+            ).result
+            assert result.token_ids == greedy_reference(target, [1, 2, 3], NEW_TOKENS)
+            assert result.stop_reason == "eos"
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_text_stops_at_the_last_position_of_the_target(name):
+    target = tiny_llama(layers=2, vocab=16)
+    limit = target.config.max_position_embeddings
+    prompt = [index % 16 for index in range(limit - 5)]
+    scene = make_scene(target, right_draft(target))
+    result = decode(METHODS[name], scene, prompt, prompt_index=0).result
+    assert (len(result.token_ids), result.stop_reason) == (5, "max_length")
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2])
+@pytest.mark.parametrize("name", METHODS)
+def test_very_short_texts(name, max_new_tokens):
+    target = tiny_llama(layers=2, vocab=16)
+    scene = make_scene(target, right_draft(target), max_new_tokens=max_new_tokens)
+    result = decode(METHODS[name], scene, [3], prompt_index=0).result
+    assert result.token_ids == greedy_reference(target, [3], max_new_tokens)
+
+
+@pytest.mark.parametrize("rule", ["match", "gumbel"])
+def test_sampled_text_is_plain_decodings_with_the_same_random_numbers(rule):
+    """These rules draw the target's token without looking at the guess."""
+    target = tiny_llama(layers=3, vocab=16)
+    scene = make_scene(target, small_draft(target), temperature=0.9, rule=rule, seed=4)
+    names = [name for name in LOSSLESS if not METHODS[name].has_own_rule]
+    texts = {
+        tuple(decode(METHODS[name], scene, [3, 1, 4], prompt_index=7).result.token_ids)
+        for name in names
+    }
+    assert len(texts) == 1
+    if rule == "match":
+        config = EngineConfig(
+            schedule="autoregressive",
+            num_stages=1,
+            temperature=0.9,
+            seed=4,
+            max_new_tokens=NEW_TOKENS,
+        )
+        engine = Engine(target, PlainTokenizer(), config)
+        assert texts == {tuple(engine.decode([3, 1, 4], prompt_index=7).token_ids)}
+
+
+def test_the_edge_alone_decodes_the_drafts_own_text():
+    target, other = tiny_llama(layers=3, vocab=16), tiny_llama(layers=2, vocab=16, seed=5)
+    scene = make_scene(target, LanguageModelDraft(other, target))
+    decoded = decode(METHODS["edge_only"], scene, [1, 2], prompt_index=0)
+    assert decoded.result.token_ids == greedy_reference(other, [1, 2], NEW_TOKENS)
+    assert decoded.messages == 0 and METHODS["edge_only"].caveat
+    assert decoded.decode_s == pytest.approx((NEW_TOKENS - 1) * TIMES.draft_s)
+
+
+# -- time -----------------------------------------------------------------------------------
+
+EXACT_LINK = Link.constant(up_mbps=1e15, rtt_ms=3750)  # sending takes no time
+EXACT_TIMES = Times(draft_s=1.0, verify_s=1.5, cloud_draft_s=1.0)
+AWAY_S = 5.25
+
+
+def epochs(source, first: int, last: int) -> list[int]:
+    """Guesses in a row that are right, from each position that follows a token of the cloud's."""
+    runs, position = [], first
+    while position < last:
+        run = 0
+        while position + run < last and source.is_right(position + run):
+            run += 1
+        runs.append(run)
+        position += run + 1
+    return runs
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.8, 0.95])
+@pytest.mark.parametrize("in_flight, away_s, hit_s", [(None, 6.0, 2.0), (1, 5.25, 5.25)])
+def test_picospecs_time_equals_the_closed_form(in_flight, away_s, hit_s, acceptance):
+    """K = 2, T_d = 2, RTT + T_v = 5.25: a hit costs T_d with B = 3 away, max(T_d, RTT + T_v) with
+    one, a miss T_d + RTT + T_v. With three away the edge always drafts, and reads a verdict when
+    the token under way is done: after 6. The first guess after a hit is tested with logits that
+    are there already: if it is wrong, T_v is saved."""
+    prompt = [1, 2, 3]
+    source = BernoulliSource(prompt, acceptance, seed=1)
+    edge, _ = run_session(
+        CloudTarget(SMALL),
+        source,
+        prompt,
+        plan=(Plan(parallel=True, in_flight=in_flight), False, False),
+        policy="fixed:2",
+        times=EXACT_TIMES,
+        link=EXACT_LINK,
+        max_new_tokens=170,
+    )
+    result = edge.text.result
+    start_s, expected = result.token_times_s[0], []
+    # Towards the end of the text the edge has nothing left to draft and reads at once.
+    runs = epochs(source, len(prompt) + 1, len(prompt) + 140)
+    for run in runs[:-1]:
+        verdicts_s = [start_s + 2 + away_s + hit_s * batch for batch in range(run // 2 + 1)]
+        if run and run % 2 == 0:
+            verdicts_s[-1] -= 2 if in_flight is None else 1.5
+        expected += [verdicts_s[place // 2] for place in range(run + 1)]
+        start_s = verdicts_s[-1]
+    assert len(expected) > 60
+    assert result.token_times_s[1 : len(expected) + 1] == pytest.approx(expected)
+
+
+def test_stop_and_waits_time_equals_the_closed_form():
+    prompt = [1, 2, 3]
+    source = BernoulliSource(prompt, 0.7, seed=1)
+    edge, _ = run_session(
+        CloudTarget(SMALL),
+        source,
+        prompt,
+        policy="fixed:4",
+        times=EXACT_TIMES,
+        link=EXACT_LINK,
+        max_new_tokens=120,
+    )
+    result = edge.text.result
+    *full, _ = result.round_lengths
+    ends = [sum(full[: index + 1]) for index in range(len(full))]
+    times_s = [result.token_times_s[end] - result.token_times_s[0] for end in ends]
+    assert times_s == pytest.approx([(index + 1) * (4 + AWAY_S) for index in range(len(full))])
+
+
+def test_plain_decoding_streams_a_token_per_pass():
+    target = tiny_llama(layers=2, vocab=16)
+    edge, _ = run_session(
+        CloudTarget(target), None, [1, 2], times=EXACT_TIMES, link=EXACT_LINK, max_new_tokens=9
+    )
+    times_s = edge.text.result.token_times_s
+    assert times_s == pytest.approx([AWAY_S + 1.5 * index for index in range(9)])
+
+
+@pytest.mark.parametrize("size, round_s", [(4, 4.75), (8, 8.0)])
+def test_pearls_rounds_end_at_barriers(size, round_s):
+    """Every guess is wrong: the first one is back after T_d + RTT, but is read only when the other
+    size - 1 are drafted, too."""
+    prompt = [1, 2, 3]
+    edge, _ = run_session(
+        CloudTarget(SMALL),
+        BernoulliSource(prompt, 0.0),
+        prompt,
+        plan="pearl",
+        policy=f"fixed:{size}",
+        times=EXACT_TIMES,
+        link=EXACT_LINK,
+        max_new_tokens=20,
+    )
+    times_s = edge.text.result.token_times_s
+    assert [b - a for a, b in itertools.pairwise(times_s)][1:11] == pytest.approx([round_s] * 10)
+
+
+def test_an_early_pass_answers_a_wrong_first_guess_without_another_one():
+    """The cloud computes the row of its own correction while the edge drafts."""
+    prompt = [1, 2, 3]
+
+    def total_s(is_fast: bool) -> float:
+        source = BernoulliSource(prompt, 0.0)
+        edge, _ = run_session(
+            CloudTarget(SMALL),
+            source,
+            prompt,
+            plan=(Plan(), True, is_fast),
+            policy="fixed:3",
+            times=EXACT_TIMES,
+            link=EXACT_LINK,
+            max_new_tokens=11,
+        )
+        assert edge.text.result.token_ids == greedy_text(SMALL, (1, 2, 3), 200)[:11]
+        return edge.text.result.token_times_s[-1] - edge.text.result.token_times_s[0]
+
+    slow_s, fast_s = total_s(False), total_s(True)
+    # Rounds of 3 + 3.75 + 1.5 s; all but the first and the short last ones save the pass of 1.5 s.
+    assert slow_s - fast_s >= 1.5 * 7
+
+
+def test_early_passes_never_delay_a_full_batch():
+    for policy in ("fixed:2", "fixed:4", "fixed:8"):
+        ends_s = []
+        for is_fast in (False, True):
+            source = BernoulliSource([1, 2], 1.0)
+            edge, _ = run_session(
+                CloudTarget(SMALL),
+                source,
+                [1, 2],
+                plan=(Plan(), True, is_fast),
+                policy=policy,
+                times=EXACT_TIMES,
+                link=EXACT_LINK,
+                max_new_tokens=60,
+            )
+            ends_s.append(edge.text.result.token_times_s[-1])
+        assert ends_s[1] <= ends_s[0] + 1e-9
+
+
+def test_a_batch_ends_when_it_has_taken_as_long_as_a_verdict():
+    longest = []
+    for truncates in (False, True):
+        source = BernoulliSource([1, 2], 1.0)
+        edge, _ = run_session(
+            CloudTarget(SMALL),
+            source,
+            [1, 2],
+            plan=(Plan(parallel=True, truncates=truncates), False, False),
+            policy="fixed:8",
+            times=Times(draft_s=2.0, verify_s=1.5, cloud_draft_s=1.0),
+            link=EXACT_LINK,
+            max_new_tokens=40,
+        )
+        times_s = edge.text.result.token_times_s
+        longest.append(max(times_s.count(time_s) for time_s in times_s))
+    assert longest == [8, 3]  # the third guess of 2 s ends after the 5.25 s of RTT and T_v
+
+
+def test_round_costs_are_those_of_the_plan():
+    """t_d 1, T_v 1.5, RTT 3.75; messages of no bytes."""
+    link = LinkEstimate(EXACT_LINK.state(0.0))
+    beliefs = Beliefs(draft_s=1.0, verify_s=1.5, verify_row_s=0.0, link=link)
+    sizes = {"up_bytes": 0, "up_bytes_per_token": 0, "down_bytes": 0, "reject_bytes": 0}
+
+    def cost(early_within_s=None, **plan):
+        return beliefs.round_cost(Plan(**plan), sizes, 3, early_within_s=early_within_s)
+
+    waits, away = cost(), cost(parallel=True, in_flight=None)
+    assert waits.has_bonus and list(waits.hit_s_K) == list(waits.miss_s_K) == [6.25, 7.25, 8.25]
+    # A batch of 1 is drafted in less than a pass: the cloud is busy when it comes.
+    assert not away.has_bonus and list(away.hit_s_K) == [1, 2, 3]
+    assert list(away.miss_s_K) == [7.0, 7.25, 8.25]
+    early = cost(0.0, parallel=True, in_flight=None)
+    survival_K = np.array([0.5, 0.25, 0.125])
+    saved_K = away.expected_s(survival_K) - early.expected_s(survival_K)
+    assert list(saved_K) == [0, 0.75, 0.75]
+    assert [beliefs.window(Plan(in_flight=None), size) for size in (1, 2, 3, 8)] == [6, 3, 2, 1]
+
+
+# -- bytes and energy -----------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_the_messages_and_energy_follows():
+    target = tiny_llama(layers=2, vocab=16)
+    scene = make_scene(target, small_draft(target), temperature=1.0)
+    decoded = {
+        name: decode(METHODS[name], scene, [1, 2, 3], prompt_index=0)
+        for name in ("stop_and_wait", "dssd", "cloud")
+    }
+    dssd, waits, cloud = (decoded[name] for name in ("dssd", "stop_and_wait", "cloud"))
+    rejections = len(dssd.result.round_lengths) - 1
+    assert dssd.down_bytes > waits.down_bytes + 4 * 16 * (rejections // 2)
+    assert cloud.joules["draft"] == 0 and waits.joules["draft"] == pytest.approx(
+        0.1 * waits.result.num_drafted
+    )
+    header = LINK.header_bytes
+    assert waits.wire_bytes == waits.up_bytes + waits.down_bytes + header * waits.messages
+
+
+def test_the_more_tokens_are_away_the_more_a_slow_link_hides():
+    """On a fast link and on a slow one, all guesses right: picospec's time is the drafting's."""
+    for rtt_ms in (2000, 20_000):
+        source = BernoulliSource([1], 1.0)
+        edge, _ = run_session(
+            CloudTarget(SMALL),
+            source,
+            [1],
+            plan="picospec",
+            policy="fixed:2",
+            times=EXACT_TIMES,
+            link=Link.constant(up_mbps=1e18, rtt_ms=rtt_ms),
+            max_new_tokens=100,
+        )
+        times_s = edge.text.result.token_times_s
+        drafting_s = 99 * 1.0
+        assert times_s[-1] - times_s[0] == pytest.approx(drafting_s + rtt_ms / 1e3 + 2, abs=3)
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+def test_a_draft_that_reads_the_target_is_refused():
+    class Reads(TableSource):
+        taps = (2,)
+
+    with pytest.raises(ValueError, match="give a FlexSpec draft or a language model"):
+        ChainDrafter(Reads(torch.zeros(4, 4)))
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(ValueError, match="has_bonus"):
+        make_edge(TableSource(torch.zeros(4, 4)), [1], plan=(Plan(parallel=True), True, False))
+    with pytest.raises(ValueError, match=r"times\.verify_s: nan"):
+        Times(draft_s=1, verify_s=math.nan, cloud_draft_s=1)
+    scene = Scene(
+        target=TableTarget(torch.zeros(4, 4)), draft=None, link=LINK, times=TIMES, energy=ENERGY
+    )
+    with pytest.raises(ValueError, match="give --checkpoint or --draft-model"):
+        decode(METHODS["picospec"], scene, [1], prompt_index=0)
