@@ -22,7 +22,7 @@ SUBCOMMANDS = {
     "compare": "pipedraft.eval.compare",
     "edge": "pipedraft.eval.edge_cloud",
     "replay": "pipedraft.eval.replay",
-    "report": "pipedraft.eval.report_command",
+    "report": "pipedraft.eval.html.command",
     "table": "pipedraft.eval.paper_tables",
 }
 """First word of the command line -> module whose ``run`` gets the words after it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedraft.eval import tables
-from pipedraft.eval.html_report import Source, build_page
+from pipedraft.eval.html.report import Source, build_page
 from pipedraft.eval.metrics import OVERALL
 from pipedraft.eval.plots import plot_acceptance_by_position, plot_equivalent_acceptance_length
 from pipedraft.eval.provenance import describe

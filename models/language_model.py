@@ -2,12 +2,14 @@
 
 # R rows, H hidden of the draft, V vocabulary of both
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipedraft.models.draft import CONFIG_FILE
 from pipedraft.models.target import StagedTarget, load_target, load_tokenizer
 
 
@@ -62,10 +64,16 @@ def load_draft_model(
 ) -> LanguageModelDraft:
     """Load a causal LM as the draft of a loaded target, on its device and in its dtype.
 
+    Args:
+        name_or_path: folder of a model, output folder of a run (its best model), or Hub id.
+
     Raises:
         ValueError: nothing there, a family that is not supported, or another tokenizer or
             vocabulary than the target's.
     """
+    best = Path(name_or_path, "best")
+    if (best / CONFIG_FILE).exists() and not Path(name_or_path, CONFIG_FILE).exists():
+        name_or_path = str(best)
     try:
         own_tokenizer = load_tokenizer(name_or_path)
         model = load_target(name_or_path, dtype=target.dtype, device=target.device)

@@ -16,8 +16,8 @@ from test_eval_report import MANIFEST, make_runs
 
 from pipedraft.errors import run_command
 from pipedraft.eval import __main__ as command
-from pipedraft.eval import report_command
-from pipedraft.eval.html_report import Source, build_page
+from pipedraft.eval.html import command as report_command
+from pipedraft.eval.html.report import Source, build_page
 from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.report import to_json, write_report
 from pipedraft.inference.timeline import Timeline, chrome_trace

@@ -10,9 +10,9 @@ import pytest
 from test_eval_html import source
 from test_eval_report import MANIFEST, make_runs
 
-from pipedraft.eval import html_page
-from pipedraft.eval.charts import Span
-from pipedraft.eval.html_report import build_page
+from pipedraft.eval.html import page
+from pipedraft.eval.html.charts import Span
+from pipedraft.eval.html.report import build_page
 
 
 def linear(colour: str) -> np.ndarray:
@@ -42,7 +42,7 @@ def cielab(rgb: np.ndarray) -> np.ndarray:
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-@pytest.mark.parametrize("theme", [html_page.LIGHT, html_page.DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("theme", [page.LIGHT, page.DARK], ids=["light", "dark"])
 def test_colours_can_be_read_and_told_apart(theme) -> None:
     marks = [name for name in theme if name.startswith("series")]
     for behind in ("paper", "panel"):

@@ -9,8 +9,8 @@ from typing import Any
 
 from pipedraft.errors import Parser, UsageError, make_folder
 from pipedraft.eval import compare
-from pipedraft.eval.charts import Span
-from pipedraft.eval.html_report import Comparison, Source, build_page, printable
+from pipedraft.eval.html.charts import Span
+from pipedraft.eval.html.report import Comparison, Source, build_page, printable
 from pipedraft.eval.provenance import fact
 from pipedraft.eval.report import write_atomically
 from pipedraft.eval.tables import Table

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipedraft.eval.svg import (
+from pipedraft.eval.html.svg import (
     FAINT,
     bar_swatch,
     colour,

@@ -1,7 +1,7 @@
 """report.html: one file without network that shows evaluations to people, on any screen and paper.
 
 Everything that was read from files is escaped by jinja2, and the page's policy forbids scripts but
-its own. Pictures are in figures.py, the page in html_page.py.
+its own. Pictures are in figures.py, the template in page.py.
 """
 
 import base64
@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipedraft.eval import html_page, provenance, tables
-from pipedraft.eval.charts import Missing, Picture, Span
-from pipedraft.eval.figures import all_pictures, time_line
+from pipedraft.eval import provenance, tables
+from pipedraft.eval.html import page as template
+from pipedraft.eval.html.charts import Missing, Picture, Span
+from pipedraft.eval.html.figures import all_pictures, time_line
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.tables import Run, Table
 
@@ -193,17 +194,17 @@ def build_page(
     summary = _summary(pooled)
     sections = ["Summary"] * bool(summary["summary"]) + ["Results"] * bool(runs) + ["Plots"]
     sections += ["Comparison"] * bool(comparisons) + ["Provenance"]
-    script = html_page.SCRIPT
+    script = template.SCRIPT
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    page = environment.from_string(html_page.PAGE).render(
+    page = environment.from_string(template.PAGE).render(
         title="Evaluation" if len(sources) == 1 else f"{len(sources)} evaluations",
         sections=sections,
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=html_page.STYLE,
-        colours=[(key, html_page.LIGHT[key], html_page.DARK[key]) for key in html_page.LIGHT],
+        style=template.STYLE,
+        colours=[(key, template.LIGHT[key], template.DARK[key]) for key in template.LIGHT],
         text_columns=tables.TEXT_COLUMNS,
         facts=_overview(sources, runs),
         warnings=[*_disagreements(sources), *tables.warnings(runs)],

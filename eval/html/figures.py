@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipedraft.eval import tables
-from pipedraft.eval.charts import (
+from pipedraft.eval.html.charts import (
     Estimate,
     Frame,
     Missing,

@@ -1,0 +1,116 @@
+"""A draft for pictures and tests: at every position it is right, second best or wrong by a table.
+
+Which of the three is drawn once for each position (Bernoulli), so that every schedule is shown with
+the same text and the same luck, and a picture does not depend on the target's weights.
+"""
+
+# U vocabulary
+
+import random
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipedraft.inference.sources.tree_source import TreeSource
+from pipedraft.inference.tree import TokenTree
+from pipedraft.models.target import Keep
+
+VOCABULARY = 64
+LENGTH = 120
+PROMPT = [3, 1, 4, 1, 5]
+RIGHT, SECOND, MISSING = 0, 1, 2
+
+
+def make_target() -> LlamaForCausalLM:
+    """Four random layers, without an end of text."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).float().eval().requires_grad_(False)
+
+
+def greedy_text(target: Any, length: int = LENGTH) -> list[int]:
+    """The prompt and what the target makes of it, by transformers alone."""
+    ids = torch.tensor([PROMPT])
+    output = target.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length
+    )
+    return output[0].tolist()
+
+
+def draw_luck(seed: int, length: int = 2 * LENGTH) -> list[int]:
+    """For each position: the draft's best token is the text's, its second best, or neither is."""
+    generator = random.Random(seed)
+    return generator.choices([RIGHT, SECOND, MISSING], weights=[72, 16, 12], k=length)
+
+
+class KnownText(TreeSource):
+    """A draft that reads the text alone, as a language model does, and knows it."""
+
+    def __init__(self, text: list[int], luck: list[int]) -> None:
+        draft = SimpleNamespace(
+            draft_ids=torch.arange(VOCABULARY),
+            target_vocab_size=VOCABULARY,
+            logits=lambda logits_U: logits_U,
+        )
+        super().__init__(draft)
+        self.text, self.luck = text, luck
+        self._known: dict[int, Tensor] = {}
+        self._root_is_new = True
+
+    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+        self._known, self._root_is_new = {}, True
+        self._restart()
+
+    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+        """The text is known."""
+
+    @property
+    def _outputs(self) -> Mapping[int, Tensor]:
+        return self._known
+
+    def _root_output(self, tree: TokenTree) -> Tensor:
+        self.num_forwards += self._root_is_new
+        self._root_is_new = False
+        return self._after(tree.root_position)
+
+    def _compute(self, tree: TokenTree, rows: list[int]) -> None:
+        self.num_forwards += 1
+        self._root_is_new = False
+        self._known |= {self._name(tree, row): self._after(tree.position(row)) for row in rows}
+
+    def _rename_rows(self, names: Mapping[int, int]) -> None:
+        self._known = {names[row]: out for row, out in self._known.items() if row in names}
+
+    def _keep_rows(self, keep: Keep) -> None:
+        retained = keep.rows[keep.num_committed :]
+        self._root_is_new = not (retained and retained[0] in self._known)
+        self._rename_rows({row: place for place, row in enumerate(retained) if place})
+
+    def _after(self, position: int) -> Tensor:
+        """Logits [U] of the next token: the best one has 0.73, the second 0.16."""
+        position += 1
+        right = self.text[position] if position < len(self.text) else 0
+        order = [right, (right + 1) % VOCABULARY]
+        if self.luck[position] == SECOND:
+            order.reverse()
+        elif self.luck[position] == MISSING:
+            order = [(right + 1) % VOCABULARY, (right + 2) % VOCABULARY]
+        logits_U = torch.zeros(VOCABULARY)
+        logits_U[order[0]], logits_U[order[1]] = 6.0, 4.5
+        return logits_U
