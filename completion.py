@@ -32,8 +32,6 @@ def build_parser() -> Parser:
         prog="pipedraft completion",
         description=__doc__,
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("shell", choices=SHELLS)
     return parser

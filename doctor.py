@@ -4,7 +4,6 @@ Exit status: 0 without a failure, 1 with one, 2 bad input. Nothing is changed, a
 is missing is no failure.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -73,8 +72,6 @@ def build_parser() -> Parser:
         prog="pipedraft doctor",
         description=__doc__,
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="one JSON list of the findings")
     parser.add_argument(

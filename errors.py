@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class UsageError(ValueError):
@@ -18,7 +18,14 @@ class Failure(RuntimeError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Bad arguments raise ``UsageError``: one line, no usage text, the nearest option named."""
+    """Bad arguments raise ``UsageError``: one line, no usage text, the nearest option named.
+
+    Descriptions and epilogs are printed as they are written, and options are not abbreviated.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        plain = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**(plain | settings))
 
     def error(self, message: str) -> NoReturn:
         options = [option for action in self._actions for option in action.option_strings]

@@ -23,7 +23,6 @@ sources, filters and benchmark overlap) and OUT/config.yaml (as resolved)."""
 
 
 def build_parser() -> "ArgumentParser":
-    import argparse
 
     from jsonargparse import ActionConfigFile, ArgumentParser
 
@@ -33,7 +32,6 @@ def build_parser() -> "ArgumentParser":
         prog="python -m pipedraft.data_recipes",
         description="Conversations or texts to token ids and assistant loss masks.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         exit_on_error=False,
     )
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file; may be repeated")

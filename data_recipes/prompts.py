@@ -28,7 +28,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="python -m pipedraft.data_recipes.prompts",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--conversations", type=Path, metavar="FILE", help="JSONL of conversations or messages")

@@ -50,7 +50,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="python -m pipedraft.data_recipes.regenerate",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--data", required=True, metavar="FILE", help="JSONL (.gz) or parquet of conversations")

@@ -130,7 +130,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="pipedraft.data_recipes.sample",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--target", required=True, help="folder or Hub id of a chat model")
     parser.add_argument("--rows", type=int, default=1000, help="texts to sample (default 1000)")

@@ -59,8 +59,6 @@ def build_parser() -> Parser:
         prog="python -m pipedraft.eval",
         description="Decode benchmarks with drafts and compare them with autoregressive decoding.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     drafts = parser.add_mutually_exclusive_group(required=True)
     drafts.add_argument(

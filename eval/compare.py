@@ -3,7 +3,6 @@
 Reads the "per_prompt" rows of results.json; the statistics are those of paired.py.
 """
 
-import argparse
 import json
 import math
 from collections import Counter
@@ -421,8 +420,6 @@ def build_parser() -> Parser:
         prog="python -m pipedraft.eval compare",
         description="Compare runs of pipedraft.eval on the same prompts.",
         epilog=EXAMPLE + "\n" + LEGEND,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("baseline", type=Path, metavar="RUN_A", help="--out folder of the run to compare with")

@@ -42,8 +42,6 @@ def build_parser() -> Parser:
         prog="python -m pipedraft.eval edge",
         description="Decode benchmarks across virtual links by several methods.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     drafts = parser.add_mutually_exclusive_group(required=True)
     drafts.add_argument(

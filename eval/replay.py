@@ -201,8 +201,6 @@ def build_parser() -> Parser:
         prog="python -m pipedraft.eval replay",
         description="N, K, L' and S of recorded runs on other stages, hardware and links.",
         epilog=EXAMPLE + "\n" + LEGEND,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("traces", type=Path, nargs="+", metavar="TRACES", help="what evaluations have recorded")

@@ -43,7 +43,6 @@ def build_parser() -> Parser:
         prog="pipedraft inference",
         description=__doc__,
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     drafts = parser.add_mutually_exclusive_group()
     drafts.add_argument("--checkpoint", help="folder or Hub id of a trained draft")

@@ -10,8 +10,31 @@ from typing import Any
 from pipedraft.inference.shapes import Expansion, MicroBatch
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up; give e.g. 4")
+    return int(text)
+
+
+def temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature; give 0 (greedy) or more")
+    return value
+
+
 def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
-    """Settings of the schedules that let trees or micro-batches of guesses travel."""
+    """Settings of the schedules: when drafts are made, which trees or micro-batches travel."""
+    parser.add_argument(
+        "--timing",
+        choices=["input_states", "output_states"],
+        default="input_states",
+        help="spd: the module reads the states before the step, beside the stages, or those after "
+        "it, one stage deeper, while they wait (default: input_states)",
+    )
     _add_segment_arguments(parser)
     _add_micro_batch_arguments(parser)
 
@@ -132,6 +155,7 @@ def drafting_settings(options: argparse.Namespace) -> dict[str, Any]:
         ),
     )
     return {
+        "timing": options.timing,
         "micro_batches": options.micro_batches,
         "expansion": expansion,
         "micro_batch": micro_batch,

@@ -22,7 +22,6 @@ def build_parser() -> Parser:
         prog="pipedraft models",
         description=__doc__,
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     push = commands.add_parser("push", help="upload a checkpoint to the Hub")

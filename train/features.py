@@ -22,14 +22,11 @@ data and the layers that this head and those of --also read."""
 
 
 def make_parser() -> Parser:
-    import argparse
 
     parser = Parser(
         prog="python -m pipedraft.train.features",
         description="Hidden states of the target, on disk or on demand, for --features of train.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--host", default="127.0.0.1", help="serve: address to listen on")
     parser.add_argument("--port", type=int, help="serve: port to listen on; 0 takes a free one")

@@ -1,6 +1,5 @@
 """One page from any number of evaluations: `python -m pipedraft.eval report --help`."""
 
-import argparse
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -200,8 +199,6 @@ def build_parser() -> Parser:
         prog="python -m pipedraft.eval report",
         description="Write one self-contained HTML page about evaluations.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("folders", type=Path, nargs="+", metavar="OUT", help="--out folders of evaluations")

@@ -6,7 +6,10 @@ from typing import Any
 
 def layered(session: Any) -> None:
     """SPD, and PipeDec with its width: one layer of guesses below the deepest ones per step."""
-    drafting_beside(session, session.grow_layer)
+    if session.config.timing == "output_states":
+        ppsd(session)
+    else:
+        drafting_beside(session, session.grow_layer)
 
 
 def drafting_beside(session: Any, grow: Callable[[], None]) -> None:
@@ -29,6 +32,8 @@ def drafting_beside(session: Any, grow: Callable[[], None]) -> None:
 
 def ppsd(session: Any) -> None:
     """The draft reads the states AFTER the step, and every stage waits for it.
+
+    Also SPD's with the timing ``output_states``.
 
     Rounds are those of ``drafting_beside``. A head behind the first stage starts before the verdict
     is known, so its time counts at every step, as in the paper: S = L' L / (Ls n + L). A step whose

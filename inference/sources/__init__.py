@@ -170,8 +170,12 @@ def add_most_likely(
     return width
 
 
-def make_source(draft: Any) -> DraftSource:
-    """The decode-time side of a loaded draft."""
+def make_source(draft: Any, timing: str = "input_states") -> DraftSource:
+    """The decode-time side of a loaded draft.
+
+    Args:
+        timing: see ``EngineConfig``; anything but the default is for a speculation module.
+    """
     from pipedraft.inference.sources.eagle import EagleSource
     from pipedraft.inference.sources.flexspec import FlexSpecSource
     from pipedraft.inference.sources.language_model import LanguageModelSource
@@ -186,6 +190,13 @@ def make_source(draft: Any) -> DraftSource:
         "flexspec": FlexSpecSource,
         "language_model": LanguageModelSource,
     }
+    if timing == "output_states":
+        if draft.draft_type != "spd":
+            raise ValueError(
+                f"timing: {timing!r} needs a speculation module, which reads states of rows in "
+                f"flight; this is a draft of type {draft.draft_type!r}; leave it out"
+            )
+        return SPDSource(draft, lead=1)
     return sources[draft.draft_type](draft)
 
 

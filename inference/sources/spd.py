@@ -23,8 +23,13 @@ class SPDSource(DraftSource):
 
     grows: tuple[Growth, ...] = ("layers",)
 
-    def __init__(self, draft: Any) -> None:
-        self.draft = draft
+    def __init__(self, draft: Any, *, lead: int = 0) -> None:
+        """
+        Args:
+            lead: stages that the deepest rows have passed when they are continued. Rows before them
+                are presented so much deeper; these stay the module's queries, at depth 0.
+        """
+        self.draft, self.lead = draft, lead
         self.taps = draft.taps
         self.num_forwards = 0
         self._state = SPDState()
@@ -58,7 +63,11 @@ class SPDSource(DraftSource):
         return self.draft.propose(
             self._state,
             features,
-            depths=[deepest - depth for depth in tree.depths],
+            depths=[self._presented(deepest - depth) for depth in tree.depths],
             positions=tree.positions(0, len(tree)).to(device),
             visible_RR=tree.visible(0, len(tree)).to(device),
         )
+
+    def _presented(self, distance: int) -> int:
+        """Depth under which the module reads a row so far before the deepest ones."""
+        return distance + self.lead if distance else 0

@@ -1,0 +1,211 @@
+"""Edge and cloud as processes on this machine, a link emulated between them; and what it saves the
+server to compute several sessions in one pass.
+
+    python benchmarks/edge_serving.py                         # both tables
+    python benchmarks/edge_serving.py --links none,4g --methods cloud,flexspec --prompts 2
+    python benchmarks/edge_serving.py --only latency --pass-ms 87
+    python benchmarks/edge_serving.py --only batch
+
+Latency: milliseconds a token from the first to the last, mean of the prompts; every text must equal
+the cloud's own. --pass-ms stretches the server's passes, as those of a larger target.
+Batch: CPU seconds of passes over 5 rows of each session, one after the other and together.
+Last line: JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from pipedraft.inference.channel import PRESETS, Link
+from pipedraft.inference.edge_cloud import serve_command, server
+from pipedraft.inference.edge_cloud.client import EdgeClient, EdgeDraft
+from pipedraft.inference.edge_cloud.cloud import CloudTarget
+from pipedraft.inference.edge_cloud.connection import Access, Connection
+from pipedraft.inference.edge_cloud.drafter import ChainDrafter
+from pipedraft.inference.edge_cloud.emulated_link import EmulatedLink
+from pipedraft.inference.edge_cloud.methods import METHODS, Wishes
+from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.stage_batch import forward_together
+from pipedraft.models.target import Keep, Segment, load_target, load_tokenizer
+
+NOTHING = Link.constant(up_mbps=1e5, rtt_ms=0)
+TEXTS = (
+    "How many legs do 12 cats have?",
+    "Write a haiku about rain.",
+    "Tom has 3 apples and buys 5 more. How many has he?",
+    "Explain why the sky is blue.",
+)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="assets/target")
+    parser.add_argument("--draft-model", default="out/draft_model/best")
+    parser.add_argument("--links", default="none,5g,4g,wifi", help="none and presets, comma list")
+    parser.add_argument("--methods", default="cloud,flexspec,picospec", help="comma list")
+    parser.add_argument("--prompts", type=int, default=len(TEXTS))
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--sessions", default="1,2,4,8,16", help="of the batch table, comma list")
+    parser.add_argument("--pass-ms", type=float, default=0.0, help="shortest pass of the server")
+    parser.add_argument("--serve", action="store_true", help="be the server, for another process")
+    parser.add_argument("--only", choices=["latency", "batch"])
+    return parser.parse_args()
+
+
+def serve(options: argparse.Namespace) -> None:
+    compute = server.run_together
+
+    def stretched(sessions: Any) -> None:
+        started_s = time.monotonic()
+        compute(sessions)
+        time.sleep(max(0.0, options.pass_ms / 1e3 - (time.monotonic() - started_s)))
+
+    server.run_together = stretched
+    serve_command.run(["--target", options.target, "--port", "0"])
+
+
+def start_server(options: argparse.Namespace) -> tuple[subprocess.Popen, int]:
+    command = [sys.executable, __file__, "--serve", "--target", options.target]
+    process = subprocess.Popen(
+        [*command, "--pass-ms", str(options.pass_ms)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    return process, int(line.split(" (")[0].rpartition(":")[2])
+
+
+async def measure_latency(options: argparse.Namespace, port: int) -> list[dict[str, Any]]:
+    model = load_target(options.draft_model)
+    network = LanguageModelDraft(model, model)
+    tokenizer = load_tokenizer(options.draft_model)
+    prompts = []
+    for text in TEXTS[: options.prompts]:
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        prompts.append(tokenizer(rendered, add_special_tokens=False).input_ids)
+    rows: list[dict[str, Any]] = []
+    texts: dict[int, list[int]] = {}
+    cells = [
+        (link, method) for link in options.links.split(",") for method in options.methods.split(",")
+    ]
+    for name, method in tqdm(cells, disable=None):
+        link, figures = NOTHING if name == "none" else PRESETS[name], []
+        async with (
+            EmulatedLink(link, "127.0.0.1", port) as emulated,
+            Connection(Access(server=f"127.0.0.1:{emulated.port}")) as connection,
+        ):
+            client = EdgeClient(
+                connection=connection,
+                method=METHODS[method],
+                wishes=Wishes(max_new_tokens=options.max_new_tokens),
+                draft=EdgeDraft(make=lambda: ChainDrafter.of(network)),
+                keeps_drafting=True,
+            )
+            for index, prompt in enumerate(prompts):
+                outcome = await client.decode(prompt)
+                result = outcome.result
+                assert texts.setdefault(index, result.token_ids) == result.token_ids, "another text"
+                elapsed_s = result.token_times_s[-1] - result.token_times_s[0]
+                figures.append((elapsed_s, result.num_tokens, result.num_accepted))
+        seconds, tokens, accepted = (sum(column) for column in zip(*figures, strict=True))
+        rows.append(
+            {
+                "link": name,
+                "method": method,
+                "ms_per_token": 1e3 * seconds / tokens,
+                "tokens": tokens,
+                "accepted": accepted,
+                "round_trip_ms": 1e3 * outcome.round_trip_s,
+                "bytes_per_token": (connection.bytes.up + connection.bytes.down) / tokens,
+            }
+        )
+    return rows
+
+
+def measure_batches(options: argparse.Namespace) -> list[dict[str, float]]:
+    torch.set_num_threads(1)
+    target = CloudTarget(load_target(options.target))
+    rows = []
+    for count in tqdm([int(number) for number in options.sessions.split(",")], disable=None):
+        staged = [target.staged() for _ in range(count)]
+        stages = [one.stages[0] for one in staged]
+        for index, one in enumerate(staged):
+            one.prefill(torch.arange(64 + 8 * index))
+        segments = [
+            Segment(
+                positions=torch.arange(5) + stage.num_committed,
+                visible=torch.ones(5, 5, dtype=torch.bool).tril(),
+                ids=torch.arange(5),
+            )
+            for stage in stages
+        ]
+
+        def apart(staged=staged, stages=stages, segments=segments) -> None:
+            for one, stage, segment in zip(staged, stages, segments, strict=True):
+                one.logits(stage.forward(segment).hidden)
+
+        def together(staged=staged, stages=stages, segments=segments) -> None:
+            staged[0].logits(torch.cat(forward_together(stages, segments)))
+
+        seconds: dict[str, list[float]] = {"apart": [], "together": []}
+        for _ in range(12):
+            for name, work in (("apart", apart), ("together", together)):
+                started_s = time.process_time()
+                work()
+                seconds[name].append(time.process_time() - started_s)
+                for stage in stages:
+                    stage.keep(Keep((), 0))
+        best = {name: min(times_s) for name, times_s in seconds.items()}
+        rows.append({"sessions": count, **best, "times_faster": best["apart"] / best["together"]})
+    return rows
+
+
+def main() -> None:
+    options = parse()
+    if options.serve:
+        serve(options)
+        return
+    report: dict[str, Any] = {}
+    if options.only != "batch":
+        for folder in (options.target, options.draft_model):
+            if not Path(folder).is_dir():
+                sys.exit(f"error: no folder {folder}; give --target and --draft-model")
+        process, port = start_server(options)
+        try:
+            report["latency"] = asyncio.run(measure_latency(options, port))
+        finally:
+            process.terminate()
+            process.wait()
+        print("| link | method | ms a token | round trip ms | bytes a token | accepted / tokens |")
+        print("|---|---|---|---|---|---|")
+        for row in report["latency"]:
+            print(
+                f"| {row['link']} | {row['method']} | {row['ms_per_token']:.1f} | "
+                f"{row['round_trip_ms']:.1f} | {row['bytes_per_token']:.0f} | "
+                f"{row['accepted']} / {row['tokens']} |"
+            )
+    if options.only != "latency":
+        report["batch"] = measure_batches(options)
+        print("| sessions | CPU ms, one by one | CPU ms, together | times faster |")
+        print("|---|---|---|---|")
+        for row in report["batch"]:
+            print(
+                f"| {row['sessions']} | {row['apart'] * 1e3:.1f} | {row['together'] * 1e3:.1f} | "
+                f"{row['times_faster']:.2f} |"
+            )
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,428 @@
+"""The cloud as a gRPC server: a session for each stream, forward passes for all of them at once.
+
+One thread computes; everything else is the event loop's. Sessions that have rows to compute when a
+pass ends share the next one, so nobody waits for a batch to fill.
+"""
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+
+from pipedraft.inference.edge_cloud import wire
+from pipedraft.inference.edge_cloud.cloud import CloudTarget, run_together
+from pipedraft.inference.edge_cloud.messages import (
+    Open,
+    Reply,
+    decode_request,
+    encode,
+)
+from pipedraft.inference.edge_cloud.session_table import (
+    KEY_BYTES,
+    HeldSession,
+    Limits,
+    Refused,
+    SessionTable,
+    vocabulary_hash,
+)
+from pipedraft.models.fingerprint import weights_hash
+from pipedraft.models.target import Keep, Segment
+
+SWEEP_S = 0.25
+UNSENT_BYTES = 4 * 2**20
+"""A stream whose edge leaves so many unread is not read from any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """How a server is reached."""
+
+    certificate: bytes | None = None
+    """PEM chain; None: plain text."""
+    key: bytes | None = None
+    token: str = ""
+    """That every client must send; "": none."""
+
+    def credentials(self, grpc: Any) -> Any:
+        if self.certificate is None or self.key is None:
+            return None
+        return grpc.ssl_server_credentials([(self.key, self.certificate)])
+
+
+class _Stream:
+    """Replies on their way to one connected edge."""
+
+    def __init__(self) -> None:
+        self.session: HeldSession | None = None
+        self._replies: list[bytes] = []
+        self.end: Refused | None = None
+        """Why the stream is to end; one with code OK: the text is complete."""
+        self._changed = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drained.set()
+
+    def put(self, replies: list[bytes]) -> None:
+        self._replies += replies
+        if sum(map(len, self._replies)) > UNSENT_BYTES:
+            self._drained.clear()
+        self._changed.set()
+
+    def finish(self, end: Refused) -> None:
+        """After what was put; the first call counts."""
+        self.end = self.end or end
+        self._changed.set()
+
+    async def drained(self) -> None:
+        await self._drained.wait()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            while self._replies:
+                yield self._replies.pop(0)
+            self._drained.set()
+            if self.end is not None:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class Server:
+    """Serves one target until ``stop``; ``start`` says on which port."""
+
+    def __init__(
+        self, model: Any, *, name: str, tokenizer: Any, limits: Limits, security: Security
+    ) -> None:
+        self._grpc = wire.import_grpc()
+        self.target, self.limits, self.security = CloudTarget(model), limits, security
+        self.name = name
+        forward_s, row_s, row_bytes = measure(self.target)
+        self.table = SessionTable(self.target, limits, row_bytes)
+        self._about = wire.Description(
+            protocol=wire.PROTOCOL,
+            target=name,
+            fingerprint=self.target.fingerprint,
+            anchor=self.target.anchor,
+            weights=weights_hash([weight.reshape(-1)[:4096] for weight in model.parameters()]),
+            tokenizer=vocabulary_hash(tokenizer),
+            vocab_size=model.config.vocab_size,
+            max_prompt_tokens=limits.prompt_tokens,
+            max_new_tokens=limits.new_tokens,
+            forward_s=forward_s,
+            row_s=row_s,
+            sessions=0,
+            cache_bytes=0,
+            is_serving=True,
+        )
+        self.num_passes = self.num_session_passes = 0
+        """Passes over the target; how many each of them was for, summed."""
+        self._due = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="target")
+        self._tasks: list[asyncio.Task] = []
+        self._streams: set[_Stream] = set()
+
+    # -- life -------------------------------------------------------------------------------
+
+    async def start(self, host: str, port: int) -> int:
+        """
+        Returns:
+            The port; another one than asked for if that was 0.
+
+        Raises:
+            ValueError: the port cannot be had, or the certificate cannot be used.
+        """
+        grpc = self._grpc
+        message_bytes = self.limits.message_bytes
+        # Streams beyond the sessions: Describe, Health, and the refusals.
+        options = wire.server_options(message_bytes, 2 * self.limits.sessions + 16)
+        self._server = grpc.aio.server(options=options)
+        self._server.add_generic_rpc_handlers(self._handlers())
+        credentials = self.security.credentials(grpc)
+        address = f"{host}:{port}"
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ValueError(
+                f"--port: {address} cannot be listened on (in use, no such address, or a damaged "
+                "certificate); give another --host or --port, or 0 for any free port"
+            ) from error
+        await self._server.start()
+        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._sweep())]
+        return self.port
+
+    async def wait(self, ended: asyncio.Event) -> None:
+        """Until ``ended`` is set.
+
+        Raises:
+            Exception: what stopped the forward passes.
+        """
+        waiting = asyncio.create_task(ended.wait())
+        done, _ = await asyncio.wait([waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        for task in done - {waiting}:
+            task.result()
+
+    async def stop(self, grace_s: float, hurry: asyncio.Event) -> int:
+        """Take no new sessions, let the open ones end, then end them; with ``hurry`` at once.
+
+        Returns:
+            Sessions that were cut off.
+        """
+        self.table.is_draining = True
+        until_s = time.monotonic() + grace_s
+        while self._num_attached and not (hurry.is_set() or self._has_failed):
+            if time.monotonic() > until_s:
+                break
+            await asyncio.sleep(0.02)
+        num_cut = self._num_attached
+        for stream in list(self._streams):
+            stream.finish(
+                Refused(
+                    "UNAVAILABLE",
+                    "server: shut down; open a new session with the text so far",
+                    retry_s=1.0,
+                )
+            )
+        await self._server.stop(1.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._thread.shutdown(wait=True)
+        return num_cut
+
+    @property
+    def _num_attached(self) -> int:
+        return sum(session.stream is not None for session in self.table.held.values())
+
+    @property
+    def _has_failed(self) -> bool:
+        return any(task.done() for task in self._tasks)
+
+    def _handlers(self) -> tuple[Any, ...]:
+        grpc = self._grpc
+        services = {
+            wire.SERVICE: {
+                "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
+                "Session": grpc.stream_stream_rpc_method_handler(self._session),
+            },
+            wire.HEALTH: {"Check": grpc.unary_unary_rpc_method_handler(self._check)},
+        }
+        return tuple(
+            grpc.method_handlers_generic_handler(name, methods)
+            for name, methods in services.items()
+        )
+
+    # -- computing --------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._due.clear()
+            batch = self._next_batch()
+            if not batch:
+                await self._due.wait()
+                continue
+            await loop.run_in_executor(
+                self._thread, run_together, [session.core for session in batch]
+            )
+            self.num_passes += 1
+            self.num_session_passes += len(batch)
+            for session in batch:
+                session.seen_s = time.monotonic()
+                session.num_passes += not session.core.wants_prefill
+                self._send(session, session.core.finish(time.monotonic()))
+
+    def _next_batch(self) -> list[HeldSession]:
+        """Sessions that have begun a pass: all with rows, and one prompt, so that many new ones do
+        not hold up the others for longer than that."""
+        batch, has_prompt = [], False
+        # Those that waited longest come first.
+        for session in sorted(self.table.held.values(), key=lambda session: session.seen_s):
+            is_prompt = session.core.wants_prefill
+            if session.stream is None or (is_prompt and has_prompt):
+                continue
+            if session.core.start(time.monotonic()):
+                batch.append(session)
+                has_prompt |= is_prompt
+        return batch
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for session, why in self.table.expire(time.monotonic()):
+                if session.stream is not None:
+                    text = f"{why}; it has expired, open a new one with the text so far"
+                    session.stream.finish(Refused("NOT_FOUND", text))
+
+    def _send(self, session: HeldSession, replies: list[Reply]) -> None:
+        try:
+            encoded = session.add(replies)
+        except Refused as refusal:
+            self.table.drop(session)
+            if session.stream is not None:
+                session.stream.finish(refusal)
+            return
+        if session.stream is not None:
+            session.stream.put(encoded)
+        if session.core.is_closed:
+            self.table.drop(session)
+            if session.stream is not None:
+                session.stream.finish(Refused("OK", ""))
+
+    # -- calls ------------------------------------------------------------------------------
+
+    async def _check(self, request: bytes, context: Any) -> bytes:
+        return wire.NOT_SERVING if self.table.is_draining else wire.SERVING
+
+    async def _describe(self, request: bytes, context: Any) -> bytes:
+        await self._authenticate(context)
+        return encode(
+            msgspec.structs.replace(
+                self._about,
+                sessions=len(self.table.held),
+                cache_bytes=self.table.cache_bytes,
+                is_serving=not self.table.is_draining,
+            )
+        )
+
+    async def _session(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        await self._authenticate(context)
+        stream = _Stream()
+        self._streams.add(stream)
+        reading = asyncio.create_task(self._read(requests, stream))
+        try:
+            async for reply in stream:
+                yield reply
+        finally:
+            reading.cancel()
+            self._streams.discard(stream)
+            session = stream.session
+            if session is not None and session.stream is stream:
+                session.stream, session.seen_s = None, time.monotonic()
+        assert stream.end is not None
+        if stream.end.code != "OK":
+            await self._refuse(context, stream.end)
+        elif session is not None:
+            context.set_trailing_metadata(((wire.NUM_PASSES, str(session.num_passes)),))
+
+    async def _read(self, requests: AsyncIterator[bytes], stream: _Stream) -> None:
+        """Until the stream ends; what is wrong with it becomes its status."""
+        try:
+            session = await self._enter(requests, stream)
+            async for data in requests:
+                self._receive(session, data)
+                await stream.drained()
+        except Refused as refusal:
+            stream.finish(refusal)
+        except ValueError as error:  # not a message
+            if stream.session is not None:
+                self.table.drop(stream.session)
+            stream.finish(Refused("INVALID_ARGUMENT", str(error)))
+        else:
+            # The edge has nothing more to say, as after a Close.
+            stream.finish(Refused("OK", ""))
+
+    async def _enter(self, requests: AsyncIterator[bytes], stream: _Stream) -> HeldSession:
+        try:
+            async with asyncio.timeout(self.limits.idle_s):
+                first = await anext(requests)
+                hello = wire.decode(first, wire.Hello)
+                if hello.protocol != wire.PROTOCOL:
+                    raise Refused(
+                        "FAILED_PRECONDITION",
+                        f"protocol: {hello.protocol}, this server speaks {wire.PROTOCOL}; install "
+                        "the same version on both sides",
+                    )
+                if hello.ticket:
+                    return self._resume(hello, stream)
+                data = await anext(requests)
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise Refused("DEADLINE_EXCEEDED", "session: nothing was opened") from error
+        opening = decode_request(data)
+        if not isinstance(opening, Open):
+            raise Refused("INVALID_ARGUMENT", "session: not open; send Open after Hello")
+        session = self.table.open(opening, time.monotonic())
+        session.stream, stream.session = stream, session
+        stream.put([encode(wire.Welcome(ticket=session.ticket, next_seq=0))])
+        self._receive(session, data)
+        return session
+
+    def _resume(self, hello: wire.Hello, stream: _Stream) -> HeldSession:
+        session = self.table.find(hello.ticket, time.monotonic())
+        if session.stream is not None:
+            session.stream.finish(Refused("ABORTED", "session: another stream goes on with it"))
+        session.stream, stream.session = stream, session
+        next_seq = session.core.next_seq
+        stream.put([encode(wire.Welcome(ticket=session.ticket, next_seq=next_seq))])
+        stream.put(session.since(hello.next_number))
+        self._due.set()
+        return session
+
+    def _receive(self, session: HeldSession, data: bytes) -> None:
+        if session.ticket[:KEY_BYTES] not in self.table.held:
+            return  # expired or closed: its stream is about to end
+        request = decode_request(data)
+        now_s = time.monotonic()
+        session.note(request, now_s)
+        self._send(session, session.core.receive(request, now_s))
+        self._due.set()
+
+    # -- refusals ---------------------------------------------------------------------------
+
+    async def _authenticate(self, context: Any) -> None:
+        if not self.security.token:
+            return
+        given = dict(context.invocation_metadata()).get("authorization", "")
+        expected = f"Bearer {self.security.token}"
+        if not hmac.compare_digest(str(given).encode(), expected.encode()):
+            await self._refuse(
+                context,
+                Refused(
+                    "UNAUTHENTICATED",
+                    "token: missing or wrong; set PIPEDRAFT_TOKEN to the server's",
+                ),
+            )
+
+    async def _refuse(self, context: Any, refusal: Refused) -> NoReturn:
+        metadata = []
+        if refusal.retry_s is not None:
+            metadata.append((wire.RETRY, str(round(refusal.retry_s * 1e3))))
+        await context.abort(self._grpc.StatusCode[refusal.code], str(refusal), tuple(metadata))
+        raise AssertionError("abort ends the call")
+
+
+@torch.inference_mode()
+def measure(target: CloudTarget) -> tuple[float, float, int]:
+    """Seconds of a pass over one row, of each further row, and bytes of a token's keys and values.
+
+    These passes also load the kernels before the first client comes.
+    """
+    staged = target.staged()
+    (stage,) = staged.stages
+    staged.prefill(torch.zeros(8, dtype=torch.long))
+
+    def pass_s(num_rows: int) -> float:
+        started_s = time.perf_counter()
+        segment = Segment(
+            positions=torch.arange(8, 8 + num_rows),
+            visible=torch.ones(num_rows, num_rows, dtype=torch.bool).tril(),
+            ids=torch.zeros(num_rows, dtype=torch.long),
+        )
+        hidden_RH = stage.forward(segment).hidden
+        assert hidden_RH is not None
+        # To the host, as a verdict needs them: a GPU would still be computing.
+        staged.logits(hidden_RH).cpu()
+        stage.keep(Keep((), 0))
+        return time.perf_counter() - started_s
+
+    pass_s(1)
+    one_s, nine_s = (min(pass_s(num_rows) for _ in range(3)) for num_rows in (1, 9))
+    return one_s, max(0.0, nine_s - one_s) / 8, stage.cache.num_bytes // stage.cache.capacity

@@ -1,0 +1,230 @@
+"""The sessions that a server holds: who may open one, who may go on with it, and when it expires.
+
+Nothing here waits or sends; the clock is the caller's.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pipedraft.inference.edge_cloud.cloud import MAX_PENDING, CloudSession, CloudTarget
+from pipedraft.inference.edge_cloud.messages import More, Open, Reply, Request, encode
+from pipedraft.models.stage_cache import MIN_CAPACITY
+
+KEY_BYTES, SECRET_BYTES = 8, 16
+MAX_RETAINED_BYTES = 32 * 2**20
+"""Of one session's replies that its edge may not have; a well-behaved one needs two payloads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server allows its clients."""
+
+    sessions: int = 64
+    """At once, those without a stream included."""
+    prompt_tokens: int = 4096
+    new_tokens: int = 2048
+    """A session's text may have so many."""
+    cache_bytes: int = 4 * 2**30
+    """Keys and values of all sessions at their longest."""
+    message_bytes: int = 2**20
+    """Of one message from an edge."""
+    idle_s: float = 60.0
+    """A session expires when its edge has been silent, or away, for so long."""
+    session_s: float = 900.0
+    """A session ends after this time, whatever it does."""
+    grace_s: float = 10.0
+    """For open sessions once the server is told to end."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name}: {value}; give a finite number above 0")
+
+
+class Refused(ValueError):
+    """A stream that ends with a status; the message is one line for its client."""
+
+    def __init__(self, code: str, text: str, *, retry_s: float | None = None) -> None:
+        """
+        Args:
+            code: name of a ``grpc.StatusCode``.
+            retry_s: try again after so long; None: it would be refused again.
+        """
+        super().__init__(text)
+        self.code, self.retry_s = code, retry_s
+
+
+@dataclass(frozen=True)
+class _Retained:
+    number: int
+    epoch: int
+    data: bytes
+
+
+@dataclass
+class HeldSession:
+    """A session with or without a stream."""
+
+    ticket: bytes
+    core: CloudSession
+    reserved_bytes: int
+    opened_s: float
+    seen_s: float
+    """When its edge was last heard of."""
+    stream: Any = None
+    """Whose replies these are; None: the edge is away, and nothing is computed for it."""
+    num_passes: int = 0
+    """After the prompt's."""
+    retained: deque[_Retained] = field(default_factory=deque)
+    """Replies that the edge may not have read."""
+    retained_bytes: int = 0
+
+    def add(self, replies: list[Reply]) -> list[bytes]:
+        """Encode replies, and remember them until the edge shows that it has read them."""
+        encoded = [encode(reply) for reply in replies]
+        for reply, data in zip(replies, encoded, strict=True):
+            # What is sent again is remembered already.
+            if not self.retained or reply.number > self.retained[-1].number:
+                self.retained.append(_Retained(reply.number, reply.epoch, data))
+                self.retained_bytes += len(data)
+        if self.retained_bytes > MAX_RETAINED_BYTES:
+            raise Refused(
+                "RESOURCE_EXHAUSTED",
+                f"session: {self.retained_bytes} bytes of replies wait for this edge; read them",
+            )
+        return encoded
+
+    def note(self, request: Request, now_s: float) -> None:
+        """A request of an epoch shows that what ended the one before has been read."""
+        self.seen_s = now_s
+        reads_all = isinstance(request, More)
+        while self.retained and (reads_all or self.retained[0].epoch < request.epoch):
+            self.retained_bytes -= len(self.retained.popleft().data)
+
+    def since(self, number: int) -> list[bytes]:
+        """Replies from this one on."""
+        return [reply.data for reply in self.retained if reply.number >= number]
+
+
+class SessionTable:
+    def __init__(self, target: CloudTarget, limits: Limits, row_bytes: int) -> None:
+        """
+        Args:
+            row_bytes: keys and values of one token.
+        """
+        self.target, self.limits, self.row_bytes = target, limits, row_bytes
+        self.held: dict[bytes, HeldSession] = {}
+        self.num_opened = self.num_expired = 0
+        self.is_draining = False
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(session.reserved_bytes for session in self.held.values())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Allocated now; never more than ``reserved_bytes``."""
+        return sum(session.core.cache_bytes for session in self.held.values())
+
+    def open(self, opening: Open, now_s: float) -> HeldSession:
+        """
+        Raises:
+            Refused: no room, or more is asked for than the server allows.
+        """
+        reserved = self._admit(opening)
+        key = secrets.token_bytes(KEY_BYTES)
+        session = HeldSession(
+            key + secrets.token_bytes(SECRET_BYTES),
+            CloudSession(self.target),
+            reserved,
+            opened_s=now_s,
+            seen_s=now_s,
+        )
+        self.held[key] = session
+        self.num_opened += 1
+        return session
+
+    def _admit(self, opening: Open) -> int:
+        limits, wanted = self.limits, opening.settings.max_new_tokens
+        if self.is_draining:
+            raise Refused("UNAVAILABLE", "server: shutting down; try again", retry_s=1.0)
+        if len(opening.prompt_ids) > limits.prompt_tokens:
+            raise Refused(
+                "INVALID_ARGUMENT",
+                f"prompt: {len(opening.prompt_ids)} tokens, this server takes "
+                f"{limits.prompt_tokens}; shorten the prompt",
+            )
+        if wanted > limits.new_tokens:
+            raise Refused(
+                "INVALID_ARGUMENT",
+                f"max_new_tokens: {wanted}, this server gives {limits.new_tokens}; ask for fewer",
+            )
+        if len(self.held) >= limits.sessions:
+            raise Refused(
+                "RESOURCE_EXHAUSTED",
+                f"server: {limits.sessions} sessions are open; try again later",
+                retry_s=1.0,
+            )
+        reserved = self.row_bytes * self._max_rows(len(opening.prompt_ids) + wanted)
+        if reserved > limits.cache_bytes:
+            raise Refused(
+                "INVALID_ARGUMENT",
+                f"session: its keys and values may take {reserved} bytes, this server has "
+                f"{limits.cache_bytes}; ask for a shorter text",
+            )
+        if self.reserved_bytes + reserved > limits.cache_bytes:
+            raise Refused(
+                "RESOURCE_EXHAUSTED",
+                f"server: {limits.cache_bytes} bytes of keys and values are given away; try again "
+                "later",
+                retry_s=1.0,
+            )
+        return reserved
+
+    def _max_rows(self, num_tokens: int) -> int:
+        """Rows of a session's buffers at the most: they double from ``MIN_CAPACITY``."""
+        rows = min(num_tokens + MAX_PENDING, self.target.model.config.max_position_embeddings)
+        return max(MIN_CAPACITY, 2 * rows)
+
+    def find(self, ticket: bytes, now_s: float) -> HeldSession:
+        """
+        Raises:
+            Refused: no such session; whether key or secret was wrong is not said.
+        """
+        session = self.held.get(ticket[:KEY_BYTES])
+        if session is None or not hmac.compare_digest(session.ticket, ticket):
+            raise Refused(
+                "NOT_FOUND",
+                "session: unknown here; it has expired or the server was restarted, open a new one "
+                "with the text so far",
+            )
+        session.seen_s = now_s
+        return session
+
+    def drop(self, session: HeldSession) -> None:
+        self.held.pop(session.ticket[:KEY_BYTES], None)
+
+    def expire(self, now_s: float) -> list[tuple[HeldSession, str]]:
+        """Drop the sessions whose time is over; each with the line for its edge."""
+        over = []
+        for session in list(self.held.values()):
+            if now_s - session.opened_s > self.limits.session_s:
+                over.append((session, f"session: open for {self.limits.session_s:g} s"))
+            elif now_s - session.seen_s > self.limits.idle_s and not session.core.is_running:
+                over.append((session, f"session: silent for {self.limits.idle_s:g} s"))
+        for session, _ in over:
+            self.drop(session)
+            self.num_expired += 1
+        return over
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """The same for tokenizers with the same token of every id."""
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()

@@ -1,0 +1,327 @@
+"""Edge and cloud over gRPC: the target's own text, whatever the link and the server do."""
+
+import asyncio
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from conftest import tiny_llama
+from serve_runs import access_to, decode, lm_draft, make_target, run, serving
+from test_edge_sessions import make_scene
+from test_lossless import PROMPTS, PlainTokenizer, greedy_reference
+
+from pipedraft.errors import Failure
+from pipedraft.inference.channel import Link
+from pipedraft.inference.edge_cloud import methods
+from pipedraft.inference.edge_cloud.client import EdgeClient
+from pipedraft.inference.edge_cloud.connection import Connection
+from pipedraft.inference.edge_cloud.emulated_link import EmulatedLink
+from pipedraft.inference.edge_cloud.session_table import vocabulary_hash
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.models.language_model import LanguageModelDraft
+
+NEW_TOKENS = 24
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("method", ["cloud", "flexspec", "picospec", "pearl"])
+def test_greedy_text_is_plain_decodings(method, right):
+    target = make_target()
+    draft = None if method == "cloud" else lm_draft(target, right=right)
+
+    async def scene():
+        async with serving(target) as server:
+            return [
+                await decode(server.port, prompt, method=method, draft=draft)
+                for prompt in PROMPTS[:3]
+            ]
+
+    for prompt, outcome in zip(PROMPTS, run(scene()), strict=False):
+        assert outcome.result.token_ids == greedy_reference(target, prompt, NEW_TOKENS)
+        assert sum(outcome.result.round_lengths) == outcome.result.num_tokens
+        if method == "cloud":
+            assert outcome.result.num_steps == NEW_TOKENS - 1  # a pass a token after the prompt's
+
+
+def test_a_text_that_ends_with_eos_or_at_once():
+    target = make_target()
+    plain = greedy_reference(target, [1, 2, 3], NEW_TOKENS)
+    target.generation_config.eos_token_id = plain[5]
+    expected = greedy_reference(target, [1, 2, 3], NEW_TOKENS)
+    assert len(expected) <= 6
+
+    async def scene():
+        async with serving(target) as server:
+            draft = lm_draft(target, right=True)
+            whole = await decode(server.port, [1, 2, 3], method="picospec", draft=draft)
+            one = await decode(server.port, [1, 2, 3], draft=draft, max_new_tokens=1)
+            return whole.result, one.result
+
+    whole, one = run(scene())
+    assert (whole.token_ids, whole.stop_reason) == (expected, "eos")
+    assert one.token_ids == plain[:1]
+
+
+@pytest.mark.parametrize("rule", ["match", "gumbel"])
+def test_sampled_text_is_the_engines_with_the_same_seed(rule):
+    target = make_target()
+
+    async def scene():
+        async with serving(target) as server:
+            return [
+                (
+                    await decode(
+                        server.port,
+                        [3, 1, 4],
+                        method=method,
+                        draft=lm_draft(target),
+                        temperature=0.9,
+                        rule=rule,
+                        seed=4,
+                        prompt_index=7,
+                    )
+                ).result.token_ids
+                for method in ("flexspec", "picospec")
+            ]
+
+    first, second = run(scene())
+    scene_here = make_scene(target, None, temperature=0.9, rule=rule, seed=4, max_new_tokens=24)
+    virtual = methods.decode(methods.METHODS["cloud"], scene_here, [3, 1, 4], prompt_index=7)
+    assert first == second == virtual.result.token_ids
+    if rule == "match":
+        config = EngineConfig(
+            schedule="autoregressive",
+            num_stages=1,
+            temperature=0.9,
+            seed=4,
+            max_new_tokens=NEW_TOKENS,
+        )
+        assert (
+            first
+            == Engine(target, PlainTokenizer(), config).decode([3, 1, 4], prompt_index=7).token_ids
+        )
+
+
+@pytest.mark.parametrize("rule", ["rejection", "tail_escape", "topk"])
+def test_rules_with_payloads_give_the_text_of_the_virtual_clock(rule):
+    """Stop and wait with a fixed length: the messages do not depend on times."""
+    target = make_target()
+    network = tiny_llama(layers=1, vocab=16, seed=1)
+    wishes = {"temperature": 1.0, "rule": rule, "seed": 2, "top_k": 2, "tail_samples": 1}
+
+    async def scene():
+        async with serving(target) as server:
+            return await decode(
+                server.port, [5, 6], method="stop_and_wait", draft=lm_draft(target), **wishes
+            )
+
+    virtual_scene = make_scene(
+        target, LanguageModelDraft(network, target), max_new_tokens=NEW_TOKENS, **wishes
+    )
+    virtual = methods.decode(
+        methods.METHODS["stop_and_wait"], virtual_scene, [5, 6], prompt_index=0
+    )
+    assert run(scene()).result.token_ids == virtual.result.token_ids
+
+
+# -- broken links and servers ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["cloud", "flexspec", "picospec"])
+def test_a_broken_connection_loses_nothing(method):
+    target = make_target()
+    draft = None if method == "cloud" else lm_draft(target, right=method == "picospec")
+
+    async def scene():
+        async with (
+            serving(target) as server,
+            EmulatedLink(
+                Link.constant(up_mbps=100, rtt_ms=10, jitter_ms=4), "127.0.0.1", server.port
+            ) as link,
+        ):
+            seen: list[int] = []
+
+            def drop_sometimes(token: int) -> None:
+                seen.append(token)
+                if len(seen) in (3, 8, 15):
+                    link.drop()
+
+            outcome = await decode(
+                link.port, [1, 2], method=method, draft=draft, on_token=drop_sometimes
+            )
+            return outcome, seen, server.table.num_opened, link.num_connections
+
+    outcome, seen, num_opened, num_connections = run(scene())
+    assert outcome.result.token_ids == seen == greedy_reference(target, [1, 2], NEW_TOKENS)
+    assert outcome.num_breaks >= 1 and outcome.num_reopened == 0
+    assert num_connections >= 2 and num_opened == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", ["flexspec", "picospec"])
+def test_a_restarted_server_gets_the_text_so_far(method, temperature):
+    target = make_target()
+    wishes = {"temperature": temperature, "rule": "match", "seed": 3}
+
+    async def scene():
+        async with serving(target) as server:
+            port, restart, seen = server.port, asyncio.Event(), list[int]()
+            unbroken = await decode(port, [4, 2], method=method, draft=lm_draft(target), **wishes)
+
+            def note(token: int) -> None:
+                seen.append(token)
+                if len(seen) == 9:
+                    restart.set()
+
+            text = asyncio.create_task(
+                decode(port, [4, 2], method=method, draft=lm_draft(target), on_token=note, **wishes)
+            )
+            await restart.wait()
+            await server.stop(0.0, asyncio.Event())
+        async with serving(target, port) as second:
+            return unbroken, await text, second.table.num_opened
+
+    unbroken, outcome, num_opened = run(scene())
+    assert outcome.result.token_ids == unbroken.result.token_ids
+    assert (outcome.num_reopened, num_opened) == (1, 1)
+    assert sum(outcome.result.round_lengths) == outcome.result.num_tokens
+    assert outcome.result.num_steps == 0  # what the first server computed is not known
+
+
+def test_a_server_that_comes_back_with_another_target_is_refused():
+    target, other = make_target(), make_target(seed=5)
+
+    async def scene():
+        async with serving(target) as server:
+            port, restart = server.port, asyncio.Event()
+            text = asyncio.create_task(
+                decode(port, [4, 2], draft=lm_draft(target), on_token=lambda _: restart.set())
+            )
+            await restart.wait()
+            await server.stop(0.0, asyncio.Event())
+        async with serving(other, port):
+            with pytest.raises(ValueError, match="came back with another target than tiny"):
+                await text
+
+    run(scene())
+
+
+def test_without_a_server_the_edge_gives_up():
+    async def scene():
+        async with serving(make_target()) as server:
+            port = server.port
+        began_s = time.monotonic()
+        with pytest.raises(Failure, match=f"127.0.0.1:{port} could not be used for 0.5 s"):
+            await decode(port, [1], method="cloud", access={"give_up_s": 0.5, "connect_s": 1.0})
+        return time.monotonic() - began_s
+
+    assert run(scene()) < 15
+
+
+def test_a_server_that_hangs_is_left_and_tried_again():
+    """The connection is up, and nothing comes."""
+    target = make_target()
+
+    async def scene():
+        async with serving(target) as server:
+            send, hanging = server._send, []
+
+            def swallow(session, replies):
+                hanging[:] = hanging or [session.stream]
+                session.add(replies) if session.stream in hanging else send(session, replies)
+
+            server._send = swallow
+            return await decode(server.port, [1, 2], method="cloud", access={"answer_s": 0.7})
+
+    outcome = run(scene())
+    assert outcome.result.token_ids == greedy_reference(target, [1, 2], NEW_TOKENS)
+    assert outcome.num_breaks >= 1
+
+
+# -- drafts that do not belong, or do not pay -----------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["target", "anchor"])
+def test_another_targets_draft_warns_and_the_cloud_decodes_alone(field):
+    target, warnings = make_target(), []
+
+    async def scene():
+        async with serving(target) as server:
+            about = {"target": server.target.fingerprint, "anchor": server.target.anchor}
+            own = await decode(server.port, [1, 2], draft=lm_draft(target, **about))
+            draft = lm_draft(target, **{**about, field: "0" * 64})
+            return own, await decode(server.port, [1, 2], draft=draft, warnings=warnings)
+
+    own, outcome = run(scene())
+    assert own.fallback == "" and own.result.num_drafted > 0
+    assert outcome.result.token_ids == greedy_reference(target, [1, 2], NEW_TOKENS)
+    assert "trained with another" in outcome.fallback and outcome.result.num_drafted == 0
+    assert len(warnings) == 1 and warnings[0].startswith(outcome.fallback)
+
+
+def test_a_draft_that_is_too_slow_is_given_up_in_the_middle_of_the_text():
+    target = make_target()
+    fast = lm_draft(target)
+
+    def slow():
+        drafter = fast.make()
+        logits = drafter.logits
+
+        def wait_first():
+            time.sleep(0.05)
+            return logits()
+
+        drafter.logits = wait_first
+        return drafter
+
+    async def scene():
+        async with serving(target) as server:
+            draft = replace(fast, make=slow)
+            options = {"draft": draft, "max_new_tokens": 48, "policy": "fixed:1"}
+            return [
+                await decode(server.port, [1, 2], keeps_drafting=keeps, **options)
+                for keeps in (False, True)
+            ]
+
+    given_up, kept = run(scene())
+    assert given_up.result.token_ids == greedy_reference(target, [1, 2], 48)
+    assert "the cloud alone about" in given_up.fallback and kept.fallback == ""
+    assert 0 < given_up.result.num_drafted < kept.result.num_drafted
+
+
+def test_the_measured_round_trip_reaches_the_policy():
+    target = make_target()
+
+    async def scene():
+        link = Link.constant(up_mbps=1000, rtt_ms=120)
+        async with (
+            serving(target) as server,
+            EmulatedLink(link, "127.0.0.1", server.port) as slow,
+        ):
+            return await decode(slow.port, [1, 2], draft=lm_draft(target))
+
+    outcome = run(scene())
+    assert 0.1 < outcome.round_trip_s < 0.4
+    assert outcome.result.token_ids == greedy_reference(target, [1, 2], NEW_TOKENS)
+
+
+def test_another_tokenizer_is_refused():
+    other = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
+
+    async def scene():
+        async with (
+            serving(make_target()) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            client = EdgeClient(
+                connection=connection,
+                method=methods.METHODS["cloud"],
+                wishes=methods.Wishes(),
+                draft=None,
+                tokenizer=vocabulary_hash(other),
+            )
+            with pytest.raises(ValueError, match="another tokenizer"):
+                await client.decode([1])
+
+    run(scene())

@@ -1,0 +1,132 @@
+"""Several sessions in one forward pass: each gets what it would get alone."""
+
+import pytest
+import torch
+from conftest import tiny_llama, tiny_mistral, tiny_qwen3
+
+from pipedraft.inference.edge_cloud.cloud import CloudSession, CloudTarget, run_together
+from pipedraft.inference.edge_cloud.messages import Open, Preverify, Settings, prefix_hash
+from pipedraft.models.stage_batch import can_run_together, forward_together
+from pipedraft.models.target import Keep, Segment, StagedTarget
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [2, 2]]
+ROWS = [[3, 1], [7], [9, 9, 9, 2, 1], [0, 1, 2]]
+TARGETS = {
+    "llama": lambda: tiny_llama(layers=3, vocab=16),
+    "qwen3": lambda: tiny_qwen3(layers=3, vocab=16),
+    "mistral": lambda: tiny_mistral(layers=3, vocab=16),
+    "sliding": lambda: tiny_mistral(layers=3, vocab=16, sliding_window=4),
+}
+
+
+def begin(model, prompt):
+    staged = StagedTarget(model, 1)
+    staged.prefill(torch.tensor(prompt))
+    return staged
+
+
+def segment_of(staged, ids):
+    (stage,) = staged.stages
+    first, base = stage.num_speculative, stage.num_committed
+    return Segment(
+        positions=torch.arange(len(ids)) + base + first,
+        visible=torch.ones(len(ids), first + len(ids), dtype=torch.bool).tril(first),
+        ids=torch.tensor(ids),
+    )
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_rows_of_several_texts_are_what_each_gives_alone(name):
+    model = TARGETS[name]()
+    together = [begin(model, prompt) for prompt in PROMPTS]
+    apart = [begin(model, prompt) for prompt in PROMPTS]
+    # Again and again: caches hold rolled-back rows, and grow at different times.
+    for turn in range(70):
+        rows = [ids[turn % len(ids) :] + ids for ids in ROWS]
+        stages = [staged.stages[0] for staged in together]
+        segments = [segment_of(staged, ids) for staged, ids in zip(together, rows, strict=True)]
+        hidden = forward_together(stages, segments)
+        for index, (staged, ids) in enumerate(zip(apart, rows, strict=True)):
+            (stage,) = staged.stages
+            expected = stage.forward(segment_of(staged, ids)).hidden
+            torch.testing.assert_close(hidden[index], expected, atol=2e-4, rtol=2e-4)
+            num_kept = turn % stage.num_speculative + 1
+            for one in (stage, stages[index]):
+                one.keep(Keep(tuple(range(num_kept)), 2 * num_kept // 3))
+    assert max(staged.stages[0].num_committed for staged in together) > 128
+
+
+def test_attention_that_mixed_the_texts_would_be_noticed():
+    """The check above can fail: one cache in place of another changes the rows."""
+    model = TARGETS["llama"]()
+    staged = [begin(model, prompt) for prompt in PROMPTS[:2]]
+    wrong = [begin(model, PROMPTS[0]), begin(model, [9])]
+    segments = [segment_of(one, [3, 1]) for one in staged]
+    right_rows = forward_together([one.stages[0] for one in staged], segments)
+    wrong_rows = forward_together([one.stages[0] for one in wrong], segments)
+    torch.testing.assert_close(right_rows[0], wrong_rows[0])
+    assert (right_rows[1] - wrong_rows[1]).abs().max() > 0.1
+
+
+def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
+    """Rows go together, prompts apart, and both come to the right session."""
+    target = CloudTarget(TARGETS["llama"]())
+    sessions = [CloudSession(target) for _ in PROMPTS]
+    alone = [CloudSession(target) for _ in PROMPTS]
+    passes = []
+    from pipedraft.inference.edge_cloud import cloud
+
+    monkeypatch.setattr(
+        cloud,
+        "forward_together",
+        lambda stages, segments: passes.append(len(stages)) or forward_together(stages, segments),
+    )
+    settings = Settings(is_fast=True, has_bonus=False)
+    for turn in range(2):
+        due = []
+        for index, prompt in enumerate(PROMPTS):
+            for session in (sessions[index], alone[index]):
+                if turn == 0:
+                    request = Open(session=1, prompt_ids=prompt, settings=settings)
+                else:
+                    text = session._text
+                    request = Preverify(
+                        session=1,
+                        epoch=0,
+                        seq=1,
+                        base=len(text),
+                        prefix_hash=prefix_hash(text),
+                        certain=[],
+                        ids=ROWS[index],
+                        q=[],
+                        next_s=100.0,
+                    )
+                if turn == 1 or index != 3:  # the last one opens when the others send rows
+                    session.receive(request, 0.0)
+        if turn == 1:
+            for session in (sessions[3], alone[3]):
+                session.receive(Open(session=1, prompt_ids=PROMPTS[3], settings=settings), 0.0)
+        due = [session for session in sessions if session.start(0.0)]
+        run_together(due)
+        for session in alone:
+            if session.start(0.0):
+                session.run()
+                session.finish(0.0)
+        for session in due:
+            session.finish(0.0)
+    assert passes == [3]
+    for session, other in zip(sessions, alone, strict=True):
+        assert session._text == other._text and session._text
+        assert len(session._logits) == len(other._logits)
+        for ours, theirs in zip(session._logits, other._logits, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+def test_recurrent_targets_run_one_after_the_other():
+    from types import SimpleNamespace
+
+    (stage,) = StagedTarget(TARGETS["llama"](), 1).stages
+    assert can_run_together(stage)
+    recurrent = SimpleNamespace(**vars(stage))
+    recurrent.is_chain_only = True
+    assert not can_run_together(recurrent)

@@ -1,0 +1,249 @@
+"""`serve` and `edge` as processes: signals, TLS, tokens, what they print, and how they end."""
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from test_eval_tasks import byte_tokenizer
+from test_lossless import greedy_reference
+
+from pipedraft.inference.edge_cloud import edge_command, serve_command
+from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
+from pipedraft.models.layers import LayerConfig
+
+TOKEN = "opensesame"
+START_S = 100
+"""A process imports torch first, and the machine may be busy."""
+
+
+class Place:
+    """Folders of a target, a FlexSpec draft and one for another target, a certificate, a token."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.target, self.draft = folder / "target", folder / "draft"
+        model = tiny_llama(layers=3, vocab=300)
+        model.save_pretrained(self.target)
+        byte_tokenizer().save_pretrained(self.target)
+        self.save_draft(model, self.draft)
+        other = tiny_llama(layers=3, vocab=300, seed=8)
+        self.save_draft(other, folder / "other_draft")
+        (folder / "token").write_text(TOKEN + "\n")
+
+    def save_draft(self, model, folder: Path) -> None:
+        from pipedraft.models.draft import TargetReference
+
+        folder.mkdir()
+        reference = TargetReference(name=str(self.target), fingerprint=FlexSpec.fingerprint(model))
+        layer = LayerConfig.from_target(model.config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            draft = FlexSpec(FlexSpecConfig(), layer, reference)
+            draft.initialise(model)
+        draft.save(folder)
+
+    def make_certificate(self) -> None:
+        command = (
+            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+            "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+        )
+        subprocess.run(command.split(), cwd=self.folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    return Place(tmp_path_factory.mktemp("serve"))
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "pipedraft.inference", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+
+
+def serve(place: Place, *arguments: str) -> tuple[subprocess.Popen, str]:
+    """A server that is listening, and its address."""
+    process = start("serve", "--target", str(place.target), "--port", "0", *arguments)
+    timer = threading.Timer(START_S, process.kill)
+    timer.start()
+    line = process.stdout.readline()
+    timer.cancel()
+    found = re.search(r"on (127\.0\.0\.1:\d+) \(", line)
+    assert found, line + process.stderr.read()
+    return process, found[1]
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=START_S)
+    return process.returncode, out, err
+
+
+def edge(capsys, *arguments: str) -> tuple[str, str]:
+    edge_command.run(arguments)
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def status_of(capsys, server: str) -> dict:
+    return json.loads(edge(capsys, "--server", server, "--status")[0])
+
+
+@pytest.fixture(scope="module")
+def plain_server(place):
+    process, address = serve(place, "--idle-s", "1.5", "--grace-s", "60")
+    yield process, address
+    if process.poll() is None:
+        process.kill()
+        process.communicate()
+
+
+def expected_text(place: Place, prompt: str, new_tokens: int) -> str:
+    tokenizer = byte_tokenizer()
+    model = tiny_llama(layers=3, vocab=300)
+    ids = tokenizer(prompt).input_ids
+    generated = greedy_reference(model, ids, new_tokens)
+    return tokenizer.decode(generated, skip_special_tokens=True)
+
+
+def test_a_flexspec_draft_gives_the_targets_text_and_its_figures(plain_server, place, capsys):
+    _, address = plain_server
+    common = ["--server", address, "--raw", "--prompt", "Hello", "--max-new-tokens", "20"]
+    draft = ["--checkpoint", str(place.draft)]
+    expected = expected_text(place, "Hello", 20) + "\n"
+    for method in ("flexspec", "picospec"):
+        out, err = edge(capsys, *common, *draft, "--method", method, "--keep-drafting")
+        assert out == expected
+        figures = rf"\[{method}\] 19 tokens after the first: [\d.]+ ms a token, .* L' [\d.]+, .* "
+        assert re.match(figures + r"tau [\d.]+, .* bytes up .* round trip [\d.]+ ms", err)
+    out, err = edge(capsys, *common, "--tokenizer", str(place.target))
+    assert out == expected and "L' 1.00" in err
+    out, err = edge(capsys, *common, "--checkpoint", str(place.folder / "other_draft"))
+    assert out == expected and "warning: the draft was trained with another" in err
+    about = status_of(capsys, address)
+    assert about["target"] == str(place.target) and about["sessions"] == 0
+
+
+def test_a_client_that_is_killed_leaves_nothing_behind(plain_server, place, capsys):
+    _, address = plain_server
+    client = start(
+        *("edge", "--server", address, "--raw", "--prompt", "Hi", "--draft-model"),
+        *(str(place.target), "--method", "flexspec", "--policy", "fixed:1", "--keep-drafting"),
+        *("--max-new-tokens", "500"),
+    )
+    deadline_s = time.monotonic() + START_S
+    while not status_of(capsys, address)["sessions"]:
+        assert time.monotonic() < deadline_s and client.poll() is None, client.stderr.read()
+    client.send_signal(signal.SIGKILL)
+    assert client.wait(timeout=START_S) == -signal.SIGKILL
+    client.communicate()
+    while (about := status_of(capsys, address))["sessions"]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    assert about["cache_bytes"] == 0
+
+
+def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_server, place, capsys):
+    """The last test with this server."""
+    process, address = plain_server
+    from serve_runs import Raw, opening
+
+    from pipedraft.inference.edge_cloud.connection import Access, Connection
+    from pipedraft.inference.edge_cloud.messages import Close, decode_reply
+    from pipedraft.inference.edge_cloud.wire import HEALTH, NOT_SERVING, SERVING, Hello
+
+    async def scene():
+        async with asyncio.timeout(START_S), Connection(Access(server=address)) as connection:
+            check = connection._channel.unary_unary(f"/{HEALTH}/Check")
+            assert await check(b"") == SERVING
+            raw, late = Raw(connection), Raw(connection)
+            await raw.send(Hello(), opening([1, 2, 3]))
+            first = (await raw.read(2))[1]
+            process.send_signal(signal.SIGTERM)
+            while await check(b"") == SERVING:
+                await asyncio.sleep(0.05)
+            assert await check(b"") == NOT_SERVING
+            await late.send(Hello(), opening([1]))
+            refused = await late.end()
+            replies = [first, *await raw.read(23)]
+            await raw.send(Close(session=1, epoch=0, seq=1))
+            return refused, [decode_reply(data).token for data in replies], await raw.end()
+
+    refused, tokens, ended = asyncio.run(scene())
+    assert refused[:2] == ("UNAVAILABLE", "server: shutting down; try again")
+    assert tokens == greedy_reference(tiny_llama(layers=3, vocab=300), [1, 2, 3], 24)
+    assert ended[0] == "OK" and int(ended[2]["passes"]) >= 23
+    code, out, err = finish(process)
+    assert (code, err) == (0, "") and re.search(r"ended: \d+ sessions, 1 expired, 0 cut off", out)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_tls_and_a_token_keep_strangers_out(place, capsys):
+    place.make_certificate()
+    cert, key, token = (str(place.folder / name) for name in ("cert.pem", "key.pem", "token"))
+    process, address = serve(
+        place, "--tls-cert", cert, "--tls-key", key, "--token-file", token, "--grace-s", "1"
+    )
+    try:
+        common = ["--server", address, "--raw", "--prompt", "Hello", "--tokenizer"]
+        common += [str(place.target), "--max-new-tokens", "8", "--give-up-s", "0.5"]
+        out, _ = edge(capsys, *common, "--tls-ca", cert, "--token-file", token)
+        assert out == expected_text(place, "Hello", 8) + "\n"
+        with pytest.raises(ValueError, match="token: missing or wrong"):
+            edge(capsys, *common, "--tls-ca", cert)
+        # A certificate that nobody knows, and no TLS at all.
+        for strange in (["--tls"], []):
+            with pytest.raises(RuntimeError, match="could not be used for 0.5 s"):
+                edge(capsys, *common, *strange, "--token-file", token)
+    finally:
+        process.send_signal(signal.SIGINT)
+        code, out, err = finish(process)
+    assert code == 0 and "1 sessions, 0 expired, 0 cut off" in out
+
+
+@pytest.mark.parametrize(
+    "run, arguments, message",
+    [
+        (serve_command.run, ["--target", "x", "--port", "70000"], "'70000' is no port"),
+        (serve_command.run, ["--target", "x", "--tls-cert", "c"], "give both or neither"),
+        (serve_command.run, ["--target", "x", "--idle-s", "0"], "idle_s: 0.0; give a finite"),
+        (serve_command.run, ["--target", "/nowhere"], "no folder '/nowhere'"),
+        (edge_command.run, ["--server", "x:1"], "--prompt or --status: missing"),
+        (edge_command.run, ["--server", "nowhere", "--prompt", "a"], "give host:port"),
+        (edge_command.run, ["--server", "x:1", "--prompt", " "], "--prompt: ' ' is empty"),
+        (edge_command.run, ["--server", "x:1", "--prompt", "a"], "--tokenizer: missing"),
+        (
+            edge_command.run,
+            ["--server", "x:1", "--prompt", "a", "--method", "picospec"],
+            "--method: picospec drafts",
+        ),
+        (
+            edge_command.run,
+            ["--server", "x:1", "--prompt", "a", "--answer-s", "-1"],
+            "'-1' is no time",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(run, arguments, message):
+    with pytest.raises(ValueError) as refused:
+        run(arguments)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_draft_that_reads_hidden_states_is_refused(place):
+    folder = place.folder / "eagle"
+    folder.mkdir()
+    description = json.loads((place.draft / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**description, "draft_type": "eagle"}))
+    with pytest.raises(ValueError, match="a eagle draft reads hidden states"):
+        edge_command.run(["--server", "x:1", "--prompt", "a", "--checkpoint", str(folder)])

@@ -1,0 +1,419 @@
+"""What clients may send, ask and break: the others never notice, and each gets one clear line."""
+
+import asyncio
+import random
+import time
+
+import pytest
+from serve_runs import (
+    TOKENIZER,
+    Raw,
+    access_to,
+    decode,
+    lm_draft,
+    make_server,
+    make_target,
+    opening,
+    run,
+    serving,
+)
+from test_lossless import PROMPTS, greedy_reference
+
+from pipedraft.inference.edge_cloud import connection as connections
+from pipedraft.inference.edge_cloud.connection import Connection
+from pipedraft.inference.edge_cloud.messages import (
+    Close,
+    Error,
+    More,
+    Preverify,
+    Verify,
+    decode_reply,
+    encode,
+    prefix_hash,
+)
+from pipedraft.inference.edge_cloud.session_table import (
+    MAX_RETAINED_BYTES,
+    HeldSession,
+    Refused,
+    vocabulary_hash,
+)
+from pipedraft.inference.edge_cloud.wire import PROTOCOL, Hello, Welcome
+from pipedraft.inference.edge_cloud.wire import decode as decode_frame
+
+
+def end_of(*messages, prompt=(1, 2), **server_options):
+    """How a call with these messages ends; another client decodes meanwhile and afterwards."""
+    target = make_target()
+
+    async def scene():
+        async with (
+            serving(target, **server_options) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(target)))
+            raw = Raw(connection)
+            await raw.send(*messages)
+            ended = await raw.end()
+            after = await decode(server.port, [1, 2], draft=lm_draft(target))
+            for outcome in (await other, after):
+                assert outcome.result.token_ids == greedy_reference(target, [1, 2], 24)
+            assert not server.table.held
+            return ended
+
+    return run(scene())
+
+
+VERIFY = {
+    "epoch": 0,
+    "seq": 1,
+    "base": 3,
+    "prefix_hash": prefix_hash([1, 2, 3]),
+    "certain": [],
+    "ids": [1],
+    "q": [],
+    "next_s": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    "messages, code, text",
+    [
+        ([b"\xc1\x00"], "INVALID_ARGUMENT", "no Hello"),
+        ([Hello(), b"nonsense"], "INVALID_ARGUMENT", "no message of this protocol"),
+        ([Hello(), Close(session=1, epoch=0, seq=0)], "INVALID_ARGUMENT", "send Open after Hello"),
+        ([Hello(protocol=PROTOCOL + 1)], "FAILED_PRECONDITION", "install the same version"),
+        ([Hello(), opening([1] * 65)], "INVALID_ARGUMENT", "this server takes 64; shorten"),
+        ([Hello(), opening([1], max_new_tokens=65)], "INVALID_ARGUMENT", "this server gives 64"),
+        ([Hello(), opening([1] * 9), b"\x00"], "INVALID_ARGUMENT", "no message of this protocol"),
+        ([Hello(), b"x" * 200_000], "RESOURCE_EXHAUSTED", "larger than max"),
+        ([Hello(ticket=b"0" * 24)], "NOT_FOUND", "open a new one with the text so far"),
+    ],
+)
+def test_what_is_wrong_ends_its_own_stream_alone(messages, code, text):
+    ended = end_of(*messages, prompt_tokens=64, new_tokens=64, message_bytes=2**16)
+    assert ended[0] == code and text in ended[1]
+
+
+@pytest.mark.parametrize(
+    "request_, text",
+    [
+        (Verify(session=2, **VERIFY), "session: 2 is not open"),
+        (Verify(session=1, **{**VERIFY, "base": 2}), "base: 2 tokens"),
+        (Verify(session=1, **{**VERIFY, "epoch": 4}), "epoch: 4 has not begun"),
+        (More(session=1, epoch=0, seq=1, count=9), "more: no correction is owed"),
+    ],
+)
+def test_what_the_protocol_forbids_gets_an_error_reply(request_, text):
+    target = make_target()
+
+    async def scene():
+        async with (
+            serving(target) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            raw = Raw(connection)
+            await raw.send(Hello(), opening([1, 2], streams=False), request_)
+            welcome, _, error = await raw.read(3)
+            assert isinstance(decode_reply(error), Error) and text in decode_reply(error).text
+            assert (await raw.end())[0] == "OK" and not server.table.held
+            return decode_frame(welcome, Welcome).ticket
+
+    assert len(run(scene())) == 24
+
+
+def test_random_bytes_and_damaged_messages_leave_the_server_serving():
+    target = make_target()
+    known = [Hello(), opening([1, 2], streams=False), Verify(session=1, **VERIFY)]
+    random_numbers = random.Random(0)
+
+    def damaged():
+        data = bytearray(encode(random_numbers.choice(known)))
+        for _ in range(random_numbers.randrange(4)):
+            data[random_numbers.randrange(len(data))] = random_numbers.randrange(256)
+        return bytes(data)
+
+    async def scene():
+        async with (
+            serving(target) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            codes = set()
+            for _ in range(150):
+                raw = Raw(connection)
+                good = random_numbers.randrange(3)
+                try:
+                    await raw.send(*known[:good], *(damaged() for _ in range(3)))
+                    await raw.call.done_writing()
+                except (asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
+                    pass  # it ended before all was said
+                ended = await raw.end()
+                if ended[:2] != ("INTERNAL", "Internal error from Core"):  # a write after the end
+                    codes.add(ended[0])
+            outcome = await decode(server.port, [1, 2], draft=lm_draft(target))
+            assert outcome.result.token_ids == greedy_reference(target, [1, 2], 24)
+            return codes
+
+    ends = "OK INVALID_ARGUMENT NOT_FOUND FAILED_PRECONDITION DEADLINE_EXCEEDED"
+    assert {"INVALID_ARGUMENT"} <= run(scene()) <= set(ends.split())
+
+
+# -- duplicates, order, other people's sessions ---------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["flexspec", "picospec", "pearl"])
+def test_duplicated_reordered_and_stale_messages_change_nothing(method, monkeypatch):
+    target = make_target()
+    numbers = random.Random(1)
+    counts = {"twice": 0, "late": 0, "stale": 0}
+
+    class Careless(connections.EdgeStream):
+        """Repeats messages, old ones too, and sends a preverified batch after its verification."""
+
+        said: list[bytes]
+        held: bytes | None = None
+
+        async def send(self, request):
+            if not hasattr(self, "said"):
+                self.said = []
+            data = encode(request)
+            if isinstance(request, Preverify) and self.held is None and numbers.random() < 0.5:
+                self.held = data
+                self._unanswered[request.seq] = request
+                return
+            await super().send(request)
+            for again, name in ((self.held, "late"), (data, "twice")):
+                if again is not None and (name == "late" or numbers.random() < 0.5):
+                    counts[name] += 1
+                    await self._write(again)
+            self.held = None
+            if self.said and numbers.random() < 0.5:
+                counts["stale"] += 1
+                await self._write(numbers.choice(self.said))
+            self.said.append(data)
+
+    monkeypatch.setattr("pipedraft.inference.edge_cloud.client.EdgeStream", Careless)
+
+    async def scene():
+        async with serving(target) as server:
+            return [
+                await decode(
+                    server.port, prompt, method=method, draft=lm_draft(target, right=right)
+                )
+                for prompt in PROMPTS[:3]
+                for right in (False, True)
+            ]
+
+    for index, outcome in enumerate(run(scene())):
+        expected = greedy_reference(target, PROMPTS[index // 2], 24)
+        assert outcome.result.token_ids == expected
+    assert counts["twice"] and counts["stale"]
+
+
+def test_nobody_goes_on_with_another_ones_session():
+    target = make_target()
+
+    async def scene():
+        async with (
+            serving(target) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            owner = Raw(connection)
+            await owner.send(Hello(), opening([1, 2], streams=False))
+            ticket = decode_frame((await owner.read(1))[0], Welcome).ticket
+            ends = []
+            wrong = ticket[:-1] + bytes([ticket[-1] ^ 1])
+            for stolen in (wrong, ticket[:8], ticket[:8] + bytes(16), bytes(8) + ticket[8:]):
+                thief = Raw(connection)
+                await thief.send(Hello(ticket=stolen))
+                ends.append((await thief.end())[:2])
+            assert len(set(ends)) == 1 and ends[0][0] == "NOT_FOUND"
+            # The owner comes back on another stream, and has the first reply again.
+            second = Raw(connection)
+            await second.send(Hello(ticket=ticket))
+            assert (await owner.end())[0] == "ABORTED"
+            _, opened = await second.read(2)
+            assert decode_reply(opened).token == greedy_reference(target, [1, 2], 1)[0]
+
+    run(scene())
+
+
+def test_a_token_is_wanted_by_every_call():
+    target = make_target()
+
+    async def scene():
+        async with serving(target, token="correct horse") as server:
+            for token in ("", "wrong", "correct hors", "correct horse "):
+                with pytest.raises(ValueError, match="token: missing or wrong"):
+                    await decode(server.port, [1], method="cloud", access={"token": token})
+            async with Connection(access_to(server.port)) as connection:
+                raw = Raw(connection, authorization="Bearer wrong")
+                await raw.send(Hello(), opening([1]))
+                assert (await raw.end())[0] == "UNAUTHENTICATED" and not server.table.num_opened
+            access = {"token": "correct horse"}
+            outcome = await decode(server.port, [1], method="cloud", access=access)
+            assert outcome.result.token_ids == greedy_reference(target, [1], 24)
+
+    run(scene())
+
+
+# -- room -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", ["sessions", "cache_bytes"])
+def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
+    target = make_target()
+    row_bytes = 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head size, float32
+    # A session's buffers may double from the rows of 512 positions.
+    limits = {"sessions": 2} if limit == "sessions" else {"cache_bytes": 2 * 1024 * row_bytes}
+
+    async def scene():
+        async with (
+            serving(target, **limits) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            holders = [Raw(connection) for _ in range(2)]
+            for raw in holders:
+                await raw.send(Hello(), opening([1, 2], streams=False))
+                await raw.read(2)
+            assert 0 < server.table.cache_bytes <= server.table.reserved_bytes
+            late = Raw(connection)
+            await late.send(Hello(), opening([1, 2]))
+            code, text, metadata = await late.end()
+            assert code == "RESOURCE_EXHAUSTED" and "try again later" in text
+            assert int(metadata["retry-after-ms"]) > 0
+            waiting = asyncio.create_task(decode(server.port, [1, 2], method="cloud"))
+            await asyncio.sleep(0.3)
+            assert not waiting.done() and len(server.table.held) == 2
+            await holders[0].send(Close(session=1, epoch=0, seq=1))
+            assert (await waiting).result.token_ids == greedy_reference(target, [1, 2], 24)
+
+    run(scene())
+
+
+def test_a_text_that_could_never_fit_is_refused_for_good():
+
+    async def scene():
+        async with (
+            serving(make_target(), cache_bytes=2**18) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            raw = Raw(connection)
+            await raw.send(Hello(), opening([1] * 400))
+            return await raw.end()
+
+    code, text, metadata = run(scene())
+    assert code == "INVALID_ARGUMENT" and "ask for a shorter text" in text
+    assert "retry-after-ms" not in metadata
+
+
+def test_guesses_without_a_verdict_are_bounded():
+    target = make_target()
+    target.config.max_position_embeddings = 4096
+
+    async def scene():
+        async with (
+            serving(target) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            raw = Raw(connection)
+            await raw.send(Hello(), opening([1, 2], streams=False))
+            text = [1, 2, decode_reply((await raw.read(2))[1]).token]
+            for seq in range(1, 4):
+                fields = {"base": len(text), "prefix_hash": prefix_hash(text), "ids": [1] * 256}
+                await raw.send(
+                    Preverify(session=1, **{**VERIFY, "seq": seq, "next_s": 1e-9, **fields})
+                )
+                text += [1] * 256
+            (error,) = await raw.read(1)
+            return decode_reply(error).text
+
+    assert "more than 512 guesses" in run(scene())
+
+
+def test_a_port_in_use_is_refused():
+    target = make_target()
+
+    async def scene():
+        async with serving(target) as server:
+            with pytest.raises(ValueError, match=f"127.0.0.1:{server.port} cannot be listened on"):
+                await make_server(target).start("127.0.0.1", server.port)
+
+    run(scene())
+
+
+def test_silent_sessions_and_sessions_without_a_stream_expire():
+    target = make_target()
+
+    async def scene():
+        async with (
+            serving(target, idle_s=0.6) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            silent, gone = Raw(connection), Raw(connection)
+            for raw in (silent, gone):
+                await raw.send(Hello(), opening([1, 2], streams=False))
+                await raw.read(2)
+            gone.call.cancel()
+            never = Raw(connection)
+            assert (await silent.end())[:2] == (
+                "NOT_FOUND",
+                "session: silent for 0.6 s; it has expired, open a new one with the text so far",
+            )
+            assert (await never.end())[0] == "DEADLINE_EXCEEDED"
+            while server.table.held:
+                await asyncio.sleep(0.05)
+            return server.table.num_expired, server.table.cache_bytes
+
+    assert run(scene()) == (2, 0)
+
+
+def test_a_session_ends_after_its_time_and_the_edge_opens_another():
+    """The text goes on: what the limit bounds is what one session holds."""
+    target = make_target()
+    draft = lm_draft(target)
+
+    def slow():
+        drafter = draft.make()
+        logits = drafter.logits
+        drafter.logits = lambda: time.sleep(0.03) or logits()
+        return drafter
+
+    async def scene():
+        async with serving(target, session_s=0.8) as server:
+            outcome = await decode(
+                server.port,
+                [1, 2],
+                draft=type(draft)(make=slow),
+                policy="fixed:2",
+                max_new_tokens=40,
+            )
+            return outcome, server.table.num_opened
+
+    outcome, num_opened = run(scene())
+    assert outcome.result.token_ids == greedy_reference(target, [1, 2], 40)
+    assert num_opened == outcome.num_reopened + 1 >= 2
+
+
+def test_replies_are_remembered_until_the_edge_has_read_them():
+    held = HeldSession(b"", None, 0, 0.0, 0.0)  # type: ignore[arg-type]
+
+    def reply(number, epoch, size=0):
+        return Error(session=1, number=number, seq=1, epoch=epoch, text="x" * size)
+
+    held.add([reply(0, 0), reply(1, 0), reply(2, 1)])
+    held.add([reply(1, 0)])  # sent again
+    assert [decode_reply(data).number for data in held.since(1)] == [1, 2]
+    held.note(Verify(session=1, **{**VERIFY, "epoch": 1}), 0.0)
+    assert [decode_reply(data).number for data in held.since(0)] == [2]
+    held.note(More(session=1, epoch=1, seq=2, count=1), 0.0)
+    assert held.since(0) == [] and held.retained_bytes == 0
+    with pytest.raises(Refused, match="wait for this edge"):
+        held.add([reply(number, 1, 1000) for number in range(3, MAX_RETAINED_BYTES // 1000 + 3)])
+
+
+def test_the_vocabularys_hash_knows_every_token():
+    class Other:
+        def get_vocab(self):
+            return {**TOKENIZER.get_vocab(), "63": 62, "62": 63}
+
+    assert vocabulary_hash(TOKENIZER) != vocabulary_hash(Other())
