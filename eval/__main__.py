@@ -20,10 +20,10 @@ from pipedraft.inference.shapes import TreeShape
 
 SUBCOMMANDS = {
     "compare": "pipedraft.eval.compare",
-    "edge": "pipedraft.eval.edge_cloud",
+    "edge": "pipedraft.eval.edge.command",
     "replay": "pipedraft.eval.replay",
     "report": "pipedraft.eval.html.command",
-    "table": "pipedraft.eval.paper_tables",
+    "table": "pipedraft.eval.papers.tables",
 }
 """First word of the command line -> module whose ``run`` gets the words after it."""
 

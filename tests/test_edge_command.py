@@ -8,7 +8,7 @@ from conftest import REPOSITORY
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run
-from pipedraft.eval.edge_measures import SAME_TEXT_RULES
+from pipedraft.eval.edge.measures import SAME_TEXT_RULES
 from pipedraft.inference.edge_cloud.methods import METHODS
 from pipedraft.inference.edge_cloud.rules import RULES
 

@@ -217,8 +217,8 @@ def run(argv: Sequence[str]) -> None:
     names = _check(options)
     from transformers.utils import logging
 
-    from pipedraft.eval.edge_measures import decode_all, measure
-    from pipedraft.eval.edge_tables import write_edge_report
+    from pipedraft.eval.edge.measures import decode_all, measure
+    from pipedraft.eval.edge.tables import write_edge_report
     from pipedraft.eval.manifest import build_manifest
 
     logging.set_verbosity_error()

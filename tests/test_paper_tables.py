@@ -1,0 +1,306 @@
+"""The papers' tables: what they declare, and every one of them on tiny drafts of a tiny target."""
+
+import json
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import yaml
+from test_eagle_schedules import make_head
+from test_flexspec import make_draft
+from test_ppsd import make_exit
+from test_spd import make_module
+from train_runs import make_world
+
+from pipedraft.eval import __main__ as command
+from pipedraft.eval.papers import tables as paper_tables
+from pipedraft.eval.papers.checkpoints import Drafts, Places
+from pipedraft.eval.papers.declarations import FOLDER, Measure, read_roles, read_table, table_names
+from pipedraft.eval.papers.report import NOT_AVAILABLE, measured, paper_table
+from pipedraft.eval.papers.runs import KINDS
+from pipedraft.models.target import load_target, load_tokenizer
+from pipedraft.train.__main__ import quieten
+
+EXPECTED = [f"spd{i}" for i in range(1, 6)] + [f"picospec{i}" for i in range(1, 5)]
+EXPECTED += [f"flexspec{i}" for i in range(3, 7)] + ["flowspec1", "flowspec2", "pipeinfer4"]
+NEW_TOKENS = 3
+ALL_BENCHMARKS = ("spd3",)
+"""Tables that are run on all their benchmarks, the others on one: seconds."""
+PROMPTS = {
+    "mt_bench/question.jsonl": {
+        "question_id": 1,
+        "category": "sums",
+        "turns": ["1 plus 2?", "So?"],
+    },
+    "gsm8k/test.jsonl": {"question": "What is 3 plus 4?", "answer": "7\n#### 7"},
+    "humaneval/HumanEval.jsonl": {
+        "task_id": "HumanEval/0",
+        "prompt": "def f(): ",
+        "canonical_solution": "1",
+        "test": "check",
+        "entry_point": "f",
+    },
+}
+
+
+# -- declarations -------------------------------------------------------------------------------
+
+
+def test_the_tables_of_the_papers_are_there():
+    assert set(EXPECTED) <= set(table_names())
+
+
+@pytest.mark.parametrize("name", table_names())
+def test_a_table_names_what_exists_and_where_its_numbers_are_from(name):
+    table = read_table(name)
+    paper_tables.check(name, table)
+    assert table.sources and all(source.strip() for source in table.sources.values())
+    used = {column for row in table.rows for column in row.published}
+    unused = set(table.sources) - used
+    # A column without any number is one that says so.
+    assert all("not found" in table.sources[column] for column in unused)
+    assert table.paper and table.differences and table.measures
+
+
+def test_every_training_command_names_a_configuration_that_ships(repository):
+    for role in read_roles().values():
+        words = role.train.split()
+        assert words[:4] == ["accelerate", "launch", "-m", "pipedraft.train"]
+        path = repository / words[words.index("--config") + 1]
+        content = yaml.safe_load(path.read_text())
+        if role.kind != "target":
+            assert content["method"] == role.kind
+
+
+def planted(tmp_path: Path, name: str, edit) -> None:
+    """A copy of the declarations with a fault in one, read and checked."""
+    folder = tmp_path / "papers"
+    shutil.copytree(FOLDER, folder)
+    content = yaml.safe_load((folder / f"{name}.yaml").read_text())
+    edit(content)
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    paper_tables.check(name, read_table(name, folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "expected"),
+    [
+        ("spd1", lambda t: t["rows"][0]["run"].update(schedule="spdd"), "did you mean 'spd'"),
+        ("spd1", lambda t: t["rows"][0]["run"].update(tree="bush"), "tree: 'bush'"),
+        ("spd1", lambda t: t["rows"][0]["run"].update(depth=3), "depth"),
+        ("spd1", lambda t: t["rows"][0].update(draft="eagle4"), "did you mean eagle"),
+        ("spd1", lambda t: t["rows"][0].update(draft=None), "draft None"),
+        ("spd1", lambda t: t["rows"][0].update(colour="red"), "unknown field `colour`"),
+        ("spd1", lambda t: t["rows"][0]["published"].update(x=1.0), "'x' has no source"),
+        ("spd1", lambda t: t["rows"].append(t["rows"][0]), "there are two"),
+        ("spd1", lambda t: t["measures"].append("speed"), "'speed' is none of a pipeline table"),
+        ("spd1", lambda t: t["measures"].append("S over nobody"), "there is no row 'nobody'"),
+        ("pipeinfer4", lambda t: t["rows"][-1].update(remark=""), "without a remark"),
+        ("picospec1", lambda t: t["rows"][1]["run"].update(method="pico"), "method 'pico'"),
+        ("picospec1", lambda t: t["rows"][1]["run"].update(rule="luck"), "rule 'luck'"),
+        ("picospec1", lambda t: t["run"].update(network="6g"), "link: '6g'"),
+        ("picospec1", lambda t: t["run"].update(policy="best"), "best"),
+        ("flexspec5", lambda t: t["rows"][3]["run"].update(target="x"), "target 'x'"),
+        ("flexspec5", lambda t: t["rows"][3]["run"].update(width=2), "'width' is no setting"),
+    ],
+)
+def test_a_fault_in_a_declaration_is_refused(tmp_path, name, edit, expected):
+    with pytest.raises(ValueError, match=expected) as caught:
+        planted(tmp_path, name, edit)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_measure_is_a_quantity_a_row_and_a_benchmark():
+    found = [Measure(text=t) for t in ("S", "S on gsm8k", "S over Naive PP", "S over A B on c")]
+    assert [m.quantity for m in found] == ["S"] * 4
+    assert [m.over for m in found] == [None, None, "Naive PP", "A B"]
+    assert [m.benchmark for m in found] == [None, "gsm8k", None, "c"]
+
+
+# -- on tiny drafts -----------------------------------------------------------------------------
+
+
+def save(network, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    network.save(folder)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A target, prompts, and a draft for all roles that four layers allow."""
+    quieten()
+    folder = tmp_path_factory.mktemp("papers")
+    path = make_world(folder).target
+    target, runs = load_target(str(path)), folder / "runs"
+    for query in ("newest", "all"):
+        name = "spd_n4" if query == "newest" else "another_name"  # found by what it is
+        module = make_module(target, num_stages=4, num_layers=1, query=query).float()
+        save(module, runs / name / "best")
+    save(make_exit(target, num_stages=4), runs / "ppsd_n4")
+    save(make_head(target, "eagle"), runs / "eagle")
+    save(make_head(target), runs / "eagle3")
+    save(make_draft(target), runs / "flexspec")
+    save(make_draft(target, preset="paper"), runs / "flexspec_paper")
+    for name in ("draft_model", "evolve/maths_lora_strong", "evolve/code_lora_strong"):
+        model = load_target(str(path))
+        torch.manual_seed(len(name))
+        for weight in model.model.layers[0].parameters():
+            weight.add_(0.05 * torch.randn(weight.shape))
+        model.save_pretrained(runs / name)
+        load_tokenizer(str(path)).save_pretrained(runs / name)
+    for file, row in PROMPTS.items():
+        (folder / "prompts" / file).parent.mkdir(parents=True)
+        (folder / "prompts" / file).write_text(json.dumps(row) + "\n")
+    return folder
+
+
+def words(place: Path, name: str, out: Path, *more: str) -> list[str]:
+    found = ["table", name, "--target", str(place / "target"), "--data-dir", str(place / "prompts")]
+    found += ["--checkpoints", str(place / "runs"), "--limit", "1", "--out", str(out)]
+    return [*found, "--max-new-tokens", str(NEW_TOKENS), *more]
+
+
+@pytest.fixture(scope="module")
+def make(place):
+    """Table, outcomes and rows of text of a name, without the files."""
+
+    @cache
+    def made(name: str):
+        out = place / "made" / name
+        options = paper_tables.build_parser().parse_args(words(place, name, out)[1:])
+        table = read_table(name)
+        if table.kind != "retention" and name not in ALL_BENCHMARKS:
+            table = msgspec.structs.replace(table, benchmarks=["gsm8k"])
+        finished = KINDS[table.kind].run(table, paper_tables._world(options, table))
+        return table, finished.outcomes, paper_table(table, finished.outcomes)
+
+    return made
+
+
+@pytest.mark.parametrize("name", table_names())
+def test_a_table_runs_and_says_why_a_row_does_not(make, name):
+    table, outcomes, shown = make(name)
+    assert len(shown.rows) == len(table.rows) == len(outcomes)
+    run = [outcome for outcome in outcomes if outcome.values]
+    assert run, "nothing was run"
+    for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
+        line = dict(zip(shown.header, shown.rows[index], strict=True))
+        if outcome.values:
+            value, _ = measured(table, outcomes, index, Measure(text=table.measures[0]))
+            assert value is None or value >= 0
+            assert "train" not in outcome.remark
+            checked = outcome.texts.split("/")
+            assert checked[0] == checked[-1], "a text differs"
+        else:
+            tall = "stages" in outcome.remark  # than four layers can be cut into
+            said = row.remark if row.run is None else "; train it: accelerate"
+            assert tall or said in outcome.remark
+        for column in table.sources:
+            cell = line[f"published: {column}"]
+            if column in row.published:
+                assert cell == str(row.published[column]) or float(cell) == row.published[column]
+            else:
+                assert cell == ("-" if row.is_ours else NOT_AVAILABLE)
+
+
+def test_drafts_are_found_by_what_they_are_and_belong_to_the_target(place, tmp_path):
+    target, tokenizer = load_target(str(place / "target")), load_tokenizer(str(place / "target"))
+    roles = read_roles()
+    drafts = Drafts(Places([str(place / "runs")], roles), target, tokenizer)
+    assert drafts.find("spd_n4").config.query == "newest"
+    assert drafts.find("spd_n4_all").config.query == "all"
+    assert drafts.folders["spd_n4_all"].parts[-2:] == ("another_name", "best")
+    assert drafts.find("spd_n8") is None and "--config configs/spd/tiny_n8" in drafts.missing(
+        "spd_n8"
+    )
+    stranger = load_target(str(place / "runs" / "evolve" / "maths_lora_strong"))
+    stranger.lm_head.weight.data.add_(1.0)
+    drafts = Drafts(Places([str(place / "runs")], roles), stranger, tokenizer)
+    assert drafts.find("eagle3") is None and "does not match this draft" in drafts.missing("eagle3")
+
+
+def test_a_file_of_roles_decides(place, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"eagle3: {place / 'runs' / 'eagle3'}\n")
+    target, tokenizer = load_target(str(place / "target")), load_tokenizer(str(place / "target"))
+    drafts = Drafts(Places([str(tmp_path / "mine.yaml")], read_roles()), target, tokenizer)
+    assert drafts.find("eagle3") is not None and drafts.find("eagle") is None
+    (tmp_path / "mine.yaml").write_text("eagle4: x\n")
+    with pytest.raises(ValueError, match="no table asks for 'eagle4'"):
+        Places([str(tmp_path / "mine.yaml")], read_roles())
+
+
+@pytest.mark.parametrize("name", ["pipeinfer_parts", "picospec2", "flexspec5"])
+def test_the_command_writes_the_table_and_what_it_rests_on(place, tmp_path, name, capsys):
+    out = tmp_path / "out"
+    command.run(words(place, name, out))
+    printed, text = capsys.readouterr().out, (out / "table.md").read_text()
+    table, content = read_table(name), json.loads((out / "table.json").read_text())
+    assert table.title in printed and f"# {table.title}" in text
+    assert "differs: " in printed and "- differs: " in text
+    for source in table.sources.values():
+        assert source in text and source in printed
+    assert [row["name"] for row in content["rows"]] == [row.name for row in table.rows]
+    assert content["sources"] == table.sources
+    assert any(row["ours"][table.measures[0]]["value"] for row in content["rows"])
+    assert (out / "results.json").is_file()
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["command"].startswith(f"python -m pipedraft.eval table {name} ")
+
+
+def test_benchmarks_have_columns_of_their_own(make):
+    table, outcomes, shown = make("spd3")
+    index = next(i for i, outcome in enumerate(outcomes) if outcome.values)
+    values = outcomes[index].values
+    assert set(values) == {None, "mt_bench", "gsm8k", "humaneval"}
+    line = dict(zip(shown.header, shown.rows[index], strict=True))
+    for benchmark in ("mt_bench", "gsm8k", "humaneval"):
+        assert line[f"ours: S on {benchmark}"] == f"{values[benchmark]['S'][0]:.3f}"
+
+
+def test_a_ratio_is_of_rows_at_the_same_temperature(make):
+    table, outcomes, _ = make("flowspec1")
+    measure = Measure(text="S over Naive PP")
+    for index, row in enumerate(table.rows):
+        value, _ = measured(table, outcomes, index, measure)
+        base = next(
+            i
+            for i, other in enumerate(table.rows)
+            if other.name == "Naive PP" and table.place(other) == table.place(row)
+        )
+        own, over = (outcomes[i].values[None]["S"][0] for i in (index, base))
+        assert value == own / over
+        if index == base:
+            assert value == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "NAME: missing"),
+        (["spd9", "--out", "x"], "NAME: 'spd9' is no table; did you mean spd"),
+        (["spd1"], "--out: missing"),
+        (["spd1", "--checkpoints", "nowhere"], "--checkpoints: there is no folder or file"),
+        (["spd1", "--checkpoints", "EMPTY"], "nothing of spd1 can be run: no checkpoint; train it"),
+        (["spd1", "--limit", "0"], "--limit"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(place, tmp_path, monkeypatch, capsys, arguments, expected):
+    arguments = [str(tmp_path) if word == "EMPTY" else word for word in arguments]
+    if "--checkpoints" in arguments:
+        arguments += words(place, "spd1", tmp_path / "out")[2:6] + ["--out", str(tmp_path / "o")]
+    monkeypatch.setattr(sys, "argv", ["eval", "table", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        command.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and expected in said
+
+
+def test_the_list_has_a_line_for_every_table(capsys):
+    command.run(["table", "--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == table_names()

@@ -1,0 +1,125 @@
+"""SPD with the states after a step: what the module reads, what it costs, and the same text."""
+
+import pytest
+import torch
+from conftest import tiny_llama, tiny_qwen3
+from test_eagle_schedules import make_head
+from test_lossless import (
+    PROMPTS,
+    PlainTokenizer,
+    engine_for,
+    exact_law,
+    greedy_reference,
+    noise_bound,
+    sampling_target,
+    total_variation,
+)
+from test_spd import make_module
+
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.sources.spd import SPDSource
+from pipedraft.models.spd import SPDState
+from pipedraft.models.target import capture_hidden
+
+OUTPUT = {"schedule": "spd", "timing": "output_states"}
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(
+    ("make_target", "num_stages", "query"),
+    [(tiny_llama, 1, "newest"), (tiny_llama, 4, "all"), (tiny_qwen3, 3, "newest")],
+)
+def test_greedy_text_equals_transformers_greedy(make_target, num_stages, query, width):
+    target = make_target(layers=4, vocab=16)
+    module = make_module(target, num_stages=num_stages, num_layers=1, query=query).float()
+    options = {"num_stages": num_stages, "tree_width": width, "max_new_tokens": 24}
+    engine = engine_for(target, draft=module, **OUTPUT, **options)
+    for prompt in PROMPTS:
+        assert engine.decode(prompt).token_ids == greedy_reference(target, prompt)
+
+
+def test_a_sampled_chain_has_the_targets_law():
+    target, prompt = sampling_target(), [1, 2]
+    module = make_module(target, num_stages=2, num_layers=1).float()
+    options = {"num_stages": 2, "temperature": 1.0, "max_new_tokens": 3}
+    law = exact_law(target, prompt, 1.0)
+    engine = engine_for(target, draft=module, **OUTPUT, **options)
+    assert total_variation(engine, prompt, law) < noise_bound(law)
+
+
+class Checked(SPDSource):
+    """Compares the logits of every chain with a module that reads the whole text from scratch."""
+
+    def __init__(self, draft, target, *, lead=1) -> None:
+        super().__init__(draft, lead=lead)
+        self.target, self.text, self.depths_seen = target, [], set()
+
+    def begin(self, features, tokens):
+        self.text = tokens[:1]
+        super().begin(features, tokens)
+
+    def observe(self, features, next_tokens):
+        super().observe(features, next_tokens)
+        self.text += next_tokens
+
+    def deepest_logits(self, tree, features):
+        found_QU = super().deepest_logits(tree, features)
+        num_rows = len(tree)
+        ids = torch.tensor([[*self.text[:-1], *tree.tokens]])
+        taps = {layer: x[0] for layer, x in capture_hidden(self.target, ids, self.taps).items()}
+        first = len(self.text) - 1
+        state = SPDState()
+        self.draft.extend(state, {layer: x[:first] for layer, x in taps.items()}, 0)
+        distances = list(range(num_rows - 1, -1, -1))
+        depths = [distance + 1 if distance else 0 for distance in distances]
+        self.depths_seen |= set(depths)
+        expected_QU = self.draft.propose(
+            state,
+            {layer: x[first:] for layer, x in taps.items()},
+            depths=depths,
+            positions=torch.arange(first, first + num_rows),
+            visible_RR=torch.ones(num_rows, num_rows, dtype=torch.bool).tril(),
+        )
+        torch.testing.assert_close(found_QU, expected_QU, rtol=1e-8, atol=1e-8)
+        return found_QU
+
+
+@pytest.mark.parametrize("query", ["newest", "all"])
+def test_rows_in_flight_are_read_one_stage_deeper(query):
+    target = tiny_llama(layers=4, vocab=16).double()
+    module = make_module(target, num_stages=4, num_layers=2, query=query)
+    source = Checked(module, target)
+    config = EngineConfig(num_stages=4, max_new_tokens=24, **OUTPUT)
+    engine = Engine(target, PlainTokenizer(), config, module, source=source)
+    engine.decode(PROMPTS[2])
+    # Depth 1 is of no row before the newest, which are asked with their embedding; n is committed.
+    assert source.depths_seen == {0, 2, 3}
+
+
+def test_the_check_notices_states_of_the_other_timing():
+    target = tiny_llama(layers=4, vocab=16).double()
+    module = make_module(target, num_stages=4, num_layers=1)
+    config = EngineConfig(num_stages=4, max_new_tokens=24, **OUTPUT)
+    source = Checked(module, target, lead=0)
+    with pytest.raises(AssertionError, match="not close"):
+        Engine(target, PlainTokenizer(), config, module, source=source).decode(PROMPTS[2])
+
+
+def test_the_stages_wait_for_the_module_at_every_step():
+    """S = L' L / (Ls n + L), as for PPSD."""
+    target = tiny_llama(layers=4, vocab=16)
+    module = make_module(target, num_stages=4, num_layers=2).float()
+    result = engine_for(target, draft=module, num_stages=4, **OUTPUT).decode(PROMPTS[1])
+    length = 4 * result.num_tokens / result.num_steps
+    speedup = result.virtual_time_autoregressive / result.virtual_time
+    assert speedup == pytest.approx(length * 4 / (2 * 4 + 4))
+
+
+def test_the_timing_is_for_speculation_modules_under_spd():
+    with pytest.raises(ValueError, match="timing: 'output_states' is for schedule 'spd', not"):
+        EngineConfig(schedule="eagle", timing="output_states", cost=CostModel())
+    EngineConfig(schedule="autoregressive", timing="output_states")  # the baseline of such a run
+    target = tiny_llama(layers=4, vocab=16)
+    with pytest.raises(ValueError, match="timing: .* needs a speculation module, .* 'eagle3'"):
+        engine_for(target, draft=make_head(target), num_stages=2, **OUTPUT)
