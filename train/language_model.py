@@ -1,4 +1,7 @@
-"""Training of a small target from scratch: plain next-token cross-entropy on a packed corpus."""
+"""Training of a language model: plain next-token cross-entropy, from scratch or from a model.
+
+A small target on a packed corpus; or one that exists, fine-tuned whole or by low-rank adapters.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +22,9 @@ from transformers import (
 
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.models.documents import positions_of
+from pipedraft.train.lora import LoRAConfig, add_lora, merge_lora, save_adapter
 from pipedraft.train.method import LossOutput
-from pipedraft.train.throughput import TRAINED, DecoderCost, products
+from pipedraft.train.throughput import ONE_GRADIENT, TRAINED, DecoderCost, products
 
 # B batch, T positions, H hidden, V vocabulary, M counted rows, C of these in one chunk
 
@@ -43,6 +47,9 @@ class LanguageModelConfig:
     rope_theta: float = 10000.0
     init_from: str | None = None
     """Folder of a model to go on from (its shape and tokenizer are used), e.g. with longer rows."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters in init_from instead of its weights; the finished folder holds the
+    merged model, and the adapters in adapter/."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Kernel while training; eager is the faster one on CPUs for rows of a few hundred tokens."""
     loss_on: Literal["all", "assistant"] = "all"
@@ -56,6 +63,11 @@ class LanguageModelConfig:
             raise ValueError(
                 f"model.num_heads: {self.num_heads} does not divide model.hidden_size "
                 f"{self.hidden_size}; choose a divisor"
+            )
+        if self.lora is not None and self.init_from is None:
+            raise ValueError(
+                "model.lora: set without model.init_from, so the frozen weights would be random; "
+                "name the model to adapt, or leave it out"
             )
 
 
@@ -97,6 +109,9 @@ class LanguageModelObjective(nn.Module):
         self.config, self.tokenizer = config, tokenizer
         self.model = build_language_model(config, tokenizer)
         self.cost = DecoderCost.of(self.model.model)
+        if config.lora is not None:
+            assert config.init_from is not None
+            add_lora(self.model, config.lora, base=config.init_from)
 
     def counted(self, batch: dict[str, Tensor]) -> Tensor:
         """Rows whose next token is a label: bool [B, T-1]."""
@@ -122,8 +137,13 @@ class LanguageModelObjective(nn.Module):
 
     def flops(self, batch: dict[str, Tensor]) -> float:
         head = self.model.lm_head
-        logits = products(head.in_features * head.out_features, self.num_counted(batch), TRAINED)
-        return self.cost.flops(batch["lengths"].tolist(), TRAINED) + logits
+        logits, num_rows = head.in_features * head.out_features, self.num_counted(batch)
+        lengths = batch["lengths"].tolist()
+        if self.config.lora is None:
+            return self.cost.flops(lengths, TRAINED) + products(logits, num_rows, TRAINED)
+        adapters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        frozen = self.cost.flops(lengths, ONE_GRADIENT) + products(logits, num_rows, ONE_GRADIENT)
+        return frozen + products(adapters, sum(lengths), TRAINED)
 
     def forward(
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
@@ -169,7 +189,11 @@ class LanguageModelObjective(nn.Module):
 
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
         dtype = getattr(torch, self.config.save_dtype)
-        weights = {name.removeprefix("model."): x.to(dtype) for name, x in weights.items()}
+        weights = {name.removeprefix("model."): x for name, x in weights.items()}
+        if self.config.lora is not None:
+            save_adapter(self.model, weights, folder / "adapter")
+            weights = merge_lora(self.model, weights)
+        weights = {name: x.to(dtype) for name, x in weights.items()}
         if self.model.config.tie_word_embeddings:
             weights.pop("lm_head.weight")
         saved_dtype, self.model.config.dtype = self.model.config.dtype, dtype
