@@ -153,7 +153,7 @@ def parse(argv: Sequence[str]) -> tuple[RetentionConfig, argparse.Namespace]:
     )
     parser.add_class_arguments(RetentionConfig, as_group=False)
     if wants_help:
-        print(parser.format_help())
+        print(parser.format_help(), EXAMPLE, sep="\n")  # an epilog would be filled like prose
         sys.exit(0)
     try:
         found = vars(parser.instantiate(parser.parse_args(list(argv))))
