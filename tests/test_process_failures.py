@@ -250,7 +250,7 @@ def test_a_closed_link_awaits_nothing(monkeypatch):
             pass
 
     def receive_close(buffer, peer, *, tag):
-        frame = encode(Close(), 0.0)
+        frame, _ = encode(Close(), 0.0)
         buffer[: len(frame)] = frame
         return Done()
 

@@ -40,6 +40,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
             project_dir=str(config.output_dir), logging_dir=str(config.output_dir / "logs")
         ),
     )
+    # A process that refuses its configuration leaves: not before the others have found it.
+    accelerator.wait_for_everyone()
     world = int(os.environ.get("WORLD_SIZE", 1))
     is_replica = world > 1 and accelerator.distributed_type == DistributedType.NO
     if accelerator.num_processes != world or is_replica:
