@@ -57,9 +57,7 @@ def effective_size(weight_P: np.ndarray) -> np.ndarray:
         return weight_P.sum(-1) ** 2 / (weight_P**2).sum(-1)
 
 
-def expanded_percentiles(
-    values_R: np.ndarray, size: np.ndarray, *, confidence: float = CONFIDENCE
-) -> np.ndarray:
+def expanded_percentiles(values_R: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Confidence interval of a statistic from its resampled values.
 
     Expanded percentile interval (Hesterberg 2015, arXiv:1411.5279): the percentiles a and 1 - a of
@@ -82,7 +80,7 @@ def expanded_percentiles(
     for place, effective in np.ndenumerate(size):
         if effective > 1:
             effective = max(effective, 2.0)
-            t = student_quantile((1 + confidence) / 2, effective - 1)
+            t = student_quantile((1 + CONFIDENCE) / 2, effective - 1)
             tail = NormalDist().cdf(-math.sqrt(effective / (effective - 1)) * t)
             bounds[place] = np.quantile(values_R[place], [tail, 1 - tail])
     return bounds
@@ -94,7 +92,6 @@ def bootstrap_ratio(
     *,
     seed: int = 0,
     num_resamples: int = NUM_RESAMPLES,
-    confidence: float = CONFIDENCE,
 ) -> np.ndarray:
     """Confidence interval of sum(numerator) / sum(denominator), resampling conversations.
 
@@ -112,7 +109,7 @@ def bootstrap_ratio(
         return np.full((*numerator_P.shape[:-1], 2), np.nan)
     weights_PR = resampling_weights(size, seed=seed, num_resamples=num_resamples)
     ratio_R = (numerator_P @ weights_PR) / (denominator_P @ weights_PR)
-    return expanded_percentiles(ratio_R, effective_size(denominator_P), confidence=confidence)
+    return expanded_percentiles(ratio_R, effective_size(denominator_P))
 
 
 def sum_lists(lists: Sequence[Sequence[int]]) -> list[int]:

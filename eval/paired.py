@@ -149,9 +149,7 @@ class PairedComparison:
     """The same for ``RELATIVE_DIFFERENCES``, if they come with the spread measured here."""
 
 
-def compare_paired(
-    numerator_SP: np.ndarray, denominator_SP: np.ndarray, *, seed: int = 0
-) -> PairedComparison:
+def compare_paired(numerator_SP: np.ndarray, denominator_SP: np.ndarray) -> PairedComparison:
     """Everything that is said about one quantity of two runs.
 
     Args:
@@ -166,7 +164,7 @@ def compare_paired(
     if not size or not denominator_SP.any(1).all():
         raise ValueError("denominator_SP: a run counted nothing; compare prompts that were decoded")
     baseline, compared = pooled(numerator_SP, denominator_SP).tolist()
-    difference_ci95, ratio_ci95 = paired_intervals(numerator_SP, denominator_SP, seed=seed)
+    difference_ci95, ratio_ci95 = paired_intervals(numerator_SP, denominator_SP)
     psi_P = influence(numerator_SP, denominator_SP)
     deviation = float(psi_P.std(ddof=1)) if size > 1 else math.nan
     return PairedComparison(
@@ -177,7 +175,7 @@ def compare_paired(
         difference_ci95=(float(difference_ci95[0]), float(difference_ci95[1])),
         ratio=compared / baseline if baseline else math.nan,
         ratio_ci95=(float(ratio_ci95[0]), float(ratio_ci95[1])),
-        p_value=float(permutation_p_value(numerator_SP, denominator_SP, seed=seed)),
+        p_value=float(permutation_p_value(numerator_SP, denominator_SP)),
         prompts_for_measured=prompts_needed(deviation, compared - baseline),
         prompts_for_relative=tuple(
             prompts_needed(deviation, share * baseline) for share in RELATIVE_DIFFERENCES

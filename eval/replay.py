@@ -116,7 +116,7 @@ def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
     return Replay(recording, hardware, cost, stages, how, list(rows.values()))
 
 
-def records(found: Replay, seed: int = 0) -> Iterator[dict[str, Any]]:
+def records(found: Replay) -> Iterator[dict[str, Any]]:
     """One for each benchmark, and with several "overall"."""
     benchmarks = dict.fromkeys(row["benchmark"] for row in found.rows)
     for benchmark in [*benchmarks, *([OVERALL] if len(benchmarks) > 1 else [])]:
@@ -136,10 +136,10 @@ def records(found: Replay, seed: int = 0) -> Iterator[dict[str, Any]]:
             "steps": int(steps_P.sum()),
             "equivalent_acceptance_length": {
                 "pooled": ratio(found.stages * float(tokens_P.sum()), float(steps_P.sum())),
-                "ci95": bootstrap_ratio(found.stages * tokens_P, steps_P, seed=seed).tolist(),
+                "ci95": bootstrap_ratio(found.stages * tokens_P, steps_P).tolist(),
             },
             "theoretical_speedup": ratio(float(plain_P.sum()), float(time_P.sum())),
-            "theoretical_speedup_ci95": bootstrap_ratio(plain_P, time_P, seed=seed).tolist(),
+            "theoretical_speedup_ci95": bootstrap_ratio(plain_P, time_P).tolist(),
             "per_prompt": rows,
         }
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from pipedraft.eval.answers import Check, NumberCheck, ProgramCheck, build_program, find_number
+from pipedraft.eval.metrics import CONFIDENCE
 from pipedraft.eval.sandbox import PASSED, check_sandbox, isolation, run_program
 
 if TYPE_CHECKING:
     from pipedraft.eval.run import Record
     from pipedraft.eval.tasks import Prompt
 
-CONFIDENCE = 0.95
 ACCURACY = "accuracy"
 PASS_AT_1 = "pass@1"
 NOT_ISOLATED = (
@@ -42,9 +42,7 @@ nobody): use a container for models you do not trust.
 """
 
 
-def wilson_interval(
-    passed: int, total: int, *, confidence: float = CONFIDENCE
-) -> tuple[float, float]:
+def wilson_interval(passed: int, total: int) -> tuple[float, float]:
     """Confidence interval of a share.
 
     ((p + z^2 / 2n) +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)    Wilson 1927, eq. 4
@@ -55,7 +53,7 @@ def wilson_interval(
     """
     if total == 0:
         return math.nan, math.nan
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     share = passed / total
     center = share + z * z / (2 * total)
     spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))

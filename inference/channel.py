@@ -251,14 +251,14 @@ def packet_sizes(num_bytes: int) -> list[int]:
 
 
 class LinkEstimate:
-    """What the edge knows of its link: the bandwidth it is told, the round trips it has seen.
+    """What the edge knows of its link: the bandwidth it is told, the round trips it has seen."""
 
-    Round trips are smoothed with weight 1/8, as TCP's (RFC 6298).
-    """
+    weight = 1 / 8
+    """Of a new round trip beside those before it, as TCP's (RFC 6298)."""
 
-    def __init__(self, state: LinkState, *, weight: float = 1 / 8) -> None:
+    def __init__(self, state: LinkState) -> None:
         """``state``: believed before anything is measured."""
-        self.state, self.weight = state, weight
+        self.state = state
 
     def set_bandwidth(self, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
         """The radio's report (FlexSpec's R_n). A 0 is ignored: nobody knows when an outage ends,

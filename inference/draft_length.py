@@ -276,9 +276,11 @@ class _Published(DraftLengthPolicy):
     Biased: the mean of tau / K is (S(1) + .. + S(K)) / K, the acceptance rate only for K = 1.
     """
 
-    def __init__(self, max_length: int, *, acceptance: float = 0.8, rate: float = 0.1) -> None:
+    rate = 0.1
+
+    def __init__(self, max_length: int) -> None:
         super().__init__(max_length)
-        self.acceptance, self.rate = acceptance, rate
+        self.acceptance = 0.8
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self.acceptance += self.rate * (num_accepted / num_drafted - self.acceptance)

@@ -429,7 +429,7 @@ class Session:
                 break
             accepted = walk.tests[index] if index < len(walk.tests) else None
             if accepted is not None:
-                self._count_test(accepted)
+                self.result.count_test(self.round_length, accepted)
             self.round_length += 1
             self._emit(token)
         if not hit or self.done:
@@ -465,23 +465,13 @@ class Session:
         self.round_length = 0
         self.num_rounds += 1
 
-    def _count_test(self, accepted: bool) -> None:
-        tests, accepts = self.result.position_tests, self.result.position_accepts
-        if self.round_length == len(tests):
-            tests.append(0)
-            accepts.append(0)
-        tests[self.round_length] += 1
-        accepts[self.round_length] += int(accepted)
-
     def _emit(self, token: int) -> None:
-        result = self.result
-        result.token_ids.append(token)
-        result.token_times_s.append(time.perf_counter() - self.started)
+        self.result.emit(
+            token,
+            time.perf_counter() - self.started,
+            eos_token_ids=self.engine.target.eos_token_ids,
+            max_new_tokens=self.config.max_new_tokens,
+            limit=self.engine.target.max_positions,
+        )
         if self.on_token is not None:
             self.on_token(token)
-        if token in self.engine.target.eos_token_ids:
-            result.stop_reason = "eos"
-        elif len(result.token_ids) >= self.config.max_new_tokens:
-            result.stop_reason = "max_new_tokens"
-        elif len(result.prompt_ids) + len(result.token_ids) >= self.engine.target.max_positions:
-            result.stop_reason = "max_length"

@@ -1,6 +1,30 @@
 """What one decoded prompt reports. Counts are stored; every ratio is computed from them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+
+def stop_reason(
+    token: int,
+    num_new: int,
+    length: int,
+    *,
+    eos_token_ids: Iterable[int],
+    max_new_tokens: int,
+    limit: int,
+) -> str:
+    """Why the text ends with this token, as ``DecodeResult`` says it; "": it does not.
+
+    Args:
+        num_new: tokens behind the prompt, this one included.
+        length: of the whole text.
+        limit: positions of the target.
+    """
+    if token in eos_token_ids:
+        return "eos"
+    if num_new >= max_new_tokens:
+        return "max_new_tokens"
+    return "max_length" if length >= limit else ""
 
 
 @dataclass
@@ -45,6 +69,44 @@ class DecodeResult:
     prefill_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)
     """Wall-clock seconds after the start of the request at which each new token was emitted."""
+
+    def emit(
+        self,
+        token: int,
+        time_s: float,
+        *,
+        eos_token_ids: Iterable[int],
+        max_new_tokens: int,
+        limit: int,
+    ) -> None:
+        """A token is certain; sets ``stop_reason`` where the text ends with it.
+
+        Args:
+            limit: positions of the target.
+        """
+        self.token_ids.append(token)
+        self.token_times_s.append(time_s)
+        num_new = len(self.token_ids)
+        self.stop_reason = stop_reason(
+            token,
+            num_new,
+            len(self.prompt_ids) + num_new,
+            eos_token_ids=eos_token_ids,
+            max_new_tokens=max_new_tokens,
+            limit=limit,
+        )
+
+    def count_test(self, place: int, is_accepted: bool) -> None:
+        """A draft token was tested.
+
+        Args:
+            place: in its round; there is a test of each place before it.
+        """
+        if place == len(self.position_tests):
+            self.position_tests.append(0)
+            self.position_accepts.append(0)
+        self.position_tests[place] += 1
+        self.position_accepts[place] += is_accepted
 
     @property
     def num_tokens(self) -> int:

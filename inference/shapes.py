@@ -1,4 +1,4 @@
-"""The shape of a draft tree, and how a travelling tree is cut and extended."""
+"""Shapes of draft trees and of micro-batches, and how a travelling tree is cut and extended."""
 
 import math
 from dataclasses import dataclass

@@ -26,13 +26,8 @@ def causal_layer(
     normed_BTH, attention = layer.input_layernorm(stream_BTH), layer.self_attn
     query_BTND = attention.query(normed_BTH, cos_T1D, sin_T1D)
     keys_BTJD, values_BTJD = attention.key_value(normed_BTH, cos_T1D, sin_T1D)
-    attended_BNTD = causal_attention(
-        query_BTND.transpose(1, 2),
-        keys_BTJD.transpose(1, 2),
-        values_BTJD.transpose(1, 2),
-        lengths,
-    )
-    return layer.finish(stream_BTH, attended_BNTD.transpose(1, 2))
+    attended_BTND = causal_attention(query_BTND, keys_BTJD, values_BTJD, lengths)
+    return layer.finish(stream_BTH, attended_BTND)
 
 
 def cached_layer(

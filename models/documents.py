@@ -30,15 +30,22 @@ def positions_of(num_positions: int, lengths: Sequence[int] | None, device: Any)
 
 
 def causal_attention(
-    query_BNTD: Tensor, keys_BJTD: Tensor, values_BJTD: Tensor, lengths: Sequence[int] | None = None
+    query_BTND: Tensor, keys_BTJD: Tensor, values_BTJD: Tensor, lengths: Sequence[int] | None = None
 ) -> Tensor:
-    """Every row sees the rows of its text up to itself; heads may be grouped. No mask."""
-    inputs = (query_BNTD, keys_BJTD, values_BJTD)
+    """Every row sees the rows of its text up to itself; heads may be grouped. No mask.
+
+    Returns:
+        [B, T, N, D].
+    """
+    inputs = [x.transpose(1, 2) for x in (query_BTND, keys_BTJD, values_BTJD)]
     options: dict[str, Any] = {"is_causal": True}
-    options["enable_gqa"] = query_BNTD.shape[1] != keys_BJTD.shape[1]
+    options["enable_gqa"] = query_BTND.shape[2] != keys_BTJD.shape[2]
+    attend: Any = F.scaled_dot_product_attention
     if lengths is None:
-        return F.scaled_dot_product_attention(*inputs, **options)
-    return _attend_apart(F.scaled_dot_product_attention, inputs, lengths, options)
+        attended_BNTD = attend(*inputs, **options)
+    else:
+        attended_BNTD = _attend_apart(attend, inputs, lengths, options)
+    return attended_BNTD.transpose(1, 2)
 
 
 class WithinDocuments(TorchFunctionMode):

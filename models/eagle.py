@@ -85,19 +85,14 @@ class EagleHead(Draft):
             lengths: rows of each document in a packed row.
         """
         positions_R = positions_of(tokens_BR.shape[1], lengths, tokens_BR.device)
-        cos, sin = (part[:, None] for part in self.rotary(positions_R, states_BRH.dtype))
+        cos, sin = self.rotary.of_heads(positions_R, states_BRH.dtype)
 
         def advance(states_BRH: Tensor) -> Tensor:
             residual_BRH, query_BRND, keys_BRJD, values_BRJD = self.project(
                 self.embed(tokens_BR), states_BRH, cos, sin
             )
-            attended_BNRD = causal_attention(
-                query_BRND.transpose(1, 2),
-                keys_BRJD.transpose(1, 2),
-                values_BRJD.transpose(1, 2),
-                lengths,
-            )
-            return self.finish(residual_BRH, attended_BNRD.transpose(1, 2))
+            attended_BRND = causal_attention(query_BRND, keys_BRJD, values_BRJD, lengths)
+            return self.finish(residual_BRH, attended_BRND)
 
         return self.compute(advance, states_BRH)
 
@@ -116,7 +111,7 @@ class EagleHead(Draft):
             tokens_R: token that follows each row's position.
             visible_RC: bool, rows of the cache (these R ones included) that each row may see.
         """
-        cos, sin = (part[:, None] for part in self.rotary(positions_R, states_RH.dtype))
+        cos, sin = self.rotary.of_heads(positions_R, states_RH.dtype)
         residual_RH, query_RND, keys_RJD, values_RJD = self.project(
             self.embed(tokens_R), states_RH, cos, sin
         )

@@ -188,7 +188,7 @@ class Eagle3(EagleHead):
                 joint_MC = zeros_MC.index_put((rows_M,), joint_MC)
             joint_BTC = joint_MC.view(B, T, -1) + embedded_BTC[:, 1 + step : 1 + step + T]
             query, key, value = joint_BTC.unflatten(-1, (-1, attention.head_size)).split(sizes, 2)
-            turn = [x[:, None] for x in self.rotary(positions_T + step, embedded_BTC.dtype)]
+            turn = self.rotary.of_heads(positions_T + step, embedded_BTC.dtype)
             query_BTND = rotate(attention.q_norm(query), *turn)
             key_BJTD = rotate(attention.k_norm(key), *turn).transpose(1, 2)
             # Copied, or the values kept for later steps would hold the queries' memory, too.

@@ -124,11 +124,9 @@ class Origin:
                 f"checkpoint: {folder / ORIGIN_FILE} is damaged ({error}); export it again"
             ) from error
 
-    def card_source(self, place: str = "THIS_FOLDER") -> CardSource:
-        """
-        Args:
-            place: what the engine is to be given as the draft.
-        """
+    def card_source(self) -> CardSource:
+        """The card's reader names the folder that the engine is to be given."""
+        place = "THIS_FOLDER"
         reference = self.description["target"]
         name = reference["name"]
         return CardSource(

@@ -171,10 +171,6 @@ class FlexSpec(Draft):
     def _layers(self) -> list[DecoderLayer]:
         return cast(list[DecoderLayer], [*self.stem_layers, self.anchor])
 
-    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cos, sin = self.rotary(positions, dtype)
-        return cos[:, None], sin[:, None]
-
     def _enter(self, embedding_H: Tensor, before_H: Tensor) -> Tensor:
         """Stream that the first decoder layer reads.
 
@@ -201,7 +197,7 @@ class FlexSpec(Draft):
         """
         embedding_BTH = self.embedding(tokens_BT)
         positions_T = positions_of(tokens_BT.shape[1], lengths, tokens_BT.device)
-        cos, sin = self._rotation(positions_T, embedding_BTH.dtype)
+        cos, sin = self.rotary.of_heads(positions_T, embedding_BTH.dtype)
         before_BTH, states = torch.zeros_like(embedding_BTH), []
         for _ in range(self.config.num_readings):
             stream_BTH = self._enter(embedding_BTH, before_BTH)
@@ -231,7 +227,7 @@ class FlexSpec(Draft):
             before_R: int64, the row before each, by its index in these Q followed by the R.
         """
         embedding_RH = self.embedding(tokens_R)
-        cos, sin = self._rotation(positions_R, embedding_RH.dtype)
+        cos, sin = self.rotary.of_heads(positions_R, embedding_RH.dtype)
         before_RH, states, num_layers = torch.zeros_like(embedding_RH), [], len(self._layers)
         for reading in range(self.config.num_readings):
             stream_RH = self._enter(embedding_RH, before_RH)

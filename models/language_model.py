@@ -59,6 +59,14 @@ def _num_layer_parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
 
 
+def model_folder(name_or_path: str) -> str:
+    """The best model of a run, if this is its output folder; else the same."""
+    best = Path(name_or_path, "best")
+    if (best / CONFIG_FILE).exists() and not Path(name_or_path, CONFIG_FILE).exists():
+        return str(best)
+    return name_or_path
+
+
 def load_draft_model(
     name_or_path: str, target: Any, tokenizer: PreTrainedTokenizerBase
 ) -> LanguageModelDraft:
@@ -71,9 +79,7 @@ def load_draft_model(
         ValueError: nothing there, a family that is not supported, or another tokenizer or
             vocabulary than the target's.
     """
-    best = Path(name_or_path, "best")
-    if (best / CONFIG_FILE).exists() and not Path(name_or_path, CONFIG_FILE).exists():
-        name_or_path = str(best)
+    name_or_path = model_folder(name_or_path)
     try:
         own_tokenizer = load_tokenizer(name_or_path)
         model = load_target(name_or_path, dtype=target.dtype, device=target.device)

@@ -91,6 +91,11 @@ class RotaryEmbedding(nn.Module):
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
+    def of_heads(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin [T, 1, D]: for rows [..., T, N, D] of several heads."""
+        cos_TD, sin_TD = self(positions_T, dtype)
+        return cos_TD[:, None], sin_TD[:, None]
+
 
 def rotate(x_ND: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
     """Apply rotary positions to heads: x [..., D], cos and sin broadcastable to it."""

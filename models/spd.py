@@ -13,14 +13,14 @@ that should enter next, so that the pipeline never runs empty.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedraft.models.documents import positions_of
-from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.draft import TargetReference
 from pipedraft.models.layers import (
     DecoderLayer,
     LayerConfig,
@@ -29,16 +29,14 @@ from pipedraft.models.layers import (
     initialise_matrices,
     rotate,
 )
+from pipedraft.models.staged_draft import StagedDraft, StagedDraftConfig
 from pipedraft.models.structural import structural_attention
-from pipedraft.models.target import stage_boundaries
 
 
 @dataclass(frozen=True, kw_only=True)
-class SPDConfig:
+class SPDConfig(StagedDraftConfig):
     """Architecture of the module."""
 
-    num_stages: int = 4
-    """n: pipeline stages of the target; the module runs beside them."""
     num_layers: int = 2
     """Decoder layers of the module (Ls)."""
     features: Literal["paper", "thirds", "anchors"] = "paper"
@@ -47,16 +45,10 @@ class SPDConfig:
     """Layer indices for ``features: anchors``, ascending."""
     query: Literal["newest", "all"] = "newest"
     """newest: only the depth-0 stream passes the layers. all: every depth does."""
-    boundaries: tuple[int, ...] = ()
-    """Stage boundaries 0..L when the split is uneven on purpose; empty: as even as possible."""
-    num_target_layers: int = 0
-    """L; filled in from the target."""
-    draft_vocab_size: int | None = None
-    """U: most frequent tokens of the training data; None: the target's vocabulary."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "anchors", tuple(self.anchors))
-        object.__setattr__(self, "boundaries", tuple(self.boundaries))
         if self.num_stages < 1 or self.num_layers < 1:
             raise ValueError(
                 f"model.num_stages, model.num_layers: {self.num_stages}, {self.num_layers}; "
@@ -82,15 +74,14 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
                is post-norm; here index L is the raw output and is used.
       anchors  0 and every anchor <= l, as in the authors' later release.
     """
-    ends = config.boundaries or stage_boundaries(config.num_target_layers, config.num_stages)
     depths: list[tuple[int, ...]] = []
-    for depth, last in enumerate(ends):
+    for depth, last in enumerate(config.cut):
         if config.features == "paper":
             chosen = {0, last // 2, last}
         elif config.features == "anchors":
             chosen = {0, *(anchor for anchor in config.anchors if anchor <= last)}
         elif depth <= 2:
-            chosen = set(ends[: depth + 1])
+            chosen = set(config.cut[: depth + 1])
         else:
             chosen = {0, last // 3, 2 * (last // 3), last}
         depths.append(tuple(sorted(chosen)))
@@ -129,7 +120,7 @@ class _Examples:
         return {index: x_BTH.narrow(self.axis, 0, count) for index, x_BTH in taps.items()}
 
 
-class SPD(Draft):
+class SPD(StagedDraft):
     """The speculation module: features per depth, Ls decoder layers, own LM head.
 
     Train and decode compute the same function: ``forward`` for every position of a sequence at a
@@ -138,7 +129,7 @@ class SPD(Draft):
 
     draft_type: ClassVar[str] = "spd"
     config_class: ClassVar[type] = SPDConfig
-    draft_ids: Tensor
+    config: SPDConfig
 
     def __init__(self, config: SPDConfig, layer: LayerConfig, reference: TargetReference) -> None:
         super().__init__(config, layer, reference)
@@ -162,14 +153,6 @@ class SPD(Draft):
         self.register_buffer("draft_ids", torch.arange(size))
 
     @property
-    def num_stages(self) -> int:
-        return self.config.num_stages
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        return self.config.boundaries
-
-    @property
     def taps(self) -> tuple[int, ...]:
         """Layer indices of the target that the module reads."""
         return tuple(sorted(set().union(*self.feature_layers)))
@@ -181,11 +164,7 @@ class SPD(Draft):
         Each projection starts as the identity on its deepest checkpoint and zero on the others,
         so that the residual stream begins in the space the norm and the LM head know.
         """
-        decoder = target.get_decoder()
-        self.norm.weight.copy_(decoder.norm.weight)
-        if draft_ids is not None:
-            self.draft_ids.copy_(draft_ids)
-        self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids])
+        self.initialise_head(target, draft_ids)
         hidden = self.layer_config.hidden_size
         for projection in self.projections:
             projection.weight.zero_()
@@ -229,7 +208,7 @@ class SPD(Draft):
             return self._forward_all(taps, examples)
         stream_BTH = self.feature(taps, 0)
         positions_T = positions_of(stream_BTH.shape[1], lengths, stream_BTH.device)
-        rotation = self._rotation(positions_T, stream_BTH.dtype)
+        rotation = self.rotary.of_heads(positions_T, stream_BTH.dtype)
         keys, values, block_of_depth = self._static_key_values(taps, examples, rotation)
 
         def advance(index: int, layer: DecoderLayer, stream_BTH: Tensor) -> Tensor:
@@ -244,7 +223,7 @@ class SPD(Draft):
             )
             return layer.finish(stream_BTH, attended_BNTD.transpose(1, 2))
 
-        for index, layer in enumerate(self._decoder_layers()):
+        for index, layer in enumerate(self.decoder_layers):
             stream_BTH = self.compute(advance, index, layer, stream_BTH)
         return stream_BTH
 
@@ -260,7 +239,7 @@ class SPD(Draft):
             keys, values: [B_r, J, T_r, D] by layer and block.
             block_of_depth: of the depths 0..n, counting the query stream as block 0.
         """
-        layers = self._decoder_layers()
+        layers = self.decoder_layers
         projections = [
             (projection, layer.input_layernorm)
             for layer in layers
@@ -294,7 +273,7 @@ class SPD(Draft):
         rotation: tuple[Tensor, Tensor],
     ) -> list[Tensor]:
         """Keys and values of one depth, layer after layer: 2 Ls of [B, J, T, D]."""
-        attention, layers = self.layers[0].self_attn, self._decoder_layers()
+        attention, layers = self.layers[0].self_attn, self.decoder_layers
         shape = (2 * len(layers), attention.num_key_value_heads, attention.head_size)
         rows_BTH = self.feature(taps, depth)
         cos, sin = (x[: rows_BTH.shape[1]] for x in rotation)
@@ -306,13 +285,6 @@ class SPD(Draft):
             key_BTJD = rotate(layer.self_attn.k_norm(key_BTJD), cos, sin)
             heads += [key_BTJD.transpose(1, 2), value_BTJD.transpose(1, 2)]
         return heads
-
-    def _decoder_layers(self) -> list[DecoderLayer]:
-        return cast(list[DecoderLayer], list(self.layers))
-
-    def _rotation(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cos, sin = self.rotary(positions_T, dtype)
-        return cos[:, None], sin[:, None]
 
     @staticmethod
     def _project(
@@ -348,7 +320,7 @@ class SPD(Draft):
         positions_T = positions_of(taps[0].shape[1], examples.lengths, stream_STH.device)
         if axis == 1:
             positions_T = torch.cat([positions_T[:count] for count in counts])
-        rotation = self._rotation(positions_T, stream_STH.dtype)
+        rotation = self.rotary.of_heads(positions_T, stream_STH.dtype)
 
         def advance(layer: DecoderLayer, is_last: bool, stream_STH: Tensor) -> Tensor:
             # The last layer is asked for depth 0 only.
@@ -365,15 +337,11 @@ class SPD(Draft):
             asked_STH = stream_STH.narrow(axis, 0, num_queries)
             return layer.finish(asked_STH, attended_SNTD.transpose(1, 2))
 
-        for index, layer in enumerate(self._decoder_layers()):
+        for index, layer in enumerate(self.decoder_layers):
             stream_STH = self.compute(advance, layer, index == len(self.layers) - 1, stream_STH)
         return stream_STH
 
     # -- decoding ---------------------------------------------------------------------------
-
-    def logits(self, stream_H: Tensor) -> Tensor:
-        """Draft logits [..., U] of output rows [..., H]; entry u is target token draft_ids[u]."""
-        return self.lm_head(self.norm(stream_H))
 
     def extend(self, state: SPDState, taps: Mapping[int, Tensor], first_position: int) -> None:
         """Append committed positions (depth n) to the key-value state.
@@ -384,9 +352,9 @@ class SPD(Draft):
         stream_RH = self.feature(taps, self.config.num_stages)
         num_rows = len(stream_RH)
         positions = torch.arange(num_rows, device=stream_RH.device) + first_position
-        cos, sin = (part[:, None] for part in self.rotary(positions, stream_RH.dtype))
+        cos, sin = self.rotary.of_heads(positions, stream_RH.dtype)
         static = self.config.query == "newest"
-        for index, layer in enumerate(self._decoder_layers()):
+        for index, layer in enumerate(self.decoder_layers):
             normed = layer.input_layernorm(stream_RH)
             keys, values = (x.transpose(0, 1) for x in layer.self_attn.key_value(normed, cos, sin))
             if len(state.keys) == index:
@@ -434,11 +402,11 @@ class SPD(Draft):
             blocks.append(self.feature(rows, depths[start]))
         rows_RH = torch.cat(blocks)
         num_queries = sum(1 for depth in depths if depth == 0)
-        cos, sin = (part[:, None] for part in self.rotary(positions, rows_RH.dtype))
+        cos, sin = self.rotary.of_heads(positions, rows_RH.dtype)
         committed = torch.ones(len(depths), state.num_rows, dtype=torch.bool, device=rows_RH.device)
         seen_RK = torch.cat([committed, visible_RR], 1)
         static = self.config.query == "newest"
-        for index, layer in enumerate(self._decoder_layers()):
+        for index, layer in enumerate(self.decoder_layers):
             normed = layer.input_layernorm(rows_RH)
             keys, values = (x.transpose(0, 1) for x in layer.self_attn.key_value(normed, cos, sin))
             if state.num_rows:

@@ -55,7 +55,6 @@ def load_target(
     revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    trust_remote_code: bool = False,
     attention: str = "sdpa",
     quantization: Any = None,
 ) -> PreTrainedModel:
@@ -76,7 +75,7 @@ def load_target(
             name_or_path,
             revision=revision,
             dtype=dtype,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=False,
             attn_implementation=attention,
             use_safetensors=True,
             quantization_config=quantization,

@@ -97,7 +97,7 @@ def unroll(
     values: list[Tensor] = []
     out = []
     for guess in range(depth):
-        turn = [x[:, None] for x in draft.rotary(positions_R + guess, states_BRH.dtype)]
+        turn = draft.rotary.of_heads(positions_R + guess, states_BRH.dtype)
         embedded_BRH = draft.embed(tokens[:, guess + 1 : guess + 1 + R])
         residual_BRH, query, key, value = draft.project(embedded_BRH, states_BRH, *turn)
         keys.append(key.transpose(1, 2))

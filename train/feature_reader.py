@@ -1,4 +1,4 @@
-"""Training without the target's layers: hidden states come from a dump instead."""
+"""Training without the target's layers: hidden states come from a dump or a server instead."""
 
 # B batch, T positions of a padded or packed row, M positions of texts, H hidden
 

@@ -6,13 +6,13 @@ Both halves of inference/edge_cloud run on its virtual clock with PicoSpec's con
 draft token, 87 ms for a pass of the target) and a link of 60 ms; the draft is known_text.py's.
 """
 
-import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from diagram import Diagram
 from known_text import PROMPT, KnownText, draw_luck, greedy_text, make_target
+from picture_files import write_pictures
 
 from pipedraft.inference.channel import Channel, Link, LinkEstimate
 from pipedraft.inference.draft_length import parse_policy
@@ -256,19 +256,12 @@ def draw_words(picture: Diagram, run: Any, y: float) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        epilog="example: python docs/images/draw_links.py --out docs/images",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the SVG files")
-    out = parser.parse_args().out
+def pictures() -> Iterator[tuple[str, str]]:
     target = make_target()
     text = greedy_text(target)
     for name, (title, method, temperature, policy) in PICTURES.items():
-        run = record(target, text, method, temperature, policy)
-        (out / f"{name}.svg").write_text(draw(title, run))
+        yield name, draw(title, record(target, text, method, temperature, policy))
 
 
 if __name__ == "__main__":
-    main()
+    write_pictures(__doc__, pictures())

@@ -6,13 +6,13 @@ The engine itself decodes; nothing is drawn by hand. Four stages, one draft pass
 a stage's time, and the same Bernoulli draft for all (known_text.py).
 """
 
-import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from diagram import Diagram
 from known_text import PROMPT, KnownText, draw_luck, greedy_text, make_target
+from picture_files import write_pictures
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.engine import Engine, EngineConfig
@@ -261,19 +261,12 @@ def draw_words(picture: Diagram, steps: list[Step], y: float) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        epilog="example: python docs/images/draw_schedules.py --out docs/images",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the SVG files")
-    out = parser.parse_args().out
+def pictures() -> Iterator[tuple[str, str]]:
     target = make_target()
     text = greedy_text(target)
     for name, (title, options) in SCHEDULES.items():
-        steps, result = record(target, text, options)
-        (out / f"{name}.svg").write_text(draw(title, steps, result))
+        yield name, draw(title, *record(target, text, options))
 
 
 if __name__ == "__main__":
-    main()
+    write_pictures(__doc__, pictures())

@@ -44,19 +44,19 @@ def make_target() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).float().eval().requires_grad_(False)
 
 
-def greedy_text(target: Any, length: int = LENGTH) -> list[int]:
+def greedy_text(target: Any) -> list[int]:
     """The prompt and what the target makes of it, by transformers alone."""
     ids = torch.tensor([PROMPT])
     output = target.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=LENGTH
     )
     return output[0].tolist()
 
 
-def draw_luck(seed: int, length: int = 2 * LENGTH) -> list[int]:
+def draw_luck(seed: int) -> list[int]:
     """For each position: the draft's best token is the text's, its second best, or neither is."""
     generator = random.Random(seed)
-    return generator.choices([RIGHT, SECOND, MISSING], weights=[72, 16, 12], k=length)
+    return generator.choices([RIGHT, SECOND, MISSING], weights=[72, 16, 12], k=2 * LENGTH)
 
 
 class KnownText(TreeSource):

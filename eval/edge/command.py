@@ -11,6 +11,7 @@ from typing import Any
 from pipedraft.errors import Parser, UsageError, make_folder
 from pipedraft.eval.arguments import listed
 from pipedraft.inference.arguments import positive, temperature
+from pipedraft.inference.edge_cloud.wish_arguments import add_wish_arguments, wish_settings
 
 EXAMPLE = """\
 example:
@@ -75,12 +76,6 @@ def build_parser() -> Parser:
         help="picospec, flexspec, or a JSON file of draft_s, verify_s, verify_row_s, cloud_draft_s",
     )
     add(
-        "--policy",
-        default="survival",
-        help="draft lengths of flexspec, colocated and picospec: fixed:K, eq11, alg2, geometric, "
-        "survival (default: survival)",
-    )
-    add(
         "--draft-length",
         type=positive,
         default=4,
@@ -88,16 +83,7 @@ def build_parser() -> Parser:
         help="of stop_and_wait and dssd (default: 4)",
     )
     add("--rule", metavar="RULE", help="acceptance at T > 0 (default: each method's own)")
-    add("--top-k", type=positive, default=10, metavar="K", help="of a rejection (default: 10)")
-    add(
-        "--tail-samples",
-        type=positive,
-        default=4,
-        metavar="M",
-        help="of a rejection by tail_escape (default: 4)",
-    )
-    add("--max-new-tokens", type=positive, default=128, metavar="M", help="a turn (default: 128)")
-    add("--seed", type=int, default=0, help="of sampling, links and bootstrap (default: 0)")
+    add_wish_arguments(add)
     add("--no-lossless", action="store_true", help="do not compare texts with plain decoding")
     add("--out", type=Path, required=True, metavar="OUT", help="folder of the results")
     return parser
@@ -177,13 +163,8 @@ def _scenes(options: argparse.Namespace, job: Job) -> list[tuple[str, Any]]:
                 times=times,
                 energy=radio_energy(radio_of(name), draft_s=times.draft_s),
                 temperature=degrees,
-                rule=options.rule,
-                policy=options.policy,
                 fixed_length=options.draft_length,
-                top_k=options.top_k,
-                tail_samples=options.tail_samples,
-                max_new_tokens=options.max_new_tokens,
-                seed=options.seed,
+                **wish_settings(options),
             ),
         )
         for degrees in options.temperature

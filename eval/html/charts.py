@@ -163,13 +163,11 @@ def line_chart(
     *,
     reference: float | None = None,
     top: float | None = None,
-    whole: bool = True,
 ) -> Picture:
     """
     Args:
-        series: label -> x -> estimate; intervals are a band.
+        series: label -> x, a whole number -> estimate; intervals are a band.
         top: of the axis of values.
-        whole: x are whole numbers.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -192,8 +190,7 @@ def line_chart(
                 markersize=6,
             )
         axes.set_ylim(0, top)
-        if whole:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y")
         axes.set_xlabel(frame.other_axis)
         axes.set_ylabel(frame.axis)

@@ -107,6 +107,16 @@ def _shape(run: Run) -> str:
     return run["tree"] or f"W={run['tree_width']}"
 
 
+def _lines(frame: Frame, series: Mapping[str, Mapping[float, Estimate]], reason: str) -> Result:
+    """
+    Args:
+        reason: why there are none.
+    """
+    if not series:
+        return Missing(title=frame.title, reason=reason)
+    return line_chart(frame, series, reference=1)
+
+
 def lengths_by_stages(pooled: Sequence[Run]) -> Iterator[Result]:
     lines = _against(
         tables.drafted_runs(pooled),
@@ -114,13 +124,6 @@ def lengths_by_stages(pooled: Sequence[Run]) -> Iterator[Result]:
         lambda run: f"{run['method']}, T={run['temperature']:g}, {_shape(run)}",
     )
     series = {label: {n: _length(run) for n, run in line.items()} for label, line in lines.items()}
-    if not series:
-        yield Missing(
-            title="L' against n",
-            reason="no method was run with several numbers of stages; give the folders of such "
-            "evaluations together",
-        )
-        return
     frame = Frame(
         name="stages",
         title="L' against n",
@@ -129,7 +132,11 @@ def lengths_by_stages(pooled: Sequence[Run]) -> Iterator[Result]:
         other_axis="pipeline stages n",
         table=series_table(series, "n", "L' pooled"),
     )
-    yield line_chart(frame, series, reference=1)
+    reason = (
+        "no method was run with several numbers of stages; give the folders of such evaluations "
+        "together"
+    )
+    yield _lines(frame, series, reason)
 
 
 def draft_length(run: Run) -> float | None:
@@ -152,12 +159,6 @@ def speedup_by_draft_length(pooled: Sequence[Run]) -> Iterator[Result]:
         label: {length: Estimate(run["theoretical_speedup"]) for length, run in line.items()}
         for label, line in lines.items()
     }
-    if not series:
-        yield Missing(
-            title="S against draft length",
-            reason="no method was run with several draft lengths (--tree chain:3,chain:7)",
-        )
-        return
     frame = Frame(
         name="draft-length",
         title="S against draft length",
@@ -166,7 +167,8 @@ def speedup_by_draft_length(pooled: Sequence[Run]) -> Iterator[Result]:
         other_axis="guesses on the longest path",
         table=series_table(series, "draft length", "S"),
     )
-    yield line_chart(frame, series, reference=1)
+    reason = "no method was run with several draft lengths (--tree chain:3,chain:7)"
+    yield _lines(frame, series, reason)
 
 
 def _by_position(entries: Sequence[Run]) -> dict[float, Estimate]:

@@ -39,9 +39,9 @@ from pipedraft.inference.edge_cloud.messages import (
     Top,
     Verify,
     prefix_hash,
-    stop_reason,
 )
 from pipedraft.inference.edge_cloud.rules import CloudRule, rule_of
+from pipedraft.inference.result import stop_reason
 from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.stage_batch import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget, target_fingerprint
@@ -273,10 +273,11 @@ class CloudSession:
         assert self._opening is not None
         self._text.append(token)
         self._stop_reason = stop_reason(
-            self._text,
+            token,
             len(self._text) - self._num_prompt,
+            len(self._text),
             eos_token_ids=self._staged.eos_token_ids,
-            settings=self._opening.settings,
+            max_new_tokens=self._opening.settings.max_new_tokens,
             limit=self._staged.max_positions,
         )
 

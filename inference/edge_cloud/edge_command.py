@@ -15,6 +15,7 @@ from pipedraft.inference.arguments import positive, temperature
 from pipedraft.inference.edge_cloud.methods import METHODS, Wishes
 from pipedraft.inference.edge_cloud.rules import RULES
 from pipedraft.inference.edge_cloud.serve_command import read_token
+from pipedraft.inference.edge_cloud.wish_arguments import add_wish_arguments, wish_settings
 from pipedraft.inference.prompts import Stream, encode
 
 EXAMPLE = """example:
@@ -84,12 +85,6 @@ def _add_decoding_arguments(parser: Parser) -> None:
         help="acceptance at temperatures above 0; topk and alg2_argmax are not lossless (default: "
         "the method's)",
     )
-    add(
-        "--policy",
-        default=wishes.policy,
-        help="draft length of flexspec and picospec: fixed:K, eq11, alg2, geometric or survival "
-        "(default)",
-    )
     add("--max-length", type=positive, default=wishes.max_length, metavar="K", help="longest (8)")
     add(
         "--fixed-length",
@@ -99,10 +94,7 @@ def _add_decoding_arguments(parser: Parser) -> None:
         help="draft length of stop_and_wait and dssd (4)",
     )
     add("--temperature", type=temperature, default=0.0, help="0 is greedy (default)")
-    add("--top-k", type=positive, default=wishes.top_k, help="of topk and tail_escape (10)")
-    add("--tail-samples", type=positive, default=wishes.tail_samples, help="of tail_escape (4)")
-    add("--max-new-tokens", type=positive, default=wishes.max_new_tokens)
-    add("--seed", type=int, default=0)
+    add_wish_arguments(add)
     add(
         "--keep-drafting",
         action="store_true",
@@ -166,15 +158,16 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
     from pipedraft.inference.edge_cloud.drafter import ChainDrafter
     from pipedraft.models.draft import read_description, resolve_folder
     from pipedraft.models.flexspec import FlexSpec
-    from pipedraft.models.language_model import LanguageModelDraft
+    from pipedraft.models.language_model import LanguageModelDraft, model_folder
     from pipedraft.models.target import load_target, load_tokenizer
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if options.draft_model is not None:
-        model = load_target(options.draft_model)
+        name = model_folder(options.draft_model)
+        model = load_target(name)
         network = LanguageModelDraft(model, model)
-        tokenizer = load_tokenizer(options.tokenizer or options.draft_model)
+        tokenizer = load_tokenizer(options.tokenizer or name)
         return EdgeDraft(make=lambda: ChainDrafter.of(network)), tokenizer
     if options.checkpoint is None:
         if options.tokenizer is None:
@@ -216,14 +209,9 @@ async def _decode(
 
     wishes = Wishes(
         temperature=options.temperature,
-        rule=options.rule,
-        policy=options.policy,
         max_length=options.max_length,
         fixed_length=options.fixed_length,
-        top_k=options.top_k,
-        tail_samples=options.tail_samples,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
+        **wish_settings(options),
     )
     if wishes.caveat(method):
         print(f"warning: {wishes.caveat(method)}", file=sys.stderr)

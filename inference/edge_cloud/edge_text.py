@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipedraft.inference.edge_cloud.messages import Open, Opened, prefix_hash, stop_reason
+from pipedraft.inference.edge_cloud.messages import Open, Opened, prefix_hash
 from pipedraft.inference.edge_cloud.rules import Guess
 from pipedraft.inference.result import DecodeResult
 
@@ -78,7 +78,7 @@ class EdgeText:
             self.guesses.clear()
         for index, new in enumerate(emitted):
             if index < len(tests):
-                self._count_test(tests[index])
+                self.result.count_test(self._round_length, tests[index])
             self._round_length += 1
             self._emit(new, now_s)
             if self.has_ended:
@@ -87,24 +87,13 @@ class EdgeText:
             self.result.round_lengths.append(self._round_length)
             self._round_length = 0
 
-    def _count_test(self, is_accepted: bool) -> None:
-        tests, accepts = self.result.position_tests, self.result.position_accepts
-        if self._round_length == len(tests):
-            tests.append(0)
-            accepts.append(0)
-        tests[self._round_length] += 1
-        accepts[self._round_length] += is_accepted
-
     def _emit(self, token: int, now_s: float) -> None:
         assert self.limits is not None
-        result = self.result
         self.tokens.append(token)
-        result.token_ids.append(token)
-        result.token_times_s.append(now_s)
-        result.stop_reason = stop_reason(
-            self.tokens,
-            len(result.token_ids),
+        self.result.emit(
+            token,
+            now_s,
             eos_token_ids=self.limits.eos_token_ids,
-            settings=self.opening.settings,
+            max_new_tokens=self.opening.settings.max_new_tokens,
             limit=self.limits.max_positions,
         )

@@ -15,9 +15,9 @@ from pipedraft.inference.channel import Channel, Direction, Link
 
 
 class EmulatedLink:
-    def __init__(self, link: Link, host: str, port: int, *, seed: int = 0) -> None:
+    def __init__(self, link: Link, host: str, port: int) -> None:
         """``host``, ``port``: of the server behind it."""
-        self._channel = Channel(link, seed=seed)
+        self._channel = Channel(link, seed=0)
         self._address = host, port
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task] = set()

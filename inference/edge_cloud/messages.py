@@ -20,7 +20,7 @@ Encoded as msgpack arrays; decoding is strict in types, fields and sizes.
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -271,18 +271,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
 
 def prefix_hash(ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).digest()
-
-
-def stop_reason(
-    text: list[int], num_new: int, *, eos_token_ids: Iterable[int], settings: Settings, limit: int
-) -> str:
-    """Why the text ends with its last token, as ``DecodeResult`` says it; "": it does not.
-
-    Args:
-        limit: positions of the target.
-    """
-    if text[-1] in eos_token_ids:
-        return "eos"
-    if num_new >= settings.max_new_tokens:
-        return "max_new_tokens"
-    return "max_length" if len(text) >= limit else ""

@@ -15,7 +15,7 @@ from pipedraft.inference.draft_length import DraftLengthPolicy, parse_policy
 from pipedraft.inference.edge_cloud.cloud import CloudSession, CloudTarget
 from pipedraft.inference.edge_cloud.drafter import ChainDrafter
 from pipedraft.inference.edge_cloud.edge import EdgeSession
-from pipedraft.inference.edge_cloud.messages import Open, RuleName, Settings, encode, stop_reason
+from pipedraft.inference.edge_cloud.messages import Open, RuleName, Settings, encode
 from pipedraft.inference.edge_cloud.plan import Beliefs, Plan
 from pipedraft.inference.edge_cloud.rules import rule_of
 from pipedraft.inference.edge_cloud.virtual import Carrier, SameMachine, Times, VirtualRun
@@ -171,7 +171,6 @@ class Decoded:
     wire_bytes: int
     joules: dict[str, float]
     """Of the edge, by cause."""
-    elapsed_s: float
 
     @property
     def decode_s(self) -> float:
@@ -197,7 +196,6 @@ def decode(method: Method, scene: Scene, prompt_ids: list[int], *, prompt_index:
         messages=up.messages + down.messages,
         wire_bytes=up.wire_bytes + down.wire_bytes,
         joules=scene.energy.joules(channel, num_drafted=num_drafted, elapsed_s=elapsed_s),
-        elapsed_s=elapsed_s,
     )
 
 
@@ -260,7 +258,6 @@ def _decode_on_edge(scene: Scene, prompt_ids: list[int], prompt_index: int) -> D
     if scene.draft is None:
         raise ValueError("draft: none is given; give --checkpoint or --draft-model")
     drafter, staged = scene.draft(), scene.target.staged()
-    settings = scene.settings(METHODS["edge_only"], prompt_index)
     random = KeyedRandom(scene.seed, prompt_index)
     result = DecodeResult(list(prompt_ids), [], "", "", num_stages=1)
     text = list(prompt_ids)
@@ -274,13 +271,11 @@ def _decode_on_edge(scene: Scene, prompt_ids: list[int], prompt_index: int) -> D
         token = int(drafter.draft_ids[index])
         text.append(token)
         drafter.settle(0, token)
-        result.token_ids.append(token)
-        result.token_times_s.append(len(result.token_ids) * scene.times.draft_s)
-        result.stop_reason = stop_reason(
-            text,
-            len(result.token_ids),
+        result.emit(
+            token,
+            (len(result.token_ids) + 1) * scene.times.draft_s,
             eos_token_ids=staged.eos_token_ids,
-            settings=settings,
+            max_new_tokens=scene.max_new_tokens,
             limit=staged.max_positions,
         )
     result.num_draft_forwards = drafter.source.num_forwards

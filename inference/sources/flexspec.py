@@ -4,47 +4,30 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.row_cache import TEXT, RowCache
-from pipedraft.inference.sources.tree_source import TreeSource
+from pipedraft.inference.sources.text_source import TextSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.key_values import KeyValues
 from pipedraft.models.target import Keep
 
 
-class FlexSpecSource(TreeSource):
-    """Guesses from the text alone, the pending root included.
+class FlexSpecSource(TextSource):
+    """Guesses of FlexSpec's draft.
 
     Keys, values and states of a guess that becomes text stay: nothing is computed twice, except
     that fresh trees do not look at what is in the session's tree already.
     """
 
-    def __init__(self, draft: Any) -> None:
-        super().__init__(draft)
-        self._reset([])
-
     def _reset(self, tokens: list[int]) -> None:
+        super()._reset(tokens)
         config, weight = self.draft.config, self.draft.lm_head.weight
-        self._pending = tokens
-        """Committed text that the draft has not seen yet."""
-        self._num_taken_in = 0
-        """Of the next tokens to be observed: those whose rows a Keep has made text already."""
         self._text_state = weight.new_zeros(config.num_readings, weight.shape[1])
         """State [E, H] of the last row of the text."""
         self._rows = RowCache(config.num_readings * config.num_layers)
-        self._restart()
-
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        self._reset(list(tokens))
-
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        """Taken in with the next growth: text that nobody continues costs nothing."""
-        self._pending += next_tokens[self._num_taken_in :]
-        self._num_taken_in = 0
 
     def _rename_rows(self, names: Mapping[int, int]) -> None:
         self._rows.rename(names)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.tree_source import TreeSource
+from pipedraft.inference.sources.text_source import TextSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import Keep, Segment
 
 CHUNK_ROWS = 512  # rows of one forward pass over the prompt; bounds its mask
 
 
-class LanguageModelSource(TreeSource):
-    """Guesses of a causal LM that reads the text alone.
+class LanguageModelSource(TextSource):
+    """Guesses of a causal LM.
 
     The LM is a target of one stage: the text, the pending root included, is committed in its cache
     and the guesses are speculative rows there. A guess that becomes text is committed with a Keep,
@@ -24,31 +24,18 @@ class LanguageModelSource(TreeSource):
     """
 
     def __init__(self, draft: Any) -> None:
-        super().__init__(draft)
         staged = draft.staged()
         self.is_chain_only = staged.is_chain_only
         (self._stage,) = staged.stages
-        self._reset([])
+        super().__init__(draft)
 
     def _reset(self, tokens: list[int]) -> None:
+        super()._reset(tokens)
         self._stage.reset()
-        self._pending = tokens
-        """Committed text that the LM has not seen yet."""
         self._root_hidden: Tensor | None = None
-        self._num_taken_in = 0
-        """Of the next tokens to be observed: those whose rows a Keep has committed already."""
         self._hidden: dict[int, Tensor] = {}
         self._places: dict[int, int] = {}
         """Name of a row of the tree -> its place among the speculative rows, in order."""
-        self._restart()
-
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        self._reset(list(tokens))
-
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        """Taken in with the next growth: text that nobody continues costs nothing."""
-        self._pending += next_tokens[self._num_taken_in :]
-        self._num_taken_in = 0
 
     @property
     def _outputs(self) -> Mapping[int, Tensor]:
