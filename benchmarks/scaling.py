@@ -24,8 +24,6 @@ from random import Random
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.models.target import stage_boundaries
 
-NUM_TOKENS = 1_000
-
 
 @dataclass(frozen=True)
 class Target:
@@ -97,24 +95,26 @@ class Durations:
 
 
 def layered(
-    clock: VirtualClock, right: Random, acceptance: float, *, overlap: bool = True
+    clock: VirtualClock, right: Random, acceptance: float, tokens: int, *, overlap: bool = True
 ) -> float:
     """SPD: a hit takes one step, a miss n, and the draft runs beside the stages.
 
     PPSD is the same without ``overlap``: every step waits for the draft.
     """
     busy = [1] * clock.num_stages
-    for _ in range(NUM_TOKENS):
+    for _ in range(tokens):
         steps = 1 if right.random() < acceptance else clock.num_stages
         for _ in range(steps):
             clock.step(busy, draft_forwards=1, overlap=overlap)
     return clock.time
 
 
-def eagle_chain(clock: VirtualClock, right: Random, acceptance: float, length: int = 7) -> float:
+def eagle_chain(
+    clock: VirtualClock, right: Random, acceptance: float, tokens: int, length: int = 7
+) -> float:
     """A round drafts a chain while the stages wait, then takes n steps."""
     emitted = 0
-    while emitted < NUM_TOKENS:
+    while emitted < tokens:
         clock.serial_draft(length)
         for stage in range(clock.num_stages):
             rows = [0] * clock.num_stages
@@ -122,12 +122,12 @@ def eagle_chain(clock: VirtualClock, right: Random, acceptance: float, length: i
             clock.step(rows, draft_forwards=0, overlap=False)
         accepted = next((i for i in range(length) if right.random() >= acceptance), length)
         emitted += accepted + 1
-    return clock.time * NUM_TOKENS / emitted
+    return clock.time * tokens / emitted
 
 
 @dataclass(frozen=True)
 class Method:
-    simulate: Callable[[VirtualClock, Random, float], float]
+    simulate: Callable[[VirtualClock, Random, float, int], float]
     draft_layers: int
     draft_vocab: int | None
     """None: the target's."""
@@ -142,14 +142,14 @@ METHODS = {
 
 
 def speedup(
-    target: Target, link: Link, num_stages: int, method: str, acceptance: float
+    target: Target, link: Link, num_stages: int, method: str, acceptance: float, tokens: int
 ) -> tuple[float, float]:
     """S over the same pipeline, and over one device."""
     durations = Durations.of(target, link)
     clock = durations.clock(target, num_stages, METHODS[method])
-    time = METHODS[method].simulate(clock, Random(0), acceptance)
-    one_device = NUM_TOKENS * (1 + durations.head / durations.target_pass)
-    return clock.autoregressive_time(NUM_TOKENS) / time, one_device / time
+    time = METHODS[method].simulate(clock, Random(0), acceptance, tokens)
+    one_device = tokens * (1 + durations.head / durations.target_pass)
+    return clock.autoregressive_time(tokens) / time, one_device / time
 
 
 def main() -> None:
@@ -157,8 +157,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--acceptance", type=float, default=0.75)
+    parser.add_argument("--tokens", type=int, default=1000, help="of the simulated text")
     parser.add_argument("--json", action="store_true", help="one line of JSON, no tables")
     args = parser.parse_args()
+    sizes = (args.acceptance, args.tokens)
     rows = []
     for target in TARGETS:
         for link in LINKS:
@@ -167,7 +169,7 @@ def main() -> None:
                     continue
                 row = {"target": target.name, "link": link.name, "n": num_stages}
                 for method in METHODS:
-                    pair = speedup(target, link, num_stages, method, args.acceptance)
+                    pair = speedup(target, link, num_stages, method, *sizes)
                     row[method], row[f"{method} over one device"] = pair
                 rows.append(row)
     if not args.json:

@@ -38,10 +38,10 @@ def tiny_model(
     *,
     layers: int,
     hidden: int,
-    vocab: int,
-    heads: int,
-    kv_heads: int,
-    seed: int,
+    vocab: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
     **extra: Any,
 ) -> PreTrainedModel:
     """A random fp32 causal LM in eval mode, the same for the same arguments.
@@ -71,57 +71,21 @@ def tiny_model(
     return model.float().eval().requires_grad_(False)
 
 
-def tiny_llama(
-    layers: int = 4,
-    hidden: int = 32,
-    *,
-    vocab: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
-    seed: int = 0,
-    **extra: Any,
-) -> PreTrainedModel:
-    sizes = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
-    return tiny_model(LlamaConfig, LlamaForCausalLM, **sizes, kv_heads=kv_heads, seed=seed, **extra)
+def tiny_llama(layers: int = 4, hidden: int = 32, **sizes: Any) -> PreTrainedModel:
+    return tiny_model(LlamaConfig, LlamaForCausalLM, layers=layers, hidden=hidden, **sizes)
 
 
-def tiny_qwen3(
-    layers: int = 4,
-    hidden: int = 32,
-    *,
-    vocab: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
-    seed: int = 0,
-    **extra: Any,
-) -> PreTrainedModel:
+def tiny_qwen3(layers: int = 4, hidden: int = 32, **sizes: Any) -> PreTrainedModel:
     """As tiny_llama, with RMSNorm on queries and keys."""
-    sizes = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
-    return tiny_model(Qwen3Config, Qwen3ForCausalLM, **sizes, kv_heads=kv_heads, seed=seed, **extra)
+    return tiny_model(Qwen3Config, Qwen3ForCausalLM, layers=layers, hidden=hidden, **sizes)
 
 
 def tiny_mistral(
-    layers: int = 4,
-    hidden: int = 32,
-    *,
-    vocab: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
-    seed: int = 0,
-    sliding_window: int | None = None,
-    **extra: Any,
+    layers: int = 4, hidden: int = 32, *, sliding_window: int | None = None, **sizes: Any
 ) -> PreTrainedModel:
     """As tiny_llama; with ``sliding_window`` its cache keeps that many tokens per layer."""
-    sizes = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
-    return tiny_model(
-        MistralConfig,
-        MistralForCausalLM,
-        **sizes,
-        kv_heads=kv_heads,
-        seed=seed,
-        sliding_window=sliding_window,
-        **extra,
-    )
+    sizes |= {"layers": layers, "hidden": hidden, "sliding_window": sliding_window}
+    return tiny_model(MistralConfig, MistralForCausalLM, **sizes)
 
 
 @pytest.fixture(scope="session")
@@ -135,6 +99,17 @@ def llama() -> PreTrainedModel:
 def target_model(request: pytest.FixtureRequest) -> PreTrainedModel:
     """Each family in turn. Shared by all tests of the session: do not change its weights."""
     return request.param()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What short training runs need: see train_runs, which only tests of training import."""
+    from train_runs import make_world
+
+    from pipedraft.train.__main__ import quieten
+
+    quieten()
+    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Rows, recipes and a tokenizer for the tests of data recipes."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 from pipedraft.data_recipes.recipe import DataConfig, TokenizedData, load_data
@@ -9,6 +10,20 @@ from pipedraft.data_recipes.sources import Source
 from pipedraft.data_recipes.tokenizer import train_tokenizer
 
 CHINESE = "\u8bf7\u7528\u4e2d\u6587\u89e3\u91ca\u4ec0\u4e48\u662f\u6d41\u6c34\u7ebf\u63a8\u7406"
+TURN = "'<|im_start|>' + m['role'] + '\n' + {content} + '<|im_end|>\n'"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+PLAIN = "{% for m in messages %}{{ " + TURN.format(content="m['content']") + " }}{% endfor %}"
+PLAIN += PROMPT
+"""A chat template without generation marks, of turns and a prompt for the next one."""
+CHAT = [
+    {"role": "user", "content": "Say ok."},
+    {"role": "assistant", "content": "ok"},
+    {"role": "user", "content": "Count: ok, 12, 345?"},
+    {"role": "assistant", "content": "\u00e9t\u00e9 12 345, \u65e5\u672c ok"},
+    {"role": "user", "content": "ok"},
+    {"role": "assistant", "content": "def f(x):\n    return x\n\n# ok \U0001f600"},
+]
+"""Answers of several lines, scripts and digits."""
 WORDS = [f"term{i}" for i in range(40)]
 
 
@@ -16,6 +31,13 @@ def small_tokenizer(folder: Path):
     path = folder / "corpus.txt"
     path.write_text("Say ok. Count the ducks: 12, 345.\ndef f(x):\n    return x\n\n" * 20)
     return train_tokenizer(DataConfig(sources=[Source(path=str(path), kind="text")]), 400)
+
+
+def templated(tokenizer, template: str):
+    """A copy with another chat template."""
+    copy = deepcopy(tokenizer)
+    copy.chat_template = template
+    return copy
 
 
 class Loader:

@@ -77,7 +77,7 @@ def make_command(page: str, line: int, text: str) -> Command:
     for end in ("|", ">", "&&", "&"):
         words = words[: words.index(end)] if end in words else words
     launcher = Path(words[0]).name
-    words, is_abridged = complete(launcher, words)
+    words, is_abridged = complete(words)
     head, module, arguments = [], "", words[1:]
     if launcher == "pipedraft":
         module, arguments = f"pipedraft.{words[1]}", words[2:]
@@ -91,13 +91,10 @@ def make_command(page: str, line: int, text: str) -> Command:
     return Command(page, line, text, launcher, module, arguments, head, is_abridged)
 
 
-def complete(launcher: str, words: list[str]) -> tuple[list[str], bool]:
+def complete(words: list[str]) -> tuple[list[str], bool]:
     """Without the brackets of optional words, and with what "..." leaves out."""
     if "..." not in words:
         return [unbracket(word) for word in words], False
-    if launcher == "torchrun" and "-m" not in words:  # as in the line before it
-        at = words.index("...")
-        words = [*words[:at], "--nproc-per-node", "2", "-m", "pipedraft.eval", *words[at:]]
     words = [word for word in words if word != "..."]
     if words[-1] == "--config":
         words.pop()

@@ -8,10 +8,9 @@ A table is a Markov chain: the law of its texts is a product of its entries, exa
 from functools import cache
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from conftest import tiny_llama
-from test_lossless import SimulatedSource, greedy_reference
+from decode_runs import SimulatedSource, StatelessSource, greedy_reference
 
 from pipedraft.inference.channel import Channel, Link, LinkEstimate
 from pipedraft.inference.draft_length import parse_policy
@@ -21,7 +20,6 @@ from pipedraft.inference.edge_cloud.edge import EdgeSession
 from pipedraft.inference.edge_cloud.messages import Open, Settings
 from pipedraft.inference.edge_cloud.plan import Beliefs, Plan
 from pipedraft.inference.edge_cloud.virtual import Times, VirtualRun
-from pipedraft.inference.sources import DraftSource
 from pipedraft.models.target import Segment
 
 TIMES = Times(draft_s=0.02, verify_s=0.09, verify_row_s=0.001, cloud_draft_s=0.005)
@@ -49,10 +47,8 @@ class BernoulliSource(SimulatedSource):
     """Guesses right with a given probability, decided once for each position."""
 
     def __init__(self, prompt, acceptance, *, target=SMALL, length=200, seed=0) -> None:
-        self.text = [*prompt, *greedy_text(target, tuple(prompt), length)]
-        self.vocab, self.acceptance = target.config.vocab_size, acceptance
-        self.rng, self.num_forwards = np.random.default_rng(seed), 0
-        self._right: list[bool] = []
+        text = [*prompt, *greedy_text(target, tuple(prompt), length)]
+        super().__init__(target, prompt, acceptance, seed=seed, text=text)
 
 
 class TableStage:
@@ -91,21 +87,11 @@ class TableTarget:
         )
 
 
-class TableSource(DraftSource):
+class TableSource(StatelessSource):
     grows = ("micro_batches",)
 
     def __init__(self, logits_VV: torch.Tensor) -> None:
-        self.logits_VV = logits_VV
-
-    def begin(self, features, tokens):
-        pass
-
-    def observe(self, features, next_tokens):
-        pass
-
-    @property
-    def draft_ids(self):
-        return torch.arange(len(self.logits_VV))
+        self.logits_VV, self.vocab = logits_VV, len(logits_VV)
 
     def leaf_logits(self, tree, rows, features):
         return self.logits_VV[[tree.tokens[row] for row in rows]]

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from conftest import tiny_llama
+from decode_runs import PROMPTS, PlainTokenizer, friendly_module
 from test_eagle_schedules import WAYS as EAGLE_WAYS
 from test_eagle_schedules import make_head
-from test_lossless import PROMPTS, PlainTokenizer, friendly_module
 
 from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.process.cluster import Cluster

@@ -109,28 +109,33 @@ def make_damaged_copies(folder: Path) -> None:
         path.write_text(json.dumps(description))
 
 
+def damaged(name: str, file: str, *words: str) -> tuple[str, list[str]]:
+    """A folder of make_damaged_copies, and what its refusal says."""
+    return f"{{{name}}}", ["checkpoint", f"{name}/{file}", *words]
+
+
 DAMAGED = [
     ("/nowhere/run", ["checkpoint", "/nowhere/run", "give a folder"]),
     ("nowhere", ["checkpoint", "nowhere", "give a folder"]),
     ("some/where", ["checkpoint", "some/where", "check the name"]),
     ("{empty}", ["checkpoint", "empty", "give a folder"]),
-    ("{short_weights}", ["checkpoint", "short_weights/model.safetensors", "another checkpoint"]),
-    ("{no_weights}", ["checkpoint", "no_weights/model.safetensors", "checkpoint"]),
-    ("{short_config}", ["checkpoint", "short_config/config.json", "copy it again"]),
-    ("{no_text}", ["checkpoint", "no_text/config.json", "copy it again"]),
-    ("{no_object}", ["checkpoint", "no_object/config.json", "give it as --target"]),
-    ("{is_a_target}", ["checkpoint", "is_a_target/config.json", "give it as --target"]),
-    ("{no_target}", ["checkpoint", "no_target/config.json", "copy it again"]),
-    ("{no_target_name}", ["checkpoint", "no_target_name/config.json", "copy it again"]),
+    damaged("short_weights", "model.safetensors", "another checkpoint"),
+    damaged("no_weights", "model.safetensors", "checkpoint"),
+    *(
+        damaged(name, "config.json", "copy it again")
+        for name in ("short_config", "no_text", "no_target", "no_target_name")
+    ),
+    *(damaged(name, "config.json", "give it as --target") for name in ("no_object", "is_a_target")),
 ]
 DAMAGED_ON_LOADING = [
     ("{unknown_type}", ["checkpoint", "'sdp'", "known: spd"]),
-    ("{no_fingerprint}", ["checkpoint", "no_fingerprint/config.json", "copy it again"]),
-    ("{worded_number}", ["checkpoint", "worded_number/config.json", "copy it again"]),
-    ("{unknown_setting}", ["checkpoint", "unknown_setting/config.json", "'width'", "copy it"]),
-    ("{worded_layer}", ["checkpoint", "worded_layer/config.json", "copy it again"]),
     ("{too_many_stages}", ["num_stages", "9", "choose 1 to 4"]),
     ("{moved_target}", ["target", "'/nowhere/target'", "give an existing folder"]),
+    damaged("unknown_setting", "config.json", "'width'", "copy it"),
+    *(
+        damaged(name, "config.json", "copy it again")
+        for name in ("no_fingerprint", "worded_number", "worded_layer")
+    ),
 ]
 INFERENCE = ["--prompt", "hi", "--max-new-tokens", "4"]
 EVAL = ["--benchmarks", "gsm8k", "--data-dir", "{}", "--out", "{out}", "--max-new-tokens", "4"]

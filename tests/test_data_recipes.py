@@ -1,119 +1,33 @@
-"""Data recipes: masks, counts, split, packing, batches. All tokenizers are trained in the test."""
+"""Data recipes: counts, split, packing, batches. All tokenizers are trained in the test."""
 
 import gzip
 import json
 from collections import Counter
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from data_rows import CHAT, PLAIN, small_tokenizer, templated, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedraft.data_recipes.__main__ import main
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
-from pipedraft.data_recipes.chat import (
-    ChatRenderer,
-    mark_tokens,
-    normalise_conversation,
-    tokenize_conversation,
-)
+from pipedraft.data_recipes.chat import ChatRenderer, tokenize_conversation
 from pipedraft.data_recipes.recipe import DataConfig, Source, load_data, split_rows
 from pipedraft.data_recipes.sources import list_files
-from pipedraft.data_recipes.tokenizer import CHAT_TEMPLATE, train_tokenizer
+from pipedraft.data_recipes.tokenizer import train_tokenizer
 
-TURN = "'<|im_start|>' + m['role'] + '\n' + {content} + '<|im_end|>\n'"
-PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-PLAIN = "{% for m in messages %}{{ " + TURN.format(content="m['content']") + " }}{% endfor %}"
-PLAIN += PROMPT
-# Cuts thinking from every assistant turn that a later user turn follows, as Qwen3's template does.
-STRIPS_THINKING = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% set text = m['content'] %}"
-    "{% if m['role'] == 'assistant' and loop.index0 < ns.last and '</think>' in text %}"
-    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{{ " + TURN.format(content="text") + " }}{% endfor %}" + PROMPT
-)
-# The generation prompt opens the thinking block that finished turns do not have.
-OPENS_THINKING = (
-    PLAIN.removesuffix(PROMPT)
-    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
-)
-DEFAULT_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a duck.<|im_end|>\n' }}{% endif %}" + PLAIN
-)
-# Llama 2's shape: no header of its own for the assistant, spaces around the content.
-INSTRUCT = (
-    "{{ '<|endoftext|>' }}{% for m in messages %}{% if m['role'] == 'user' %}"
-    "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
-    "{{ ' ' + m['content'].strip() + ' <|im_end|>' }}{% endif %}{% endfor %}"
-)
-# Puts an empty thinking block before the last answer, as Qwen3's template does.
-EMPTY_THINKING = (
-    "{% for m in messages %}{% set empty = '<think>\n\n</think>\n\n' if loop.last and "
-    "m['role'] == 'assistant' else '' %}{{ "
-    + TURN.format(content="empty + m['content']")
-    + " }}{% endfor %}"
-    + PROMPT
-)
-# As OPENS_THINKING, and no finished turn keeps its thinking (DeepSeek R1's way).
-NEVER_THINKS = OPENS_THINKING.replace("m['content']", "m['content'].split('</think>')[-1]")
-NO_CLOSING = (
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
 REFUSES_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
     "{% endif %}{% endfor %}" + PLAIN
 )
-CHAT = [
-    {"role": "user", "content": "Say ok."},
-    {"role": "assistant", "content": "ok"},
-    {"role": "user", "content": "Count: ok, 12, 345?"},
-    {"role": "assistant", "content": "\u00e9t\u00e9 12 345, \u65e5\u672c ok"},
-    {"role": "user", "content": "ok"},
-    {"role": "assistant", "content": "def f(x):\n    return x\n\n# ok \U0001f600"},
-]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text("Say ok. Count the ducks: 12, 345.\ndef f(x):\n    return x\n\n" * 20)
-    return train_tokenizer(DataConfig(sources=[Source(path=str(path), kind="text")]), 400)
-
-
-@pytest.fixture
-def with_template(tokenizer):
-    def set_template(template):
-        tokenizer.chat_template = template
-        return tokenizer
-
-    yield set_template
-    tokenizer.chat_template = CHAT_TEMPLATE
-
-
-def supervised_runs(tokenizer, messages, max_length=10_000):
-    """The text of each unbroken run of supervised tokens."""
-    ids, mask = tokenize_conversation(tokenizer, messages, max_length)
-    assert len(ids) == len(mask) <= max_length
-    runs, previous = [], 0
-    for token, marked in zip(ids, mask, strict=True):
-        if marked and not previous:
-            runs.append([])
-        if marked:
-            runs[-1].append(token)
-        previous = marked
-    return [tokenizer.decode(run) for run in runs]
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Source(path=str(path))
+    return small_tokenizer(tmp_path_factory.mktemp("corpus"))
 
 
 def chat_row(index, answer="an answer"):
@@ -129,166 +43,11 @@ def config(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    "template", [CHAT_TEMPLATE, PLAIN, DEFAULT_SYSTEM, OPENS_THINKING, EMPTY_THINKING, NEVER_THINKS]
-)
-def test_the_mask_decodes_to_every_assistant_turn_and_its_closing_token(with_template, template):
-    runs = supervised_runs(with_template(template), CHAT)
-    assert runs == [turn["content"] + "<|im_end|>" for turn in CHAT[1::2]]
-
-
-def test_templates_with_and_without_generation_marks_give_the_same_mask(with_template):
-    marked = tokenize_conversation(with_template(CHAT_TEMPLATE), CHAT, 1000)
-    assert marked == tokenize_conversation(with_template(PLAIN), CHAT, 1000)
-
-
-def test_a_generation_block_without_the_closing_token_is_extended_to_it(with_template):
-    inner = "{% generation %}{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"
-    outer = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    template = CHAT_TEMPLATE.replace(outer, inner)
-    assert template != CHAT_TEMPLATE
-    runs = supervised_runs(with_template(template), CHAT)
-    assert runs == [turn["content"] + "<|im_end|>" for turn in CHAT[1::2]]
-
-
-def test_stripped_thinking_is_absent_and_kept_thinking_is_supervised(with_template):
-    thinking = [
-        {"role": "user", "content": "two plus two, 4?"},
-        {"role": "assistant", "content": "<think>\nsum\n</think>\n\n4"},
-        {"role": "user", "content": "4 again"},
-        {"role": "assistant", "content": "<think>\nagain\n</think>\n\n4"},
-    ]
-    runs = supervised_runs(with_template(STRIPS_THINKING), thinking)
-    assert runs == ["4<|im_end|>", "<think>\nagain\n</think>\n\n4<|im_end|>"]
-    runs = supervised_runs(with_template(NEVER_THINKS), thinking)
-    assert [run.strip() for run in runs] == ["4<|im_end|>", "4<|im_end|>"]
-
-
-@pytest.mark.parametrize("answer", ["think", "user", "assistant", "im_end", "<think>"])
-def test_an_answer_that_looks_like_the_template_is_found_in_its_place(with_template, answer):
-    chat = [
-        {"role": "user", "content": "user"},
-        {"role": "assistant", "content": answer},
-        {"role": "user", "content": answer},
-        {"role": "assistant", "content": answer},
-    ]
-    for template in (CHAT_TEMPLATE, PLAIN, EMPTY_THINKING, OPENS_THINKING):
-        runs = supervised_runs(with_template(template), chat)
-        assert runs == [answer + "<|im_end|>"] * 2
-
-
-def test_an_answer_that_the_user_already_said_is_marked_in_the_assistant_turn(with_template):
-    """Searching from the previous span would find the user's words: the prefix must be used."""
-    chat = [
-        {"role": "user", "content": "echo"},
-        {"role": "assistant", "content": "echo"},
-    ]
-    for template in (OPENS_THINKING, STRIPS_THINKING, PLAIN):
-        tokenizer = with_template(template)
-        ids, mask = tokenize_conversation(tokenizer, chat, 100)
-        before = tokenizer.decode(ids[: mask.index(1)])
-        assert before.endswith("<|im_start|>assistant\n")
-
-
-def test_a_rewritten_turn_is_not_looked_for_beyond_the_next_turn(with_template):
-    thought = "<think>\nsum\n</think>\n\n4"
-    chat = [
-        {"role": "user", "content": "sum"},
-        {"role": "assistant", "content": thought},
-        {"role": "user", "content": thought},
-        {"role": "assistant", "content": "right"},
-    ]
-    assert supervised_runs(with_template(STRIPS_THINKING), chat) == [
-        "4<|im_end|>",
-        "right<|im_end|>",
-    ]
-
-
-def test_a_template_with_spaces_around_the_content_closes_the_turn(with_template):
-    runs = supervised_runs(with_template(INSTRUCT), CHAT)
-    assert [run.strip() for run in runs] == [t["content"] + " <|im_end|>" for t in CHAT[1::2]]
-
-
-def test_a_template_without_closing_token_marks_the_content_alone(with_template):
-    """A token that holds the space before the content counts as the assistant's."""
-    runs = supervised_runs(with_template(NO_CLOSING), CHAT)
-    assert [run.strip() for run in runs] == [turn["content"] for turn in CHAT[1::2]]
-
-
-def test_the_ids_are_those_of_the_rendered_text_with_one_bos(with_template):
-    from tokenizers.processors import TemplateProcessing
-
-    bos = TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
-    tokenizer = deepcopy(with_template(INSTRUCT))
-    tokenizer.backend_tokenizer.post_processor = bos
-    assert tokenizer("x")["input_ids"][0] == tokenizer.pad_token_id
-    ids, _ = tokenize_conversation(tokenizer, CHAT, 1000)
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert ids.count(tokenizer.pad_token_id) == 1
-
-
-def test_truncation_cuts_ids_and_mask_alike(tokenizer):
-    ids, mask = tokenize_conversation(tokenizer, CHAT, 1000)
-    for max_length in (1, 20, len(ids) - 1, len(ids)):
-        cut = tokenize_conversation(tokenizer, CHAT, max_length)
-        assert cut == (ids[:max_length], mask[:max_length])
-
-
-@settings(max_examples=20, deadline=None)
-@given(answers=st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=4))
-def test_any_answer_round_trips_through_ids_and_mask(tokenizer, answers):
-    if any("<|" in answer for answer in answers):
-        return
-    messages = []
-    for answer in answers:
-        messages += [{"role": "user", "content": "go"}, {"role": "assistant", "content": answer}]
-    runs = supervised_runs(tokenizer, messages)
-    assert runs == [answer + "<|im_end|>" for answer in answers]
-
-
-def test_offsets_trimmed_of_whitespace_still_mark_the_whitespace_token():
-    """As byte-level post-processors report "a", "<newline>", "b": the middle one is empty."""
-    offsets = [(0, 1), (2, 2), (2, 3)]
-    assert mark_tokens(offsets, [(0, 3)]) == [1, 1, 1]
-    assert mark_tokens(offsets, [(0, 2)]) == [1, 1, 0]
-    assert mark_tokens(offsets, [(2, 3)]) == [0, 0, 1]
-    assert mark_tokens(offsets, []) == [0, 0, 0]
-
-
-def test_openai_and_sharegpt_rows_become_the_same_messages():
-    expected = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    assert normalise_conversation({"messages": expected}) == expected
-    assert normalise_conversation({"conversations": expected}) == expected
-    assert normalise_conversation({"conversations": sharegpt, "id": 3}) == expected
-    nulls = [turn | {"role": None, "content": None} for turn in sharegpt]
-    assert normalise_conversation({"messages": None, "conversations": nulls}) == expected
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ([], "row is not an object"),
-        ({"text": "x"}, "no messages"),
-        ({"messages": "x"}, "not a list"),
-        ({"messages": []}, "no assistant turn"),
-        ({"messages": ["x"]}, "turn is not an object"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "no assistant turn"),
-        ({"messages": [{"role": "assistant", "content": " "}]}, "empty content"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "not a string"),
-        ({"messages": [{"role": "parrot", "content": "x"}]}, "unknown role"),
-    ],
-)
-def test_a_bad_row_names_its_reason(row, reason):
-    with pytest.raises(ValueError, match=reason):
-        normalise_conversation(row)
-
-
 def test_bad_rows_reach_the_side_file_and_the_counts_add_up(tokenizer, tmp_path, config):
     good = [chat_row(i) for i in range(10)]
     late = {"messages": [{"role": "user", "content": "x " * 200}, *chat_row(99)["messages"]]}
     path = tmp_path / "rows.jsonl"
-    write_rows(path, [*good, {"text": 1}, {"messages": [{"role": "user", "content": "q"}]}, late])
+    write(path, [*good, {"text": 1}, {"messages": [{"role": "user", "content": "q"}]}, late])
     with path.open("ab") as lines:
         lines.write(b'{"messages": [\n\xff\xfe\n')
     side_file = tmp_path / "side" / "bad.jsonl"
@@ -311,7 +70,7 @@ def test_bad_rows_reach_the_side_file_and_the_counts_add_up(tokenizer, tmp_path,
 
 def test_truncated_rows_tokens_and_lengths_are_counted(tokenizer, tmp_path, config):
     rows = [chat_row(i) for i in range(9)] + [chat_row(9, "long " * 100)]
-    source = write_rows(tmp_path / "rows.jsonl", rows)
+    source = write(tmp_path / "rows.jsonl", rows)
     data = load_data(config(source, max_length=64), tokenizer)
     both = [*data.train, *data.valid]
     lengths = [len(tokenize_conversation(tokenizer, r["messages"], 10**6)[0]) for r in rows]
@@ -323,33 +82,31 @@ def test_truncated_rows_tokens_and_lengths_are_counted(tokenizer, tmp_path, conf
     assert json.loads(json.dumps(data.report.to_dict()))["rows_read"] == 10
 
 
-def test_a_template_that_drops_the_assistant_is_an_error_that_says_so(
-    with_template, tmp_path, config
-):
+def test_a_template_that_drops_the_assistant_is_an_error_that_says_so(tokenizer, tmp_path, config):
     template = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
-    source = write_rows(tmp_path / "rows.jsonl", [chat_row(i, "reply") for i in range(3)])
+    source = write(tmp_path / "rows.jsonl", [chat_row(i, "reply") for i in range(3)])
     with pytest.raises(ValueError, match="3 masks empty: 3 assistant turns left no trace"):
-        load_data(config(source), with_template(template))
+        load_data(config(source), templated(tokenizer, template))
 
 
 def test_rows_without_assistant_are_an_error_that_says_so(tokenizer, tmp_path, config):
     rows = [{"messages": [{"role": "user", "content": "q"}]}] * 3
-    source = write_rows(tmp_path / "rows.jsonl", rows)
+    source = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(ValueError, match="none of 3 rows is usable; bad rows: 3 no assistant turn"):
         load_data(config(source), tokenizer)
 
 
-def test_a_row_that_the_template_refuses_is_a_bad_row(with_template, tmp_path, config):
+def test_a_row_that_the_template_refuses_is_a_bad_row(tokenizer, tmp_path, config):
     refused = {"messages": [{"role": "system", "content": "s"}, *chat_row(0)["messages"]]}
-    source = write_rows(tmp_path / "rows.jsonl", [refused, chat_row(1), chat_row(2)])
-    report = load_data(config(source), with_template(REFUSES_SYSTEM)).report
+    source = write(tmp_path / "rows.jsonl", [refused, chat_row(1), chat_row(2)])
+    report = load_data(config(source), templated(tokenizer, REFUSES_SYSTEM)).report
     assert report.bad_rows == {"chat template refused: no system role": 1}
 
 
 def test_the_side_of_a_row_depends_on_its_content_and_the_seed_only(tokenizer, tmp_path, config):
     rows = [chat_row(i) for i in range(200)]
-    whole = write_rows(tmp_path / "a.jsonl", [row | {"id": i} for i, row in enumerate(rows)])
-    other = write_rows(tmp_path / "b.jsonl", rows[150:20:-1])
+    whole = write(tmp_path / "a.jsonl", [row | {"id": i} for i, row in enumerate(rows)])
+    other = write(tmp_path / "b.jsonl", rows[150:20:-1])
 
     def valid_texts(source, **values):
         data = load_data(config(source, valid_fraction=0.2, **values), tokenizer)
@@ -382,7 +139,7 @@ def test_packing_keeps_every_token_and_separates_documents(tokenizer, tmp_path, 
     for i, text in enumerate(texts):
         (folder / f"{i}.txt").write_text(text)
     chats = [chat_row(i) for i in range(10)]
-    sources = (write_rows(tmp_path / "c.jsonl", chats), Source(path=str(folder), kind="text"))
+    sources = (write(tmp_path / "c.jsonl", chats), Source(path=str(folder), kind="text"))
     data = load_data(config(*sources, max_length=32, pack=True, valid_fraction=0.3), tokenizer)
     documents, supervised = Counter(), 0
     for part in (data.train, data.valid):
@@ -407,13 +164,13 @@ def test_json_gzip_parquet_and_folders_give_the_rows_of_the_jsonl(tokenizer, tmp
     from datasets import Dataset
 
     rows = [chat_row(i) for i in range(6)]
-    expected = load_data(config(write_rows(tmp_path / "r.jsonl", rows)), tokenizer).train[:]
+    expected = load_data(config(write(tmp_path / "r.jsonl", rows)), tokenizer).train[:]
     (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress((tmp_path / "r.jsonl").read_bytes()))
     Dataset.from_list(rows).to_parquet(tmp_path / "r.parquet")
     folder = tmp_path / "folder"
     folder.mkdir()
-    write_rows(folder / "1.jsonl", rows[:2])
+    write(folder / "1.jsonl", rows[:2])
     (folder / "2.json").write_text(json.dumps(rows[2:]))
     (folder / "notes.txt").write_text("not a row")
     for name in ("array.json", "r.jsonl.gz", "r.parquet", "folder"):
@@ -443,20 +200,20 @@ def test_a_hub_id_is_loaded_with_its_split_and_a_failure_names_it(tokenizer, con
 def test_a_second_call_tokenises_nothing_and_a_changed_file_is_read_again(
     tokenizer, tmp_path, config, monkeypatch
 ):
-    source = write_rows(tmp_path / "r.jsonl", [chat_row(i) for i in range(5)])
+    source = write(tmp_path / "r.jsonl", [chat_row(i) for i in range(5)])
     first = load_data(config(source), tokenizer)
     calls = []
     tokenize = ChatRenderer.tokenize
     monkeypatch.setattr(ChatRenderer, "tokenize", lambda *args: calls.append(1) or tokenize(*args))
     again = load_data(config(source), tokenizer)
     assert not calls and again.train[:] == first.train[:]
-    write_rows(tmp_path / "r.jsonl", [chat_row(i) for i in range(7)])
+    write(tmp_path / "r.jsonl", [chat_row(i) for i in range(7)])
     assert load_data(config(source), tokenizer).report.rows_read == 7
     assert calls
 
 
 def test_two_processes_give_the_rows_of_one(tokenizer, tmp_path, config):
-    source = write_rows(tmp_path / "r.jsonl", [chat_row(i) for i in range(40)])
+    source = write(tmp_path / "r.jsonl", [chat_row(i) for i in range(40)])
     one = load_data(config(source), tokenizer)
     two_config = replace(config(source, num_proc=2), cache_dir=str(tmp_path / "second"))
     two = load_data(two_config, tokenizer)
@@ -505,7 +262,7 @@ def test_the_standard_library_source_is_sorted_and_without_tests():
 
 
 def test_a_trained_tokenizer_is_deterministic_of_exact_size_and_splits_digits(tmp_path):
-    source = write_rows(tmp_path / "r.jsonl", [chat_row(i) for i in range(50)])
+    source = write(tmp_path / "r.jsonl", [chat_row(i) for i in range(50)])
     config = DataConfig(sources=[source])
     first, second = train_tokenizer(config, 300), train_tokenizer(config, 300)
     assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
@@ -574,7 +331,7 @@ def test_the_command_writes_sets_and_report_and_refuses_bad_input(tokenizer, tmp
     from datasets import load_from_disk
 
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    source = write_rows(tmp_path / "r.jsonl", [chat_row(i) for i in range(8)])
+    source = write(tmp_path / "r.jsonl", [chat_row(i) for i in range(8)])
     config = {
         "tokenizer": str(tmp_path / "tokenizer"),
         "data": {"sources": [{"path": source.path}], "cache_dir": str(tmp_path / "cache")},

@@ -1,88 +1,18 @@
-"""The documentation is true: commands parse and run, links resolve, messages and pictures exist."""
+"""The documentation is true: commands parse, links resolve, messages and pictures exist."""
 
 import ast
-import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from conftest import REPOSITORY
-from doc_commands import PAGES, Command, check, commands_of, make_command, run_module
+from doc_commands import PAGES, check, make_command
+from doc_place import COMMANDS, ELSEWHERE, NOT_RUN, PAGE_NAMES, PROCESSES
 
-pytestmark = pytest.mark.timeout(600)  # many commands in one test, on a machine that may be busy
-
-COMMANDS = [command for page in PAGES for command in commands_of(page)]
-PAGE_NAMES = sorted({command.page for command in COMMANDS})
-
-# Why a command is parsed and not run, by a pattern of "page: text". Each must match one.
-PARSED_ONLY = {
-    r".*: make ": "installs, tests, or takes ten minutes; the quickstart's two lines run",
-    r".*: pip |.*: vllm |.*sglang.launch_server": "not a program of this project",
-    r".*: torchrun ": "several processes: tests/test_process.py, tests/test_calibrate.py",
-    r".*(8b|qwen3_5_.b_n\d+)\.yaml(?!.*Qwen3-0\.6B)": "the target is on the Hub",
-    r".*configs/data/": "the data are on the Hub",
-    r".*--server ": "a server: tests/test_regenerate_answers.py has one",
-    r".* push (?!.*--dry-run)": "uploads: tests/test_hub.py has a Hub of its own",
-    r".*user/name-sglang": "uploads",
-    r".*features serve|.*--features 127": "two processes: tests/test_features_served.py",
-    r".*inference (serve|edge) ": "a server that runs until it is ended: tests/test_serve.py",
-    r".*--retention|.* scope ": "trained targets: tests/test_retention.py, tests/test_evolution.py",
-    r".*doctor|.*completion": "tests/test_doctor.py, tests/test_completion.py",
-    r"adding_": "they need the code of the page: tests/test_doc_examples.py",
-    r".*draw_(schedules|links)": "run by a test below",
-    r".*python benchmarks/": "measures for minutes to hours",
-    r"paper_tables.md": "dozens of evaluations each: tests/test_paper_tables.py has small networks",
-    r"flexspec.md": "trains ten targets: tests/test_evolution.py has small ones",
-    r"results.md:.*(\.\.\.|PATH)": "says what is like another command of the page",
-    r"results.md:.*data_recipes": "reads conversations that do not ship",
-}
-
-CHATS = "conversations.jsonl"
-SMALL_DATA = [f'--data.sources=[{{"path": "{CHATS}"}}]', "--data.max_length=96"]
-SMALL_TRAINING = [
-    *SMALL_DATA,
-    "--data.pack=false",
-    "--data.valid_fraction=0.2",
-    "--batch_tokens=256",
-    "--max_steps=1",
-    "--evaluation.max_rows=2",
-    "--trackers=[]",
-]
-# What a module's command gets besides, or instead: the last one of an option counts.
-SMALLER = {
-    "pipedraft.train": SMALL_TRAINING,
-    "pipedraft.train.features": SMALL_TRAINING,
-    "pipedraft.inference": ["--max-new-tokens=4"],
-    "pipedraft.eval": ["--benchmarks=gsm8k", "--limit=1", "--max-new-tokens=3"],
-    "pipedraft.data_recipes.regenerate": ["--max-tokens=4", "--batch=4"],
-}
-# What stands for names that are on the Hub, or for files that do not ship.
-STAND_INS = {
-    "Qwen/Qwen3-0.6B": "assets/target",
-    "Qwen/Qwen3-8B": "assets/target",
-    "hub:": "assets/eval",
-}
-# Checkpoints that commands use, and the configuration that the documentation trains them with.
-TRAINED = {
-    "out/spd": "configs/spd/tiny.yaml",
-    "out/spd_n4": "configs/spd/tiny_n4.yaml",
-    "out/eagle": "configs/eagle/tiny_eagle.yaml",
-    "out/quickstart/train": "configs/spd/quickstart.yaml",
-    "out/eagle3": "configs/eagle/tiny_eagle3.yaml",
-    "out/ppsd_n4": "configs/ppsd/tiny_n4.yaml",
-    "out/flexspec": "configs/flexspec/tiny.yaml",
-    "out/draft_model": "configs/target/tiny_draft.yaml",
-}
-
-
-def is_only_parsed(command: Command) -> bool:
-    return any(re.match(pattern, f"{command.page}: {command.text}") for pattern in PARSED_ONLY)
-
+pytestmark = pytest.mark.timeout(600)  # of a machine that may be busy
 
 # -- parsing --------------------------------------------------------------------------------
 
@@ -130,109 +60,13 @@ def test_a_wrong_command_is_noticed(text, monkeypatch, capfd):
         check(make_command("page.md", 1, text))
 
 
-# -- running --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """A folder as the documentation's reader has it: a checkout's configurations, some chats."""
-    folder = tmp_path_factory.mktemp("reader")
-    for name in ("configs", "assets", "benchmarks"):
-        (folder / name).symlink_to(REPOSITORY / name)
-    rows = []
-    for i in range(30):
-        turns = [("user", f"What is {i} plus {i % 7}?"), ("assistant", f"It is {i + i % 7}.")]
-        messages = [{"role": role, "content": content} for role, content in turns]
-        rows.append(json.dumps({"messages": messages}) + "\n")
-    (folder / CHATS).write_text("".join(rows))
-    (folder / "chats.jsonl").write_text("".join(rows[:2]))
-    gsm8k = folder / "data" / "eval" / "gsm8k"
-    gsm8k.mkdir(parents=True)
-    row = {"question": "How many apples are five apples and six more apples?", "answer": "#### 11"}
-    (gsm8k / "test.jsonl").write_text(json.dumps(row) + "\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def done() -> set[str]:
-    """Commands that were run; another page's copy of one is not run again."""
-    return set()
-
-
-def scaled(command: Command) -> list[str]:
-    words = [STAND_INS.get(word, word) for word in command.arguments]
-    if words and words[0] == "edge":
-        return [*words, *SMALLER["pipedraft.eval"]]
-    if command.module == "pipedraft.eval" and not words[0].startswith("-"):
-        return words  # reads what an evaluation wrote
-    if "configs/eagle/eagle3_qwen3_8b.yaml" in words:
-        words.append("--model.draft_vocab_size=null")  # the embedded target has 8,192 tokens
-    return [*words, *SMALLER.get(command.module, [])]
-
-
-def train(config: str) -> None:
-    run_module("pipedraft.train", ["--config", config, *SMALL_TRAINING])
-
-
-def make_what_it_reads(words: list[str]) -> None:
-    """Train the checkpoints that a command names, in the way the documentation does."""
-    for word in words:
-        for folder, config in TRAINED.items():
-            if (word == folder or word.startswith(folder + "/")) and not Path(folder).exists():
-                train(config)
-        if word == "out/other" and not Path(word).exists():
-            shutil.copytree("out/eval", word)
-        if word == "out/cost.json" and not Path(word).exists():
-            Path(word).write_text(json.dumps({"row": 0.01, "link": 0.02}))
-
-
-def clear_output(command: Command, words: list[str]) -> None:
-    """What makes or goes on with a folder would find the one of another page."""
-    option = {"pipedraft.train": "--output_dir"}.get(command.module, "--out")
-    if option in words and command.module != "pipedraft.eval":
-        shutil.rmtree(words[words.index(option) + 1], ignore_errors=True)
-
-
-def run(command: Command, done: set[str]) -> None:
-    words = scaled(command)
-    key = " ".join([command.module, *words])
-    if key in done:
-        return
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the process before
-    clear_output(command, words)
-    if command.module == "pipedraft.train":
-        if "--output_dir" not in words and "--plan" not in words:
-            words = [*words, "--output_dir", f"out/documented-{len(done)}"]
-    else:
-        make_what_it_reads(words)
-    try:
-        run_module(command.module, words)
-    except SystemExit as stop:
-        assert not stop.code, stop.code
-    done.add(key)
-
-
-@pytest.mark.parametrize("page", PAGE_NAMES)
-def test_commands_run(page, place, done, monkeypatch, capfd):
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    failures = []
-    for command in COMMANDS:
-        if command.page == page and not is_only_parsed(command):
-            try:
-                run(command, done)
-            except (Exception, SystemExit) as error:  # all of the page's are reported at once
-                failures.append(f"{command}\n    {type(error).__name__}: {error}")
-    assert not failures, "\n".join(failures)
-
-
-def test_the_table_of_what_is_only_parsed_holds_nothing_superfluous():
+def test_the_tables_of_what_does_not_run_hold_nothing_superfluous():
     texts = [f"{command.page}: {command.text}" for command in COMMANDS]
-    for pattern in PARSED_ONLY:
+    for pattern in (*NOT_RUN, *ELSEWHERE, PROCESSES):
         assert any(re.match(pattern, text) for text in texts), pattern
-    named = re.findall(r"tests/\w+\.py", " ".join(PARSED_ONLY.values()))
-    assert [name for name in named if not (REPOSITORY / name).is_file()] == []
-    assert sum(not is_only_parsed(command) for command in COMMANDS) > 30
+    assert [name for name in ELSEWHERE.values() if not (REPOSITORY / name).is_file()] == []
+    not_run = [text for text in texts if any(re.match(pattern, text) for pattern in NOT_RUN)]
+    assert len(not_run) < len(texts) / 10 and not [x for x in not_run if "pipedraft." in x]
 
 
 # -- links ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_llama, tiny_qwen3
-from train_runs import World, make_world
+from test_train import BY_HEART
 
 from pipedraft.inference.closed_forms import chain_acceptance_length
 from pipedraft.models import load_draft
@@ -15,7 +15,6 @@ from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import capture_hidden, target_fingerprint
-from pipedraft.train.__main__ import quieten
 from pipedraft.train.eagle import (
     EVALUATED_DEPTH,
     EagleTrainConfig,
@@ -142,12 +141,6 @@ def test_short_texts_have_the_rows_they_can(length):
 
 
 # -- the objective --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    quieten()
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def batch_of(trainer, num_rows: int) -> dict[str, torch.Tensor]:
@@ -296,14 +289,7 @@ def test_muon_takes_the_matrices_of_the_layer(world, tmp_path):
 
 
 def test_a_handful_of_conversations_is_learned_by_heart(world, tmp_path):
-    trainer = world.trainer(
-        "eagle",
-        tmp_path,
-        optim__lr=1e-2,
-        optim__schedule="constant",
-        optim__warmup_fraction=0.0,
-        model__noise=0,
-    )
+    trainer = world.trainer("eagle", tmp_path, model__noise=0, **BY_HEART)
     batch = batch_of(trainer, 4)
     metrics = [trainer.optimize([batch]) for _ in range(80)]
     assert all(math.isfinite(entry["loss"]) for entry in metrics)

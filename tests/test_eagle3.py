@@ -58,28 +58,25 @@ def output_and_gradients(function, inputs):
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
 
 
+def assert_attention_is_dense(inputs, *, tolerance) -> None:
+    for x, y in zip(
+        output_and_gradients(attend, inputs),
+        output_and_gradients(dense_attention, inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("step", [0, 1, 6])
 @pytest.mark.parametrize(
     "shape", [{}, {"T": 1}, {"T": 2, "N": 3, "J": 3}, {"N": 6, "J": 1}], ids=str
 )
 def test_attention_and_all_gradients_equal_the_dense_reference(step, shape):
-    inputs = attention_inputs(step, **shape)
-    for x, y in zip(
-        output_and_gradients(attend, inputs),
-        output_and_gradients(dense_attention, inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+    assert_attention_is_dense(attention_inputs(step, **shape), tolerance=1e-10)
 
 
 def test_attention_over_several_tiles_of_the_fused_kernel_equals_the_dense_reference():
-    inputs = attention_inputs(2, B=1, N=2, J=1, T=600)
-    for x, y in zip(
-        output_and_gradients(attend, inputs),
-        output_and_gradients(dense_attention, inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+    assert_attention_is_dense(attention_inputs(2, B=1, N=2, J=1, T=600), tolerance=1e-9)
 
 
 def test_attention_under_autocast_computes_in_bfloat16():

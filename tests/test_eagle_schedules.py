@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama, tiny_qwen3
-from test_lossless import (
+from decode_runs import (
     NEW_TOKENS,
     PROMPTS,
     PlainTokenizer,
-    SimulatedSource,
+    attentive_llama,
+    decode_exactly,
     engine_for,
-    exact_law,
     greedy_reference,
-    noise_bound,
+    law_distance,
     sampling_target,
-    total_variation,
+    simulate,
+    simulated_texts,
 )
+from staged_targets import tiny
 
 from pipedraft.inference.closed_forms import (
     chain_acceptance_length,
@@ -95,9 +97,7 @@ def test_greedy_text_equals_transformers_greedy(way, kind, num_stages):
         **way,
     )
     for prompt in PROMPTS:
-        result = engine.decode(prompt)
-        assert result.token_ids == greedy_reference(target, prompt), prompt
-        assert sum(result.round_lengths) == result.num_tokens
+        decode_exactly(engine, prompt)
 
 
 class Watch:
@@ -126,43 +126,27 @@ class Watch:
 def test_greedy_text_is_the_targets_whatever_the_draft_guesses(way, acceptance):
     target = tiny_llama(layers=4, vocab=16)
     for prompt in PROMPTS[1:3]:
-        source = SimulatedSource(target, prompt, acceptance, length=NEW_TOKENS)
-        config = EngineConfig(num_stages=4, max_new_tokens=NEW_TOKENS, **way)
-        result = Engine(target, PlainTokenizer(), config, source=source).decode(prompt)
-        assert result.token_ids == greedy_reference(target, prompt)
-
-
-def attentive_llama():
-    """Random weights attend weakly: a wrong mask would hardly ever change their greedy token."""
-    target = tiny_llama(layers=4, vocab=16)
-    for layer in target.model.layers:
-        layer.self_attn.o_proj.weight.mul_(8)
-    return target
-
-
-def decode_pruned(schedule, target, prompt, tree_first=True):
-    """Decode with many small segments and a draft that is wrong often enough to prune them."""
-    source = SimulatedSource(target, prompt, 0.7, length=48)
-    config = EngineConfig(
-        schedule=schedule,
-        num_stages=4,
-        max_new_tokens=48,
-        micro_batches=9,
-        tree=TreeShape(depth=6, top_k=3, num_tokens=18),
-        expansion=Expansion(depth=2, step_tokens=1, num_tokens=6, tree_first=tree_first),
-    )
-    return Engine(target, PlainTokenizer(), config, source=source).decode(prompt)
+        simulate(target, prompt, acceptance, **way)
 
 
 @pytest.mark.parametrize(
     ("schedule", "tree_first"), [("pruned_pp", True), ("flowspec", True), ("flowspec", False)]
 )
 def test_segments_pruned_to_one_row_and_to_none_change_nothing(schedule, tree_first, monkeypatch):
+    """Of many small segments, by a draft that is wrong often enough."""
     watch = Watch(monkeypatch)
-    target = attentive_llama()
+    target = attentive_llama(8, vocab=16)
     for prompt in PROMPTS:
-        result = decode_pruned(schedule, target, prompt, tree_first)
-        assert result.token_ids == greedy_reference(target, prompt, 48)
+        simulate(
+            target,
+            prompt,
+            0.7,
+            schedule=schedule,
+            max_new_tokens=48,
+            micro_batches=9,
+            tree=TreeShape(depth=6, top_k=3, num_tokens=18),
+            expansion=Expansion(depth=2, step_tokens=1, num_tokens=6, tree_first=tree_first),
+        )
     assert watch.single > 5 and watch.emptied > 5
 
 
@@ -179,26 +163,16 @@ def test_ignoring_the_mask_of_single_row_segments_is_noticed(monkeypatch):
     # Two children a node: a grandchild enters the first stage before its uncle is pruned.
     tree, expansion = replace(SMALL, top_k=2), Expansion(tree_first=True)
     way = {"schedule": "flowspec", "tree": tree, "expansion": expansion, "max_segment_rows": 1}
-    config = EngineConfig(max_new_tokens=48, num_stages=4, **way)
-    target = attentive_llama()
-    texts = []
-    for is_wrong in (False, True):
-        if is_wrong:
-            monkeypatch.setattr(TokenTree, "segment", mutant)
-        sources = [SimulatedSource(target, prompt, 0.7, length=48) for prompt in PROMPTS]
-        engines = [Engine(target, PlainTokenizer(), config, source=source) for source in sources]
-        decoded = [engine.decode(p) for engine, p in zip(engines, PROMPTS, strict=True)]
-        texts.append([result.token_ids for result in decoded])
-    right, wrong = texts
-    assert right == [greedy_reference(target, prompt, 48) for prompt in PROMPTS]
-    assert wrong != right
+    target = attentive_llama(8, vocab=16)
+    expected = [greedy_reference(target, prompt, 48) for prompt in PROMPTS]
+    assert simulated_texts(target, 48, **way) == expected
+    monkeypatch.setattr(TokenTree, "segment", mutant)
+    assert simulated_texts(target, 48, **way) != expected
 
 
 def bernoulli(schedule, acceptance=0.8, length=400, **options):
-    target = tiny_llama(layers=4, vocab=16)
-    source = SimulatedSource(target, [1, 2, 3], acceptance, length)
-    config = EngineConfig(schedule=schedule, num_stages=4, max_new_tokens=length, **options)
-    return Engine(target, PlainTokenizer(), config, source=source).decode([1, 2, 3])
+    options = {"schedule": schedule, "max_new_tokens": length, **options}
+    return simulate(tiny_llama(layers=4, vocab=16), [1, 2, 3], acceptance, **options)
 
 
 def test_one_batch_costs_n_steps_a_round():
@@ -280,17 +254,8 @@ SAMPLED_WAYS = [
 @pytest.mark.parametrize("way", SAMPLED_WAYS, ids=way_name)
 def test_sampled_text_has_the_targets_law(way):
     target = sampling_target()
-    prompt, temperature = [1, 2], 1.3
-    engine = engine_for(
-        target,
-        draft=make_head(target),
-        num_stages=2,
-        temperature=temperature,
-        max_new_tokens=3,
-        **way,
-    )
-    law = exact_law(target, prompt, temperature)
-    assert total_variation(engine, prompt, law) < noise_bound(law)
+    distance, bound = law_distance(target, make_head(target), **way)
+    assert distance < bound
 
 
 def reference_tree(head, target, text, shape):
@@ -414,15 +379,11 @@ def test_what_a_draft_or_target_cannot_do_is_refused_by_name():
 @pytest.mark.parametrize("name", ["qwen3_5", "mixtral"])
 def test_hybrid_and_expert_targets_decode_exactly(name):
     """Recurrent layers carry one state per sequence: chains are exact, trees are refused."""
-    from test_target import tiny
-
     target, prompt = tiny(name), [7, 3, 9, 3, 7, 1]
     for schedule, tree in (("eagle", CHAIN), ("pruned_pp", CHAIN), ("naive_pp", SMALL)):
-        source = SimulatedSource(target, prompt, 0.7, length=16)
-        config = EngineConfig(schedule=schedule, tree=tree, num_stages=2, max_new_tokens=16)
+        options = {"schedule": schedule, "tree": tree, "num_stages": 2, "max_new_tokens": 16}
         if name == "qwen3_5" and tree is SMALL:
             with pytest.raises(ValueError, match=r"tree: dynamic:3:3:8 under naive_pp.*recurrent"):
-                Engine(target, PlainTokenizer(), config, source=source)
-            continue
-        result = Engine(target, PlainTokenizer(), config, source=source).decode(prompt)
-        assert result.token_ids == greedy_reference(target, prompt, 16)
+                simulate(target, prompt, 0.7, **options)
+        else:
+            simulate(target, prompt, 0.7, **options)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama, tiny_mistral, tiny_qwen3
+from decode_runs import PROMPTS, greedy_reference, plain_text
 from edge_runs import (
     LINK,
     PLANS,
@@ -19,7 +20,6 @@ from edge_runs import (
     make_edge,
     run_session,
 )
-from test_lossless import PROMPTS, PlainTokenizer, greedy_reference
 
 from pipedraft.inference.channel import EnergyModel, Link, LinkEstimate
 from pipedraft.inference.edge_cloud.cloud import CloudTarget
@@ -27,7 +27,6 @@ from pipedraft.inference.edge_cloud.drafter import ChainDrafter
 from pipedraft.inference.edge_cloud.methods import METHODS, Scene, decode
 from pipedraft.inference.edge_cloud.plan import Beliefs, Plan
 from pipedraft.inference.edge_cloud.virtual import Times
-from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.models.language_model import LanguageModelDraft
 
 NEW_TOKENS = 20
@@ -132,15 +131,8 @@ def test_sampled_text_is_plain_decodings_with_the_same_random_numbers(rule):
     }
     assert len(texts) == 1
     if rule == "match":
-        config = EngineConfig(
-            schedule="autoregressive",
-            num_stages=1,
-            temperature=0.9,
-            seed=4,
-            max_new_tokens=NEW_TOKENS,
-        )
-        engine = Engine(target, PlainTokenizer(), config)
-        assert texts == {tuple(engine.decode([3, 1, 4], prompt_index=7).token_ids)}
+        options = {"temperature": 0.9, "seed": 4, "max_new_tokens": NEW_TOKENS}
+        assert texts == {tuple(plain_text(target, [3, 1, 4], prompt_index=7, **options))}
 
 
 def test_the_edge_alone_decodes_the_drafts_own_text():
@@ -275,40 +267,29 @@ def test_an_early_pass_answers_a_wrong_first_guess_without_another_one():
     assert slow_s - fast_s >= 1.5 * 7
 
 
+def right_times_s(plan, **options) -> list[float]:
+    """When each token of a draft that is always right has come."""
+    source = BernoulliSource([1, 2], 1.0)
+    edge, _ = run_session(CloudTarget(SMALL), source, [1, 2], plan=plan, link=EXACT_LINK, **options)
+    return edge.text.result.token_times_s
+
+
 def test_early_passes_never_delay_a_full_batch():
     for policy in ("fixed:2", "fixed:4", "fixed:8"):
         ends_s = []
         for is_fast in (False, True):
-            source = BernoulliSource([1, 2], 1.0)
-            edge, _ = run_session(
-                CloudTarget(SMALL),
-                source,
-                [1, 2],
-                plan=(Plan(), True, is_fast),
-                policy=policy,
-                times=EXACT_TIMES,
-                link=EXACT_LINK,
-                max_new_tokens=60,
-            )
-            ends_s.append(edge.text.result.token_times_s[-1])
+            plan = (Plan(), True, is_fast)
+            options = {"policy": policy, "times": EXACT_TIMES, "max_new_tokens": 60}
+            ends_s.append(right_times_s(plan, **options)[-1])
         assert ends_s[1] <= ends_s[0] + 1e-9
 
 
 def test_a_batch_ends_when_it_has_taken_as_long_as_a_verdict():
     longest = []
     for truncates in (False, True):
-        source = BernoulliSource([1, 2], 1.0)
-        edge, _ = run_session(
-            CloudTarget(SMALL),
-            source,
-            [1, 2],
-            plan=(Plan(parallel=True, truncates=truncates), False, False),
-            policy="fixed:8",
-            times=Times(draft_s=2.0, verify_s=1.5, cloud_draft_s=1.0),
-            link=EXACT_LINK,
-            max_new_tokens=40,
-        )
-        times_s = edge.text.result.token_times_s
+        plan = (Plan(parallel=True, truncates=truncates), False, False)
+        times = Times(draft_s=2.0, verify_s=1.5, cloud_draft_s=1.0)
+        times_s = right_times_s(plan, policy="fixed:8", times=times, max_new_tokens=40)
         longest.append(max(times_s.count(time_s) for time_s in times_s))
     assert longest == [8, 3]  # the third guess of 2 s ends after the 5.25 s of RTT and T_v
 

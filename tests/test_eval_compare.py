@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_eval_run import status
 
-from pipedraft.errors import run_command
-from pipedraft.eval.__main__ import run
 from pipedraft.eval.compare import Run, compare_runs, counterparts, find_noise, find_warnings
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 
@@ -73,14 +72,6 @@ def slow_and_fast(tmp_path: Path) -> tuple[Run, Run]:
     slow = make_entry(make_rows(stages=4, rejection=0.5))
     fast = make_entry(make_rows(stages=4, rejection=0.3, seed=5))
     return read(tmp_path / "slow", slow), read(tmp_path / "fast", fast)
-
-
-def status(arguments: list[str]) -> int:
-    try:
-        run_command(lambda: run(arguments))
-    except SystemExit as stop:
-        return stop.code
-    return 0
 
 
 def test_values_are_the_pooled_ones_and_the_better_draft_is_seen(tmp_path) -> None:

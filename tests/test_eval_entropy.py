@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
+from decode_runs import PlainTokenizer
 from test_eagle_schedules import CHAIN, SMALL
 from test_eval_tasks import byte_tokenizer
-from test_lossless import PlainTokenizer
 from test_pipeinfer import noisy_copy
 
 from pipedraft.eval import teacher_forcing

@@ -10,14 +10,13 @@ from functools import cache
 import pytest
 import torch
 from conftest import tiny_llama
+from decode_runs import PlainTokenizer, friendly_module
 from test_eagle_schedules import CHAIN, SMALL, make_head
+from test_eval_run import status
 from test_eval_tasks import byte_tokenizer
 from test_flexspec import make_draft
-from test_lossless import PlainTokenizer, friendly_module
 
-from pipedraft.errors import run_command
 from pipedraft.eval import replay_laws
-from pipedraft.eval.__main__ import run
 from pipedraft.eval.replay import Hardware, replay
 from pipedraft.eval.replay_laws import Refusal
 from pipedraft.eval.run import Comparison, Method
@@ -30,7 +29,7 @@ from pipedraft.inference.shapes import Expansion, MicroBatch
 from pipedraft.models.language_model import LanguageModelDraft
 
 STAGES = (2, 3, 4, 8)
-NEW_TOKENS = 14
+NEW_TOKENS = 10
 PROMPTS = ([3], [1, 2, 7, 9, 4])
 RECORDED = Hardware("recorded", None, None)
 COST = CostModel(row=0.02, link=0.03, verify=0.05, draft_forward=0.1, is_asynchronous=True)
@@ -66,8 +65,9 @@ def make_network(kind: str):
     return first_layer(target()) if kind == "language_model" else None
 
 
+@cache
 def record(kind: str, stages: int, **way) -> Recording:
-    """A real run."""
+    """A real run, of which several tests may ask something."""
     config = EngineConfig(num_stages=stages, max_new_tokens=NEW_TOKENS, **way)
     draft = make_network(kind)
     engine = Engine(target(), PlainTokenizer(), config, draft)
@@ -248,43 +248,36 @@ def evaluated(tmp_path_factory):
         for name, t in {"one": [["hello", "again"], ["bye"]], "two": [["what"]]}.items()
     }
 
-    def methods(stages: int) -> list[Method]:
-        ways = [{"schedule": "spd"}, {"schedule": "pruned_pp", "tree": SMALL}]
+    def methods(stages: int, *ways: dict) -> list[Method]:
         return [
             Method(
                 name=way["schedule"],
                 draft=draft,
-                config=EngineConfig(num_stages=stages, max_new_tokens=12, **way),
+                config=EngineConfig(num_stages=stages, max_new_tokens=8, **way),
             )
             for way in ways
         ]
 
-    def entries(stages: int, traces: Traces | None = None) -> dict:
-        comparison = Comparison(
-            target=model, tokenizer=tokenizer, benchmarks=prompts, reference=model,
+    def comparison(traces: Traces | None = None) -> Comparison:
+        return Comparison(
+            target=model, tokenizer=tokenizer, benchmarks=prompts, reference=None,
             progress=False, traces=traces,
         )  # fmt: skip
-        return {(e["method"], e["benchmark"]): e for e in comparison.run(methods(stages))}
 
-    for shard in ((0, 2), (1, 2), (0, 1)):
+    chain, tree = {"schedule": "spd"}, {"schedule": "pruned_pp", "tree": SMALL}
+    for shard in ((0, 2), (1, 2)):
         traces = Traces(folder / "traces", {"target": "tiny"}, shard)
-        if shard == (0, 1):
-            recorded = entries(4, traces)
-        else:
-            comparison = Comparison(
-                target=model, tokenizer=tokenizer, benchmarks=prompts, reference=None,
-                progress=False, traces=traces,
-            )  # fmt: skip
-            comparison.decode_shard(methods(4))
-    return folder, {4: recorded, 2: entries(2), 8: entries(8)}
-
-
-def status(arguments: list[str]) -> int:
-    try:
-        run_command(lambda: run(arguments))
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+        comparison(traces).decode_shard(methods(4, chain, tree))
+    traces = Traces(folder / "traces", {"target": "tiny"}, (0, 1))
+    entries = {
+        4: comparison(traces).run(methods(4, chain, tree)),
+        2: comparison().run(methods(2, chain)),
+        8: comparison().run(methods(8, chain)),
+    }
+    return folder, {
+        stages: {(entry["method"], entry["benchmark"]): entry for entry in found}
+        for stages, found in entries.items()
+    }
 
 
 def test_command_reads_shards_and_agrees_with_real_runs(evaluated, tmp_path, capsys) -> None:

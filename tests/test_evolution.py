@@ -9,7 +9,8 @@ import torch
 from conftest import tiny_llama
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from test_flexspec import evolved, make_draft
-from train_runs import World, assert_equal_weights, logged, make_world, train, weights
+from test_train import run_until
+from train_runs import World, assert_equal_weights, logged, train, weights
 
 from pipedraft.errors import UsageError
 from pipedraft.models import __main__ as command
@@ -18,7 +19,6 @@ from pipedraft.models.evolution import out_of_scope
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.train import lora
-from pipedraft.train.__main__ import quieten
 from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
 from pipedraft.train.lora import PROJECTIONS, LoRAConfig
 
@@ -139,12 +139,6 @@ def test_the_command_says_it_by_its_status(base, tmp_path, monkeypatch, capsys):
 # -- training adapters --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    quieten()
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
 def tuning(world: World, /, lora_options: dict | None, **changes) -> dict:
     """Changes of a run that tunes the world's target."""
     shape = ("tokenizer", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -230,10 +224,6 @@ def test_a_draft_loads_within_the_scope_and_elsewhere_by_exception_alone(world, 
         load_draft(str(tmp_path), tiny_llama(), allow_evolved=True)
 
 
-class Stop(Exception):
-    pass
-
-
 def test_a_stopped_run_of_adapters_ends_bit_for_bit_as_an_unbroken_one(
     world, tmp_path, monkeypatch
 ):
@@ -241,16 +231,7 @@ def test_a_stopped_run_of_adapters_ends_bit_for_bit_as_an_unbroken_one(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train(world.arguments("language_model", whole, **changes), monkeypatch)
     trainer = world.trainer("language_model", stopped, **changes)
-    optimize = trainer.optimize
-
-    def stop_at_step_3(window):
-        if trainer.progress.step == 3:
-            raise Stop
-        return optimize(window)
-
-    trainer.optimize = stop_at_step_3
-    with pytest.raises(Stop):
-        trainer.run()
+    run_until(trainer, 3)
     train(world.arguments("language_model", stopped, **changes), monkeypatch)
     assert logged(stopped) == logged(whole)
     assert_equal_weights(weights(stopped / "best"), weights(whole / "best"))

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate.state import AcceleratorState
+from fork_server import free_port
 from safetensors.torch import load_file
 from train_runs import (
     World,
     assert_equal_weights,
-    free_port,
     logged,
     make_world,
     train,

@@ -4,22 +4,25 @@ import json
 import math
 
 import pytest
-import test_lossless
 import torch
 import torch.nn.functional as F
 from conftest import tiny_llama, tiny_qwen3
-from test_eagle_schedules import CHAIN, PUBLISHED, SMALL, WAYS, way_name
-from test_lossless import (
+from decode_runs import (
     NEW_TOKENS,
     PROMPTS,
     PlainTokenizer,
+    RemembersText,
+    attentive_llama,
+    count_guesses,
+    decode_exactly,
     engine_for,
-    exact_law,
     greedy_reference,
-    noise_bound,
+    law_distance,
     sampling_target,
-    total_variation,
+    see_siblings,
 )
+from staged_targets import tiny
+from test_eagle_schedules import CHAIN, PUBLISHED, SMALL, WAYS, way_name
 from test_process import decode_both
 
 from pipedraft.inference import sources
@@ -27,7 +30,6 @@ from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.shapes import Expansion, MicroBatch
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.flexspec import FlexSpecSource
-from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference, read_description
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
@@ -175,28 +177,17 @@ def test_the_cost_of_a_forward_counts_what_is_computed():
 # -- decoding -----------------------------------------------------------------------------------
 
 
-class Checked(FlexSpecSource):
+class Checked(RemembersText, FlexSpecSource):
     """Compares the logits after every row of a tree with those of its path read from scratch."""
 
     def __init__(self, draft) -> None:
-        self.text, self.expected = [], {}
+        self.expected: dict[tuple[int, ...], torch.Tensor] = {}
         super().__init__(draft)
-
-    def begin(self, features, tokens):
-        self.text = list(tokens)
-        super().begin(features, tokens)
-
-    def observe(self, features, next_tokens):
-        super().observe(features, next_tokens)
-        self.text += next_tokens
 
     def _logits(self, tree, rows):
         logits_QU = super()._logits(tree, rows)
         for row, logits_U in zip(rows, logits_QU, strict=True):
-            path, above = [], row
-            while above > 0:
-                path, above = [tree.tokens[above], *path], tree.parents[above]
-            whole = (*self.text, *path)
+            whole = tuple(self.text_at(tree, row))
             if whole not in self.expected:
                 states_TEH = self.draft(torch.tensor([whole]))[0]
                 self.expected[whole] = self.draft.logits(states_TEH[-1])
@@ -214,22 +205,21 @@ CHECKED_WAYS = [
 ]
 
 
+def decode_texts(engine, prompts, texts) -> list:
+    """Each prompt decoded exactly; a text begins with its prompt."""
+    pairs = zip(prompts, texts, strict=True)
+    return [decode_exactly(engine, prompt, text[len(prompt) :]) for prompt, text in pairs]
+
+
 def decode_checked(kind, way) -> int:
-    target = tiny_llama(vocab=8).double()
-    for layer in target.model.layers:  # random weights attend weakly
-        layer.self_attn.o_proj.weight.mul_(4)
+    target = attentive_llama(4, vocab=8).double()
     prompts = ([5], [1, 2, 7, 3, 4, 3])  # the second text must not see the first one's rows
     texts = [[*prompt, *greedy_reference(target, prompt, 12)] for prompt in prompts]
     draft = make_draft(target, **kind).double()
     teach(draft, texts)
     source = Checked(draft)
-    config = EngineConfig(num_stages=4, max_new_tokens=12, **way)
-    engine = Engine(target, PlainTokenizer(), config, source=source)
-    tested = accepted = 0
-    for prompt, text in zip(prompts, texts, strict=True):
-        result = engine.decode(prompt)
-        assert result.token_ids == text[len(prompt) :]
-        tested, accepted = tested + result.num_tested, accepted + result.num_accepted
+    engine = engine_for(target, source=source, num_stages=4, max_new_tokens=12, **way)
+    tested, accepted = count_guesses(decode_texts(engine, prompts, texts))
     assert 5 < accepted < tested
     return len(source.expected)
 
@@ -238,16 +228,6 @@ def decode_checked(kind, way) -> int:
 @pytest.mark.parametrize("way", CHECKED_WAYS, ids=way_name)
 def test_guesses_are_those_of_their_paths_read_from_scratch(kind, way):
     assert decode_checked(kind, way) > 20
-
-
-def see_siblings(monkeypatch) -> None:
-    right = RowCache.compute
-
-    def mutant(cache, tree, rows, forward, **options):
-        blind = lambda caches, visible: forward(caches, torch.ones_like(visible))  # noqa: E731
-        return right(cache, tree, rows, blind, **options)
-
-    monkeypatch.setattr(RowCache, "compute", mutant)
 
 
 def forget_the_moved_state(monkeypatch) -> None:
@@ -318,11 +298,7 @@ def test_greedy_text_equals_transformers_greedy(kind, num_stages):
         engine = engine_for(
             target, draft=draft, num_stages=num_stages, max_new_tokens=NEW_TOKENS, **way
         )
-        tested = accepted = 0
-        for prompt, text in zip(prompts, texts, strict=True):
-            result = engine.decode(prompt)
-            assert result.token_ids == text[len(prompt) :], (way, prompt)
-            tested, accepted = tested + result.num_tested, accepted + result.num_accepted
+        tested, accepted = count_guesses(decode_texts(engine, prompts, texts))
         assert 0 < accepted < tested, way
 
 
@@ -359,26 +335,20 @@ SAMPLED_WAYS = [
 ]
 
 
-def sample(monkeypatch, way) -> tuple[float, float]:
-    """Total variation of the first three tokens from the target's law, and what noise allows."""
-    monkeypatch.setattr(test_lossless, "SAMPLES", 200)
+def sample(way) -> tuple[float, float]:
     target = sampling_target()
-    engine = engine_for(
-        target, draft=make_draft(target), num_stages=2, temperature=1.0, max_new_tokens=3, **way
-    )
-    law = exact_law(target, [1, 2], 1.0)
-    return total_variation(engine, [1, 2], law), noise_bound(law)
+    return law_distance(target, make_draft(target), samples=200, temperature=1.0, **way)
 
 
 @pytest.mark.parametrize("way", SAMPLED_WAYS, ids=way_name)
-def test_sampled_text_has_the_targets_law(way, monkeypatch):
-    distance, bound = sample(monkeypatch, way)
+def test_sampled_text_has_the_targets_law(way):
+    distance, bound = sample(way)
     assert distance < bound
 
 
 def test_the_law_test_catches_a_guess_that_was_not_drawn_from_its_q(monkeypatch):
     monkeypatch.setattr(sources, "draw", lambda q_V, uniform: int(q_V.argmax()))
-    distance, bound = sample(monkeypatch, SAMPLED_WAYS[0])
+    distance, bound = sample(SAMPLED_WAYS[0])
     assert distance > bound
 
 
@@ -468,8 +438,6 @@ def test_a_controller_that_does_not_hold_the_last_block_checks_it_all_the_same(s
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_5"])
 def test_a_last_block_of_another_kind_is_refused(name):
-    from test_target import tiny
-
     with pytest.raises(ValueError, match="target: .* of its last block is .*dense attention"):
         check_anchor(tiny(name))
     check_anchor(tiny_qwen3())

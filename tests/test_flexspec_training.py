@@ -6,29 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_eagle_schedules import CHAIN
-from test_flexspec import FROZEN, KINDS, kind_name
-from test_lossless import (
+from decode_runs import (
     engine_for,
     greedy_reference,
 )
-from test_train import losses_on_one_batch
-from train_runs import World, make_world
+from test_eagle_schedules import CHAIN
+from test_flexspec import FROZEN, KINDS, kind_name
+from test_train import BY_HEART, assert_learns_by_heart, losses_on_one_batch
 
 from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.train import flexspec as flexspec_training
-from pipedraft.train.__main__ import quieten
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig, prefix_survival
 from pipedraft.train.next_token import counted_rows
 
 # -- training -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    quieten()
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def expected_loss(objective, batch) -> tuple[float, float]:
@@ -136,17 +128,7 @@ def test_an_anchor_that_is_not_frozen_is_noticed(world, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("changes", LOSSES, ids=kind_name)
 def test_it_learns_a_handful_of_conversations_by_heart(world, tmp_path, changes):
-    trainer = world.trainer(
-        "flexspec",
-        tmp_path,
-        optim__lr=1e-2,
-        optim__schedule="constant",
-        optim__warmup_fraction=0.0,
-        **changes,
-    )
-    losses = losses_on_one_batch(trainer, 4, 40)
-    assert all(map(math.isfinite, losses))
-    assert losses[-1] < 0.5 * losses[0]
+    assert_learns_by_heart(world.trainer("flexspec", tmp_path, **BY_HEART, **changes))
 
 
 def test_a_batch_without_counted_rows_has_a_zero_gradient_for_every_trained_part(world, tmp_path):

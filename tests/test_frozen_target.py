@@ -7,19 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPOSITORY
-from train_runs import World, make_world
+from train_runs import World
 from transformers import AutoModelForCausalLM
 
 from pipedraft.models.target import capture_hidden, load_target
-from pipedraft.train.__main__ import methods, quieten
+from pipedraft.train.__main__ import methods
 from pipedraft.train.config import parse_run
 from pipedraft.train.frozen_target import quantization_config, resolve_dtype
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    quieten()
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def dtype_of(world: World, target: Path, mixed_precision: str, **changes) -> torch.dtype:

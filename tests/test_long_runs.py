@@ -113,7 +113,7 @@ def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
                 time.sleep(0.001)
             time.sleep(draw.uniform(0, 0.03))
             os.kill(pid, signal.SIGKILL)
-            kills += runs.ask(wait=pid) == -signal.SIGKILL
+            kills += runs.parent.wait(pid) == -signal.SIGKILL
         assert runs.run("language_model", folder, changes={"log_every_steps": 1}) == 0
         newest = f"checkpoints/step-{STEPS:07d}"
         for name in ("best", newest):

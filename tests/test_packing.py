@@ -11,9 +11,9 @@ import transformers as hf
 from conftest import tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_target import NUM_LAYERS, random_ids, tiny
+from staged_targets import NUM_LAYERS, random_ids, tiny
 from torch.overrides import TorchFunctionMode
-from train_runs import World, logged, make_world, train
+from train_runs import logged, train
 
 from pipedraft.data_recipes.batch import collate, document_lengths, pack, packed_batches
 from pipedraft.errors import UsageError
@@ -452,11 +452,6 @@ def test_logits_in_chunks_give_the_same_loss_and_gradients(monkeypatch):
 
 
 # -- runs ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def test_a_packed_run_trains_as_many_tokens_in_fewer_steps_and_repeats(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from accelerate.commands import launch
 from conftest import REPOSITORY
-from train_runs import Runs, free_port, logged, said, start_runs, weights
+from fork_server import free_port
+from train_runs import Runs, logged, said, start_runs, weights
 
 pytestmark = pytest.mark.timeout(600)  # many processes, on a machine that may be busy
 

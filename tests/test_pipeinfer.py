@@ -5,22 +5,25 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import test_lossless
 import torch
 from conftest import tiny_llama, tiny_mistral
-from test_eagle_schedules import CHAIN, SMALL, STATIC, attentive_llama
-from test_lossless import (
+from decode_runs import (
     NEW_TOKENS,
     PROMPTS,
     PlainTokenizer,
+    RemembersText,
     SimulatedSource,
+    attentive_llama,
+    decode_exactly,
     engine_for,
-    exact_law,
     greedy_reference,
-    noise_bound,
+    law_distance,
     sampling_target,
-    total_variation,
+    simulate,
+    simulated_texts,
 )
+from staged_targets import tiny
+from test_eagle_schedules import CHAIN, SMALL, STATIC
 
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.closed_forms import micro_batch_acceptance_length
@@ -55,18 +58,10 @@ def target_and_text():
     return target, [*PROMPT, *greedy_reference(target, PROMPT, LONGEST)]
 
 
-def simulate(acceptance, batch, *, num_stages=4, new_tokens=NEW_TOKENS, **options):
+def simulated(acceptance, batch, *, new_tokens=NEW_TOKENS, **options):
     target, text = target_and_text()
-    source = SimulatedSource(target, PROMPT, acceptance, length=1)
-    source.text = text
-    config = EngineConfig(
-        schedule="pipeinfer",
-        num_stages=num_stages,
-        micro_batch=batch,
-        max_new_tokens=new_tokens,
-        **options,
-    )
-    return Engine(target, PlainTokenizer(), config, source=source).decode(PROMPT)
+    options = {"micro_batch": batch, "max_new_tokens": new_tokens, **options}
+    return simulate(target, PROMPT, acceptance, text=text, schedule="pipeinfer", **options)
 
 
 # -- the schedule ---------------------------------------------------------------------------
@@ -75,11 +70,8 @@ def simulate(acceptance, batch, *, num_stages=4, new_tokens=NEW_TOKENS, **option
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("batch", OPTIONS.values(), ids=OPTIONS)
 def test_greedy_text_is_the_targets_whatever_the_draft_guesses(batch, acceptance):
-    expected = target_and_text()[1][len(PROMPT) :][:NEW_TOKENS]
     for num_stages in (1, 3, 4):
-        result = simulate(acceptance, batch, num_stages=num_stages)
-        assert result.token_ids == expected
-        assert sum(result.round_lengths) == result.num_tokens
+        result = simulated(acceptance, batch, num_stages=num_stages)
         assert result.num_steps <= num_stages * result.num_tokens  # never slower than plain
 
 
@@ -88,16 +80,16 @@ def test_greedy_text_is_the_targets_whatever_the_draft_guesses(batch, acceptance
 def test_steps_with_a_perfect_and_with_a_useless_draft(size, num_stages):
     """One token after n steps, then a micro-batch every step; or n steps for every token."""
     batch = MicroBatch(size=size)
-    perfect = simulate(1.0, batch, num_stages=num_stages)
+    perfect = simulated(1.0, batch, num_stages=num_stages)
     assert perfect.num_steps == num_stages + math.ceil((perfect.num_tokens - 1) / size)
-    useless = simulate(0.0, batch, num_stages=num_stages)
+    useless = simulated(0.0, batch, num_stages=num_stages)
     assert useless.equivalent_acceptance_length == 1.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_steps_follow_the_closed_form(size):
     acceptance, num_stages = 0.8, 4
-    result = simulate(acceptance, MicroBatch(size=size), new_tokens=LONGEST)
+    result = simulated(acceptance, MicroBatch(size=size), new_tokens=LONGEST)
     rounds = [num_stages + math.ceil((tokens - 1) / size) for tokens in result.round_lengths]
     assert result.num_steps == sum(rounds)
     alpha = result.draft_acceptance_rate
@@ -109,17 +101,17 @@ def test_steps_follow_the_closed_form(size):
 
 def test_a_draft_that_is_never_right_is_asked_rarely():
     """The text and its steps stay; a probe now and then notices when guesses become right."""
-    eager, rare = (simulate(0.0, MicroBatch(give_up=floor), new_tokens=80) for floor in (0, 0.1))
+    eager, rare = (simulated(0.0, MicroBatch(give_up=floor), new_tokens=80) for floor in (0, 0.1))
     assert rare.token_ids == eager.token_ids and rare.num_steps == eager.num_steps
     assert rare.num_drafted < 0.25 * eager.num_drafted
-    useful = [simulate(0.6, MicroBatch(give_up=floor), new_tokens=80) for floor in (0, 0.1)]
+    useful = [simulated(0.6, MicroBatch(give_up=floor), new_tokens=80) for floor in (0, 0.1)]
     assert useful[0].num_steps == useful[1].num_steps
 
 
 def test_a_draft_that_becomes_right_is_asked_again(monkeypatch):
     monkeypatch.setattr(SimulatedSource, "is_right", lambda source, position: position > 50)
     """No pause is longer than the useless time before it, so twice that time is the worst."""
-    result = simulate(0.0, MicroBatch(), new_tokens=120)
+    result = simulated(0.0, MicroBatch(), new_tokens=120)
     assert result.num_steps < 4 * 96 + 24
 
 
@@ -127,26 +119,26 @@ def test_starting_again_at_the_root_costs_steps():
     """Not in rounds that end before what was drafted until their first verdict is used up."""
     for acceptance, least in ((0.4, 1.0), (0.9, 1.05), (1.0, 1.5)):
         continued, restarted = (
-            simulate(acceptance, MicroBatch(restart=restart), new_tokens=100)
+            simulated(acceptance, MicroBatch(restart=restart), new_tokens=100)
             for restart in (False, True)
         )
         assert restarted.token_ids == continued.token_ids
         assert restarted.num_steps >= least * continued.num_steps
-    assert simulate(0.0, MicroBatch(restart=True)).equivalent_acceptance_length == 1.0
+    assert simulated(0.0, MicroBatch(restart=True)).equivalent_acceptance_length == 1.0
 
 
 def test_drafting_stops_when_a_verdict_waits(monkeypatch):
     """Asked before every draft forward but the first of a micro-batch."""
     monkeypatch.setattr(LocalPipeline, "verdict_waits", lambda pipeline: True)
-    cut = simulate(0.8, MicroBatch(size=4), new_tokens=100)
+    cut = simulated(0.8, MicroBatch(size=4), new_tokens=100)
     monkeypatch.undo()
-    assert cut.num_steps == simulate(0.8, MicroBatch(size=1), new_tokens=100).num_steps
+    assert cut.num_steps == simulated(0.8, MicroBatch(size=1), new_tokens=100).num_steps
 
 
 def test_drafting_overlaps_the_stages():
     """Of m draft forwards a step waits for what exceeds the stages' time."""
     for draft_forward, step in ((1 / 16, 1 / 4), (1 / 4, 3 / 4)):
-        result = simulate(1.0, MicroBatch(), cost=CostModel(draft_forward=draft_forward))
+        result = simulated(1.0, MicroBatch(), cost=CostModel(draft_forward=draft_forward))
         assert result.virtual_time == pytest.approx(result.num_steps * step)
 
 
@@ -167,7 +159,7 @@ class Largest:
 @pytest.mark.parametrize(("limit", "expected"), [(None, 12), (5, 7), (1, 1)])
 def test_no_more_is_drafted_while_enough_is_under_way(limit, expected, monkeypatch):
     largest = Largest(monkeypatch)
-    simulate(1.0, MicroBatch(max_in_flight=limit), new_tokens=60)
+    simulated(1.0, MicroBatch(max_in_flight=limit), new_tokens=60)
     assert largest.rows == expected
 
 
@@ -179,20 +171,11 @@ def test_a_wrong_mask_between_branches_is_noticed(monkeypatch):
         cut = segment(tree, start, stop)
         return replace(cut, visible=torch.ones_like(cut.visible))
 
-    target, batch = attentive_llama(), MicroBatch(size=4, branches=3)
-    texts = []
-    for is_wrong in (False, True):
-        if is_wrong:
-            monkeypatch.setattr(TokenTree, "segment", mutant)
-        decoded = []
-        for prompt in PROMPTS:
-            source = SimulatedSource(target, prompt, 0.7, length=32)
-            config = EngineConfig(schedule="pipeinfer", micro_batch=batch, max_new_tokens=32)
-            engine = Engine(target, PlainTokenizer(), config, source=source)
-            decoded.append(engine.decode(prompt).token_ids)
-        texts.append(decoded)
-    assert texts[0] == [greedy_reference(target, prompt, 32) for prompt in PROMPTS]
-    assert texts[1] != texts[0]
+    target, batch = attentive_llama(8, vocab=16), MicroBatch(size=4, branches=3)
+    expected = [greedy_reference(target, prompt, 32) for prompt in PROMPTS]
+    assert simulated_texts(target, 32, schedule="pipeinfer", micro_batch=batch) == expected
+    monkeypatch.setattr(TokenTree, "segment", mutant)
+    assert simulated_texts(target, 32, schedule="pipeinfer", micro_batch=batch) != expected
 
 
 # -- micro-batches --------------------------------------------------------------------------
@@ -308,29 +291,19 @@ def noisy_copy(target, noise=0.1):
     return LanguageModelDraft(model.eval().requires_grad_(False), target)
 
 
-class Checked(LanguageModelSource):
+class Checked(RemembersText, LanguageModelSource):
     """Compares its logits with those of the model on the whole text up to a row, from scratch."""
 
     def __init__(self, draft) -> None:
         super().__init__(draft)
-        self.text, self.num_checked = [], 0
-
-    def begin(self, features, tokens):
-        super().begin(features, tokens)
-        self.text = list(tokens)
-
-    def observe(self, features, next_tokens):
-        super().observe(features, next_tokens)
-        self.text += next_tokens
+        self.num_checked = 0
 
     def _logits(self, tree, rows):
         logits_QV = super()._logits(tree, rows)
         for row, logits_V in zip(rows, logits_QV, strict=True):
-            path = []
-            while row:
-                path, row = [tree.tokens[row], *path], tree.parents[row]
             assert self.text[-1] == tree.tokens[0]
-            expected = self.draft.model(torch.tensor([self.text + path])).logits[0, -1]
+            whole = torch.tensor([self.text_at(tree, row)])
+            expected = self.draft.model(whole).logits[0, -1]
             torch.testing.assert_close(logits_V, expected.float(), atol=1e-5, rtol=1e-5)
             self.num_checked += 1
         return logits_QV
@@ -341,9 +314,8 @@ def test_a_language_model_drafts_in_every_schedule(way):
     """Exact text, and guesses from exactly the text and path that they continue."""
     target = (tiny_mistral if "tree" in way else tiny_llama)(layers=4, vocab=16).double()
     source = Checked(noisy_copy(target))
-    config = EngineConfig(num_stages=2, max_new_tokens=NEW_TOKENS, **way)
-    result = Engine(target, PlainTokenizer(), config, source=source).decode(PROMPTS[2])
-    assert result.token_ids == greedy_reference(target, PROMPTS[2])
+    engine = engine_for(target, source=source, num_stages=2, max_new_tokens=NEW_TOKENS, **way)
+    result = decode_exactly(engine, PROMPTS[2])
     assert 0 < result.num_accepted < result.num_drafted
     assert source.num_checked >= 10
 
@@ -379,33 +351,26 @@ def test_what_a_guess_cost_is_paid_once():
     assert result.num_draft_forwards == result.num_drafted == 3 * result.num_steps
 
 
-def test_sampled_text_has_the_targets_law(monkeypatch):
-    monkeypatch.setattr(test_lossless, "SAMPLES", 600)
+def test_sampled_text_has_the_targets_law():
     target = sampling_target()
     small = tiny_llama(layers=1, hidden=16, vocab=target.config.vocab_size, heads=2, kv_heads=1)
-    engine = engine_for(
+    distance, bound = law_distance(
         target,
-        draft=LanguageModelDraft(small, target),
+        LanguageModelDraft(small, target),
+        samples=600,
         schedule="pipeinfer",
         micro_batch=MicroBatch(size=2, branches=2),
-        num_stages=2,
-        temperature=1.3,
-        max_new_tokens=3,
     )
-    law = exact_law(target, [1, 2], 1.3)
-    assert total_variation(engine, [1, 2], law) < noise_bound(law)
+    assert distance < bound
 
 
 def test_a_recurrent_language_model_drafts_chains_only():
-    from test_target import tiny
-
     target = tiny("qwen3_5")
     draft = LanguageModelDraft(target, target)
     dense = tiny_llama(vocab=61)
     for model in (target, dense):
         config = EngineConfig(schedule="pipeinfer", num_stages=2, max_new_tokens=12)
-        result = Engine(model, PlainTokenizer(), config, draft).decode(PROMPTS[2])
-        assert result.token_ids == greedy_reference(model, PROMPTS[2], 12)
+        decode_exactly(Engine(model, PlainTokenizer(), config, draft), PROMPTS[2])
         for batch in (MicroBatch(branches=2), MicroBatch(restart=True)):
             with pytest.raises(ValueError, match="micro_batch: .* has recurrent layers"):
                 Engine(model, PlainTokenizer(), replace(config, micro_batch=batch), draft)
@@ -463,7 +428,6 @@ def test_micro_batches_are_as_large_as_rows_are_cheap_and_guesses_right(row, sha
 
 def test_expensive_rows_make_small_micro_batches():
     for row, rows_per_step in ((0.0, 3.0), (2.0, 1.0)):
-        result = simulate(0.5, MicroBatch(), new_tokens=LONGEST, cost=CostModel(row=row))
-        assert result.token_ids == target_and_text()[1][len(PROMPT) :][:LONGEST]
+        result = simulated(0.5, MicroBatch(), new_tokens=LONGEST, cost=CostModel(row=row))
         steady = result.num_drafted / result.num_steps
         assert steady == pytest.approx(rows_per_step, rel=0.2), (row, steady)

@@ -4,20 +4,14 @@ import sys
 
 import pytest
 import torch
-from train_runs import World, make_world
+from train_runs import World
 
 from pipedraft.errors import run_command
-from pipedraft.train.__main__ import main, methods, quieten, registry, take_plan
+from pipedraft.train.__main__ import main, methods, registry, take_plan
 from pipedraft.train.config import parse_run
 from pipedraft.train.plan import all_counted, kept_bytes, measure, memory_bytes
 
 TOKENS = (64, 192)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    quieten()
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def sizes_and_trainer(world: World, method: str, folder, **changes):

@@ -4,30 +4,31 @@ import json
 import math
 
 import pytest
-import test_lossless
 import torch
 import torch.nn.functional as F
 from conftest import tiny_llama, tiny_qwen3
-from test_eagle_schedules import make_head
-from test_lossless import (
+from decode_runs import (
     NEW_TOKENS,
     PROMPTS,
-    PlainTokenizer,
-    SimulatedSource,
+    AcceptMostLikelyMutant,
+    RemembersText,
+    attentive_llama,
+    count_guesses,
+    decode_exactly,
     engine_for,
-    exact_law,
     greedy_reference,
-    noise_bound,
+    law_distance,
     sampling_target,
-    total_variation,
+    see_siblings,
+    simulate,
 )
-from test_train import losses_on_one_batch
-from train_runs import World, make_world
+from staged_targets import tiny
+from test_eagle_schedules import make_head
+from test_train import BY_HEART, assert_learns_by_heart
 
 from pipedraft.inference import engine as engine_module
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.closed_forms import continuous_acceptance_length
-from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.models import load_draft
@@ -36,7 +37,6 @@ from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.ppsd import PPSD, PPSDConfig
 from pipedraft.models.target import capture_hidden, target_fingerprint
-from pipedraft.train.__main__ import quieten
 from pipedraft.train.next_token import counted_rows
 
 LENGTH = 11
@@ -89,7 +89,7 @@ def test_a_row_of_the_head_is_blind_to_what_comes_later():
     assert not torch.allclose(before[6:], after[6:])
 
 
-class Checked(PPSDSource):
+class Checked(RemembersText, PPSDSource):
     """Compares the score of every guess with a head and a target that read its path from scratch.
 
     That covers the masks of a tree, and what becomes of cached rows when the text moves on.
@@ -97,24 +97,14 @@ class Checked(PPSDSource):
 
     def __init__(self, draft, target) -> None:
         super().__init__(draft)
-        self.target, self.text, self.num_checked = target, [], 0
-
-    def begin(self, features, tokens):
-        self.text = tokens[:1]
-        super().begin(features, tokens)
-
-    def observe(self, features, next_tokens):
-        super().observe(features, next_tokens)
-        self.text += next_tokens
+        self.target, self.num_checked = target, 0
 
     def grow_layer(self, tree, features, *, width, sampling):
         before = len(tree)
         added = super().grow_layer(tree, features, width=width, sampling=sampling)
         for row in range(before, len(tree)):
-            path, above = [], tree.parents[row]
-            while above > 0:
-                path, above = [tree.tokens[above], *path], tree.parents[above]
-            taps = capture_hidden(self.target, torch.tensor([self.text + path]), self.taps)
+            above = self.text_at(tree, tree.parents[row])
+            taps = capture_hidden(self.target, torch.tensor([above]), self.taps)
             expected = self.draft.logits(self.draft(taps)[0, -1]).log_softmax(-1)
             score = tree.scores[row] - tree.scores[tree.parents[row]]
             # Scores are kept in float32.
@@ -124,17 +114,12 @@ class Checked(PPSDSource):
 
 
 def decode_checked(width) -> int:
-    target = tiny_llama(layers=4, vocab=8).double()
-    for layer in target.model.layers:  # random weights attend weakly
-        layer.self_attn.o_proj.weight.mul_(4)
+    target = attentive_llama(4, vocab=8).double()
     source = Checked(make_exit(target, num_stages=4, num_layers=2).double(), target)
-    config = EngineConfig(schedule="ppsd", num_stages=4, tree_width=width, max_new_tokens=12)
-    engine = Engine(target, PlainTokenizer(), config, source=source)
-    tested = accepted = 0
-    for prompt in ([5], [1, 2, 7, 3, 4, 3]):  # the second text must not see the first one's rows
-        result = engine.decode(prompt)
-        assert result.token_ids == greedy_reference(target, prompt, 12)
-        tested, accepted = tested + result.num_tested, accepted + result.num_accepted
+    options = {"schedule": "ppsd", "num_stages": 4, "tree_width": width, "max_new_tokens": 12}
+    engine = engine_for(target, source=source, **options)
+    prompts = ([5], [1, 2, 7, 3, 4, 3])  # the second text must not see the first one's rows
+    tested, accepted = count_guesses([decode_exactly(engine, prompt) for prompt in prompts])
     assert 0 < accepted < tested
     return source.num_checked
 
@@ -142,16 +127,6 @@ def decode_checked(width) -> int:
 @pytest.mark.parametrize("width", [1, 4])
 def test_guesses_in_flight_are_those_of_their_paths_read_from_scratch(width):
     assert decode_checked(width) > 24 * width
-
-
-def see_siblings(monkeypatch) -> None:
-    right = RowCache.compute
-
-    def mutant(cache, tree, rows, forward, **options):
-        blind = lambda caches, visible: forward(caches, torch.ones_like(visible))  # noqa: E731
-        return right(cache, tree, rows, blind, **options)
-
-    monkeypatch.setattr(RowCache, "compute", mutant)
 
 
 def leave_rows_where_they_were(monkeypatch) -> None:
@@ -185,7 +160,7 @@ def test_wrong_rows_in_flight_are_noticed(mutate, monkeypatch):
 def test_greedy_text_equals_transformers_greedy(options, width):
     target = (tiny_qwen3 if options["num_stages"] == 4 else tiny_llama)(layers=4, vocab=16)
     head = make_exit(target, **options)
-    tested = accepted = 0
+    results = []
     for prompt in PROMPTS[2:]:
         expected = greedy_reference(target, prompt)
         for schedule in ("ppsd", "spd"):
@@ -197,29 +172,21 @@ def test_greedy_text_equals_transformers_greedy(options, width):
                 tree_width=width,
                 max_new_tokens=NEW_TOKENS,
             )
-            result = engine.decode(prompt)
-            assert result.token_ids == expected, (schedule, prompt)
-            assert sum(result.round_lengths) == result.num_tokens
-            tested, accepted = tested + result.num_tested, accepted + result.num_accepted
+            results.append(decode_exactly(engine, prompt, expected))
+    tested, accepted = count_guesses(results)
     assert 0 < accepted < tested
 
 
-def simulate(acceptance, prompt=(1, 2, 3), length=NEW_TOKENS, **options):
+def simulated(acceptance, prompt=(1, 2, 3), **options):
     target = tiny_llama(layers=4, vocab=16)
-    source = SimulatedSource(target, list(prompt), acceptance, length)
-    config = EngineConfig(
-        **{"schedule": "ppsd", "num_stages": 4, "max_new_tokens": length, **options}
-    )
-    result = Engine(target, PlainTokenizer(), config, source=source).decode(list(prompt))
-    assert result.token_ids == source.text[len(prompt) :]
-    return result
+    return simulate(target, list(prompt), acceptance, **{"schedule": "ppsd", **options})
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("width", [1, 2])
 def test_greedy_text_is_the_targets_whatever_the_draft_guesses(acceptance, width):
     for prompt, num_stages in ((PROMPTS[0], 1), (PROMPTS[1], 2), (PROMPTS[2], 4), (PROMPTS[3], 4)):
-        simulate(acceptance, prompt, tree_width=width, num_stages=num_stages)
+        simulated(acceptance, prompt, tree_width=width, num_stages=num_stages)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -236,14 +203,13 @@ def test_an_eagle_head_runs_under_the_schedule(kind):
             max_new_tokens=NEW_TOKENS,
         )
         for prompt in PROMPTS[1:3]:
-            assert engine.decode(prompt).token_ids == greedy_reference(target, prompt)
+            decode_exactly(engine, prompt)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_hit_takes_one_step_and_a_miss_n(num_stages):
     """The law of SPD's schedule: the drafts differ in what they know, not in when they come."""
-    length = 200
-    result = simulate(0.8, length=length, num_stages=num_stages)
+    result = simulated(0.8, max_new_tokens=200, num_stages=num_stages)
     *finished, last = result.round_lengths
     assert result.num_steps == sum(num_stages + tokens - 1 for tokens in [*finished, last])
     expected = continuous_acceptance_length([result.draft_acceptance_rate], num_stages)
@@ -267,52 +233,36 @@ def test_speedup_is_the_papers_closed_form(num_stages, num_layers, width):
 
 def test_speedup_counts_links_and_verification_besides():
     cost = CostModel(draft_forward=1 / 32, link=0.01, verify=0.02)
-    result = simulate(0.7, cost=cost)
+    result = simulated(0.7, cost=cost)
     step = 1 / 4 + 1 / 32 + 0.03
     assert math.isclose(result.virtual_time, result.num_steps * step, rel_tol=1e-9)
-    hidden = simulate(0.7, cost=cost, schedule="spd")
+    hidden = simulated(0.7, cost=cost, schedule="spd")
     assert math.isclose(hidden.virtual_time, hidden.num_steps * (1 / 4 + 0.03), rel_tol=1e-9)
 
 
 SAMPLED_WAYS = [{"verifier": "rejection"}, {"tree_width": 3}]
 
 
-def sample(monkeypatch, **way) -> tuple[float, float]:
-    """Total variation of the first three tokens from the target's law, and what noise allows."""
-    monkeypatch.setattr(test_lossless, "SAMPLES", 300)
+def sample(**way) -> tuple[float, float]:
     target = sampling_target()
-    engine = engine_for(
-        target,
-        draft=make_exit(target, num_stages=2),
-        schedule="ppsd",
-        num_stages=2,
-        temperature=1.3,
-        max_new_tokens=3,
-        **way,
+    return law_distance(
+        target, make_exit(target, num_stages=2), samples=300, schedule="ppsd", **way
     )
-    law = exact_law(target, [1, 2], 1.3)
-    return total_variation(engine, [1, 2], law), noise_bound(law)
 
 
 @pytest.mark.parametrize("way", SAMPLED_WAYS, ids=lambda way: str(*way.values()))
-def test_sampled_text_has_the_targets_law(way, monkeypatch):
-    distance, bound = sample(monkeypatch, **way)
+def test_sampled_text_has_the_targets_law(way):
+    distance, bound = sample(**way)
     assert distance < bound
 
 
 def test_the_law_test_catches_the_published_tree_rule(monkeypatch):
-    monkeypatch.setattr(engine_module, "MatchVerifier", test_lossless.AcceptMostLikelyMutant)
-    distance, bound = sample(monkeypatch, verifier="match")
+    monkeypatch.setattr(engine_module, "MatchVerifier", AcceptMostLikelyMutant)
+    distance, bound = sample(verifier="match")
     assert distance > bound
 
 
 # -- training and checkpoints -------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    quieten()
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 40])
@@ -343,18 +293,8 @@ def test_the_loss_is_the_divergence_before_every_assistant_token(world, tmp_path
 
 @pytest.mark.parametrize("loss", ["kl", "lk"])
 def test_it_learns_a_handful_of_conversations_by_heart(world, tmp_path, loss):
-    trainer = world.trainer(
-        "ppsd",
-        tmp_path,
-        model__num_stages=2,
-        model__loss=loss,
-        optim__lr=1e-2,
-        optim__schedule="constant",
-        optim__warmup_fraction=0.0,
-    )
-    losses = losses_on_one_batch(trainer, 4, 40)
-    assert all(map(math.isfinite, losses))
-    assert losses[-1] < 0.5 * losses[0]
+    trainer = world.trainer("ppsd", tmp_path, model__num_stages=2, model__loss=loss, **BY_HEART)
+    assert_learns_by_heart(trainer)
     for name, parameter in trainer.objective.draft.named_parameters():
         assert parameter.requires_grad, name
 
@@ -381,12 +321,10 @@ def test_it_starts_as_the_target_goes_on(world, tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_5"])
 def test_it_starts_random_where_the_targets_layers_are_of_another_kind(name):
-    from test_target import tiny
-
     target, prompt = tiny(name), [7, 3, 9, 3, 7, 1]
     head = make_exit(target, num_stages=2, num_layers=2)
     engine = engine_for(target, draft=head, schedule="ppsd", num_stages=2, max_new_tokens=12)
-    assert engine.decode(prompt).token_ids == greedy_reference(target, prompt, 12)
+    decode_exactly(engine, prompt)
 
 
 def test_a_saved_head_loads_and_refuses_another_target_or_cut(tmp_path):

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama, tiny_qwen3
-from test_eagle_schedules import WAYS as EAGLE_WAYS
-from test_eagle_schedules import make_head, way_name
-from test_lossless import (
+from decode_runs import (
     NEW_TOKENS,
     PROMPTS,
     PlainTokenizer,
@@ -20,6 +18,8 @@ from test_lossless import (
     friendly_module,
     greedy_reference,
 )
+from test_eagle_schedules import WAYS as EAGLE_WAYS
+from test_eagle_schedules import make_head, way_name
 from test_ppsd import make_exit
 
 from pipedraft.inference.engine import Engine, EngineConfig

@@ -50,6 +50,7 @@ class FakeServer(ThreadingHTTPServer):
         self.refused: set[str] = set()
         self.answer_all_with: bytes | None = None
         self.key: str | None = None
+        self.models = ["tiny"]
 
     @property
     def counts(self) -> Counter[str]:
@@ -80,7 +81,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
             self.send(401, b"no key")
         elif self.path == "/v1/models":
-            self.send(200, b'{"data": [{"id": "tiny"}]}')
+            served = [{"id": name} for name in self.server.models]
+            self.send(200, json.dumps({"data": served}).encode())
         else:
             self.send(404, b"nothing here")
 
@@ -232,15 +234,20 @@ def test_no_more_requests_than_allowed_are_under_way(server, monkeypatch, tmp_pa
     assert server.most_in_flight == 5
 
 
+def wait_for(server, process, requests) -> None:
+    """Until the server has had that many."""
+    while sum(server.counts.values()) < requests:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+
+
 def test_a_killed_run_goes_on_without_asking_for_finished_rows(server, monkeypatch, tmp_path):
     data, expected = make_data(tmp_path, 60)
     server.is_faulty, server.delay_s = True, 0.03
     out = tmp_path / "own.jsonl"
     given = arguments(server, data, out, "--concurrency", 8)
     with start(given) as process:
-        while sum(server.counts.values()) < 50:
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.01)
+        wait_for(server, process, 50)
         process.kill()
     time.sleep(0.2)
     settled, asked = settled_rows(out), server.counts
@@ -263,9 +270,7 @@ def test_a_stopped_run_says_how_to_go_on(sent, server, monkeypatch, tmp_path):
     out = tmp_path / "own.jsonl"
     given = arguments(server, data, out, "--concurrency", 4)
     with start(given) as process:
-        while sum(server.counts.values()) < 30:
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.01)
+        wait_for(server, process, 30)
         process.send_signal(sent)
         _, said = process.communicate(timeout=10)
     assert process.returncode == 130

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import tiny_llama
+from decode_runs import PROMPTS, greedy_reference, plain_text
 from serve_runs import access_to, decode, lm_draft, make_target, run, serving
 from test_edge_sessions import make_scene
-from test_lossless import PROMPTS, PlainTokenizer, greedy_reference
 
 from pipedraft.errors import Failure
 from pipedraft.inference.channel import Link
@@ -18,7 +18,6 @@ from pipedraft.inference.edge_cloud.client import EdgeClient
 from pipedraft.inference.edge_cloud.connection import Connection
 from pipedraft.inference.edge_cloud.emulated_link import EmulatedLink
 from pipedraft.inference.edge_cloud.session_table import vocabulary_hash
-from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.models.language_model import LanguageModelDraft
 
 NEW_TOKENS = 24
@@ -90,17 +89,8 @@ def test_sampled_text_is_the_engines_with_the_same_seed(rule):
     virtual = methods.decode(methods.METHODS["cloud"], scene_here, [3, 1, 4], prompt_index=7)
     assert first == second == virtual.result.token_ids
     if rule == "match":
-        config = EngineConfig(
-            schedule="autoregressive",
-            num_stages=1,
-            temperature=0.9,
-            seed=4,
-            max_new_tokens=NEW_TOKENS,
-        )
-        assert (
-            first
-            == Engine(target, PlainTokenizer(), config).decode([3, 1, 4], prompt_index=7).token_ids
-        )
+        options = {"temperature": 0.9, "seed": 4, "max_new_tokens": NEW_TOKENS}
+        assert first == plain_text(target, [3, 1, 4], prompt_index=7, **options)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "tail_escape", "topk"])

@@ -6,24 +6,28 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from command_processes import LIMIT_S, Process
 from conftest import tiny_llama
+from decode_runs import greedy_reference
+from fork_server import ForkServer
+from serve_runs import Raw, opening
 from test_eval_tasks import byte_tokenizer
-from test_lossless import greedy_reference
 
 from pipedraft.inference.edge_cloud import edge_command, serve_command
+from pipedraft.inference.edge_cloud.connection import Access, Connection
+from pipedraft.inference.edge_cloud.messages import Close, decode_reply
+from pipedraft.inference.edge_cloud.wire import HEALTH, NOT_SERVING, SERVING, Hello
+from pipedraft.models.draft import TargetReference
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
 from pipedraft.models.layers import LayerConfig
 
 TOKEN = "opensesame"
-START_S = 100
-"""A process imports torch first, and the machine may be busy."""
 
 
 class Place:
@@ -41,8 +45,6 @@ class Place:
         (folder / "token").write_text(TOKEN + "\n")
 
     def save_draft(self, model, folder: Path) -> None:
-        from pipedraft.models.draft import TargetReference
-
         folder.mkdir()
         reference = TargetReference(name=str(self.target), fingerprint=FlexSpec.fingerprint(model))
         layer = LayerConfig.from_target(model.config)
@@ -65,28 +67,19 @@ def place(tmp_path_factory) -> Place:
     return Place(tmp_path_factory.mktemp("serve"))
 
 
-def start(*arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "pipedraft.inference", *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-    )
+@pytest.fixture(scope="module")
+def parent() -> Iterator[ForkServer]:
+    with ForkServer.start("command_processes.py") as server:
+        yield server
 
 
-def serve(place: Place, *arguments: str) -> tuple[subprocess.Popen, str]:
+def serve(parent: ForkServer, place: Place, *arguments: str) -> tuple[Process, str]:
     """A server that is listening, and its address."""
-    process = start("serve", "--target", str(place.target), "--port", "0", *arguments)
-    timer = threading.Timer(START_S, process.kill)
-    timer.start()
-    line = process.stdout.readline()
-    timer.cancel()
-    found = re.search(r"on (127\.0\.0\.1:\d+) \(", line)
-    assert found, line + process.stderr.read()
-    return process, found[1]
-
-
-def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=START_S)
-    return process.returncode, out, err
+    target = str(place.target)
+    process = Process.start(
+        parent, place.folder, "serve", "--target", target, "--port", "0", *arguments
+    )
+    return process, process.wait_for(r"on (127\.0\.0\.1:\d+) \(.*\n")[1]
 
 
 def edge(capsys, *arguments: str) -> tuple[str, str]:
@@ -100,12 +93,12 @@ def status_of(capsys, server: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def plain_server(place):
-    process, address = serve(place, "--idle-s", "1.5", "--grace-s", "60")
+def plain_server(parent, place):
+    process, address = serve(parent, place, "--idle-s", "1.5", "--grace-s", "60")
     yield process, address
-    if process.poll() is None:
-        process.kill()
-        process.communicate()
+    if process.status is None:
+        process.send(signal.SIGKILL)
+        process.finish()
 
 
 def expected_text(place: Place, prompt: str, new_tokens: int) -> str:
@@ -134,19 +127,16 @@ def test_a_flexspec_draft_gives_the_targets_text_and_its_figures(plain_server, p
     assert about["target"] == str(place.target) and about["sessions"] == 0
 
 
-def test_a_client_that_is_killed_leaves_nothing_behind(plain_server, place, capsys):
+def test_a_client_that_is_killed_leaves_nothing_behind(parent, plain_server, place, capsys):
     _, address = plain_server
-    client = start(
-        *("edge", "--server", address, "--raw", "--prompt", "Hi", "--draft-model"),
-        *(str(place.target), "--method", "flexspec", "--policy", "fixed:1", "--keep-drafting"),
-        *("--max-new-tokens", "500"),
-    )
-    deadline_s = time.monotonic() + START_S
+    draft = ["--draft-model", str(place.target), "--method", "flexspec", "--policy", "fixed:1"]
+    words = ["edge", "--server", address, "--raw", "--prompt", "Hi", *draft, "--keep-drafting"]
+    client = Process.start(parent, place.folder, *words, "--max-new-tokens", "500")
+    deadline_s = time.monotonic() + LIMIT_S
     while not status_of(capsys, address)["sessions"]:
-        assert time.monotonic() < deadline_s and client.poll() is None, client.stderr.read()
-    client.send_signal(signal.SIGKILL)
-    assert client.wait(timeout=START_S) == -signal.SIGKILL
-    client.communicate()
+        assert time.monotonic() < deadline_s and not client.err.read_text(), client.err.read_text()
+    client.send(signal.SIGKILL)
+    assert client.finish()[0] == -signal.SIGKILL
     while (about := status_of(capsys, address))["sessions"]:
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
@@ -156,20 +146,15 @@ def test_a_client_that_is_killed_leaves_nothing_behind(plain_server, place, caps
 def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_server, place, capsys):
     """The last test with this server."""
     process, address = plain_server
-    from serve_runs import Raw, opening
-
-    from pipedraft.inference.edge_cloud.connection import Access, Connection
-    from pipedraft.inference.edge_cloud.messages import Close, decode_reply
-    from pipedraft.inference.edge_cloud.wire import HEALTH, NOT_SERVING, SERVING, Hello
 
     async def scene():
-        async with asyncio.timeout(START_S), Connection(Access(server=address)) as connection:
+        async with asyncio.timeout(LIMIT_S), Connection(Access(server=address)) as connection:
             check = connection._channel.unary_unary(f"/{HEALTH}/Check")
             assert await check(b"") == SERVING
             raw, late = Raw(connection), Raw(connection)
             await raw.send(Hello(), opening([1, 2, 3]))
             first = (await raw.read(2))[1]
-            process.send_signal(signal.SIGTERM)
+            process.send(signal.SIGTERM)
             while await check(b"") == SERVING:
                 await asyncio.sleep(0.05)
             assert await check(b"") == NOT_SERVING
@@ -183,16 +168,17 @@ def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_server, pl
     assert refused[:2] == ("UNAVAILABLE", "server: shutting down; try again")
     assert tokens == greedy_reference(tiny_llama(layers=3, vocab=300), [1, 2, 3], 24)
     assert ended[0] == "OK" and int(ended[2]["passes"]) >= 23
-    code, out, err = finish(process)
+    code, out, err = process.finish()
     assert (code, err) == (0, "") and re.search(r"ended: \d+ sessions, 1 expired, 0 cut off", out)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
-def test_tls_and_a_token_keep_strangers_out(place, capsys):
+def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
     place.make_certificate()
     cert, key, token = (str(place.folder / name) for name in ("cert.pem", "key.pem", "token"))
     process, address = serve(
-        place, "--tls-cert", cert, "--tls-key", key, "--token-file", token, "--grace-s", "1"
+        *(parent, place, "--tls-cert", cert, "--tls-key", key, "--token-file", token),
+        *("--grace-s", "1"),
     )
     try:
         common = ["--server", address, "--raw", "--prompt", "Hello", "--tokenizer"]
@@ -206,8 +192,8 @@ def test_tls_and_a_token_keep_strangers_out(place, capsys):
             with pytest.raises(RuntimeError, match="could not be used for 0.5 s"):
                 edge(capsys, *common, *strange, "--token-file", token)
     finally:
-        process.send_signal(signal.SIGINT)
-        code, out, err = finish(process)
+        process.send(signal.SIGINT)
+        code, out, err = process.finish()
     assert code == 0 and "1 sessions, 0 expired, 0 cut off" in out
 
 

@@ -5,6 +5,7 @@ import random
 import time
 
 import pytest
+from decode_runs import PROMPTS, greedy_reference
 from serve_runs import (
     TOKENIZER,
     Raw,
@@ -17,7 +18,6 @@ from serve_runs import (
     run,
     serving,
 )
-from test_lossless import PROMPTS, greedy_reference
 
 from pipedraft.inference.edge_cloud import connection as connections
 from pipedraft.inference.edge_cloud.connection import Connection
@@ -246,8 +246,8 @@ def test_a_token_is_wanted_by_every_call():
                 with pytest.raises(ValueError, match="token: missing or wrong"):
                     await decode(server.port, [1], method="cloud", access={"token": token})
             async with Connection(access_to(server.port)) as connection:
+                # Refused before it says anything; a write could fail first, with another code.
                 raw = Raw(connection, authorization="Bearer wrong")
-                await raw.send(Hello(), opening([1]))
                 assert (await raw.end())[0] == "UNAUTHENTICATED" and not server.table.num_opened
             access = {"token": "correct horse"}
             outcome = await decode(server.port, [1], method="cloud", access=access)

@@ -6,8 +6,8 @@ import os
 import random
 from pathlib import Path
 
+from decode_runs import greedy_reference
 from serve_runs import decode, lm_draft, make_target, run, serving
-from test_lossless import greedy_reference
 
 NUM_CLIENTS = 50
 NEW_TOKENS = 10

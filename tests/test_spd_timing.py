@@ -3,17 +3,17 @@
 import pytest
 import torch
 from conftest import tiny_llama, tiny_qwen3
-from test_eagle_schedules import make_head
-from test_lossless import (
+from decode_runs import (
     PROMPTS,
     PlainTokenizer,
+    RemembersText,
+    decode_exactly,
     engine_for,
-    exact_law,
-    greedy_reference,
-    noise_bound,
+    friendly_module,
+    law_distance,
     sampling_target,
-    total_variation,
 )
+from test_eagle_schedules import make_head
 from test_spd import make_module
 
 from pipedraft.inference.clock import CostModel
@@ -36,32 +36,22 @@ def test_greedy_text_equals_transformers_greedy(make_target, num_stages, query, 
     options = {"num_stages": num_stages, "tree_width": width, "max_new_tokens": 24}
     engine = engine_for(target, draft=module, **OUTPUT, **options)
     for prompt in PROMPTS:
-        assert engine.decode(prompt).token_ids == greedy_reference(target, prompt)
+        decode_exactly(engine, prompt)
 
 
 def test_a_sampled_chain_has_the_targets_law():
-    target, prompt = sampling_target(), [1, 2]
-    module = make_module(target, num_stages=2, num_layers=1).float()
-    options = {"num_stages": 2, "temperature": 1.0, "max_new_tokens": 3}
-    law = exact_law(target, prompt, 1.0)
-    engine = engine_for(target, draft=module, **OUTPUT, **options)
-    assert total_variation(engine, prompt, law) < noise_bound(law)
+    target = sampling_target()
+    module = friendly_module(target, num_stages=2, num_layers=1)
+    distance, bound = law_distance(target, module, temperature=1.0, **OUTPUT)
+    assert distance < bound
 
 
-class Checked(SPDSource):
+class Checked(RemembersText, SPDSource):
     """Compares the logits of every chain with a module that reads the whole text from scratch."""
 
     def __init__(self, draft, target, *, lead=1) -> None:
         super().__init__(draft, lead=lead)
-        self.target, self.text, self.depths_seen = target, [], set()
-
-    def begin(self, features, tokens):
-        self.text = tokens[:1]
-        super().begin(features, tokens)
-
-    def observe(self, features, next_tokens):
-        super().observe(features, next_tokens)
-        self.text += next_tokens
+        self.target, self.depths_seen = target, set()
 
     def deepest_logits(self, tree, features):
         found_QU = super().deepest_logits(tree, features)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_target import Controller, assert_close, tiny
+from staged_targets import Controller, assert_close, tiny
 
 from pipedraft.models import stage_cache, stage_graph
 from pipedraft.models.stage_graph import StageGraphs, padded_rows

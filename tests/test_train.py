@@ -13,11 +13,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from train_runs import (
-    World,
     as_rank,
     assert_equal_weights,
     logged,
-    make_world,
     train,
     weights,
 )
@@ -26,17 +24,9 @@ from transformers import AutoModelForCausalLM
 from pipedraft.data_recipes.batch import collate
 from pipedraft.models import load_draft
 from pipedraft.train import checkpoint
-from pipedraft.train.__main__ import quieten
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.optimizers import rate_factor
 from pipedraft.train.spd import sample_occupancy
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    quieten()
-    return make_world(tmp_path_factory.mktemp("world"))
-
 
 # -- resume ---------------------------------------------------------------------------------
 
@@ -76,6 +66,20 @@ class Stop(Exception):
     pass
 
 
+def run_until(trainer, step) -> None:
+    """Runs, and stops as by an error when ``step`` steps are done."""
+    optimize = trainer.optimize
+
+    def stop_at_step(window):
+        if trainer.progress.step == step:
+            raise Stop
+        return optimize(window)
+
+    trainer.optimize = stop_at_step
+    with pytest.raises(Stop):
+        trainer.run()
+
+
 def test_a_language_model_with_two_optimizers_resumes_bit_for_bit(world, tmp_path, monkeypatch):
     """The second epoch is cut by the stop, and each step takes two batches."""
     changes = {"max_steps": 9, "save_every_steps": 5, "optim__name": "muon", "accumulation": 2}
@@ -83,16 +87,7 @@ def test_a_language_model_with_two_optimizers_resumes_bit_for_bit(world, tmp_pat
     train(world.arguments("language_model", whole, **changes), monkeypatch)
     trainer = world.trainer("language_model", stopped, **changes)
     assert len(trainer.optimizers) == 2
-    optimize = trainer.optimize
-
-    def stop_at_step_6(window):
-        if trainer.progress.step == 6:
-            raise Stop
-        return optimize(window)
-
-    trainer.optimize = stop_at_step_6
-    with pytest.raises(Stop):
-        trainer.run()
+    run_until(trainer, 6)
     assert trainer.progress.epoch > 0
     train(world.arguments("language_model", stopped, **changes), monkeypatch)
     assert logged(stopped) == logged(whole)
@@ -220,6 +215,15 @@ def losses_on_one_batch(trainer: Any, rows: int, steps: int) -> list[float]:
     return losses
 
 
+BY_HEART = {"optim__lr": 1e-2, "optim__schedule": "constant", "optim__warmup_fraction": 0.0}
+
+
+def assert_learns_by_heart(trainer) -> None:
+    losses = losses_on_one_batch(trainer, 4, 40)
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < 0.5 * losses[0]
+
+
 @pytest.mark.parametrize("draft_vocab_size", [None, 40])
 @pytest.mark.parametrize("query", ["newest", "all"])
 @pytest.mark.parametrize("loss", ["kl", "tv", "lk"])
@@ -232,13 +236,9 @@ def test_spd_learns_a_handful_of_conversations_by_heart(
         model__loss=loss,
         model__query=query,
         model__draft_vocab_size=draft_vocab_size,
-        optim__lr=1e-2,
-        optim__schedule="constant",
-        optim__warmup_fraction=0.0,
+        **BY_HEART,
     )
-    losses = losses_on_one_batch(trainer, 4, 40)
-    assert all(map(math.isfinite, losses))
-    assert losses[-1] < 0.5 * losses[0]
+    assert_learns_by_heart(trainer)
 
 
 def test_a_language_model_learns_a_handful_of_conversations_by_heart(world, tmp_path):

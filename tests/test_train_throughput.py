@@ -5,19 +5,11 @@ import time
 
 import pytest
 import torch
-from train_runs import World, make_world, train
+from train_runs import train
 
 from pipedraft.models import layers
 from pipedraft.train import eagle, eagle3, flexspec, launch, ppsd, spd, throughput
-from pipedraft.train.__main__ import quieten
 from pipedraft.train.throughput import Pace
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    quieten()
-    return make_world(tmp_path_factory.mktemp("world"))
-
 
 # -- throughput -----------------------------------------------------------------------------
 

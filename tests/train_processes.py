@@ -1,22 +1,21 @@
 """Training runs of the tests: real processes, forked from one that imported it all.
 
-Imports are most of the time of a short run. A line of JSON on stdin starts a run (its process id
-comes back) or waits for one (its exit status comes back, negative for a signal that killed it).
+A job of the fork server is a run: its arguments, and what is to happen to it.
 """
 
 import contextlib
 import importlib
-import json
 import os
 import signal
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import accelerate.tracking  # noqa: F401
 import datasets  # noqa: F401
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
+from fork_server import answer, write_to
 
 from pipedraft.errors import run_command
 from pipedraft.train import __main__ as command
@@ -74,13 +73,9 @@ def send_in_step(step: int, numbers: list[int]) -> None:
     loop.Accelerator.backward, loop.Trainer.optimize = signalled, remember
 
 
-def run(job: dict[str, Any]) -> None:
+def run(job: dict[str, Any]) -> NoReturn:
     """What `python -m pipedraft.train` does, in a process that is to end."""
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    write_to(job["log"])
     os.environ.update(job.get("environment", {}))
     sys.argv = ["train", *job["arguments"]]
     moments = Moments(job["folder"], job.get("kill_at", 0))
@@ -105,16 +100,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
         for module in sys.argv[1:]:
             importlib.import_module(module)
-    for line in sys.stdin:
-        job = json.loads(line)
-        if "wait" in job:
-            _, status = os.waitpid(job["wait"], 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            run(job)
-        print(pid, flush=True)
+    answer(run)
 
 
 if __name__ == "__main__":

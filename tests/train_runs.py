@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from conftest import REPOSITORY, tiny_llama
+from conftest import tiny_llama
+from fork_server import ForkServer, rank_environments
 from safetensors.torch import load_file
 
 from pipedraft.data_recipes.recipe import DataConfig, Source
@@ -125,23 +124,18 @@ class Runs:
     world: World
     changes: dict[str, dict[str, Any]]
     """Of every run of a method."""
-    parent: subprocess.Popen
-
-    def ask(self, **job: Any) -> int:
-        assert self.parent.stdin is not None and self.parent.stdout is not None
-        print(json.dumps(job), file=self.parent.stdin, flush=True)
-        return int(self.parent.stdout.readline())
+    parent: ForkServer
 
     def start(self, method: str, folder: Path, *, changes: dict | None = None, **job: Any) -> int:
         """Process id of a run that writes to ``folder`` and, what it says, to folder.log."""
         changes = self.changes[method] | (changes or {})
         arguments = self.world.arguments(method, folder, **changes)
         log = str(folder) + ".log"
-        return self.ask(arguments=arguments, folder=str(folder), log=log, **job)
+        return self.parent.ask(arguments=arguments, folder=str(folder), log=log, **job)
 
     def run(self, method: str, folder: Path, **job: Any) -> int:
         """Exit status, negative for the signal that killed it."""
-        return self.ask(wait=self.start(method, folder, **job))
+        return self.parent.wait(self.start(method, folder, **job))
 
     def together(
         self,
@@ -158,14 +152,12 @@ class Runs:
         Args:
             jobs: of single ranks.
         """
-        world = {"WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1"}
-        world |= {"MASTER_PORT": str(free_port()), **environment}
         pids = []
-        for rank in range(num_processes):
-            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank, own in enumerate(rank_environments(num_processes)):
             job = (jobs or {}).get(rank, {})
+            own |= environment
             pids.append(self.start(method, folder, changes=changes, environment=own, **job))
-        return [self.ask(wait=pid) for pid in pids]
+        return [self.parent.wait(pid) for pid in pids]
 
 
 def said(folder: Path) -> str:
@@ -179,13 +171,5 @@ def start_runs(folder: Path, changes: dict[str, dict[str, Any]], *modules: str) 
         modules: imported besides those that every run needs.
     """
     quieten()
-    command = [sys.executable, str(REPOSITORY / "tests" / "train_processes.py"), *modules]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as parent:
+    with ForkServer.start("train_processes.py", *modules) as parent:
         yield Runs(make_world(folder), changes, parent)
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]

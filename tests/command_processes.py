@@ -1,0 +1,115 @@
+"""Commands as real processes, forked from one that imported nearly everything.
+
+A job of the fork server is one of them: module, arguments, folder, environment, and files for what
+it prints. Each imports gRPC itself, which does not survive a fork.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from doc_commands import main_of, run_module
+from fork_server import ForkServer, answer, write_to
+
+from pipedraft.errors import run_command
+
+LIMIT_S = 100
+"""For a process to say what is waited for; the machine may be busy."""
+LIFE_S = 300
+"""A process that hangs is ended by then."""
+MODULES = ("inference", "eval", "train", "train.features")
+
+
+def run(job: dict[str, Any]) -> NoReturn:
+    """What `python -m MODULE` does, in a process that is to end."""
+    write_to(job["out"])
+    write_to(job["err"], 2)
+    signal.alarm(LIFE_S)
+    os.chdir(job["folder"])
+    os.environ.update(job["environment"])
+    status = 1
+    try:
+        run_command(lambda: run_module(job["module"], job["arguments"]))
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+@dataclass
+class Process:
+    parent: ForkServer
+    pid: int
+    out: Path
+    err: Path
+    status: int | None = None
+
+    @classmethod
+    def start(
+        cls,
+        parent: ForkServer,
+        folder: Path,
+        *arguments: str,
+        module: str = "pipedraft.inference",
+        environment: dict[str, str] | None = None,
+    ) -> "Process":
+        """In ``folder``, which gets one more pair of files for what it prints."""
+        name = f"process_{len(list(folder.glob('process_*.out')))}"
+        out, err = folder / f"{name}.out", folder / f"{name}.err"
+        out.touch()
+        err.touch()
+        files = {"folder": str(folder), "out": str(out), "err": str(err)}
+        environment = environment or {}
+        pid = parent.ask(module=module, arguments=arguments, environment=environment, **files)
+        return cls(parent, pid, out, err)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Until it has printed that."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while not (found := re.search(pattern, self.out.read_text())):
+            said = self.err.read_text()
+            assert not said and time.monotonic() < deadline_s, self.out.read_text() + said
+            time.sleep(0.01)
+        return found
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Status, negative for the signal that ended it, and what was printed."""
+        if self.status is None:
+            self.status = self.parent.wait(self.pid)
+        return self.status, self.out.read_text(), self.err.read_text()
+
+
+def main() -> None:
+    import datasets  # noqa: F401
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import pipedraft.inference.edge_cloud.client
+    import pipedraft.inference.edge_cloud.edge_command
+    import pipedraft.inference.edge_cloud.serve_command
+    import pipedraft.inference.edge_cloud.server
+    import pipedraft.inference.schedules
+    import pipedraft.models.target  # noqa: F401
+
+    torch.set_num_threads(1)
+    for name in MODULES:
+        main_of(f"pipedraft.{name}")
+    assert "grpc" not in sys.modules
+    answer(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Decoding tiny targets, and what a text is held against: the target's own, or its law."""
+
+# Q rows asked for, R rows of a tree, U draft vocabulary, V vocabulary
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from conftest import tiny_llama
+from test_spd import make_module
+
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.sources import DraftSource, add_most_likely
+from pipedraft.inference.sources.row_cache import RowCache
+from pipedraft.inference.verify import MatchVerifier, Walk, probabilities
+
+NEW_TOKENS = 24
+PROMPTS = [[5], [1, 2], [7, 3, 9, 3, 7, 1], [index * 5 % 16 for index in range(29)]]
+
+
+class PlainTokenizer:
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(map(str, ids))
+
+
+def engine_for(target, *, draft=None, source=None, **options) -> Engine:
+    return Engine(target, PlainTokenizer(), EngineConfig(**options), draft, source=source)
+
+
+# -- targets and drafts ---------------------------------------------------------------------
+
+
+def attentive_llama(factor, **sizes):
+    """Random weights attend weakly: a wrong mask would hardly ever change their greedy token."""
+    target = tiny_llama(layers=4, **sizes)
+    for layer in target.model.layers:
+        layer.self_attn.o_proj.weight.mul_(factor)
+    return target
+
+
+def friendly_module(target, **options):
+    """A module that is right often but not always: noise on a module that starts at the target."""
+    return make_module(target, **options).float()
+
+
+class StatelessSource(DraftSource):
+    """Guesses any token of ``vocab`` without reading the text."""
+
+    vocab: int
+
+    def begin(self, features, tokens):
+        pass
+
+    def observe(self, features, next_tokens):
+        pass
+
+    @property
+    def draft_ids(self):
+        return torch.arange(self.vocab)
+
+
+class SimulatedSource(StatelessSource):
+    """Guesses the target's own greedy token with a given probability, among ``width`` children.
+
+    Whether the guess at a position is right is drawn once per visit of a growing verb.
+    """
+
+    grows = ("layers", "trees", "micro_batches")
+
+    def __init__(self, target, prompt, acceptance, length=400, seed=0, *, text=None):
+        """``text``: prompt and greedy text, where they are known."""
+        self.text = text or [*prompt, *greedy_reference(target, prompt, length)]
+        self.vocab = target.config.vocab_size
+        self.acceptance, self.rng, self.num_forwards = acceptance, np.random.default_rng(seed), 0
+        self._right: list[bool] = []
+
+    def leaf_logits(self, tree, rows, features):
+        """The right token first or, for a whole text at the same positions, second."""
+        self.num_forwards += 1
+        logits_QU = torch.zeros(len(rows), self.vocab)
+        for logits_U, row in zip(logits_QU, rows, strict=True):
+            position = tree.position(row) + 1
+            right = self.text[position] if position < len(self.text) else 0
+            best = right if self.is_right(position) else right + 1
+            logits_U[best % self.vocab] = 4.0
+            logits_U[(best - 1) % self.vocab] = 3.0
+        return logits_QU
+
+    def is_right(self, position):
+        while len(self._right) <= position:
+            self._right.append(self.rng.random() < self.acceptance)
+        return self._right[position]
+
+    def add_children(self, tree, leaf, width):
+        """The right token's child among the others, or not; returns the best child's row."""
+        position = tree.position(leaf) + 1
+        right = self.text[position] if position < len(self.text) else 0
+        guess_right = self.rng.random() < self.acceptance
+        rows = []
+        for rank in range(width):
+            shift = rank if guess_right else rank + 1
+            score = tree.scores[leaf] - float(rank) - 0.1
+            rows.append(tree.add(leaf, (right + shift) % self.vocab, score))
+        return rows[0]
+
+    def grow_layer(self, tree, features, *, width, sampling):
+        self.num_forwards += 1
+        deepest = tree.depths[-1]
+        leaves = [row for row in range(len(tree)) if tree.depths[row] == deepest]
+        added = len(tree)
+        for leaf in leaves:
+            self.add_children(tree, leaf, width)
+        return len(tree) - added
+
+    def grow_tree(self, tree, shape, *, by_score, sampling):
+        """A spine of first children with ``top_k - 1`` siblings at each node."""
+        added, leaf = len(tree), 0
+        for _ in range(shape.depth):
+            self.num_forwards += 1
+            leaf = self.add_children(tree, leaf, 1 if shape.is_chain else shape.top_k)
+        return len(tree) - added
+
+    def expand_tree(self, tree, num_forwards, width, *, by_score):
+        """One forward: the two best children of the best rows that have none."""
+        leaves = [row for row in range(len(tree)) if not tree.children(row)]
+        leaves = sorted(leaves, key=lambda row: -tree.scores[row])[:width]
+        logits_QU = self.leaf_logits(tree, leaves, {})
+        return add_most_likely(tree, leaves, logits_QU, self.draft_ids, 2 * len(leaves))
+
+    def deepen_tree(self, tree, levels, num_tokens):
+        self.num_forwards += 1
+        added = len(tree)
+        self.add_children(tree, len(tree) - 1, 1)
+        return len(tree) - added
+
+
+class RemembersText:
+    """Mixed into a draft source whose guesses are compared with those of a text from scratch."""
+
+    text: list[int]
+
+    def begin(self, features, tokens):
+        self.text = []
+        super().begin(features, tokens)
+        self.text = list(tokens)
+
+    def observe(self, features, next_tokens):
+        super().observe(features, next_tokens)
+        self.text += next_tokens
+
+    def text_at(self, tree, row) -> list[int]:
+        """The text and the guesses below it, down to a row; the root is the text's last token."""
+        path = []
+        while row:
+            path, row = [tree.tokens[row], *path], tree.parents[row]
+        return self.text + path
+
+
+def see_siblings(monkeypatch) -> None:
+    """A known-bad mask: the rows of a tree see all rows."""
+    right = RowCache.compute
+
+    def mutant(cache, tree, rows, forward, **options):
+        blind = lambda caches, visible: forward(caches, torch.ones_like(visible))  # noqa: E731
+        return right(cache, tree, rows, blind, **options)
+
+    monkeypatch.setattr(RowCache, "compute", mutant)
+
+
+# -- greedy text ----------------------------------------------------------------------------
+
+
+def greedy_reference(target, prompt, max_new_tokens=NEW_TOKENS) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = target.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def decode_exactly(engine, prompt, expected=None):
+    """Decodes; the text must be the greedy one of transformers, or ``expected`` if it is known."""
+    if expected is None:
+        length = engine.config.max_new_tokens
+        expected = greedy_reference(engine.target.model, prompt, length)
+    result = engine.decode(prompt)
+    assert result.token_ids == expected, (engine.config, prompt)
+    assert sum(result.round_lengths) == result.num_tokens
+    return result
+
+
+def count_guesses(results: Sequence) -> tuple[int, int]:
+    """How many the target tested, and how many it accepted."""
+    return sum(r.num_tested for r in results), sum(r.num_accepted for r in results)
+
+
+def simulate(target, prompt, acceptance, *, text=None, **options):
+    """Decodes exactly with guesses that are right with a given probability, on four stages."""
+    options = {"num_stages": 4, "max_new_tokens": NEW_TOKENS, **options}
+    length = options["max_new_tokens"]
+    source = SimulatedSource(target, prompt, acceptance, length, text=text)
+    expected = source.text[len(prompt) :][:length]
+    return decode_exactly(engine_for(target, source=source, **options), prompt, expected)
+
+
+def simulated_texts(target, length, **options) -> list[list[int]]:
+    """Of all prompts, on four stages, by guesses that are often wrong; compared with nothing."""
+    texts = []
+    for prompt in PROMPTS:
+        source = SimulatedSource(target, prompt, 0.7, length)
+        engine = engine_for(target, source=source, num_stages=4, max_new_tokens=length, **options)
+        texts.append(engine.decode(prompt).token_ids)
+    return texts
+
+
+def plain_text(target, prompt, *, prompt_index=0, **options) -> list[int]:
+    """What the engine decodes without a draft."""
+    options = {"max_new_tokens": NEW_TOKENS, **options}
+    engine = engine_for(target, schedule="autoregressive", num_stages=1, **options)
+    return engine.decode(prompt, prompt_index=prompt_index).token_ids
+
+
+# -- sampling: the first three tokens against the exact product law -------------------------
+
+SAMPLES = 1500
+VOCAB = 4
+
+
+def sampling_target():
+    return tiny_llama(layers=2, hidden=16, vocab=VOCAB, heads=2, kv_heads=1)
+
+
+def exact_law(target, prompt, temperature) -> dict[tuple[int, ...], float]:
+    law = {}
+    for path in itertools.product(range(VOCAB), repeat=3):
+        chance = 1.0
+        for depth in range(3):
+            logits = target(torch.tensor([[*prompt, *path[:depth]]])).logits[0, -1]
+            chance *= float(probabilities(logits, temperature)[path[depth]])
+        law[path] = chance
+    return law
+
+
+def total_variation(engine, prompt, law, samples) -> float:
+    counts = Counter(
+        tuple(engine.decode(prompt, prompt_index=index).token_ids) for index in range(samples)
+    )
+    return 0.5 * sum(abs(counts[path] / samples - chance) for path, chance in law.items())
+
+
+def noise_bound(law, samples) -> float:
+    """Mean plus five deviations of the total variation of as many exact draws."""
+    rng = np.random.default_rng(1)
+    chances = np.array(list(law.values()))
+    draws = rng.multinomial(samples, chances / chances.sum(), size=200) / samples
+    distances = 0.5 * np.abs(draws - chances).sum(1)
+    return float(distances.mean() + 5 * distances.std())
+
+
+def law_distance(target, draft, *, samples=SAMPLES, **options) -> tuple[float, float]:
+    """Total variation of the first three tokens from the target's law, and what noise allows."""
+    options = {"num_stages": 2, "temperature": 1.3, **options}
+    engine = engine_for(target, draft=draft, max_new_tokens=3, **options)
+    prompt = [1, 2]
+    law = exact_law(target, prompt, options["temperature"])
+    return total_variation(engine, prompt, law, samples), noise_bound(law, samples)
+
+
+class AcceptMostLikelyMutant(MatchVerifier):
+    """Published: accept a greedy guess with probability p(x) / q(x) although it was not sampled."""
+
+    def judge(self, logits_RV, positions_R):
+        return logits_RV
+
+    def walk(self, tree, logits_RV):
+        children = tree.children(0)
+        if children:
+            position = tree.position(0) + 1
+            p = probabilities(logits_RV[0], self.temperature)
+            token = tree.tokens[children[0]]
+            q = np.exp(tree.scores[children[0]])
+            if self.random.uniform(position, "accept") * q < p[token]:
+                return Walk([0], token, [True])
+        positions = tree.positions(0, len(logits_RV))
+        return super().walk(tree, self.target_tokens(logits_RV, positions))

@@ -1,0 +1,254 @@
+"""A folder as the documentation's reader has it, and its commands scaled down to seconds."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import yaml
+from accelerate.state import AcceleratorState
+from conftest import REPOSITORY, tiny_llama
+from doc_commands import PAGES, Command, commands_of, run_module
+from test_paper_tables import PROMPTS
+from transformers import AutoTokenizer
+
+from pipedraft.eval.papers.declarations import read_roles
+
+COMMANDS = [command for page in PAGES for command in commands_of(page)]
+PAGE_NAMES = sorted({command.page for command in COMMANDS})
+
+# By a pattern of "page: text"; each must match one.
+NOT_RUN = {
+    r".*: make ": "installs, tests, or the quickstart, whose two lines run",
+    r".*: pip |.*: vllm |.*sglang.launch_server": "not a program of this project",
+}
+ELSEWHERE = {
+    r"adding_": "tests/test_doc_examples.py",  # on a copy that has the code of the page
+    r".*draw_(schedules|links)": "tests/test_docs.py",  # and their pictures are compared
+}
+PROCESSES = r".*: torchrun |.*inference (serve|edge) |.*features serve|.*--features 127"
+"""Several processes, or one that runs until it is ended."""
+
+CHATS = "conversations.jsonl"
+SOURCES = f'--data.sources=[{{"path": "{CHATS}"}}]'
+SMALL_TRAINING = [
+    SOURCES,
+    "--data.max_length=96",
+    "--data.pack=false",
+    "--data.valid_fraction=0.2",
+    "--batch_tokens=256",
+    "--max_steps=1",
+    "--evaluation.max_rows=2",
+    "--trackers=[]",
+]
+SMALL_EVALUATION = ["--limit=1", "--max-new-tokens=3"]
+SMALL_TARGET = "--layers=4 --hidden=64 --vocab=64 --tokens=8 --texts=2"
+SMALL_STEP = (
+    "--length=64 --batch=1 --hidden=64 --intermediate=64 --target-layers=4 --heads=1 --key-heads=1 "
+    "--vocabulary=64 --repeats=1"
+)
+# What a module's command gets besides, or instead: the last one of an option counts.
+SMALLER = {
+    "pipedraft.train": SMALL_TRAINING,
+    "pipedraft.train.features": SMALL_TRAINING,
+    "pipedraft.inference": ["--max-new-tokens=4"],
+    "pipedraft.eval": ["--benchmarks=gsm8k", *SMALL_EVALUATION],
+    "pipedraft.data_recipes": [SOURCES, "--tokenizer=assets/target", "--data.decontaminate=[]"],
+    "pipedraft.data_recipes.prompts": ["--functions=2"],
+    "pipedraft.data_recipes.regenerate": ["--max-tokens=4", "--batch=4"],
+    "benchmarks/structural_attention.py": ["--length=128", "--n=2", "--repeats=1"],
+    "benchmarks/spd_step.py": f"{SMALL_STEP} --n=2 --num-layers=1".split(),
+    "benchmarks/eagle3_step.py": f"{SMALL_STEP} --steps=2".split(),
+    "benchmarks/long_context.py": [
+        *SMALL_STEP.split(),
+        *("--lengths=64", "--methods=spd", "--variants=packed"),
+    ],
+    "benchmarks/scaling.py": ["--tokens=20"],
+    "benchmarks/draft_length.py": ["--seeds=2", "--tokens=20", "--traces", "assets/net_traces"],
+    "benchmarks/edge_serving.py": [
+        "--prompts=1",
+        "--max-new-tokens=4",
+        "--links=none,5g",
+        "--sessions=1,2",
+    ],
+    "benchmarks/pipeline_step.py": SMALL_TARGET.split(),
+    "benchmarks/pipeinfer.py": [*SMALL_TARGET.split(), "--acceptance", "0.85"],
+    "benchmarks/backend_agreement.py": ["--prompts=1", "--max-new-tokens=4"],
+}
+# What stands for files that do not ship.
+STAND_INS = {"hub:": "assets/eval", "PATH/stories260K": "assets/target"}
+HUB_TARGETS = {
+    "Qwen/Qwen3-0.6B": "assets/target",
+    "Qwen/Qwen3-8B": "assets/target",
+    "Qwen/Qwen3.5-4B": "random_target",
+    "Qwen/Qwen3.5-9B": "random_target",
+    "meta-llama/Llama-3.1-8B-Instruct": "random_target",
+}
+"""Folders of these names: the embedded target, or 32 layers of random weights."""
+REFUSED = r".*models scope .*lora_all"
+"""Its verdict is no, by exit status 1."""
+
+
+def after(words: list[str], option: str, default: str = "") -> str:
+    return words[words.index(option) + 1] if option in words else default
+
+
+def output_of(words: list[str]) -> str:
+    """The folder that a training command writes to."""
+    own = yaml.safe_load((REPOSITORY / words[1]).read_text())["output_dir"]
+    return after(words, "--output_dir", own)
+
+
+def made_by(command: str) -> list[str]:
+    """The words of a training command that are the trainer's own."""
+    words = shlex.split(command)
+    return words[words.index("--config") :]
+
+
+def trained() -> dict[str, list[str]]:
+    """Checkpoints that commands read, and what the documentation trains them with."""
+    roles = read_roles().items()
+    found = {f"out/{role.folder or name}": made_by(role.train) for name, role in roles}
+    for command in COMMANDS:
+        words = command.arguments
+        if command.module == "pipedraft.train" and words[:1] == ["--config"]:
+            found.setdefault(output_of(words), words)
+    return found | {
+        "out/stories": ["--config", "configs/spd/tiny.yaml", "--output_dir", "out/stories"],
+        "out/tuned": [
+            "--config",
+            "configs/flexspec/evolve_lora_mild.yaml",
+            "--output_dir",
+            "out/tuned",
+        ],
+    }
+
+
+def make_place(folder: Path) -> None:
+    """A checkout's files, chats, the benchmarks' files, targets that are on the Hub elsewhere."""
+    for name in ("configs", "assets", "benchmarks"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    takes = [after(c.arguments, "--conversations") and c.arguments for c in COMMANDS]
+    sources = [s for words in takes for s in re.findall(r"([\w/-]+)=\d+", " ".join(words or []))]
+    rows = []
+    for i in range(30):
+        turns = [("user", f"What is {i} plus {i % 7}?"), ("assistant", f"It is {i + i % 7}.")]
+        messages = [{"role": role, "content": content} for role, content in 2 * turns]
+        rows.append({"messages": messages, "source": sources[i % len(sources)]})
+    lines = [json.dumps(row) + "\n" for row in rows]
+    contents = {CHATS: lines, "chats.jsonl": lines[:2], "data/chat.jsonl": lines}
+    contents |= {f"data/eval/{name}": [json.dumps(row) + "\n"] for name, row in PROMPTS.items()}
+    contents["stories.jsonl"] = [json.dumps({"prompt": "Once upon a time"}) + "\n"]
+    for name, texts in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(texts))
+    random_target = folder / "random_target"
+    tiny_llama(layers=32, vocab=8192).save_pretrained(random_target)
+    AutoTokenizer.from_pretrained(REPOSITORY / "assets" / "target").save_pretrained(random_target)
+    for name, stand_in in HUB_TARGETS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(folder / stand_in)
+
+
+def override(words: list[str], options: list[str]) -> list[str]:
+    """With these options, --NAME=VALUE, instead of what the words give to them."""
+    kept = list(words)
+    for option in options:
+        name, equals, _ = option.partition("=")
+        if equals and name in kept:
+            at = kept.index(name)
+            del kept[at : at + 2]
+    return [*kept, *options]
+
+
+def adapted(words: list[str]) -> list[str]:
+    if "configs/eagle/eagle3_" in " ".join(words):
+        return [*words, "--model.draft_vocab_size=null"]  # the tokenizer has 8,192 tokens
+    return words
+
+
+def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]:
+    words = [stand_ins.get(word, word) for word in command.arguments]
+    module, first = command.module, (words or [""])[0]
+    smaller = SMALLER.get(module, [])
+    if module == "pipedraft.eval" and first == "--retention":
+        smaller = ["--limit=1", "--max_new_tokens=3"]
+    elif module == "pipedraft.eval" and first == "table":
+        smaller = SMALL_EVALUATION
+    elif module == "pipedraft.eval" and first != "edge" and not first.startswith("-"):
+        smaller = []  # reads what an evaluation wrote
+    elif "--lengths" in words:
+        smaller = [*smaller, "--lengths=64"]
+    elif "--server" in words and first == "--data":
+        smaller = []
+    return override(adapted(words), smaller)
+
+
+def folders_of(words: list[str]) -> list[str]:
+    """Files and folders that a command names, itself or in its configuration."""
+    if "--retention" in words:
+        return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(words[1]).read_text()]))
+    if words[:1] == ["table"] and "--list" not in words:
+        text = Path(f"configs/papers/{words[1]}.yaml").read_text()
+        used = {n: role for n, role in read_roles().items() if re.search(rf"\b{n}\b", text)}
+        return [f"out/{role.folder or name}" for name, role in used.items()]
+    return words
+
+
+def clear_output(command: Command, words: list[str]) -> None:
+    """What makes or goes on with a folder would find the one of another page."""
+    if command.module == "pipedraft.train":
+        output = output_of(words) if words[0] == "--config" else ""
+    else:
+        output = after(words, "--out")
+    if output and command.module != "pipedraft.eval":
+        shutil.rmtree(output, ignore_errors=True)
+        Path(output).unlink(missing_ok=True)
+
+
+class Reader:
+    """Runs commands one after the other in this process; another page's copy of one is run once."""
+
+    def __init__(self, folder: Path) -> None:
+        make_place(folder)
+        self.folder, self.checkpoints = folder, trained()
+        self.stand_ins = dict(STAND_INS)
+        self._done: set[str] = set()
+
+    def make_what_it_reads(self, words: list[str]) -> None:
+        """Train the checkpoints that a command names, in the way the documentation does."""
+        for word in folders_of(words):
+            for folder, made_by in self.checkpoints.items():
+                if (word == folder or word.startswith(folder + "/")) and not Path(folder).exists():
+                    AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
+                    words = override(adapted(made_by), [*SMALL_TRAINING, "--features=null"])
+                    run_module("pipedraft.train", words)
+            if word == "out/other" and not Path(word).exists():
+                shutil.copytree("out/eval", word)
+            if word == "out/cost.json" and not Path(word).exists():
+                Path(word).write_text(json.dumps({"row": 0.01, "link": 0.02}))
+
+        checkpoint = after(words, "--checkpoint")
+        if "--results" in words and checkpoint in self.checkpoints:  # another page may train it
+            out = str(Path(after(words, "--results")).parent)
+            words = ["--checkpoint", checkpoint, "--out", out, *SMALLER["pipedraft.eval"]]
+            run_module("pipedraft.eval", words)
+
+    def run(self, command: Command) -> None:
+        """In ``folder``, which is the current one."""
+        words = scaled(command, self.stand_ins)
+        key = " ".join([command.module, *words])
+        if key in self._done:
+            return
+        AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
+        clear_output(command, words)
+        if command.module != "pipedraft.train":
+            self.make_what_it_reads(words)
+        try:
+            run_module(command.module, words)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        assert code == int(bool(re.match(REFUSED, command.text))), code
+        self._done.add(key)

@@ -1,0 +1,92 @@
+"""Processes forked from one that imported it all: imports are most of the time of a short run.
+
+A line of JSON on the parent's stdin starts a process (its id comes back) or waits for one (its exit
+status comes back, negative for a signal that killed it).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+def answer(run: Callable[[dict[str, Any]], NoReturn]) -> None:
+    """Be the parent, until stdin ends: ``run`` is called in the processes, and must end them."""
+    for line in sys.stdin:
+        job = json.loads(line)
+        if "wait" in job:
+            _, status = os.waitpid(job["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            run(job)
+        print(pid, flush=True)
+
+
+def write_to(path: str, *numbers: int) -> None:
+    """What this process prints goes to the end of a file from here on.
+
+    Args:
+        numbers: of the streams, by default stdout and stderr.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in numbers or (1, 2):
+        os.dup2(file, number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@dataclass
+class ForkServer:
+    """The parent, as its user sees it; ``with``."""
+
+    process: subprocess.Popen
+
+    @classmethod
+    def start(cls, script: str, *arguments: str, **options: Any) -> "ForkServer":
+        """``script``: a file of this folder that calls ``answer``."""
+        command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+        pipe = subprocess.PIPE
+        return cls(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, **options))
+
+    def __enter__(self) -> "ForkServer":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.process.__exit__(*exception)
+
+    def ask(self, **job: Any) -> int:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def wait(self, pid: int) -> int:
+        """Exit status, negative for the signal that ended it."""
+        return self.ask(wait=pid)
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def rank_environments(num_processes: int, port: int | None = None) -> list[dict[str, str]]:
+    """What a launcher gives to each process of a group on this machine.
+
+    Args:
+        port: of the store that they meet at; None: the first of them will hold it.
+    """
+    world = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
+    if port is not None:
+        world["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    return [world | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(num_processes)]

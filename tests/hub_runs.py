@@ -1,0 +1,118 @@
+"""Checkpoints, and a Hub on 127.0.0.1 to send them to, for the tests of uploads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from conftest import tiny_llama
+from fake_hub import FakeHub
+from huggingface_hub import constants
+from huggingface_hub.utils import _http, disable_progress_bars, enable_progress_bars
+from test_cli import call
+from test_eval_tasks import byte_tokenizer
+
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.spd import SPD, SPDConfig
+from pipedraft.models.target import target_fingerprint
+
+TOKEN, STRANGER = "hf_of_user", "hf_of_stranger"
+NAMES = {".gitattributes", "README.md", "config.json", "model.safetensors"}
+DATA = {
+    "rows_read": 9,
+    "rows_kept": 7,
+    "tokens": 90,
+    "supervised_tokens": 40,
+    "sources": {"chat.jsonl": {"rows_read": 9, "rows_kept": 7, "tokens": 90}},
+    "licenses": {"mit": 5, "unknown": 2},
+    "hub_datasets": ["openai/gsm8k"],
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    folder: Path
+
+    @property
+    def draft(self) -> Path:
+        return self.folder / "spd"
+
+    @property
+    def target(self) -> Path:
+        return self.folder / "target"
+
+
+def save_draft(folder: Path, target, name: str, *, stages: int = 2, eagle: bool = False) -> Path:
+    """A checkpoint with random weights and what a run leaves beside it."""
+    reference = TargetReference(name=name, fingerprint=target_fingerprint(target))
+    layer = LayerConfig.from_target(target.config)
+    if eagle:
+        draft = Eagle3(Eagle3Config().for_target(8), layer, reference)
+    else:
+        config = SPDConfig(num_target_layers=8, num_stages=stages, num_layers=1)
+        draft = SPD(config, layer, reference)
+    draft.initialise(target)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in draft.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.3
+        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
+    folder.mkdir()
+    draft.save(folder, training={"data": DATA, "metrics": {"score": 1.25}})
+    (folder / "COMPLETE").write_text("a manifest")
+    (folder / "training_state").mkdir()
+    (folder / "training_state" / "optimizer.bin").write_text("large")
+    return folder
+
+
+def make_place(folder: Path) -> Place:
+    """Two targets; for one of them drafts of two methods and two cuts, for the other a draft."""
+    target = tiny_llama(layers=8, vocab=300)
+    target.save_pretrained(folder / "target")
+    byte_tokenizer().save_pretrained(folder / "target")
+    other = tiny_llama(layers=8, vocab=300, seed=1)
+    other.save_pretrained(folder / "other_target")
+    save_draft(folder / "spd", target, str(folder / "target"))
+    save_draft(folder / "spd4", target, str(folder / "target"), stages=4)
+    save_draft(folder / "spd_other", other, str(folder / "other_target"))
+    save_draft(folder / "eagle3", target, str(folder / "target"), eagle=True)
+    return Place(folder)
+
+
+@contextmanager
+def signed_in(monkeypatch, cache: Path) -> Iterator[FakeHub]:
+    """A Hub that this process is signed in to; nothing is retried with a wait."""
+    with FakeHub({TOKEN: "user", STRANGER: "stranger"}).running() as running:
+        point_at(running.url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield running
+        _http.close_session()
+        enable_progress_bars()
+
+
+def point_at(url: str, monkeypatch) -> None:
+    """What HF_ENDPOINT and its like set when huggingface_hub is imported."""
+    disable_progress_bars()
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))
+
+
+def push(place: Place, monkeypatch, *words: str, draft: str = "spd", repo: str = "user/name"):
+    arguments = ["push", "--checkpoint", str(place.folder / draft), "--repo", repo, *words]
+    return call("models", arguments, monkeypatch)
+
+
+def one_line(capfd, *words: str) -> str:
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: "), err
+    for word in words:
+        assert word in err, err
+    return err

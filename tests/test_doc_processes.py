@@ -1,0 +1,102 @@
+"""Commands of README.md and docs/*.md that are several processes, or one that runs until its end.
+
+The processes are forked from one that imported it all: they run what a launcher would start, with
+the environment that it gives. test_process.py and test_parallel.py go through the launchers.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_processes import Process
+from conftest import REPOSITORY
+from doc_commands import Command
+from doc_place import COMMANDS, PROCESSES, Reader, after, scaled
+from fork_server import ForkServer, free_port, rank_environments
+from torch.distributed import TCPStore
+
+pytestmark = pytest.mark.timeout(900)  # many processes in one test, on a machine that may be busy
+
+RUNS = [c for c in COMMANDS if re.match(PROCESSES, f"{c.page}: {c.text}")]
+ADDRESS = r"(127\.0\.0\.1|cloud\.example):\d+"
+
+
+class Shell:
+    """Starts commands in the reader's folder, each as many processes as it says."""
+
+    def __init__(self, reader: Reader, parent: ForkServer) -> None:
+        self.reader, self.parent = reader, parent
+        self.servers: list[Process] = []
+        self.address = ""
+        """Of the server that was started last."""
+
+    def start(self, command: Command, words: list[str], **options: Any) -> Process:
+        folder = self.reader.folder
+        return Process.start(self.parent, folder, *words, module=command.module, **options)
+
+    def run(self, command: Command) -> None:
+        words = scaled(command)
+        self.reader.make_what_it_reads(words)
+        if "serve" in words:
+            words = ["127.0.0.1" if word == "0.0.0.0" else word for word in words]
+            self.servers.append(self.start(command, [*words, f"--port={free_port()}"]))
+            self.address = self.servers[-1].wait_for(r"(?:at|on) (127\.0\.0\.1:\d+)\b")[1]
+            return
+        words = [re.sub(ADDRESS, self.address, word) for word in words]
+        num_processes = int(after(command.launcher_arguments, "--nproc-per-node", "0"))
+        # torchrun holds the store that its ranks meet at.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = rank_environments(num_processes, store.port) or [{}]
+        processes = [self.start(command, words, environment=rank) for rank in ranks]
+        ends = [process.finish() for process in processes]
+        assert not any(status for status, _, _ in ends), [(s, err[-400:]) for s, _, err in ends]
+
+    def end_servers(self) -> None:
+        """They leave by themselves, with status 0 or as the signal says."""
+        for server in self.servers:
+            server.send(signal.SIGTERM)
+            assert server.finish()[0] in (0, -signal.SIGTERM, 143), server.err.read_text()[-400:]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory) -> Reader:
+    return Reader(tmp_path_factory.mktemp("reader"))
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[ForkServer]:
+    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no", "GLOO_SOCKET_IFNAME": "lo"}
+    with ForkServer.start("command_processes.py", env=environment) as started:
+        yield started
+
+
+def make_certificate() -> None:
+    """By the command of docs/serving.md, but for this machine."""
+    text = (REPOSITORY / "docs" / "serving.md").read_text().replace("\\\n", " ")
+    (line,) = re.findall(r"^ +(openssl .*)$", text, re.MULTILINE)
+    command = shlex.split(line.replace("DNS:cloud.example", "IP:127.0.0.1"))
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    Path("token").write_text("opensesame\n")
+
+
+@pytest.mark.parametrize("page", sorted({command.page for command in RUNS}))
+def test_commands_run(page, reader, parent, monkeypatch, capfd):
+    monkeypatch.chdir(reader.folder)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # of drafts that are trained here
+    if page == "serving.md":
+        make_certificate()
+    shell, failures = Shell(reader, parent), []
+    for command in RUNS:
+        if command.page == page:
+            try:
+                shell.run(command)
+            except (Exception, SystemExit) as error:  # all of the page's are reported at once
+                failures.append(f"{command}\n    {type(error).__name__}: {error}")
+    shell.end_servers()
+    assert not failures, "\n".join(failures)

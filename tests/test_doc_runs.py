@@ -1,0 +1,66 @@
+"""The commands of README.md and docs/*.md run, scaled down to seconds, in a reader's folder.
+
+Those of several processes: test_doc_processes.py. Those that do not run, and why: doc_place.py.
+"""
+
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+from doc_place import COMMANDS, ELSEWHERE, HUB_TARGETS, NOT_RUN, PAGE_NAMES, PROCESSES, Reader
+from fake_hub import FakeHub
+from hub_runs import signed_in
+from test_regenerate import FakeServer
+
+pytestmark = pytest.mark.timeout(900)  # many commands in one test, on a machine that may be busy
+
+RUNS = [
+    command
+    for command in COMMANDS
+    if not any(
+        re.match(pattern, f"{command.page}: {command.text}")
+        for pattern in (*NOT_RUN, *ELSEWHERE, PROCESSES)
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory) -> Reader:
+    return Reader(tmp_path_factory.mktemp("reader"))
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path) -> Iterator[FakeHub]:
+    with signed_in(monkeypatch, tmp_path / "cache") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    """Answers what is asked of a language model."""
+    with FakeServer() as fake:
+        fake.models = [*HUB_TARGETS]
+        threading.Thread(target=fake.serve_forever, args=(0.02,), daemon=True).start()
+        yield fake
+        fake.shutdown()
+
+
+@pytest.mark.parametrize("page", [name for name in PAGE_NAMES if any(c.page == name for c in RUNS)])
+def test_commands_run(page, reader, hub, server, monkeypatch, capfd):
+    monkeypatch.chdir(reader.folder)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    reader.stand_ins["http://localhost:8000"] = server.url
+    failures = []
+    for command in RUNS:
+        if command.page == page:
+            try:
+                reader.run(command)
+            except (Exception, SystemExit) as error:  # all of the page's are reported at once
+                failures.append(f"{command}\n    {type(error).__name__}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def test_most_commands_run():
+    assert len(RUNS) > 0.75 * len(COMMANDS)

@@ -1,0 +1,232 @@
+"""What a target is read by besides its stages: captured states, fingerprints, files on disk."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as hf
+from staged_targets import (
+    FAMILIES,
+    NUM_LAYERS,
+    SIZES,
+    VOCAB,
+    assert_close,
+    chain_segment,
+    decode_greedily,
+    random_ids,
+    run,
+    tiny,
+    tolerance,
+)
+
+from pipedraft.models.target import (
+    StagedTarget,
+    capture_hidden,
+    fingerprint_mismatch,
+    load_target,
+    load_tokenizer,
+    target_fingerprint,
+)
+
+# -- captured states ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_taps_are_raw_layer_outputs_and_index_L_is_before_the_final_norm(name):
+    model, ids = tiny(name), random_ids(14)
+    raw: dict[int, torch.Tensor] = {}
+    layers = [model.model.embed_tokens, *model.model.layers]
+    handles = [
+        layer.register_forward_hook(lambda m, a, out, i=i: raw.__setitem__(i, out[0]))
+        for i, layer in enumerate(layers)
+    ]
+    model(ids[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    every = range(NUM_LAYERS + 1)
+    target = StagedTarget(model, 3)
+    _, prompt = target.prefill(ids[:9], taps=every, chunk_rows=4)
+    taps = run(target, chain_segment(target, ids[9:]), taps=every).taps
+    captured = capture_hidden(model, ids[None], layers=every)
+    assert sorted(prompt) == sorted(taps) == sorted(captured) == list(every)
+    for i in every:
+        atol = tolerance(name)
+        assert_close(torch.cat([prompt[i], taps[i]]), raw[i], atol)
+        assert_close(captured[i][0], raw[i], 0)
+    normed = model.model.norm(captured[NUM_LAYERS][0])
+    assert not torch.allclose(normed, captured[NUM_LAYERS][0], atol=0.1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_captured_states_of_the_text_do_not_depend_on_right_padding(name):
+    model, ids = tiny(name), random_ids(20).reshape(2, 10)
+    padded = torch.cat([ids, torch.zeros(2, 6, dtype=torch.long)], dim=1)
+    plain, wide = (capture_hidden(model, x, layers=[1, NUM_LAYERS]) for x in (ids, padded))
+    assert sorted(plain) == [1, NUM_LAYERS]
+    for i in plain:
+        assert_close(wide[i][:, :10], plain[i])
+
+
+def test_capture_computes_no_logits_and_leaves_no_hook():
+    model = tiny("llama")
+    hooks = [len(layer._forward_hooks) for layer in model.model.layers]
+    sizes = []
+    handle = model.lm_head.register_forward_hook(lambda m, a, out: sizes.append(out.numel()))
+    captured = capture_hidden(model, random_ids(5)[None], layers=[2])
+    handle.remove()
+    assert sizes == [0]
+    assert not captured[2].requires_grad
+    assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks
+
+
+def test_packed_texts_are_captured_as_if_apart():
+    model, ids = tiny("mistral_sliding"), random_ids(16)
+    packed = capture_hidden(model, ids[None], [NUM_LAYERS], [9, 7])
+    apart = [capture_hidden(model, part[None], [NUM_LAYERS]) for part in ids.split([9, 7])]
+    expected = torch.cat([part[NUM_LAYERS][0] for part in apart])
+    assert_close(packed[NUM_LAYERS][0], expected)
+    with pytest.raises(ValueError, match="^packing: true, but the recurrent layers"):
+        capture_hidden(tiny("qwen3_5"), ids[None], [1], [9, 7])
+
+
+def test_capture_refuses_a_layer_that_does_not_exist():
+    with pytest.raises(ValueError, match="layers: index 5 is outside"):
+        capture_hidden(tiny("llama"), random_ids(4)[None], layers=[0, 5])
+
+
+# -- fingerprints, loading ------------------------------------------------------------------
+
+
+def test_fingerprint_sees_the_shared_weights_and_only_those():
+    config = FAMILIES["llama"]()
+    torch.manual_seed(1)
+    model = hf.LlamaForCausalLM(config).requires_grad_(False)
+    first = target_fingerprint(model)
+    assert {k: first[k] for k in first if k != "hash"} == {
+        "hidden_size": 32,
+        "vocab_size": VOCAB,
+        "num_layers": NUM_LAYERS,
+    }
+    model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    assert fingerprint_mismatch(first, target_fingerprint(model)) is None
+    for weight in (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight):
+        before = target_fingerprint(model)
+        weight.view(-1)[-1] += 1
+        assert fingerprint_mismatch(before, target_fingerprint(model)).startswith("hash: ")
+
+
+def test_fingerprint_of_bfloat16_weights_is_that_of_the_same_numbers_in_float32():
+    torch.manual_seed(2)
+    model = hf.LlamaForCausalLM(FAMILIES["llama_tied"]()).to(torch.bfloat16)
+    assert target_fingerprint(model) == target_fingerprint(model.float())
+
+
+def test_fingerprint_mismatch_names_the_first_field_and_both_values():
+    a = {"hidden_size": 32, "vocab_size": 61, "num_layers": 4, "hash": "x"}
+    assert fingerprint_mismatch(a, a) is None
+    assert fingerprint_mismatch(a, {**a, "num_layers": 5, "hash": "y"}) == "num_layers: 4 != 5"
+
+
+def test_eos_ids_are_a_tuple_from_the_generation_config_first():
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, "eos_token_id": 2}))
+    assert StagedTarget(model, 1).eos_token_ids == (2,)
+    model.generation_config.eos_token_id = [3, 4]
+    assert StagedTarget(model, 1).eos_token_ids == (3, 4)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    assert StagedTarget(model, 1).eos_token_ids == ()
+
+
+def test_load_refuses_truncated_weights(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="no loadable safetensors weights"):
+        load_target(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3_5"])
+def test_saved_target_loads_frozen_with_the_same_fingerprint(name, tmp_path):
+    tiny(name).save_pretrained(tmp_path)
+    model = load_target(str(tmp_path))
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert fingerprint_mismatch(target_fingerprint(model), target_fingerprint(tiny(name))) is None
+    assert load_target(str(tmp_path), dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_text_part_of_a_multimodal_qwen3_5_checkpoint_is_staged(tmp_path):
+    text = dict(FAMILIES["qwen3_5"]().to_dict())
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
+    config = hf.Qwen3_5Config(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    whole = hf.Qwen3_5ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    model, ids = load_target(str(tmp_path)), random_ids(12)
+    logits_V, _ = StagedTarget(model, 2).prefill(ids)
+    reference_V = whole(input_ids=ids[None]).logits[0, -1]
+    assert_close(logits_V, reference_V)
+
+
+def test_load_refuses_a_missing_path():
+    for load in (load_target, load_tokenizer):
+        with pytest.raises(ValueError, match="no folder './no/such/model'; give an existing"):
+            load("./no/such/model")
+
+
+def test_load_refuses_a_folder_without_config(tmp_path):
+    with pytest.raises(ValueError, match="has no config.json"):
+        load_target(str(tmp_path))
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_load_refuses_an_unsupported_family_and_lists_the_supported_ones(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="model_type 'gpt2'.*supported: llama, qwen2, qwen3,"):
+        load_target(str(tmp_path))
+
+
+def test_load_refuses_pickled_weights(tmp_path):
+    tiny("llama").config.save_pretrained(tmp_path)
+    torch.save(tiny("llama").state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no loadable safetensors weights"):
+        load_target(str(tmp_path))
+
+
+def test_attention_kernels_without_tree_masks_are_refused():
+    with pytest.raises(ValueError, match="attention: 'flash_attention_2'"):
+        load_target("unused", attention="flash_attention_2")
+
+
+def test_a_trained_tiny_model_decodes_as_generate_does(shared_dir):
+    folder = shared_dir / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"needs the model {folder}")
+    model, tokenizer = load_target(str(folder)), load_tokenizer(str(folder))
+    prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    target = StagedTarget(model, 4)
+    assert target.boundaries == (0, 1, 2, 3, 5)
+    assert target.eos_token_ids == (1, 2)
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=60)[0, prompt.shape[1] :]
+    assert decode_greedily(target, prompt[0], 60) == expected.tolist()
+
+
+def test_a_hub_target_is_identified_by_its_commit(tmp_path):
+    """In a process of its own: the cache's folder is read when the libraries are imported."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--user--tiny" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(commit)
+    tiny("llama").config.save_pretrained(snapshot)
+    code = "from pipedraft.models.target_part import weights_identity as f; print(f('user/tiny'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"HF_HUB_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.strip() == f"commit:{commit}", done.stderr
