@@ -114,23 +114,17 @@ def trained() -> dict[str, list[str]]:
         words = command.arguments
         if command.module == "pipedraft.train" and words[:1] == ["--config"]:
             found.setdefault(output_of(words), words)
-    return found | {
-        "out/stories": ["--config", "configs/spd/tiny.yaml", "--output_dir", "out/stories"],
-        "out/tuned": [
-            "--config",
-            "configs/flexspec/evolve_lora_mild.yaml",
-            "--output_dir",
-            "out/tuned",
-        ],
-    }
+    others = {"out/stories": "spd/tiny.yaml", "out/tuned": "flexspec/evolve_lora_mild.yaml"}
+    for folder, config in others.items():
+        found[folder] = ["--config", f"configs/{config}", "--output_dir", folder]
+    return found
 
 
 def make_place(folder: Path) -> None:
     """A checkout's files, chats, the benchmarks' files, targets that are on the Hub elsewhere."""
     for name in ("configs", "assets", "benchmarks"):
         (folder / name).symlink_to(REPOSITORY / name)
-    takes = [after(c.arguments, "--conversations") and c.arguments for c in COMMANDS]
-    sources = [s for words in takes for s in re.findall(r"([\w/-]+)=\d+", " ".join(words or []))]
+    sources = re.findall(r"--take ([\w/-]+)=", " ".join(command.text for command in COMMANDS))
     rows = []
     for i in range(30):
         turns = [("user", f"What is {i} plus {i % 7}?"), ("assistant", f"It is {i + i % 7}.")]
@@ -222,18 +216,17 @@ class Reader:
             for folder, made_by in self.checkpoints.items():
                 if (word == folder or word.startswith(folder + "/")) and not Path(folder).exists():
                     AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
-                    words = override(adapted(made_by), [*SMALL_TRAINING, "--features=null"])
-                    run_module("pipedraft.train", words)
+                    smaller = [*SMALL_TRAINING, "--features=null"]
+                    run_module("pipedraft.train", override(adapted(made_by), smaller))
             if word == "out/other" and not Path(word).exists():
                 shutil.copytree("out/eval", word)
             if word == "out/cost.json" and not Path(word).exists():
                 Path(word).write_text(json.dumps({"row": 0.01, "link": 0.02}))
-
         checkpoint = after(words, "--checkpoint")
         if "--results" in words and checkpoint in self.checkpoints:  # another page may train it
             out = str(Path(after(words, "--results")).parent)
-            words = ["--checkpoint", checkpoint, "--out", out, *SMALLER["pipedraft.eval"]]
-            run_module("pipedraft.eval", words)
+            options = ["--checkpoint", checkpoint, "--out", out, *SMALLER["pipedraft.eval"]]
+            run_module("pipedraft.eval", options)
 
     def run(self, command: Command) -> None:
         """In ``folder``, which is the current one."""
