@@ -2,7 +2,6 @@
 
 # Q rows asked for, R rows of a tree, U draft vocabulary, V vocabulary
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -233,13 +232,15 @@ def sampling_target():
 
 
 def exact_law(target, prompt, temperature) -> dict[tuple[int, ...], float]:
-    law = {}
-    for path in itertools.product(range(VOCAB), repeat=3):
-        chance = 1.0
-        for depth in range(3):
-            logits = target(torch.tensor([[*prompt, *path[:depth]]])).logits[0, -1]
-            chance *= float(probabilities(logits, temperature)[path[depth]])
-        law[path] = chance
+    """Chances of all texts of three tokens."""
+    law = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for path, chance in law.items():
+            logits_V = target(torch.tensor([[*prompt, *path]])).logits[0, -1]
+            law_V = probabilities(logits_V, temperature)
+            longer |= {(*path, token): chance * float(law_V[token]) for token in range(VOCAB)}
+        law = longer
     return law
 
 

@@ -1,11 +1,16 @@
 """A folder as the documentation's reader has it, and its commands scaled down to seconds."""
 
+import io
 import json
 import re
 import shlex
 import shutil
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 from accelerate.state import AcceleratorState
 from conftest import REPOSITORY, tiny_llama
@@ -13,6 +18,7 @@ from doc_commands import PAGES, Command, commands_of, run_module
 from test_paper_tables import PROMPTS
 from transformers import AutoTokenizer
 
+from pipedraft.benchmarks import measurement
 from pipedraft.eval.papers.declarations import read_roles
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
@@ -42,7 +48,7 @@ SMALL_TRAINING = [
     "--evaluation.max_rows=2",
     "--trackers=[]",
 ]
-SMALL_EVALUATION = ["--limit=1", "--max-new-tokens=3"]
+SMALL_EVALUATION = ["--limit=1", "--max-new-tokens=2"]
 SMALL_TARGET = "--layers=4 --hidden=64 --vocab=64 --tokens=8 --texts=2"
 SMALL_STEP = (
     "--length=64 --batch=1 --hidden=64 --intermediate=64 --target-layers=4 --heads=1 --key-heads=1 "
@@ -55,7 +61,7 @@ SMALLER = {
     "pipedraft.inference": ["--max-new-tokens=4"],
     "pipedraft.eval": ["--benchmarks=gsm8k", *SMALL_EVALUATION],
     "pipedraft.data_recipes": [SOURCES, "--tokenizer=assets/target", "--data.decontaminate=[]"],
-    "pipedraft.data_recipes.prompts": ["--functions=2"],
+    "pipedraft.data_recipes.prompts": ["--functions=0"],  # looks through all of the library
     "pipedraft.data_recipes.regenerate": ["--max-tokens=4", "--batch=4"],
     "benchmarks/structural_attention.py": ["--length=128", "--n=2", "--repeats=1"],
     "benchmarks/spd_step.py": f"{SMALL_STEP} --n=2 --num-layers=1".split(),
@@ -167,7 +173,7 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
     module, first = command.module, (words or [""])[0]
     smaller = SMALLER.get(module, [])
     if module == "pipedraft.eval" and first == "--retention":
-        smaller = ["--limit=1", "--max_new_tokens=3"]
+        smaller = ["--limit=1", "--max_new_tokens=2"]
     elif module == "pipedraft.eval" and first == "table":
         smaller = SMALL_EVALUATION
     elif module == "pipedraft.eval" and first != "edge" and not first.startswith("-"):
@@ -199,6 +205,13 @@ def clear_output(command: Command, words: list[str]) -> None:
     if output and command.module != "pipedraft.eval":
         shutil.rmtree(output, ignore_errors=True)
         Path(output).unlink(missing_ok=True)
+
+
+def measure_here(*options: str) -> dict[str, Any]:
+    """``measurement.measure_apart`` without a process of its own, which imports torch first."""
+    with redirect_stdout(io.StringIO()) as said:
+        run_module(sys.argv[0], [*sys.argv[1:], *options])
+    return json.loads(said.getvalue())
 
 
 class Reader:
@@ -239,7 +252,9 @@ class Reader:
         if command.module != "pipedraft.train":
             self.make_what_it_reads(words)
         try:
-            run_module(command.module, words)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(measurement, "measure_apart", measure_here)
+                run_module(command.module, words)
             code = 0
         except SystemExit as stop:
             code = stop.code or 0

@@ -2,14 +2,12 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from doc_commands import PAGES, check, make_command
+from doc_commands import PAGES, check, make_command, run_module
 from doc_place import COMMANDS, ELSEWHERE, NOT_RUN, PAGE_NAMES, PROCESSES
 
 pytestmark = pytest.mark.timeout(600)  # of a machine that may be busy
@@ -177,15 +175,8 @@ def test_a_message_that_nothing_says_is_noticed(texts):
 
 def test_the_pictures_are_what_the_engine_draws(tmp_path):
     folder = REPOSITORY / "docs" / "images"
-    code = (
-        "import runpy, sys; sys.path.insert(0, sys.argv[1]); out = sys.argv[2]\n"
-        "for name in ('draw_schedules', 'draw_links'):\n"
-        "    sys.argv = [name, '--out', out]\n"
-        "    runpy.run_path(f'{sys.path[0]}/{name}.py', run_name='__main__')\n"
-    )
-    command = [sys.executable, "-c", code, str(folder), str(tmp_path)]
-    drawn = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert drawn.returncode == 0, drawn.stderr
+    for name in ("draw_schedules", "draw_links"):
+        run_module(f"docs/images/{name}.py", ["--out", str(tmp_path)])
     names = sorted(path.name for path in folder.glob("*.svg"))
     assert names == sorted(path.name for path in tmp_path.iterdir())
     for name in names:

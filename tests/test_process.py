@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_processes import Process
 from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
     NEW_TOKENS,
@@ -18,9 +19,12 @@ from decode_runs import (
     friendly_module,
     greedy_reference,
 )
+from fork_server import ForkServer, rank_environments
+from test_cli import call
 from test_eagle_schedules import WAYS as EAGLE_WAYS
 from test_eagle_schedules import make_head, way_name
 from test_ppsd import make_exit
+from torch.distributed import TCPStore
 
 from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.process.link import Local
@@ -419,14 +423,41 @@ def launch(arguments, *, num_processes, **options):
     )
 
 
-@pytest.mark.parametrize(("num_processes", "links"), [(2, "auto"), (3, "device")])
-def test_ranks_decode_what_one_process_decodes(num_processes, links, tmp_path):
-    """Two stages, the first one beside the controller and on a rank of its own; states inside
-    their frames and apart from them."""
+def by_torchrun(words, num_processes) -> str:
+    """What the ranks print."""
     script = Path(__file__).with_name("process_agreement.py")
-    process = launch([str(script), str(tmp_path), links], num_processes=num_processes)
+    process = launch([str(script), *words], num_processes=num_processes)
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors[-3000:]
+    return output
+
+
+def by_forks(words, num_processes) -> str:
+    """The same without torchrun's agent and with one import of torch."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ForkServer.start("command_processes.py") as parent:
+        ranks = [
+            Process.start(
+                parent,
+                Path(words[0]),
+                *words,
+                module="tests/process_agreement.py",
+                environment={**rank, "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in rank_environments(num_processes, store.port)
+        ]
+        ends = [rank.finish() for rank in ranks]
+    assert not any(status for status, _, _ in ends), [error[-1000:] for _, _, error in ends]
+    return "".join(output for _, output, _ in ends)
+
+
+@pytest.mark.parametrize(
+    ("start", "num_processes", "links"), [(by_torchrun, 2, "auto"), (by_forks, 3, "device")]
+)
+def test_ranks_decode_what_one_process_decodes(start, num_processes, links, tmp_path):
+    """Two stages, the first one beside the controller and on a rank of its own; states inside
+    their frames and apart from them."""
+    output = start([str(tmp_path), links], num_processes)
     outcome = json.loads(output.splitlines()[-1])
     assert outcome["compared"] >= 30 and outcome["different"] == []
     names = [report["name"] for report in outcome["reports"]]
@@ -437,13 +468,8 @@ def test_ranks_decode_what_one_process_decodes(num_processes, links, tmp_path):
     assert outcome["device_links"] == (3 if links == "device" else 0)
 
 
-def test_without_a_launcher_the_process_backend_says_how_to_start():
-    command = [sys.executable, "-m", "pipedraft.inference", "--backend", "process"]
-    result = subprocess.run(
-        [*command, "--target", "assets/target", "--prompt", "Hi"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 2 and "torchrun --nproc-per-node" in result.stderr
+def test_without_a_launcher_the_process_backend_says_how_to_start(monkeypatch, capsys):
+    words = ["--backend", "process", "--target", "assets/target", "--prompt", "Hi"]
+    monkeypatch.delenv("RANK", raising=False)
+    assert call("inference", words, monkeypatch) == 2
+    assert "torchrun --nproc-per-node" in capsys.readouterr().err
