@@ -142,7 +142,7 @@ METHODS = {
 
 
 def speedup(
-    target: Target, link: Link, num_stages: int, method: str, acceptance: float, tokens: int
+    target: Target, link: Link, num_stages: int, method: str, *, acceptance: float, tokens: int
 ) -> tuple[float, float]:
     """S over the same pipeline, and over one device."""
     durations = Durations.of(target, link)
@@ -160,7 +160,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000, help="of the simulated text")
     parser.add_argument("--json", action="store_true", help="one line of JSON, no tables")
     args = parser.parse_args()
-    sizes = (args.acceptance, args.tokens)
     rows = []
     for target in TARGETS:
         for link in LINKS:
@@ -169,7 +168,14 @@ def main() -> None:
                     continue
                 row = {"target": target.name, "link": link.name, "n": num_stages}
                 for method in METHODS:
-                    pair = speedup(target, link, num_stages, method, *sizes)
+                    pair = speedup(
+                        target,
+                        link,
+                        num_stages,
+                        method,
+                        acceptance=args.acceptance,
+                        tokens=args.tokens,
+                    )
                     row[method], row[f"{method} over one device"] = pair
                 rows.append(row)
     if not args.json:

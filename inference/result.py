@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 def stop_reason(
     token: int,
+    *,
     num_new: int,
     length: int,
-    *,
     eos_token_ids: Iterable[int],
     max_new_tokens: int,
     limit: int,
@@ -89,8 +89,8 @@ class DecodeResult:
         num_new = len(self.token_ids)
         self.stop_reason = stop_reason(
             token,
-            num_new,
-            len(self.prompt_ids) + num_new,
+            num_new=num_new,
+            length=len(self.prompt_ids) + num_new,
             eos_token_ids=eos_token_ids,
             max_new_tokens=max_new_tokens,
             limit=limit,

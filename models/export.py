@@ -125,8 +125,7 @@ class Origin:
             ) from error
 
     def card_source(self) -> CardSource:
-        """The card's reader names the folder that the engine is to be given."""
-        place = "THIS_FOLDER"
+        place = "THIS_FOLDER"  # the card's reader knows where it is
         reference = self.description["target"]
         name = reference["name"]
         return CardSource(

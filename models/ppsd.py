@@ -31,7 +31,7 @@ from pipedraft.models.staged_draft import StagedDraft, StagedDraftConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PPSDConfig(StagedDraftConfig):
-    """Architecture of the head."""
+    """Architecture of the head, which reads the first stage's output."""
 
     num_layers: int = 1
     """Decoder layers of the head (Ls). Every step waits for them: S = L' L / (Ls n + L)."""

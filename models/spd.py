@@ -35,7 +35,7 @@ from pipedraft.models.structural import structural_attention
 
 @dataclass(frozen=True, kw_only=True)
 class SPDConfig(StagedDraftConfig):
-    """Architecture of the module."""
+    """Architecture of the module, which runs beside the stages."""
 
     num_layers: int = 2
     """Decoder layers of the module (Ls)."""

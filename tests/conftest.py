@@ -93,14 +93,6 @@ def llama() -> PreTrainedModel:
     return tiny_llama()
 
 
-@pytest.fixture(
-    scope="session", params=[tiny_llama, tiny_qwen3, tiny_mistral], ids=lambda f: f.__name__
-)
-def target_model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """Each family in turn. Shared by all tests of the session: do not change its weights."""
-    return request.param()
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What short training runs need: see train_runs, which only tests of training import."""

@@ -24,17 +24,34 @@ from pipedraft.eval.papers.declarations import read_roles
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 PAGE_NAMES = sorted({command.page for command in COMMANDS})
 
-# By a pattern of "page: text"; each must match one.
 NOT_RUN = {
-    r".*: make ": "installs, tests, or the quickstart, whose two lines run",
-    r".*: pip |.*: vllm |.*sglang.launch_server": "not a program of this project",
+    "make": "installs, tests, or the quickstart, whose two lines run",
+    "pip": "not a program of this project",
+    "vllm": "not a program of this project",
+    "sglang.launch_server": "not a program of this project",
 }
-ELSEWHERE = {
-    r"adding_": "tests/test_doc_examples.py",  # on a copy that has the code of the page
-    r".*draw_(schedules|links)": "tests/test_docs.py",  # and their pictures are compared
-}
-PROCESSES = r".*: torchrun |.*inference (serve|edge) |.*features serve|.*--features 127"
-"""Several processes, or one that runs until it is ended."""
+"""By launcher or module."""
+
+
+def runner_of(command: Command) -> str:
+    """The test file that runs a command; "": it is in ``NOT_RUN``.
+
+    Lines of accelerate that start several processes run as one here: test_parallel.py trains under
+    each of its configurations with two, and by the launcher itself.
+    """
+    words = command.arguments
+    if command.launcher in NOT_RUN or command.module in NOT_RUN:
+        return ""
+    if command.page.startswith("adding_"):
+        return "test_doc_examples.py"  # on a copy that has the code of the page
+    if command.module.startswith("docs/images/"):
+        return "test_docs.py"  # which compares the pictures
+    is_served = any(word.startswith("127.0.0.1:") for word in words)
+    is_several = words[:1] in (["serve"], ["edge"]) and command.module != "pipedraft.eval"
+    if command.launcher == "torchrun" or is_served or is_several:
+        return "test_doc_processes.py"
+    return "test_doc_runs.py"
+
 
 CHATS = "conversations.jsonl"
 SOURCES = f'--data.sources=[{{"path": "{CHATS}"}}]'
@@ -137,7 +154,8 @@ def make_place(folder: Path) -> None:
         messages = [{"role": role, "content": content} for role, content in 2 * turns]
         rows.append({"messages": messages, "source": sources[i % len(sources)]})
     lines = [json.dumps(row) + "\n" for row in rows]
-    contents = {CHATS: lines, "chats.jsonl": lines[:2], "data/chat.jsonl": lines}
+    contents = {CHATS: lines, "chats.jsonl": lines[:2]}
+    contents |= {"data/chat.jsonl": lines, "data/chat_mix.jsonl": lines}
     contents |= {f"data/eval/{name}": [json.dumps(row) + "\n"] for name, row in PROMPTS.items()}
     contents["stories.jsonl"] = [json.dumps({"prompt": "Once upon a time"}) + "\n"]
     for name, texts in contents.items():
@@ -251,12 +269,15 @@ class Reader:
         clear_output(command, words)
         if command.module != "pipedraft.train":
             self.make_what_it_reads(words)
+        code, said = 0, io.StringIO()
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(measurement, "measure_apart", measure_here)
+            with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+                if command.module != "benchmarks/structural_attention.py":
+                    patch.setattr(measurement, "measure_apart", measure_here)
                 run_module(command.module, words)
-            code = 0
         except SystemExit as stop:
             code = stop.code or 0
         assert code == int(bool(re.match(REFUSED, command.text))), code
+        if command.module.startswith("benchmarks/"):
+            assert json.loads(said.getvalue().splitlines()[-1]), said.getvalue()[-300:]
         self._done.add(key)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +49,7 @@ class ForkServer:
     """The parent, as its user sees it; ``with``."""
 
     process: subprocess.Popen
+    running: set[int] = field(default_factory=set)
 
     @classmethod
     def start(cls, script: str, *arguments: str, **options: Any) -> "ForkServer":
@@ -61,16 +62,27 @@ class ForkServer:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        for pid in self.running:  # nobody waits for them: a test has failed
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.__exit__(*exception)
 
     def ask(self, **job: Any) -> int:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
+        """Process id."""
+        pid = self._answer(job)
+        self.running.add(pid)
+        return pid
 
     def wait(self, pid: int) -> int:
         """Exit status, negative for the signal that ended it."""
-        return self.ask(wait=pid)
+        status = self._answer({"wait": pid})
+        self.running.discard(pid)
+        return status
+
+    def _answer(self, job: dict[str, Any]) -> int:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
 
 
 def free_port() -> int:

@@ -17,13 +17,13 @@ import pytest
 from command_processes import Process
 from conftest import REPOSITORY
 from doc_commands import Command
-from doc_place import COMMANDS, PROCESSES, Reader, after, scaled
+from doc_place import COMMANDS, Reader, after, runner_of, scaled
 from fork_server import ForkServer, free_port, rank_environments
 from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.timeout(900)  # many processes in one test, on a machine that may be busy
 
-RUNS = [c for c in COMMANDS if re.match(PROCESSES, f"{c.page}: {c.text}")]
+RUNS = [command for command in COMMANDS if runner_of(command) == Path(__file__).name]
 ADDRESS = r"(127\.0\.0\.1|cloud\.example):\d+"
 
 
@@ -32,7 +32,7 @@ class Shell:
 
     def __init__(self, reader: Reader, parent: ForkServer) -> None:
         self.reader, self.parent = reader, parent
-        self.servers: list[Process] = []
+        self.servers: list[tuple[Process, Command]] = []
         self.address = ""
         """Of the server that was started last."""
 
@@ -45,8 +45,9 @@ class Shell:
         self.reader.make_what_it_reads(words)
         if "serve" in words:
             words = ["127.0.0.1" if word == "0.0.0.0" else word for word in words]
-            self.servers.append(self.start(command, [*words, f"--port={free_port()}"]))
-            self.address = self.servers[-1].wait_for(r"(?:at|on) (127\.0\.0\.1:\d+)\b")[1]
+            server = self.start(command, [*words, f"--port={free_port()}"])
+            self.servers.append((server, command))
+            self.address = server.wait_for(r"(?:at|on) (127\.0\.0\.1:\d+)\b")[1]
             return
         words = [re.sub(ADDRESS, self.address, word) for word in words]
         num_processes = int(after(command.launcher_arguments, "--nproc-per-node", "0"))
@@ -57,11 +58,16 @@ class Shell:
         ends = [process.finish() for process in processes]
         assert not any(status for status, _, _ in ends), [(s, err[-400:]) for s, _, err in ends]
 
-    def end_servers(self) -> None:
-        """They leave by themselves, with status 0 or as the signal says."""
-        for server in self.servers:
+    def end_servers(self) -> list[str]:
+        """What is wrong with how they end: by themselves, or as the signal says."""
+        for server, _ in self.servers:
             server.send(signal.SIGTERM)
-            assert server.finish()[0] in (0, -signal.SIGTERM, 143), server.err.read_text()[-400:]
+        wrong = []
+        for server, command in self.servers:
+            status, _, errors = server.finish()
+            if status != (0 if command.module == "pipedraft.inference" else -signal.SIGTERM):
+                wrong.append(f"{command}\n    {status} {errors[-400:]}")
+        return wrong
 
 
 @pytest.fixture(scope="module")
@@ -98,5 +104,5 @@ def test_commands_run(page, reader, parent, monkeypatch, capfd):
                 shell.run(command)
             except (Exception, SystemExit) as error:  # all of the page's are reported at once
                 failures.append(f"{command}\n    {type(error).__name__}: {error}")
-    shell.end_servers()
+    failures += shell.end_servers()
     assert not failures, "\n".join(failures)

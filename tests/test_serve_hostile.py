@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from contextlib import suppress
 
 import pytest
 from decode_runs import PROMPTS, greedy_reference
@@ -246,9 +247,13 @@ def test_a_token_is_wanted_by_every_call():
                 with pytest.raises(ValueError, match="token: missing or wrong"):
                     await decode(server.port, [1], method="cloud", access={"token": token})
             async with Connection(access_to(server.port)) as connection:
-                # Refused before it says anything; a write could fail first, with another code.
+                # Refused before it says anything; a write may fail first, with another code.
                 raw = Raw(connection, authorization="Bearer wrong")
-                assert (await raw.end())[0] == "UNAUTHENTICATED" and not server.table.num_opened
+                assert (await raw.end())[0] == "UNAUTHENTICATED"
+                raw = Raw(connection, authorization="Bearer wrong")
+                with suppress(asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
+                    await raw.send(Hello(), opening([1]))
+                assert (await raw.end())[0] != "OK" and not server.table.num_opened
             access = {"token": "correct horse"}
             outcome = await decode(server.port, [1], method="cloud", access=access)
             assert outcome.result.token_ids == greedy_reference(target, [1], 24)

@@ -274,8 +274,8 @@ class CloudSession:
         self._text.append(token)
         self._stop_reason = stop_reason(
             token,
-            len(self._text) - self._num_prompt,
-            len(self._text),
+            num_new=len(self._text) - self._num_prompt,
+            length=len(self._text),
             eos_token_ids=self._staged.eos_token_ids,
             max_new_tokens=self._opening.settings.max_new_tokens,
             limit=self._staged.max_positions,

@@ -17,20 +17,30 @@ def add_wish_arguments(add: Callable[..., Any]) -> None:
         help="draft length, except of stop_and_wait, dssd and pearl, which have their own: "
         f"fixed:K, eq11, alg2, geometric or survival (default: {wishes.policy})",
     )
-    for name, metavar, text in (
-        ("--top-k", "K", "tokens of a rejection, by topk and tail_escape"),
-        ("--tail-samples", "M", "tokens of a rejection, by tail_escape"),
-        ("--max-new-tokens", "M", "of each answer"),
-    ):
-        default = vars(wishes)[name.removeprefix("--").replace("-", "_")]
-        add(
-            name,
-            type=positive,
-            default=default,
-            metavar=metavar,
-            help=f"{text} (default: {default})",
-        )
-    add("--seed", type=int, default=wishes.seed, help="of all that is random (default: 0)")
+    add(
+        "--top-k",
+        type=positive,
+        default=wishes.top_k,
+        metavar="K",
+        help="tokens of a rejection, by topk and tail_escape (default: %(default)s)",
+    )
+    add(
+        "--tail-samples",
+        type=positive,
+        default=wishes.tail_samples,
+        metavar="M",
+        help="tokens of a rejection, by tail_escape (default: %(default)s)",
+    )
+    add(
+        "--max-new-tokens",
+        type=positive,
+        default=wishes.max_new_tokens,
+        metavar="M",
+        help="of each answer (default: %(default)s)",
+    )
+    add(
+        "--seed", type=int, default=wishes.seed, help="of all that is random (default: %(default)s)"
+    )
 
 
 def wish_settings(options: argparse.Namespace) -> dict[str, Any]:
