@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,18 @@ def measure_here(*options: str) -> dict[str, Any]:
     with redirect_stdout(io.StringIO()) as said:
         run_module(sys.argv[0], [*sys.argv[1:], *options])
     return json.loads(said.getvalue())
+
+
+def failures_of(commands: list[Command], page: str, run: Callable[[Command], None]) -> list[str]:
+    """Of a page's commands; all are reported at once."""
+    failures = []
+    for command in commands:
+        if command.page == page:
+            try:
+                run(command)
+            except (Exception, SystemExit) as error:
+                failures.append(f"{command}\n    {type(error).__name__}: {error}")
+    return failures
 
 
 class Reader:

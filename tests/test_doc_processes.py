@@ -17,7 +17,7 @@ import pytest
 from command_processes import Process
 from conftest import REPOSITORY
 from doc_commands import Command
-from doc_place import COMMANDS, Reader, after, runner_of, scaled
+from doc_place import COMMANDS, Reader, after, failures_of, runner_of, scaled
 from fork_server import ForkServer, free_port, rank_environments
 from torch.distributed import TCPStore
 
@@ -97,12 +97,6 @@ def test_commands_run(page, reader, parent, monkeypatch, capfd):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # of drafts that are trained here
     if page == "serving.md":
         make_certificate()
-    shell, failures = Shell(reader, parent), []
-    for command in RUNS:
-        if command.page == page:
-            try:
-                shell.run(command)
-            except (Exception, SystemExit) as error:  # all of the page's are reported at once
-                failures.append(f"{command}\n    {type(error).__name__}: {error}")
-    failures += shell.end_servers()
+    shell = Shell(reader, parent)
+    failures = failures_of(RUNS, page, shell.run) + shell.end_servers()
     assert not failures, "\n".join(failures)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from doc_place import COMMANDS, HUB_TARGETS, PAGE_NAMES, Reader, runner_of
+from doc_commands import make_command
+from doc_place import COMMANDS, HUB_TARGETS, PAGE_NAMES, Reader, failures_of, runner_of
 from fake_hub import FakeHub
 from hub_runs import signed_in
 from test_regenerate import FakeServer
@@ -49,14 +50,22 @@ def test_commands_run(page, reader, hub, server, monkeypatch, capfd):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     reader.stand_ins["http://localhost:8000"] = server.url
-    failures = []
-    for command in RUNS:
-        if command.page == page:
-            try:
-                reader.run(command)
-            except (Exception, SystemExit) as error:  # all of the page's are reported at once
-                failures.append(f"{command}\n    {type(error).__name__}: {error}")
+    failures = failures_of(RUNS, page, reader.run)
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python -m pipedraft.eval table none --out out/none",
+        "python -m pipedraft.models scope --base assets/target --target out/none",
+        "python benchmarks/draft_length.py --protocols none",
+    ],
+)
+def test_a_command_that_fails_is_reported(text, reader, monkeypatch, capfd):
+    monkeypatch.chdir(reader.folder)
+    (failure,) = failures_of([make_command("page.md", 1, text)], "page.md", reader.run)
+    assert failure.startswith(f"page.md:1: {text}")
 
 
 def test_the_shell_makes_the_data_of_fine_tuned_targets(reader):
