@@ -7,7 +7,9 @@ A target with random weights, large enough that a stage takes several millisecon
 stages of one process and one thread each; the first stage shares its process with the draft and has
 fewer layers for it. The draft is a speculation module with random weights that runs in full at
 every step; what it proposes is then replaced by the target's own token with probability
---acceptance (the texts are known from plain decoding, on the same processes). Reported:
+--acceptance (the texts are known from plain decoding, on the same processes). Every text is decoded
+in each way twice: plain, SPD, SPD without running ahead (the first stage then waits for the verdict
+of every step), and in the opposite order. Reported for both SPDs:
 
 step_over_slowest_stage: median time between two verdicts inside a round, over what the busiest
     process computes in a step (layers, draft or LM head; means of the same run).
@@ -16,6 +18,8 @@ wallclock_over_theoretical: speed-up over plain decoding, over L' of the same ru
 draft_share: the draft's part of what all processes compute in a step. With the first stage cut by
     it, a step cannot be shorter than the mean of their work: wallclock_over_balanced compares
     with that (1 would be a pipeline without any overhead).
+layers_ms: what the layers of a process take for one segment; of plain decoding, too, where only one
+    process computes at a time.
 """
 
 import argparse
@@ -129,6 +133,7 @@ class Phase:
     """Of each text, from its first token to its last."""
     work: list[Counter[str]] = field(default_factory=list)
     """Of each process: seconds by kind of work."""
+    calls: list[Counter[str]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     """Between two verdicts inside a round."""
     peak_rss_mb: list[float] = field(default_factory=list)
@@ -150,8 +155,10 @@ class Phase:
             emitted += length
         reports = engine.pipeline.reports()
         self.work = self.work or [Counter() for _ in reports]
-        for work, report in zip(self.work, reports, strict=True):
+        self.calls = self.calls or [Counter() for _ in reports]
+        for work, calls, report in zip(self.work, self.calls, reports, strict=True):
             work.update(report["seconds"])
+            calls.update(report["counts"])
         self.peak_rss_mb = [report["peak_rss_mb"] for report in reports]
         return [*prompt, *result.token_ids]
 
@@ -160,10 +167,15 @@ class Phase:
         kinds = ("stage", "verify", "draft")
         return [sum(work[kind] for kind in kinds) / self.steps for work in self.work]
 
+    def layers_ms(self) -> list[float]:
+        """Of each process, mean time of its layers for one segment."""
+        pairs = zip(self.work, self.calls, strict=True)
+        return [work["stage"] / calls["stage"] * 1e3 for work, calls in pairs if calls["stage"]]
+
 
 def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
-    """Each text is decoded twice in either way, in the order plain, SPD, SPD, plain, so that a
-    machine that grows slower or faster does so to both."""
+    """Each text is decoded twice in every way, in an order and in its opposite, so that a machine
+    that grows slower or faster does so to all."""
     from pipedraft.inference.engine import Engine, EngineConfig
 
     cut = boundaries(args)
@@ -173,22 +185,34 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     plain_config = EngineConfig(schedule="autoregressive", **common)
     plain_engine = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)
     plain_engine.decode(PROMPT)  # warm up
-    plain, spd = Phase(), Phase()
-    ratios = []  # of each text: its speed-up over its L'
+    plain, ways = Phase(), {"ahead": Phase(), "waiting": Phase()}
+    ratios: dict[str, list[float]] = {way: [] for way in ways}  # of each text: speed-up over L'
     for index in range(args.texts):
         prompt = [token + index for token in PROMPT]
         text = plain.decode(plain_engine, prompt)
         source = make_source(args, target, text, index)
         config = EngineConfig(schedule="spd", **common)
         engine = Engine(target, Tokenizer(), config, source=source, connect=cluster.connect)
-        steps_before = spd.steps
-        for _ in range(2):
-            assert spd.decode(engine, prompt) == text, "the text changed"
+        steps_before = {way: spd.steps for way, spd in ways.items()}
+        for way in ("ahead", "waiting", "waiting", "ahead"):
+            engine.pipeline.runs_ahead = way == "ahead"
+            assert ways[way].decode(engine, prompt) == text, "the text changed"
         plain.decode(plain_engine, prompt)
-        speedup = sum(plain.seconds[-2:]) / sum(spd.seconds[-2:])
-        equivalent = args.stages * 2 * (len(text) - len(prompt) - 1) / (spd.steps - steps_before)
-        ratios.append(speedup / equivalent)
-    return summary(args, plain, spd, ratios) | {"processes": cluster.world_size}
+        for way, spd in ways.items():
+            speedup = sum(plain.seconds[-2:]) / sum(spd.seconds[-2:])
+            tokens = 2 * (len(text) - len(prompt) - 1)
+            steps = spd.steps - steps_before[way]
+            ratios[way].append(speedup / (args.stages * tokens / steps))
+    outcome = {way: summary(args, plain, spd, ratios[way]) for way, spd in ways.items()}
+    return {
+        **outcome,
+        "autoregressive_work_ms": [value * args.stages * 1e3 for value in plain.busy_s()],
+        "autoregressive_layers_ms": plain.layers_ms(),
+        "autoregressive_tokens_per_s": plain.tokens / sum(plain.seconds),
+        "stages": args.stages,
+        "boundaries": list(boundaries(args)),
+        "processes": cluster.world_size,
+    }
 
 
 def summary(
@@ -221,13 +245,10 @@ def summary(
         "step_ms_quartiles": [q * 1e3 for q in statistics.quantiles(spd.gaps, n=4)],
         "work_ms": [value * 1e3 for value in work],
         "draft_share": draft_s / sum(work),
-        "autoregressive_work_ms": [value * args.stages * 1e3 for value in plain.busy_s()],
+        "layers_ms": spd.layers_ms(),
         "equivalent_acceptance_length": equivalent,
         "speedup": speedup,
         "tokens_per_s": spd.tokens / sum(spd.seconds),
-        "autoregressive_tokens_per_s": plain.tokens / sum(plain.seconds),
-        "stages": args.stages,
-        "boundaries": list(boundaries(args)),
         "breakdown_ms_per_step": [
             {kind: s / spd.steps * 1e3 for kind, s in process.items()} for process in spd.work
         ],

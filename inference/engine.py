@@ -10,15 +10,21 @@ from typing import Any, Literal
 import torch
 
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.pipeline import LocalPipeline, Returned
+from pipedraft.inference.pipeline import Ahead, LocalPipeline, Returned
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape, segment_sizes
 from pipedraft.inference.sources import DraftSource, Growth, Sampling, make_source
 from pipedraft.inference.sources.micro_batch import grow_micro_batch
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom, MatchVerifier, RejectionVerifier, Verifier
-from pipedraft.models.target import StagedTarget
+from pipedraft.inference.verify import (
+    KeyedRandom,
+    MatchVerifier,
+    RejectionVerifier,
+    Verifier,
+    Walk,
+)
+from pipedraft.models.target import Keep, StagedTarget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,14 +407,30 @@ class Session:
         hidden = self.clock.hidden_forwards(max(self.pipeline.last_rows))
         return self.config.expansion.depth or min(self.config.tree.depth, hidden)
 
-    def step(self, *, overlap: bool = False) -> Returned | None:
-        """One pipeline step, with the drafting since the last one beside it or after it."""
-        returned = self.pipeline.tick()
+    def step(self, *, overlap: bool = False, ahead: bool = False) -> Returned | None:
+        """One pipeline step, with the drafting since the last one beside it or after it.
+
+        Args:
+            ahead: what the pipeline has not seen yet is injected next, unless the verdict of this
+                step prunes it, so that processes may begin with it before.
+        """
+        returned = self.pipeline.tick(self._ahead() if ahead else None)
         self.clock.step(
             self.pipeline.last_rows, draft_forwards=self.pending_forwards, overlap=overlap
         )
         self.pending_forwards = 0
         return returned
+
+    def _ahead(self) -> Ahead | None:
+        """A single guess: several would cost the stages more than those that a verdict leaves."""
+        first, count = self.tree.num_injected, len(self.tree)
+        if count - first != 1:
+            return None
+        return Ahead(self.tree.segment(first, count), lambda returned: self._verify(returned)[1])
+
+    def _verify(self, returned: Returned) -> tuple[Walk, Keep]:
+        walk = self.verifier.walk(self.tree, returned.verdicts)
+        return walk, self.tree.keep_for(walk.path, walk.next_token)
 
     def resolve(self, returned: Returned) -> bool:
         """Verify a returned segment, emit, commit and prune.
@@ -416,9 +438,8 @@ class Session:
         Returns:
             True when the next token is a row of the tree (nothing has to restart).
         """
-        walk = self.verifier.walk(self.tree, returned.verdicts)
+        walk, keep = self._verify(returned)
         emitted = [self.tree.tokens[row] for row in walk.path[1:]] + [walk.next_token]
-        keep = self.tree.keep_for(walk.path, walk.next_token)
         committed = self.pipeline.keep(keep)
         next_position = self.tree.position(walk.path[-1]) + 1
         hit = len(keep.rows) > keep.num_committed

@@ -1,6 +1,7 @@
 """A pipelined target in one process: stages step together, one segment each."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,15 @@ class Returned:
     num_rows: int
     verdicts: Tensor
     """[R, ...]: what the verifier's ``judge`` made of their logits."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A segment for the step after the coming one, if the coming verdict keeps it."""
+
+    segment: Segment
+    keep_after: Callable[[Returned], Keep]
+    """The Keep that a verdict will lead to."""
 
 
 class FeatureStore:
@@ -95,8 +105,12 @@ class LocalPipeline:
     def start(self) -> None:
         """The next segment may enter now: everything that precedes the step is known."""
 
-    def tick(self) -> Returned | None:
-        """Every stage processes what waits at its input; returns what leaves the last one."""
+    def tick(self, ahead: Ahead | None = None) -> Returned | None:
+        """Every stage processes what waits at its input; returns what leaves the last one.
+
+        Args:
+            ahead: nothing can be done about it before the verdict here.
+        """
         returned = None
         if self._entrance:
             self._waiting[0] = self._entrance.popleft()

@@ -11,6 +11,9 @@ MAX_EVENTS = 200_000
 WAIT = "wait"
 """Kind of the spans in which a process can do nothing but wait for a message."""
 
+UNFINISHED = "unfinished"
+"""Kind of the spans that ended with an exception, whatever they were."""
+
 
 class Timeline:
     """Spans of one process on the machine's monotonic clock.
@@ -41,6 +44,9 @@ class Timeline:
         self._inside.append(0.0)
         try:
             yield
+        except BaseException:
+            kind = UNFINISHED
+            raise
         finally:
             end = time.monotonic()
             inside = self._inside.pop()

@@ -140,6 +140,10 @@ def additive_mask(
     return mask_lC.masked_fill_(hidden_lC, torch.finfo(dtype).min)[None, None]
 
 
+class Abandoned(Exception):
+    """A segment was no longer wanted before its last layer; the cache is as it was before it."""
+
+
 class StageCache:
     """Keys, values and recurrent states of some layers of one model, for one sequence.
 

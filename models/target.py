@@ -25,9 +25,15 @@ from transformers import (
 )
 
 from pipedraft.models import stage_graph
-from pipedraft.models.documents import packed_call
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
-from pipedraft.models.stage_cache import Keep, Segment, StageCache, additive_mask, prune_segment
+from pipedraft.models.stage_cache import (
+    Abandoned,
+    Keep,
+    Segment,
+    StageCache,
+    additive_mask,
+    prune_segment,
+)
 from pipedraft.models.stage_graph import StageGraphs
 
 __all__ = [
@@ -35,7 +41,6 @@ __all__ = [
     "Segment",
     "Stage",
     "StagedTarget",
-    "capture_hidden",
     "fingerprint_mismatch",
     "load_target",
     "load_tokenizer",
@@ -241,14 +246,23 @@ class Stage:
         self.cache.skip(segment.positions.to(self.device))
 
     @torch.inference_mode()
-    def forward(self, segment: Segment, taps: Collection[int] = ()) -> Segment:
+    def forward(
+        self,
+        segment: Segment,
+        taps: Collection[int] = (),
+        is_wanted: Callable[[], bool] | None = None,
+    ) -> Segment:
         """Run a segment and append its rows as speculative.
+
+        Args:
+            is_wanted: asked before every layer; graphs and recurrent layers run to their end.
 
         Returns:
             The segment with ``hidden`` after layer ``end`` and the tapped indices in (start, end]
             (the first stage also fills index 0) added to its taps.
 
         Raises:
+            Abandoned: ``is_wanted`` said no; the segment counts as not run.
             ValueError: the segment branches and the target has recurrent layers.
         """
         assert segment.lo == self.num_speculative, (
@@ -261,9 +275,11 @@ class Stage:
             _check_chain(segment)
         hidden_lH = self._enter(segment.ids if self.embedding is not None else segment.hidden)
         if not self.cache.recurrent_layers:
-            is_short = segment.num_rows <= stage_graph.MAX_ROWS
-            run = self.graphs.run if self.graphs is not None and is_short else self._run
-            hidden_lH, collected = run(hidden_lH, positions_l, visible_lS, taps)
+            call = (hidden_lH, positions_l, visible_lS, taps)
+            if self.graphs is not None and segment.num_rows <= stage_graph.MAX_ROWS:
+                hidden_lH, collected = self.graphs.run(*call)
+            else:
+                hidden_lH, collected = self._run(*call, is_wanted)
             self.cache.advance(committed=False)
         else:
             parts = []
@@ -303,7 +319,12 @@ class Stage:
         return rows if self.embedding is None else self.embedding(rows)
 
     def _run(
-        self, hidden_lH: Tensor, positions_l: Tensor, visible_lS: Tensor, taps: Collection[int]
+        self,
+        hidden_lH: Tensor,
+        positions_l: Tensor,
+        visible_lS: Tensor,
+        taps: Collection[int],
+        is_wanted: Callable[[], bool] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         positions_C = self.cache.begin(positions_l)
         build = partial(additive_mask, visible_lS, positions_C, dtype=hidden_lH.dtype)
@@ -318,6 +339,8 @@ class Stage:
         for index, (layer, kind) in enumerate(
             zip(self.layers, self.kinds, strict=True), start=self.start + 1
         ):
+            if is_wanted is not None and not is_wanted():
+                raise Abandoned
             hidden_1lH = layer(
                 hidden_1lH,
                 attention_mask=masks[kind],
@@ -438,60 +461,3 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(eos)
-
-
-@torch.no_grad()
-def capture_hidden(
-    model: PreTrainedModel,
-    input_ids_BT: Tensor,
-    layers: Collection[int],
-    lengths: Sequence[int] | None = None,
-) -> dict[int, Tensor]:
-    """Raw hidden states of a batch, for training; no cache and no logits.
-
-    Rows may be padded on the right only: every layer is causal, so padding cannot reach the text.
-    The call goes through the model's root, so sharded (FSDP, ZeRO-3) targets gather their weights.
-
-    Args:
-        layers: indices in [0, L]; index L is before the final norm.
-        lengths: of the documents in a packed row [1, T]; each then sees only itself.
-
-    Returns:
-        {index: hidden_BTH}, detached, in the model's dtype.
-
-    Raises:
-        ValueError: an index outside [0, L], or packing for a target with recurrent layers.
-    """
-    decoder = model.get_decoder()
-    num_layers = decoder.config.num_hidden_layers
-    outside = sorted(index for index in layers if not 0 <= index <= num_layers)
-    if outside:
-        raise ValueError(
-            f"layers: index {outside[0]} is outside this target; choose 0 (embeddings) to "
-            f"{num_layers} (last layer)"
-        )
-    if lengths is not None:
-        check_packable(decoder.config)
-    captured: dict[int, Tensor] = {}
-
-    def capture_as(index: int) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
-            captured[index] = output
-
-        return hook
-
-    handles = [
-        (decoder.layers[index - 1] if index else decoder.embed_tokens).register_forward_hook(
-            capture_as(index)
-        )
-        for index in set(layers)
-    ]
-    no_rows = torch.empty(0, dtype=torch.long, device=input_ids_BT.device)
-    packed, within = packed_call(decoder.config, input_ids_BT, lengths)
-    try:
-        with within:
-            model(input_ids=input_ids_BT, use_cache=False, logits_to_keep=no_rows, **packed)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return captured

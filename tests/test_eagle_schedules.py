@@ -33,12 +33,13 @@ from pipedraft.inference.sources import Sampling
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom
+from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.models.target import target_fingerprint
 
 CHAIN = TreeShape(kind="chain", depth=3)
 SMALL = TreeShape(depth=3, top_k=3, num_tokens=8)

@@ -26,13 +26,14 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pipedraft.models import load_draft
+from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.export import export, read_target, vocabulary_maps
 from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.models.target import target_fingerprint
 from pipedraft.train.__main__ import quieten
 
 LAYERS, HIDDEN, VOCABULARY = 8, 32, 64

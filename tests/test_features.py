@@ -28,7 +28,7 @@ from train_runs import (
     weights,
 )
 
-from pipedraft.models.target import capture_hidden
+from pipedraft.models.capture import capture_hidden
 from pipedraft.train import features as command
 from pipedraft.train.__main__ import quieten
 from pipedraft.train.feature_reader import ShardFolder

@@ -15,7 +15,8 @@ from test_cli import call
 
 from pipedraft.errors import Failure
 from pipedraft.models import hub_link, load_draft
-from pipedraft.models.target import capture_hidden, load_target
+from pipedraft.models.capture import capture_hidden
+from pipedraft.models.target import load_target
 
 
 @pytest.fixture(scope="module")

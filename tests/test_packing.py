@@ -18,9 +18,9 @@ from train_runs import logged, train
 from pipedraft.data_recipes.batch import collate, document_lengths, pack, packed_batches
 from pipedraft.errors import UsageError
 from pipedraft.models import documents, structural
+from pipedraft.models.capture import capture_hidden
 from pipedraft.models.layers import GatedMLP, RotaryEmbedding
 from pipedraft.models.structural import structural_attention
-from pipedraft.models.target import capture_hidden
 from pipedraft.train import language_model
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig, feature_noise
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig

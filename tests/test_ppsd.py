@@ -32,11 +32,12 @@ from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.models import load_draft
+from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.ppsd import PPSD, PPSDConfig
-from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.models.target import target_fingerprint
 from pipedraft.train.next_token import counted_rows
 
 LENGTH = 11

@@ -20,6 +20,7 @@ from decode_runs import (
     greedy_reference,
 )
 from fork_server import ForkServer, rank_environments
+from inline_ranks import connect_in_turns, connect_inline, decode_both
 from test_cli import call
 from test_eagle_schedules import WAYS as EAGLE_WAYS
 from test_eagle_schedules import make_head, way_name
@@ -27,7 +28,6 @@ from test_ppsd import make_exit
 from torch.distributed import TCPStore
 
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.process.link import Local
 from pipedraft.inference.process.messages import (
     Cancel,
     Close,
@@ -154,76 +154,6 @@ def test_bytes_that_are_no_frame_are_refused():
 # -- the controller's books ------------------------------------------------------------------
 
 
-class Wire(Local):
-    """A link that turns every message into bytes and back, as between processes."""
-
-    def send(self, message: Message) -> None:
-        super().send(decode(encode(message, 0.0)[0]))
-
-
-class LateWire(Wire):
-    """Cancellations arrive when the stage is at work: every other one too late."""
-
-    count = 0
-
-    def send(self, message: Message) -> None:
-        self.count += 1
-        if self.count % 2:
-            super().send(message)
-
-
-def connect_inline(target):
-    """All stages in this process, each finishing a message before the next is sent."""
-    last = target.num_stages - 1
-    answers = [Wire() for _ in range(target.num_stages)]
-    workers: list[StageWorker] = []
-    following = None
-    for index in range(last, -1, -1):
-        worker = StageWorker(
-            target,
-            index,
-            following=following,
-            controller=answers[index],
-            timeline=Timeline(f"stage {index}"),
-        )
-        workers.append(worker)
-        following = Wire(worker.handle)
-
-    def cancel(worker):
-        def handle(message):
-            worker.first_live = max(worker.first_live, message.sequence + 1)
-
-        return LateWire(handle)
-
-    return ProcessPipeline(
-        target,
-        following,
-        answers,
-        Timeline("controller"),
-        cancels=[cancel(worker) for worker in workers],
-    )
-
-
-def decode_both(target, prompts, *, draft=None, make_source=None, **options):
-    """The same prompts on both backends, one after the other on one pipeline."""
-    found = []
-    for connect in (None, connect_inline):
-        extra = {} if connect is None else {"connect": connect}
-        results, engine = [], None
-        for prompt in prompts:
-            source = make_source(prompt) if make_source else None
-            config = EngineConfig(max_new_tokens=NEW_TOKENS, **options)
-            if engine is None or source is not None:
-                engine = Engine(target, PlainTokenizer(), config, draft, source=source, **extra)
-            results.append(engine.decode(prompt))
-        found.append(results)
-    for local, other in zip(*found, strict=True):
-        for name in ("token_ids", "num_steps", "round_lengths", "position_tests", "num_drafted"):
-            assert getattr(local, name) == getattr(other, name), name
-        assert local.virtual_time == pytest.approx(other.virtual_time)
-    return found[0]
-
-
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("way", EAGLE_WAYS, ids=way_name)
 def test_both_backends_agree_with_an_eagle_head(way, num_stages):
@@ -291,15 +221,9 @@ def test_cancelled_segments_are_not_computed(monkeypatch):
         skip(worker, message, cause)
 
     monkeypatch.setattr(StageWorker, "_answer", watched)
-    pipelines = []
-
-    def connect(staged):
-        pipelines.append(ThreadlessPipeline(staged))
-        return pipelines[-1].pipeline
-
     source = SimulatedSource(target, PROMPTS[2], 0.3, length=NEW_TOKENS)
     config = EngineConfig(num_stages=4, max_new_tokens=NEW_TOKENS)
-    engine = Engine(target, PlainTokenizer(), config, source=source, connect=connect)
+    engine = Engine(target, PlainTokenizer(), config, source=source, connect=connect_in_turns)
     result = engine.decode(PROMPTS[2])
     local = Engine(
         target,
@@ -309,50 +233,6 @@ def test_cancelled_segments_are_not_computed(monkeypatch):
     ).decode(PROMPTS[2])
     assert result.token_ids == local.token_ids and result.num_steps == local.num_steps
     assert len(skipped) > 3
-
-
-class ThreadlessPipeline:
-    """Stages that work only when the controller waits, so that cancellations come in time."""
-
-    def __init__(self, target) -> None:
-        num_stages = target.num_stages
-        self.queues = [Wire() for _ in range(num_stages)]
-        self.answers = [Lazy(self) for _ in range(num_stages)]
-        self.workers = [
-            StageWorker(
-                target,
-                index,
-                following=self.queues[index + 1] if index + 1 < num_stages else None,
-                controller=self.answers[index],
-                timeline=Timeline(""),
-            )
-            for index in range(num_stages)
-        ]
-
-        def cancel(message):
-            for worker in self.workers:
-                worker.first_live = max(worker.first_live, message.sequence + 1)
-
-        self.pipeline = ProcessPipeline(
-            target, self.queues[0], self.answers, Timeline(""), cancels=[Wire(cancel)]
-        )
-
-    def work(self) -> None:
-        """Every stage takes one message, the last stage first: a lock-step."""
-        for queue, worker in zip(reversed(self.queues), reversed(self.workers), strict=True):
-            if queue.has_arrived():
-                worker.handle(queue.receive())
-
-
-class Lazy(Wire):
-    def __init__(self, owner) -> None:
-        super().__init__()
-        self.owner = owner
-
-    def receive(self) -> Message:
-        while not self.has_arrived():
-            self.owner.work()
-        return super().receive()
 
 
 def test_a_keep_that_stays_behind_is_noticed(monkeypatch):

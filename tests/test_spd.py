@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from conftest import tiny_llama, tiny_qwen3
 
 from pipedraft.models import load_draft
+from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.layers import LayerConfig, OneDNNLinear
 from pipedraft.models.spd import SPD, SPDConfig, SPDState, feature_layers
 from pipedraft.models.structural import dense_structural_mask
-from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.models.target import target_fingerprint
 
 LENGTH = 13
 

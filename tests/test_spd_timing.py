@@ -19,8 +19,8 @@ from test_spd import make_module
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.sources.spd import SPDSource
+from pipedraft.models.capture import capture_hidden
 from pipedraft.models.spd import SPDState
-from pipedraft.models.target import capture_hidden
 
 OUTPUT = {"schedule": "spd", "timing": "output_states"}
 

@@ -22,9 +22,9 @@ from staged_targets import (
     tolerance,
 )
 
+from pipedraft.models.capture import capture_hidden
 from pipedraft.models.target import (
     StagedTarget,
-    capture_hidden,
     fingerprint_mismatch,
     load_target,
     load_tokenizer,

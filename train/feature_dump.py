@@ -22,8 +22,8 @@ from tqdm import tqdm
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.errors import make_folder
+from pipedraft.models.capture import capture_hidden
 from pipedraft.models.layers import OneDNNLinear
-from pipedraft.models.target import capture_hidden
 from pipedraft.train.feature_shards import (
     INDEX,
     LayerError,

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import Draft, TargetReference, draft_vocabulary, read_description
 from pipedraft.models.hub import CARD, model_card
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.models.target import target_fingerprint
 from pipedraft.train.feature_reader import Features
 from pipedraft.train.throughput import FORWARD, DecoderCost, LayerCost, products
 

@@ -31,6 +31,7 @@ KINDS = {
     "prefill": (3, 0.5),
     "send": (4, 0.4),
     "skip": (5, 0.3),
+    "unfinished": (5, 0.55),
     "wait": (7, 0.14),
 }
 

@@ -222,7 +222,10 @@ class Cluster:
                 target, 0, following=following, controller=mailbox, timeline=timeline
             )
             first = Local(worker.handle)
-        return ProcessPipeline(target, first, answers, timeline, cancels=cancels)
+        pipeline = ProcessPipeline(target, first, answers, timeline, cancels=cancels)
+        if not ranks[0]:
+            worker.is_still_wanted = pipeline.is_wanted
+        return pipeline
 
     # -- the stages ---------------------------------------------------------------------------
 

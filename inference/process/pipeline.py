@@ -8,14 +8,14 @@ back costs no time, and nothing but the next verdict is on the critical path.
 # P prompt rows, R rows, H hidden
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipedraft.inference.pipeline import Returned
+from pipedraft.inference.pipeline import Ahead, Returned
 from pipedraft.inference.process.link import Inbox, Outbox
 from pipedraft.inference.process.messages import Cancel, Message, Prefill, Result, Step, Text
 from pipedraft.inference.timeline import WAIT, Timeline
@@ -83,6 +83,8 @@ class ProcessPipeline:
         self._first_stage, self._answers, self._cancels = first_stage, answers, cancels
         self.last_rows: list[int] = [0] * target.num_stages
         """Rows that each stage processed in the last step of the lock-step pipeline."""
+        self.runs_ahead = True
+        """Begins with a guess before the verdict that it depends on is here."""
         self._sequence = 0
         self._forget()
 
@@ -91,6 +93,10 @@ class ProcessPipeline:
         self._has_started = False
         self._flights: list[_Flight] = []
         self._keeps: list[Keep] = []
+        self._ahead: _Flight | None = None
+        """Sent before its step; it joins the flights when it is injected."""
+        self._keep_after: Callable[[Returned], Keep] | None = None
+        """While the segment ahead is sent, and computed if the first stage is in this process."""
 
     @property
     def num_stages(self) -> int:
@@ -160,11 +166,19 @@ class ProcessPipeline:
 
     def inject(self, segment: Segment) -> None:
         """Queue rows at the first stage; one segment enters per step."""
+        if self._ahead is not None:
+            flight, self._ahead = self._ahead, None
+            flight.entered, self._has_started = self._now, True
+        else:
+            flight = self._flight_of(segment)
+        self._flights.append(flight)
+
+    def _flight_of(self, segment: Segment) -> _Flight:
         assert segment.ids is not None
         flight = _Flight(segment, list(range(segment.num_rows)))
         if 0 in self.taps:
             flight.taps[0] = self.target.embed(segment.ids)
-        self._flights.append(flight)
+        return flight
 
     def start(self) -> None:
         """Send what enters in the coming step; the draft may run while the stages do."""
@@ -174,24 +188,64 @@ class ProcessPipeline:
         flight = next((f for f in self._flights if f.segment is not None), None)
         if flight is None:
             return
-        assert flight.segment is not None
-        flight.sequence, flight.entered = self._sequence, self._now
-        self._send(Step(keeps=self._keeps, segment=flight.segment))
-        flight.segment, self._keeps = None, []
+        flight.entered = self._now
+        self._send_step(flight)
 
-    def tick(self) -> Returned | None:
-        """One step of the lock-step pipeline; waits only for rows that come back in it."""
+    def _send_step(self, flight: _Flight) -> None:
+        assert flight.segment is not None
+        flight.sequence, segment, keeps = self._sequence, flight.segment, self._keeps
+        flight.segment, self._keeps = None, []
+        self._send(Step(keeps=keeps, segment=segment))
+
+    def tick(self, ahead: Ahead | None = None) -> Returned | None:
+        """One step of the lock-step pipeline; waits only for rows that come back in it.
+
+        Args:
+            ahead: sent before this step's verdict is here. So the first stage does not wait for the
+                last one, and how long each takes may vary from step to step. A verdict that does
+                not keep it ends it before its next layer.
+        """
         self.start()
         self._has_started = False
         self._now += 1
         self._count_rows()
+        if ahead is not None and self.runs_ahead:
+            self._start_ahead(ahead)
+        due = self._due()
+        return None if due is None else self._returned(due)
+
+    def _due(self) -> _Flight | None:
+        """Whose verdicts end the step under way."""
         for flight in self._flights:
-            due = flight.segment is None and flight.entered + self.num_stages == self._now
-            if due and flight.alive:
-                self._fetch(self.num_stages - 1, flight)
-                assert flight.verdicts is not None
-                return Returned(len(flight.alive), flight.verdicts[flight.alive])
+            has_entered = flight.segment is None
+            if has_entered and flight.alive and flight.entered + self.num_stages == self._now:
+                return flight
         return None
+
+    def _returned(self, due: _Flight) -> Returned:
+        self._fetch(self.num_stages - 1, due)
+        assert due.verdicts is not None
+        return Returned(len(due.alive), due.verdicts[due.alive])
+
+    def _start_ahead(self, ahead: Ahead) -> None:
+        """Send a segment of the next step, unless one comes before it or the verdict is here."""
+        is_late = self._due() is not None and self.verdict_waits()
+        if is_late or any(flight.segment is not None for flight in self._flights):
+            return
+        self._ahead, self._keep_after = self._flight_of(ahead.segment), ahead.keep_after
+        self._send_step(self._ahead)
+        self._keep_after = None
+
+    def is_wanted(self) -> bool:
+        """For a first stage in this process: whether a verdict has come that ends its work."""
+        due = self._due()
+        if self._keep_after is None or due is None or not self.verdict_waits():
+            return True
+        keep, self._keep_after = self._keep_after(self._returned(due)), None
+        return self._keeps_ahead(keep)
+
+    def _keeps_ahead(self, keep: Keep) -> bool:
+        return sum(len(flight.alive) for flight in self._flights) in keep.rows
 
     def _count_rows(self) -> None:
         self.last_rows = [0] * self.num_stages
@@ -214,6 +268,7 @@ class ProcessPipeline:
         The Keep itself travels with the next segment.
         """
         self._keeps.append(keep)
+        lost = self._lost_ahead(keep)
         committed: dict[int, list[Tensor]] = {layer: [] for layer in self.taps}
         first = 0
         for flight in self._flights:
@@ -234,15 +289,24 @@ class ProcessPipeline:
             else:
                 flight.alive = [flight.alive[row] for row in kept[len(rows) :]]
             first += count
-        self._drop_finished()
+        self._drop_finished(lost)
         return {layer: torch.cat(parts) for layer, parts in committed.items()}
 
-    def _drop_finished(self) -> None:
+    def _lost_ahead(self, keep: Keep) -> list[_Flight]:
+        """The segment ahead, if it is no part of the tree any more."""
+        if self._ahead is None or self._keeps_ahead(keep):
+            return []
+        flight, self._ahead = self._ahead, None
+        return [flight]
+
+    def _drop_finished(self, lost: list[_Flight]) -> None:
         """Forget flights without a speculative row; those still under way are cancelled."""
-        gone = [flight for flight in self._flights if not flight.alive]
+        gone = [flight for flight in self._flights if not flight.alive] + lost
         self._flights = [flight for flight in self._flights if flight.alive]
         under_way = [f.sequence for f in gone if f.verdicts is None and f.sequence >= 0]
         wanted = [f.sequence for f in self._flights if f.segment is None]
+        if self._ahead is not None:
+            wanted.append(self._ahead.sequence)
         if under_way and (not wanted or max(under_way) < min(wanted)):
             self._cancel(max(under_way))
 
@@ -251,7 +315,8 @@ class ProcessPipeline:
             link.send(Cancel(sequence=last))
 
     def _cancel_all(self) -> None:
-        if any(f.segment is None and f.verdicts is None for f in self._flights):
+        waits = any(f.segment is None and f.verdicts is None for f in self._flights)
+        if waits or self._ahead is not None:
             self._cancel(self._sequence - 1)
 
     def rows_past(self, layer: int) -> Tensor:
@@ -295,7 +360,8 @@ class ProcessPipeline:
         """Receive one answer and put it to its flight; the flight may be gone, pruned."""
         message = self._receive(stage)
         assert isinstance(message, Result)
-        for flight in self._flights:
+        under_way = self._flights if self._ahead is None else [*self._flights, self._ahead]
+        for flight in under_way:
             if flight.sequence == message.sequence:
                 flight.taps.update(message.taps)
                 if message.verdicts is not None:

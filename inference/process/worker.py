@@ -1,6 +1,7 @@
 """One stage in its process: it answers messages in the order of their arrival."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ from pipedraft.inference.verify import (
     RejectionVerifier,
     Verifier,
 )
+from pipedraft.models.stage_cache import Abandoned
 from pipedraft.models.target import StagedTarget
 
 
@@ -40,6 +42,8 @@ class StageWorker:
         self.timeline = timeline
         self.first_live = 0
         """Steps below this number are cancelled; another thread may raise it."""
+        self.is_still_wanted: Callable[[], bool] = lambda: True
+        """Asked before every layer; for the stage in the process of the controller."""
         self._taps: tuple[int, ...] = ()
         self._verifier: Verifier | None = None
 
@@ -56,16 +60,19 @@ class StageWorker:
         for keep in step.keeps:
             self.stage.keep(keep)
         segment = step.segment
-        if step.is_cancelled or step.sequence < self.first_live:
-            with self.timeline.span("skip", segment.num_rows):
-                self.stage.skip(segment)
-            skipped = replace(segment, ids=None, hidden=None)
-            self._pass_on(Step(keeps=step.keeps, segment=skipped, is_cancelled=True), step)
-            if self._taps or self.following is None:
-                self._answer(Result(), step)
+
+        def is_wanted() -> bool:
+            return step.sequence >= self.first_live and self.is_still_wanted()
+
+        if step.is_cancelled or not is_wanted():
+            self._skip(step)
             return
-        with self.timeline.span("stage", segment.num_rows):
-            output = self.stage.forward(segment, self._taps)
+        try:
+            with self.timeline.span("stage", segment.num_rows):
+                output = self.stage.forward(segment, self._taps, is_wanted)
+        except Abandoned:
+            self._skip(step)
+            return
         taps, output.taps = output.taps, {}
         self._pass_on(Step(keeps=step.keeps, segment=output), step)
         result = Result(taps=taps)
@@ -76,6 +83,15 @@ class StageWorker:
                 result.verdicts = self._verifier.judge(logits_RV, segment.positions)
         if taps or self.following is None:
             self._answer(result, step)
+
+    def _skip(self, step: Step) -> None:
+        """Caches make room here and further on; nothing is computed."""
+        with self.timeline.span("skip", step.segment.num_rows):
+            self.stage.skip(step.segment)
+        skipped = replace(step.segment, ids=None, hidden=None)
+        self._pass_on(Step(keeps=step.keeps, segment=skipped, is_cancelled=True), step)
+        if self._taps or self.following is None:
+            self._answer(Result(), step)
 
     def _prefill(self, prefill: Prefill) -> None:
         if prefill.first_position == 0:

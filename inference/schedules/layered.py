@@ -24,7 +24,7 @@ def drafting_beside(session: Any, grow: Callable[[], None]) -> None:
         hit = True
         while hit and not session.done:
             grow()
-            returned = session.step(overlap=True)
+            returned = session.step(overlap=True, ahead=True)
             hit = returned is None or session.resolve(returned)
             if hit:
                 session.inject()

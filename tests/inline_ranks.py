@@ -1,0 +1,145 @@
+"""The ranks of a launch in one process; every message becomes bytes and back all the same."""
+
+from random import Random
+
+import pytest
+from decode_runs import NEW_TOKENS, PlainTokenizer
+
+from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.process.link import Local
+from pipedraft.inference.process.messages import Message, decode, encode
+from pipedraft.inference.process.pipeline import ProcessPipeline
+from pipedraft.inference.process.worker import StageWorker
+from pipedraft.inference.timeline import Timeline
+
+
+class Wire(Local):
+    """A link that turns every message into bytes and back, as between processes."""
+
+    def send(self, message: Message) -> None:
+        super().send(decode(encode(message, 0.0)[0]))
+
+
+class LateWire(Wire):
+    """Cancellations arrive when the stage is at work: every other one too late."""
+
+    count = 0
+
+    def send(self, message: Message) -> None:
+        self.count += 1
+        if self.count % 2:
+            super().send(message)
+
+
+def connect_inline(target):
+    """All stages in this process, each finishing a message before the next is sent."""
+    last = target.num_stages - 1
+    answers = [Wire() for _ in range(target.num_stages)]
+    workers: list[StageWorker] = []
+    following = None
+    for index in range(last, -1, -1):
+        worker = StageWorker(
+            target,
+            index,
+            following=following,
+            controller=answers[index],
+            timeline=Timeline(f"stage {index}"),
+        )
+        workers.append(worker)
+        following = Wire(worker.handle)
+
+    def cancel(worker):
+        def handle(message):
+            worker.first_live = max(worker.first_live, message.sequence + 1)
+
+        return LateWire(handle)
+
+    return ProcessPipeline(
+        target,
+        following,
+        answers,
+        Timeline("controller"),
+        cancels=[cancel(worker) for worker in workers],
+    )
+
+
+def decode_both(
+    target, prompts, *, draft=None, make_source=None, connect_ranks=connect_inline, **options
+):
+    """The same prompts on both backends, one after the other on one pipeline."""
+    found = []
+    for connect in (None, connect_ranks):
+        extra = {} if connect is None else {"connect": connect}
+        results, engine = [], None
+        for prompt in prompts:
+            source = make_source(prompt) if make_source else None
+            config = EngineConfig(max_new_tokens=NEW_TOKENS, **options)
+            if engine is None or source is not None:
+                engine = Engine(target, PlainTokenizer(), config, draft, source=source, **extra)
+            results.append(engine.decode(prompt))
+        found.append(results)
+    for local, other in zip(*found, strict=True):
+        for name in ("token_ids", "num_steps", "round_lengths", "position_tests", "num_drafted"):
+            assert getattr(local, name) == getattr(other, name), name
+        assert local.virtual_time == pytest.approx(other.virtual_time)
+    return found[0]
+
+
+class RanksInTurns:
+    """Stages that work when the controller waits, so that cancellations come in time.
+
+    With ``haste`` the first stage is at the controller, as with one process per stage, and the
+    others also work while it computes: before each of its layers with this probability.
+    """
+
+    def __init__(self, target, haste: float | None = None, seed: int = 0) -> None:
+        num_stages = target.num_stages
+        self.haste, self.random = haste, Random(seed)
+        self.queues = [Wire() for _ in range(num_stages)]
+        self.answers = [Lazy(self) for _ in range(num_stages)]
+        self.workers = [
+            StageWorker(
+                target,
+                index,
+                following=self.queues[index + 1] if index + 1 < num_stages else None,
+                controller=self.answers[index],
+                timeline=Timeline(""),
+            )
+            for index in range(num_stages)
+        ]
+        first = self.queues[0] if haste is None else Wire(self.workers[0].handle)
+        self.pipeline = ProcessPipeline(
+            target, first, self.answers, Timeline(""), cancels=[Wire(self.cancel)]
+        )
+        if haste is not None:
+            self.workers[0].is_still_wanted = self.is_wanted
+
+    def cancel(self, message: Message) -> None:
+        for worker in self.workers[self.haste is not None :]:
+            worker.first_live = max(worker.first_live, message.sequence + 1)
+
+    def is_wanted(self) -> bool:
+        if self.random.random() < self.haste:
+            self.work()
+        return self.pipeline.is_wanted()
+
+    def work(self) -> None:
+        """Every stage takes one message, the last stage first: a lock-step."""
+        for queue, worker in zip(reversed(self.queues), reversed(self.workers), strict=True):
+            if queue.has_arrived():
+                worker.handle(queue.receive())
+
+
+def connect_in_turns(target):
+    return RanksInTurns(target).pipeline
+
+
+class Lazy(Wire):
+    def __init__(self, owner) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def receive(self) -> Message:
+        while not self.has_arrived():
+            self.owner.work()
+        return super().receive()
