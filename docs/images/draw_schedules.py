@@ -16,7 +16,7 @@ from picture_files import write_pictures
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.pipeline import LocalPipeline, Returned
+from pipedraft.inference.pipeline import Ahead, LocalPipeline, Returned
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape
 from pipedraft.models.target import Keep, Segment, StagedTarget
@@ -106,10 +106,10 @@ class RecordingPipeline(LocalPipeline):
             rows.append(row)
         self._queue.append(rows)
 
-    def tick(self) -> Returned | None:
+    def tick(self, ahead: Ahead | None = None) -> Returned | None:
         entering = self._queue.pop(0) if self._queue else []
         self._under_way = [entering, *self._under_way[:-1]]
-        returned = super().tick()
+        returned = super().tick(ahead)
         assert [len(rows) for rows in self._under_way] == self.last_rows
         self.steps.append(Step([list(rows) for rows in self._under_way]))
         return returned
