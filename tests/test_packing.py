@@ -355,7 +355,7 @@ def test_diagonals_that_reach_into_the_document_before_are_caught(monkeypatch):
 def test_attention_across_documents_is_caught_in_the_target(name, monkeypatch):
     objective = make_objective(name)
     monkeypatch.setattr(
-        "pipedraft.models.target.packed_call",
+        "pipedraft.models.capture.packed_call",
         lambda config, ids, lengths: documents.packed_call(config, ids, None),
     )
     assert differ(*packed_and_apart(objective, monkeypatch))
