@@ -96,7 +96,7 @@ SMALLER = {
         "--links=none,5g",
         "--sessions=1,2",
     ],
-    "benchmarks/pipeline_step.py": SMALL_TARGET.split(),
+    "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
     "benchmarks/pipeinfer.py": [*SMALL_TARGET.split(), "--acceptance", "0.85"],
     "benchmarks/backend_agreement.py": ["--prompts=1", "--max-new-tokens=4"],
 }
