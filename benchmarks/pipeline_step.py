@@ -134,6 +134,7 @@ class Phase:
     work: list[Counter[str]] = field(default_factory=list)
     """Of each process: seconds by kind of work."""
     calls: list[Counter[str]] = field(default_factory=list)
+    """Of each process: spans by kind of work."""
     gaps: list[float] = field(default_factory=list)
     """Between two verdicts inside a round."""
     peak_rss_mb: list[float] = field(default_factory=list)

@@ -146,6 +146,7 @@ def test_a_segment_that_is_abandoned_at_any_layer_leaves_no_trace(name):
         if last_layer is not None:
             with pytest.raises(Abandoned):
                 stage.forward(segment(torch.tensor([11]), 2), (), is_wanted)
+            assert stage.num_speculative == 2
             stage.skip(segment(torch.tensor([11]), 2))
             stage.keep(Keep((0, 1), 1))
             stage.keep(Keep((0,), 0))
