@@ -106,8 +106,8 @@ def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    from pipedraft.inference.process.cluster import Cluster
-    from pipedraft.inference.process.watch import Limits
+    from pipedraft.inference.transport.cluster import Cluster
+    from pipedraft.inference.transport.watch import Limits
 
     args = parse_arguments()
     torch.set_num_threads(1)

@@ -83,7 +83,7 @@ def cases(args: argparse.Namespace) -> dict[str, tuple[float, dict[str, Any], bo
 
 def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     from pipedraft.inference.engine import Engine, EngineConfig
-    from pipedraft.inference.process.pipeline import ProcessPipeline
+    from pipedraft.inference.pipelines.process import ProcessPipeline
     from pipedraft.inference.shapes import MicroBatch
     from pipedraft.models.language_model import LanguageModelDraft
 

@@ -185,7 +185,7 @@ def _load_target(
     """
     import torch
 
-    from pipedraft.inference.pipeline import LocalPipeline
+    from pipedraft.inference.pipelines.local import LocalPipeline
     from pipedraft.models.target import load_target
 
     dtype = getattr(torch, arguments.dtype)

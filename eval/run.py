@@ -35,7 +35,7 @@ from pipedraft.eval.teacher_forcing import TextEntropies
 from pipedraft.eval.trace_reading import recorded_draft
 from pipedraft.eval.traces import TraceFile, Traces, load_result, save_result, turn_key
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.pipeline import LocalPipeline
+from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.fingerprint import weights_hash
 from pipedraft.models.target import StagedTarget

@@ -126,7 +126,7 @@ def run(options: argparse.Namespace, cluster: Any) -> None:
     from transformers.utils import logging
 
     from pipedraft.inference.engine import Engine, EngineConfig
-    from pipedraft.inference.pipeline import LocalPipeline
+    from pipedraft.inference.pipelines.local import LocalPipeline
     from pipedraft.models import load_draft
     from pipedraft.models.language_model import load_draft_model
     from pipedraft.models.target import load_target, load_tokenizer

@@ -208,7 +208,7 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def backend_of(options: argparse.Namespace) -> Iterator[Any]:
     """The cluster that the options ask for, entered; None for the local backend."""
-    from pipedraft.inference.process import is_launched
+    from pipedraft.inference.transport import is_launched
 
     if options.backend == "local":
         if is_launched() and int(os.environ["WORLD_SIZE"]) > 1:
@@ -219,8 +219,8 @@ def backend_of(options: argparse.Namespace) -> Iterator[Any]:
             )
         yield None
         return
-    from pipedraft.inference.process.cluster import Cluster
-    from pipedraft.inference.process.watch import Limits
+    from pipedraft.inference.transport.cluster import Cluster
+    from pipedraft.inference.transport.watch import Limits
 
     with Cluster(Limits(step_s=options.step_timeout), options.links) as cluster:
         yield cluster

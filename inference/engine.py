@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.pipeline import Ahead, LocalPipeline, Returned
+from pipedraft.inference.pipelines.local import Ahead, LocalPipeline, Returned
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape, segment_sizes

@@ -6,11 +6,11 @@ import pytest
 from decode_runs import NEW_TOKENS, PlainTokenizer
 
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.process.link import Local
-from pipedraft.inference.process.messages import Message, decode, encode
-from pipedraft.inference.process.pipeline import ProcessPipeline
-from pipedraft.inference.process.worker import StageWorker
+from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline
+from pipedraft.inference.transport.messages import Message, decode, encode
+from pipedraft.inference.transport.ranks import Local
+from pipedraft.inference.transport.worker import StageWorker
 
 
 class Wire(Local):

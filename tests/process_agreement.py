@@ -13,8 +13,8 @@ from test_eagle_schedules import WAYS as EAGLE_WAYS
 from test_eagle_schedules import make_head
 
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.process.cluster import Cluster
-from pipedraft.inference.process.watch import Limits
+from pipedraft.inference.transport.cluster import Cluster
+from pipedraft.inference.transport.watch import Limits
 
 NEW_TOKENS = 16
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.process.cluster import Cluster
-from pipedraft.inference.process.watch import Limits
+from pipedraft.inference.transport.cluster import Cluster
+from pipedraft.inference.transport.watch import Limits
 
 NUM_STAGES, NUM_RANKS = 2, 3
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # of Linux; Python's socket module does not name them

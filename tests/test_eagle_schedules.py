@@ -27,7 +27,7 @@ from pipedraft.inference.closed_forms import (
     continuous_acceptance_length,
 )
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.pipeline import LocalPipeline
+from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.shapes import EAGLE1_PATHS, Expansion, TreeShape
 from pipedraft.inference.sources import Sampling
 from pipedraft.inference.sources.eagle import EagleSource

@@ -28,7 +28,7 @@ from test_eagle_schedules import CHAIN, SMALL, STATIC
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.closed_forms import micro_batch_acceptance_length
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.pipeline import LocalPipeline
+from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.schedules.asynchronous import worthwhile_size
 from pipedraft.inference.shapes import Expansion, MicroBatch
 from pipedraft.inference.sources import DraftSource

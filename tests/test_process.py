@@ -28,7 +28,9 @@ from test_ppsd import make_exit
 from torch.distributed import TCPStore
 
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.process.messages import (
+from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.inference.timeline import Timeline, chrome_trace
+from pipedraft.inference.transport.messages import (
     Cancel,
     Close,
     Message,
@@ -39,9 +41,7 @@ from pipedraft.inference.process.messages import (
     decode,
     encode,
 )
-from pipedraft.inference.process.pipeline import ProcessPipeline
-from pipedraft.inference.process.worker import StageWorker
-from pipedraft.inference.timeline import Timeline, chrome_trace
+from pipedraft.inference.transport.worker import StageWorker
 from pipedraft.models.target import Keep, Segment
 from pipedraft.models.target_part import load_target_part
 

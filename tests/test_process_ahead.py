@@ -8,7 +8,7 @@ from decode_runs import PROMPTS, SimulatedSource, friendly_module
 from inline_ranks import RanksInTurns, connect_in_turns, decode_both
 from staged_targets import FAMILIES, NUM_LAYERS, random_ids, tiny
 
-from pipedraft.inference.process.pipeline import ProcessPipeline
+from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.models.stage_cache import Abandoned, Segment
 from pipedraft.models.target import Keep, StagedTarget
 

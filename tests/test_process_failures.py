@@ -24,10 +24,10 @@ from conftest import tiny_llama
 from process_failures import NUM_RANKS, Plan, run_forked_rank
 from test_process import launch
 
-from pipedraft.inference.process import link
-from pipedraft.inference.process.memory import is_out_of_memory
-from pipedraft.inference.process.messages import Close, Result, encode
 from pipedraft.inference.timeline import Timeline
+from pipedraft.inference.transport import ranks
+from pipedraft.inference.transport.memory import is_out_of_memory
+from pipedraft.inference.transport.messages import Close, Result, encode
 
 NAMES = ["rank 0 (controller)", "rank 1 (stage 0)", "rank 2 (stage 1)"]
 LIMIT_S = 10
@@ -35,7 +35,7 @@ LIMIT_S = 10
 PREPARED = [  # imported once, by the process that the ranks are forked from
     "pytest",
     "pipedraft.inference.engine",
-    "pipedraft.inference.process.cluster",
+    "pipedraft.inference.transport.cluster",
     "transformers.models.llama.modeling_llama",
 ]
 needs_linux = pytest.mark.skipif(
@@ -236,10 +236,10 @@ def test_every_allocator_is_recognised():
 
 
 def test_memory_that_a_message_lacks_is_no_lost_link():
-    sender = link.Sender(1, link.ANSWER, Timeline("controller"))
+    sender = ranks.Sender(1, ranks.ANSWER, Timeline("controller"))
     with pytest.raises(RuntimeError, match="allocate") as caught:
         sender.send(Result(verdicts=torch.zeros(1).expand(1 << 46)))
-    assert not isinstance(caught.value, link.LostLink) and is_out_of_memory(caught.value)
+    assert not isinstance(caught.value, ranks.LostLink) and is_out_of_memory(caught.value)
 
 
 def test_a_closed_link_awaits_nothing(monkeypatch):
@@ -255,6 +255,6 @@ def test_a_closed_link_awaits_nothing(monkeypatch):
         return Done()
 
     monkeypatch.setattr(dist, "irecv", receive_close)
-    receiver = link.Receiver(1, link.FORWARD)
+    receiver = ranks.Receiver(1, ranks.FORWARD)
     assert receiver.has_arrived() and isinstance(receiver.receive(), Close)
-    assert receiver.num_received == link.NUM_BUFFERS and not receiver.has_arrived()
+    assert receiver.num_received == ranks.NUM_BUFFERS and not receiver.has_arrived()

@@ -16,7 +16,7 @@ from picture_files import write_pictures
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.pipeline import Ahead, LocalPipeline, Returned
+from pipedraft.inference.pipelines.local import Ahead, LocalPipeline, Returned
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape
 from pipedraft.models.target import Keep, Segment, StagedTarget

@@ -19,7 +19,7 @@ def naive_pp(session: Any) -> None:
 def _in_micro_batches(session: Any, count: int) -> None:
     import torch  # not above: --help names the schedules without it
 
-    from pipedraft.inference.pipeline import Returned
+    from pipedraft.inference.pipelines.local import Returned
 
     while not session.done:
         session.grow_tree(session.config.tree, by_score=False)

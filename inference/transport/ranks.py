@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedraft.inference.process.memory import is_out_of_memory
-from pipedraft.inference.process.messages import Close, Message, decode, encode, frame_bytes
 from pipedraft.inference.timeline import Timeline
+from pipedraft.inference.transport.memory import is_out_of_memory
+from pipedraft.inference.transport.messages import Close, Message, decode, encode, frame_bytes
 
 BUFFER_BYTES = 1 << 18
 NUM_BUFFERS = 2

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedraft.inference.pipeline import Ahead, Returned
-from pipedraft.inference.process.link import Inbox, Outbox
-from pipedraft.inference.process.messages import Cancel, Message, Prefill, Result, Step, Text
+from pipedraft.inference.pipelines.local import Ahead, Returned
 from pipedraft.inference.timeline import WAIT, Timeline
+from pipedraft.inference.transport.messages import Cancel, Message, Prefill, Result, Step, Text
+from pipedraft.inference.transport.ranks import Inbox, Outbox
 from pipedraft.inference.verify import RejectionVerifier, Verifier
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
 

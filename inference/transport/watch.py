@@ -21,9 +21,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from pipedraft.inference.process.link import LostLink, Receiver, Sender
-from pipedraft.inference.process.memory import is_out_of_memory
 from pipedraft.inference.timeline import Timeline
+from pipedraft.inference.transport.memory import is_out_of_memory
+from pipedraft.inference.transport.ranks import LostLink, Receiver, Sender
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 BEAT_S = 0.25

@@ -16,8 +16,11 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 
-from pipedraft.inference.process import is_launched
-from pipedraft.inference.process.link import (
+from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.inference.timeline import WAIT, Timeline
+from pipedraft.inference.transport import is_launched
+from pipedraft.inference.transport.messages import Cancel, Close, Message
+from pipedraft.inference.transport.ranks import (
     ANSWER,
     CANCEL,
     DAY,
@@ -30,11 +33,8 @@ from pipedraft.inference.process.link import (
     Receiver,
     Sender,
 )
-from pipedraft.inference.process.messages import Cancel, Close, Message
-from pipedraft.inference.process.pipeline import ProcessPipeline
-from pipedraft.inference.process.watch import Limits, Watch
-from pipedraft.inference.process.worker import StageWorker
-from pipedraft.inference.timeline import WAIT, Timeline
+from pipedraft.inference.transport.watch import Limits, Watch
+from pipedraft.inference.transport.worker import StageWorker
 from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
 from pipedraft.models.target_part import load_target_part
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from pipedraft.inference.process.link import Outbox
-from pipedraft.inference.process.messages import Message, Prefill, Result, Step, Text
 from pipedraft.inference.timeline import Timeline
+from pipedraft.inference.transport.messages import Message, Prefill, Result, Step, Text
+from pipedraft.inference.transport.ranks import Outbox
 from pipedraft.inference.verify import (
     KeyedRandom,
     MatchVerifier,
