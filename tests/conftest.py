@@ -1,5 +1,6 @@
-"""Tiny random targets, built in code, and the paths that tests need. Nothing is downloaded."""
+"""Tiny random targets and a tokenizer, built in code, and paths. Nothing is downloaded."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,17 +13,23 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 # A shell without job control starts background jobs with SIGINT ignored, which tests of it inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -86,6 +93,22 @@ def tiny_mistral(
     """As tiny_llama; with ``sliding_window`` its cache keeps that many tokens per layer."""
     sizes |= {"layers": layers, "hidden": hidden, "sliding_window": sliding_window}
     return tiny_model(MistralConfig, MistralForCausalLM, **sizes)
+
+
+def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def write_rows(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
 
 
 @pytest.fixture(scope="session")

@@ -4,19 +4,41 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from conftest import tiny_llama
-from test_spd import make_module
+from tiny_drafts import make_module
 
 from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.shapes import Expansion, TreeShape
 from pipedraft.inference.sources import DraftSource, add_most_likely
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.verify import MatchVerifier, Walk, probabilities
 
 NEW_TOKENS = 24
 PROMPTS = [[5], [1, 2], [7, 3, 9, 3, 7, 1], [index * 5 % 16 for index in range(29)]]
+CHAIN = TreeShape(kind="chain", depth=3)
+SMALL = TreeShape(depth=3, top_k=3, num_tokens=8)
+STATIC = TreeShape(kind="static", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+PUBLISHED = Expansion(tree_first=True, depth=2, num_tokens=5)
+WAYS = [
+    {"schedule": "eagle", "tree": CHAIN},
+    {"schedule": "eagle", "tree": SMALL},
+    {"schedule": "eagle", "tree": STATIC},
+    {"schedule": "naive_pp", "tree": SMALL},
+    {"schedule": "pruned_pp", "tree": SMALL},
+    {"schedule": "pruned_pp", "tree": CHAIN},
+    {"schedule": "pipedec", "tree_width": 4},
+    {"schedule": "flowspec", "tree": SMALL},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, by_score=False)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=4, step_tokens=3)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": replace(PUBLISHED, by_score=False)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(enabled=False)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED, "max_segment_rows": 1},
+]
 
 
 class PlainTokenizer:
@@ -286,3 +308,15 @@ class AcceptMostLikelyMutant(MatchVerifier):
                 return Walk([0], token, [True])
         positions = tree.positions(0, len(logits_RV))
         return super().walk(tree, self.target_tokens(logits_RV, positions))
+
+
+def way_name(way) -> str:
+    tree = way.get("tree")
+    return way["schedule"] + (f"-{tree.kind}" if tree else "")
+
+
+def paths_of(tree):
+    paths = [()]
+    for row in range(1, len(tree)):
+        paths.append((*paths[tree.parents[row]], tree.tokens[row]))
+    return paths

@@ -16,7 +16,7 @@ import yaml
 from accelerate.state import AcceleratorState
 from conftest import REPOSITORY, tiny_llama
 from doc_commands import PAGES, Command, commands_of, run_module
-from test_paper_tables import PROMPTS
+from eval_runs import PROMPTS
 from transformers import AutoTokenizer
 
 from pipedraft.benchmarks import measurement

@@ -12,18 +12,21 @@ import torch
 from conftest import tiny_llama
 from decode_runs import SimulatedSource, StatelessSource, greedy_reference
 
-from pipedraft.inference.channel import Channel, Link, LinkEstimate
+from pipedraft.inference.channel import Channel, EnergyModel, Link, LinkEstimate
 from pipedraft.inference.draft_length import parse_policy
-from pipedraft.inference.edge_cloud.cloud import CloudSession
+from pipedraft.inference.edge_cloud.cloud import CloudSession, CloudTarget
 from pipedraft.inference.edge_cloud.drafter import ChainDrafter
 from pipedraft.inference.edge_cloud.edge import EdgeSession
 from pipedraft.inference.edge_cloud.messages import Open, Settings
+from pipedraft.inference.edge_cloud.methods import Scene
 from pipedraft.inference.edge_cloud.plan import Beliefs, Plan
 from pipedraft.inference.edge_cloud.virtual import Times, VirtualRun
 from pipedraft.models.target import Segment
 
 TIMES = Times(draft_s=0.02, verify_s=0.09, verify_row_s=0.001, cloud_draft_s=0.005)
 LINK = Link.constant(up_mbps=50, rtt_ms=60)
+NEW_TOKENS = 20
+ENERGY = EnergyModel(joules_per_draft_token=0.1, joules_per_byte_up=1e-6, joules_per_byte_down=0)
 PLANS = {
     "stop_and_wait": (Plan(), True, False),
     "pearl": (Plan(parallel=True, barrier=True, probes_first=True), False, True),
@@ -133,3 +136,14 @@ def run_session(target, source, prompt, *, times=TIMES, link=LINK, seed=0, **opt
     run = VirtualRun(edge, CloudSession(target), channel, times, draft_s=times.draft_s)
     run.run()
     return edge, channel
+
+
+def make_scene(target, draft, **options) -> Scene:
+    return Scene(
+        target=CloudTarget(target),
+        draft=lambda: ChainDrafter.of(draft),
+        link=LINK,
+        times=TIMES,
+        energy=ENERGY,
+        **{"max_new_tokens": NEW_TOKENS, **options},
+    )

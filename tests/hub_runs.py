@@ -7,12 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import tiny_llama
+from command_runs import call
+from conftest import byte_tokenizer, tiny_llama
 from fake_hub import FakeHub
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, disable_progress_bars, enable_progress_bars
-from test_cli import call
-from test_eval_tasks import byte_tokenizer
 
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config

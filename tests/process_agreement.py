@@ -9,8 +9,8 @@ from pathlib import Path
 
 from conftest import tiny_llama
 from decode_runs import PROMPTS, PlainTokenizer, friendly_module
-from test_eagle_schedules import WAYS as EAGLE_WAYS
-from test_eagle_schedules import make_head
+from decode_runs import WAYS as EAGLE_WAYS
+from tiny_drafts import make_head
 
 from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.transport.cluster import Cluster

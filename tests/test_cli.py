@@ -12,25 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama
-from test_eval_tasks import byte_tokenizer
+from command_runs import assert_one_line, call
+from conftest import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
 
-from pipedraft.data_recipes.__main__ import main as data_main
-from pipedraft.errors import run_command
-from pipedraft.eval.__main__ import main as eval_main
 from pipedraft.inference.__main__ import Stream
-from pipedraft.inference.__main__ import main as inference_main
-from pipedraft.models.__main__ import main as models_main
-from pipedraft.train.__main__ import main as train_main
 
-MAINS: dict[str, Callable[[], None]] = {
-    "train": train_main,
-    "inference": inference_main,
-    "eval": eval_main,
-    "models": models_main,
-    "data_recipes": data_main,
-}
 NUM_STAGES = 2
 
 
@@ -44,16 +31,6 @@ class Place:
     def fill(self, argument: str) -> str:
         """{name} stands for a path in the folder, {} for the folder."""
         return re.sub(r"\{(\w*)\}", lambda found: str(self.folder / found[1]), argument)
-
-
-def call(command: str, arguments: list[str], monkeypatch) -> int:
-    """Exit status of a command in this process; anything but a clean exit is raised."""
-    monkeypatch.setattr(sys, "argv", [command, *arguments])
-    try:
-        run_command(MAINS[command])
-    except SystemExit as stop:
-        return stop.code or 0
-    return 0
 
 
 @pytest.fixture(scope="module")
@@ -272,16 +249,6 @@ CASES: list[tuple[str, list[str], list[str]]] = [
 
 def shown(case: tuple[str, list[str], list[str]]) -> str:
     return " ".join([case[0], *case[1]])[:60]
-
-
-def assert_one_line(status: int, out: str, err: str, words: list[str]) -> None:
-    assert status == 2, err
-    assert out == ""
-    lines = err.splitlines()
-    assert len(lines) == 1, err
-    assert lines[0].startswith("error: ")
-    for word in words:
-        assert word in lines[0], lines[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=shown)

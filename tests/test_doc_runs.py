@@ -16,7 +16,7 @@ from doc_commands import make_command
 from doc_place import COMMANDS, HUB_TARGETS, PAGE_NAMES, Reader, failures_of, runner_of
 from fake_hub import FakeHub
 from hub_runs import signed_in
-from test_regenerate import FakeServer
+from regenerate_runs import FakeServer
 
 pytestmark = pytest.mark.timeout(900)  # many commands in one test, on a machine that may be busy
 

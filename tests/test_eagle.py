@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_llama, tiny_qwen3
-from test_train import BY_HEART
+from train_runs import BY_HEART
 
 from pipedraft.inference.closed_forms import chain_acceptance_length
 from pipedraft.models import load_draft

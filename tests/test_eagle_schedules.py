@@ -8,19 +8,26 @@ import pytest
 import torch
 from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
+    CHAIN,
     NEW_TOKENS,
     PROMPTS,
+    PUBLISHED,
+    SMALL,
+    WAYS,
     PlainTokenizer,
     attentive_llama,
     decode_exactly,
     engine_for,
     greedy_reference,
     law_distance,
+    paths_of,
     sampling_target,
     simulate,
     simulated_texts,
+    way_name,
 )
 from staged_targets import tiny
+from tiny_drafts import make_head
 
 from pipedraft.inference.closed_forms import (
     chain_acceptance_length,
@@ -34,56 +41,7 @@ from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom
 from pipedraft.models.capture import capture_hidden
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle import Eagle, EagleConfig
-from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.key_values import KeyValues
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import target_fingerprint
-
-CHAIN = TreeShape(kind="chain", depth=3)
-SMALL = TreeShape(depth=3, top_k=3, num_tokens=8)
-STATIC = TreeShape(kind="static", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-PUBLISHED = Expansion(tree_first=True, depth=2, num_tokens=5)
-WAYS = [
-    {"schedule": "eagle", "tree": CHAIN},
-    {"schedule": "eagle", "tree": SMALL},
-    {"schedule": "eagle", "tree": STATIC},
-    {"schedule": "naive_pp", "tree": SMALL},
-    {"schedule": "pruned_pp", "tree": SMALL},
-    {"schedule": "pruned_pp", "tree": CHAIN},
-    {"schedule": "pipedec", "tree_width": 4},
-    {"schedule": "flowspec", "tree": SMALL},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, by_score=False)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=4, step_tokens=3)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": replace(PUBLISHED, by_score=False)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(enabled=False)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED, "max_segment_rows": 1},
-]
-
-
-def make_head(target, kind="eagle3", **options):
-    """A head whose projections carry noise, so that it is right now and then."""
-    fingerprint = target_fingerprint(target)
-    layer = LayerConfig.from_target(target.config)
-    reference = TargetReference(name="tiny", fingerprint=fingerprint)
-    num_layers = fingerprint["num_layers"]
-    if kind == "eagle":
-        head = Eagle(EagleConfig(num_target_layers=num_layers, **options), layer, reference)
-    else:
-        config = Eagle3Config(**options).for_target(num_layers)
-        head = Eagle3(config, layer, reference)
-    torch.manual_seed(5)
-    head.initialise(target)
-    for parameter in head.parameters():
-        parameter.data.add_(torch.randn(parameter.shape) * 0.2 / parameter.shape[-1] ** 0.5)
-    return head.eval().requires_grad_(False)
-
-
-def way_name(way) -> str:
-    tree = way.get("tree")
-    return way["schedule"] + (f"-{tree.kind}" if tree else "")
 
 
 @pytest.mark.parametrize(("kind", "num_stages"), [("eagle", 4), ("eagle3", 1), ("eagle3", 3)])
@@ -294,13 +252,6 @@ def reference_tree(head, target, text, shape):
     return {path: pool[path] for path in chosen}
 
 
-def paths_of(tree):
-    paths = [()]
-    for row in range(1, len(tree)):
-        paths.append((*paths[tree.parents[row]], tree.tokens[row]))
-    return paths
-
-
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_dynamic_tree_equals_one_drafted_from_scratch(kind):
     """Incremental keys and values, feedback states, masks and the final choice."""
@@ -366,7 +317,7 @@ def test_what_a_draft_or_target_cannot_do_is_refused_by_name():
     head = make_head(target)
     config = EngineConfig(schedule="spd", num_stages=2, max_new_tokens=4)
     Engine(target, PlainTokenizer(), config, head)  # EAGLE heads grow layers, too
-    from test_spd import make_module
+    from tiny_drafts import make_module
 
     module = make_module(target, num_stages=2, num_layers=1).float()
     with pytest.raises(ValueError, match=r"schedule: 'flowspec' grows trees.*spd or pipedec"):

@@ -9,7 +9,9 @@ import torch
 from conftest import tiny_llama, tiny_mistral, tiny_qwen3
 from decode_runs import PROMPTS, greedy_reference, plain_text
 from edge_runs import (
+    ENERGY,
     LINK,
+    NEW_TOKENS,
     PLANS,
     SMALL,
     TIMES,
@@ -18,10 +20,11 @@ from edge_runs import (
     TableTarget,
     greedy_text,
     make_edge,
+    make_scene,
     run_session,
 )
 
-from pipedraft.inference.channel import EnergyModel, Link, LinkEstimate
+from pipedraft.inference.channel import Link, LinkEstimate
 from pipedraft.inference.edge_cloud.cloud import CloudTarget
 from pipedraft.inference.edge_cloud.drafter import ChainDrafter
 from pipedraft.inference.edge_cloud.methods import METHODS, Scene, decode
@@ -29,20 +32,7 @@ from pipedraft.inference.edge_cloud.plan import Beliefs, Plan
 from pipedraft.inference.edge_cloud.virtual import Times
 from pipedraft.models.language_model import LanguageModelDraft
 
-NEW_TOKENS = 20
-ENERGY = EnergyModel(joules_per_draft_token=0.1, joules_per_byte_up=1e-6, joules_per_byte_down=0)
 LOSSLESS = [name for name, method in METHODS.items() if not method.caveat]
-
-
-def make_scene(target, draft, **options) -> Scene:
-    return Scene(
-        target=CloudTarget(target),
-        draft=lambda: ChainDrafter.of(draft),
-        link=LINK,
-        times=TIMES,
-        energy=ENERGY,
-        **{"max_new_tokens": NEW_TOKENS, **options},
-    )
 
 
 def small_draft(target, seed=0):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import call
+from command_runs import call
 from train_runs import World, make_world
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

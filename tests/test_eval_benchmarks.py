@@ -6,21 +6,14 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from test_eval_tasks import write_rows
+from conftest import write_rows
+from eval_runs import OFFICIAL, needs_official, question
 
 from pipedraft.eval.answers import NumberCheck
 from pipedraft.eval.tasks import load_task, load_tasks
 
-OFFICIAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "eval"
-needs_official = pytest.mark.skipif(
-    not OFFICIAL.is_dir(), reason=f"the official files are not at {OFFICIAL}"
-)
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem")
 SOLUTION = "He pays 400*.5=$<<400*.5=200>>200.\n#### 1,000"
-
-
-def question(number: int, category: str, *turns: str, **more) -> dict:
-    return {"question_id": number, "category": category, "turns": list(turns), **more}
 
 
 def spec_bench(folder: Path, *extra: dict) -> Path:

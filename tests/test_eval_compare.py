@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_eval_run import status
+from eval_runs import status
 
 from pipedraft.eval.compare import Run, compare_runs, counterparts, find_noise, find_warnings
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL

@@ -5,11 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_llama
-from decode_runs import PlainTokenizer
-from test_eagle_schedules import CHAIN, SMALL
-from test_eval_tasks import byte_tokenizer
-from test_pipeinfer import noisy_copy
+from conftest import byte_tokenizer, tiny_llama
+from decode_runs import CHAIN, SMALL, PlainTokenizer
+from tiny_drafts import noisy_copy
 
 from pipedraft.eval import teacher_forcing
 from pipedraft.eval.breakdown import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import REPOSITORY
-from test_eval_report import MANIFEST, make_runs
+from eval_runs import MANIFEST, make_runs, read_back, source
 
 from pipedraft.errors import run_command
 from pipedraft.eval import __main__ as command
@@ -68,15 +68,6 @@ class Page(HTMLParser):
 
 def page_of(*sources: Source, **more) -> Page:
     return Page(build_page(sources, **more).decode())
-
-
-def read_back(entries: list[dict]) -> list[dict]:
-    """As results.json holds them."""
-    return json.loads(to_json(entries))
-
-
-def source(entries: list[dict], name: str = "a", **more) -> Source:
-    return Source(name=name, entries=read_back(entries), digest="0" * 64, **more)
 
 
 def write_results(folder: Path, entries: list[dict]) -> None:

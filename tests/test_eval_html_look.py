@@ -7,8 +7,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from test_eval_html import source
-from test_eval_report import MANIFEST, make_runs
+from eval_runs import MANIFEST, make_runs, source
 
 from pipedraft.eval.html import page
 from pipedraft.eval.html.charts import Span

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from conftest import tiny_llama
-from decode_runs import engine_for
-from test_eagle_schedules import SMALL
-from test_eval_replay import first_layer
+from decode_runs import SMALL, engine_for
+from eval_runs import first_layer
 
 from pipedraft.eval.lossless import BestFew, Check, GreedyReference, generate_greedy
 from pipedraft.eval.traces import TraceFile

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import tiny_llama
-from test_eval_tasks import byte_tokenizer
-from test_pipeinfer import noisy_copy
+from conftest import byte_tokenizer, tiny_llama
+from tiny_drafts import noisy_copy
 
 from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.repeats import decode_seconds, repeats_record

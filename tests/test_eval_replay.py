@@ -9,12 +9,10 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import tiny_llama
-from decode_runs import PlainTokenizer, friendly_module
-from test_eagle_schedules import CHAIN, SMALL, make_head
-from test_eval_run import status
-from test_eval_tasks import byte_tokenizer
-from test_flexspec import make_draft
+from conftest import byte_tokenizer, tiny_llama
+from decode_runs import CHAIN, SMALL, PlainTokenizer, friendly_module
+from eval_runs import first_layer, status
+from tiny_drafts import make_draft, make_head
 
 from pipedraft.eval import replay_laws
 from pipedraft.eval.replay import Hardware, replay
@@ -26,7 +24,6 @@ from pipedraft.eval.traces import Traces
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.engine import Engine, EngineConfig
 from pipedraft.inference.shapes import Expansion, MicroBatch
-from pipedraft.models.language_model import LanguageModelDraft
 
 STAGES = (2, 3, 4, 8)
 NEW_TOKENS = 10
@@ -45,13 +42,6 @@ def target(vocab: int = 16):
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             projection.weight.mul_(0.2)
     return model
-
-
-def first_layer(model) -> LanguageModelDraft:
-    """A language model that is right often but not always, and cheap."""
-    draft = tiny_llama(layers=1, hidden=16, vocab=model.config.vocab_size)
-    draft.load_state_dict(model.state_dict(), strict=False)
-    return LanguageModelDraft(draft, model)
 
 
 @cache

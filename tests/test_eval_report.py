@@ -6,79 +6,10 @@ import re
 
 import numpy as np
 import pytest
+from eval_runs import MANIFEST, make_runs
 
-from pipedraft.eval.breakdown import acceptance_by_category, acceptance_intervals_by_position
-from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, RunLabel, run_record, summarize
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.report import format_table, to_json, write_atomically, write_report
-from pipedraft.inference.result import DecodeResult
-
-MANIFEST = {
-    "command": "python -m pipedraft.eval --out x",
-    "dtype": "float32",
-    "seed": 0,
-    "target": {"name": "tiny"},
-    "tokenizer": {"chat_template_sha256": None},
-    "hardware": {"processor": "test", "torch_threads": 1},
-}
-
-
-def draw_result(rng: np.random.Generator, stages: int, alpha: float) -> DecodeResult:
-    """A chain draft with acceptance alpha: geometric rounds, n - 1 steps lost per round."""
-    rounds = (rng.geometric(1 - alpha, size=12) if alpha else np.ones(40, int)).tolist()
-    tests = [sum(length > j for length in rounds) for j in range(max(rounds))]
-    accepts = [sum(length > j + 1 for length in rounds) for j in range(max(rounds))]
-    tokens = sum(rounds)
-    return DecodeResult(
-        prompt_ids=[1],
-        token_ids=[0] * (tokens + 1),
-        text="",
-        stop_reason="eos",
-        num_stages=stages,
-        num_steps=tokens + (stages - 1) * len(rounds),
-        round_lengths=rounds,
-        position_tests=tests if alpha else [],
-        position_accepts=accepts if alpha else [],
-        virtual_time=1.0,
-        virtual_time_autoregressive=2.0,
-        token_times_s=np.linspace(0.1, 1.0, tokens + 1).tolist(),
-    )
-
-
-def make_row(benchmark: str, result: DecodeResult, index: int) -> dict:
-    """Two categories in mt_bench, one elsewhere."""
-    return {
-        "benchmark": benchmark,
-        "id": str(index),
-        "category": ("writing", "math")[index % 2] if benchmark == "mt_bench" else "all",
-        "tokens": result.num_tokens,
-        "steps": result.num_steps,
-        "position_tests": result.position_tests,
-        "position_accepts": result.position_accepts,
-    }
-
-
-def make_runs(benchmarks=("mt_bench", "gsm8k", "humaneval"), stages=(4, 8, 16)) -> list[dict]:
-    rng = np.random.default_rng(0)
-    runs = []
-    settings = [(AUTOREGRESSIVE, stages[0], 0.0)] + [("spd", n, 0.7) for n in stages]
-    for method, n, alpha in settings:
-        parts = {name: [draw_result(rng, n, alpha) for _ in range(16)] for name in benchmarks}
-        if len(parts) > 1:
-            parts[OVERALL] = [result for results in parts.values() for result in results]
-        for name, results in parts.items():
-            label = RunLabel(
-                method=method, schedule=method, benchmark=name, temperature=0.0, tree_width=1
-            )
-            check = {"checked": len(results), "mismatches": 0}
-            entry = run_record(label, summarize(results), lossless=check)
-            rows = [make_row(name, result, index) for index, result in enumerate(results)]
-            runs.append(
-                entry
-                | {"skipped_turns": 0, "stop_reasons": {}, "per_prompt": rows}
-                | {"acceptance_by_category": acceptance_by_category(rows, num_stages=n)}
-                | {"acceptance_by_position_ci95": acceptance_intervals_by_position(rows)}
-            )
-    return runs
 
 
 @pytest.fixture(scope="module")

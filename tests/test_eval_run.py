@@ -5,16 +5,13 @@ round would; end-to-end tests with the real engine are elsewhere.
 """
 
 import json
-from types import SimpleNamespace
 
+import eval_runs
 import pytest
 import torch
-from test_eval_tasks import byte_tokenizer
-from torch import nn
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from eval_runs import AnyDraft, StubEngine, command, status
+from transformers import GenerationConfig
 
-from pipedraft.errors import run_command
-from pipedraft.eval.__main__ import run
 from pipedraft.eval.lossless import GreedyReference, generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.run import Comparison, Method, evaluate, prompt_seed
@@ -23,69 +20,7 @@ from pipedraft.inference.engine import EngineConfig
 from pipedraft.inference.result import DecodeResult
 
 MAX_NEW_TOKENS = 6
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-class StubEngine:
-    wrong_last_token = False
-    log: list = []
-
-    pipeline = SimpleNamespace(clear=lambda: None, reports=list)
-
-    def __init__(self, target, tokenizer, config, draft=None, *, connect=None):
-        if config.num_stages > 16:
-            raise ValueError(f"num_stages: {config.num_stages} is more than 16; give fewer")
-        self.model, self.config, self.draft = target, config, draft
-        self.target = SimpleNamespace(boundaries=tuple(range(config.num_stages + 1)))
-
-    def decode(self, prompt_ids, *, prompt_index=0, on_token=None):
-        config = self.config
-        self.log.append((config, list(prompt_ids), prompt_index))
-        tokens = generate_greedy(self.model, prompt_ids, max_new_tokens=config.max_new_tokens)
-        if self.wrong_last_token and config.schedule == "spd":
-            tokens[-1] = (tokens[-1] + 1) % 200
-        draws = config.schedule == "spd"
-        per_round = 2 if draws else 1
-        num = len(tokens) - 1
-        rounds = [per_round] * (num // per_round) + [1] * (num % per_round)
-        return DecodeResult(
-            prompt_ids=list(prompt_ids),
-            token_ids=tokens,
-            text="not used",
-            stop_reason="max_new_tokens",
-            num_stages=config.num_stages,
-            num_steps=config.num_stages * len(rounds),
-            round_lengths=rounds,
-            round_ends="".join("r" if draws and n == 1 else "u" for n in rounds),
-            round_drafted=[int(draws)] * len(rounds),
-            round_forwards=[int(draws)] * len(rounds),
-            position_tests=[len(rounds)] * draws,
-            position_accepts=[len(rounds) - num % 2] * draws,
-            virtual_time=float(len(rounds)),
-            virtual_time_autoregressive=float(num),
-            token_times_s=[0.1 + 0.01 * i / per_round for i in range(num + 1)],
-        )
+tokenizer, target, folders = eval_runs.tokenizer, eval_runs.target, eval_runs.folders
 
 
 @pytest.fixture
@@ -100,14 +35,6 @@ def make_prompts(task: str, *conversations: list[str]) -> list[Prompt]:
         Prompt(task=task, id=str(i), category="c", turns=turns)
         for i, turns in enumerate(conversations)
     ]
-
-
-class AnyDraft(nn.Identity):
-    num_stages = 4
-    draft_type = "spd"
-
-    def relative_cost(self, target):
-        return 0.5
 
 
 def make_method(**settings) -> Method:
@@ -285,43 +212,6 @@ def test_a_text_cut_by_the_context_is_compared_as_far_as_it_goes(target) -> None
     assert reference.check([result]).record() == {"checked": 1, "mismatches": 0}
     result.stop_reason = "max_new_tokens"
     assert reference.check([result]).record() == {"checked": 1, "mismatches": 1}
-
-
-@pytest.fixture
-def folders(tmp_path, target, tokenizer, monkeypatch):
-    """A saved target, a checkpoint folder that names it, and a prompt file."""
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    draft = tmp_path / "run" / "spd"
-    draft.mkdir(parents=True)
-    description = {
-        "draft_type": "spd",
-        "architecture": {"num_stages": 4},
-        "target": {"name": str(tmp_path / "target")},
-    }
-    (draft / "config.json").write_text(json.dumps(description))
-    (draft / "model.safetensors").write_bytes(b"weights")
-    prompts = tmp_path / "mine.jsonl"
-    prompts.write_text('{"prompt": "hello"}\n{"prompt": "bye"}\n{"prompt": "why"}\n')
-    monkeypatch.setattr("pipedraft.models.load_draft", lambda folder, target: AnyDraft())
-    return SimpleNamespace(draft=draft, prompts=prompts, out=tmp_path / "out", root=tmp_path)
-
-
-def status(arguments: list[str]) -> int:
-    """Exit status of the command with these arguments."""
-    try:
-        run_command(lambda: run(arguments))
-    except SystemExit as stop:
-        return stop.code
-    return 0
-
-
-def command(folders, *more: str, benchmarks: str | None = None) -> list[str]:
-    benchmarks = benchmarks or str(folders.prompts)
-    return [
-        "--checkpoint", str(folders.draft), "--benchmarks", benchmarks, "--out", str(folders.out),
-        "--max-new-tokens", "6", *more,
-    ]  # fmt: skip
 
 
 def test_command_writes_every_file_and_prints_the_table(folders, engine, capsys) -> None:

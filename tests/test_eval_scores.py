@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
+import eval_runs
 import pytest
-import test_eval_run as stub
+from conftest import write_rows
+from eval_runs import OFFICIAL, AnyDraft, StubEngine, needs_official, question, status
 from scipy.stats import binomtest
-from test_eval_benchmarks import OFFICIAL, needs_official, question
-from test_eval_tasks import write_rows
 
 from pipedraft.eval import sandbox
 from pipedraft.eval.answers import ProgramCheck, build_program, find_number
@@ -25,7 +25,7 @@ from pipedraft.eval.tasks import load_task, load_tasks
 from pipedraft.inference.engine import EngineConfig
 from pipedraft.inference.result import DecodeResult
 
-target, tokenizer, folders = stub.target, stub.tokenizer, stub.folders
+tokenizer, target, folders = eval_runs.tokenizer, eval_runs.target, eval_runs.folders
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
 
@@ -258,7 +258,7 @@ HUMANEVAL_ROW = {
 REPLIES = {"2 + 2": "It is 4.", "3 + 3": "It is 7.", "double": "    return 2 * x\n"}
 
 
-class ScriptedEngine(stub.StubEngine):
+class ScriptedEngine(StubEngine):
     """Answers by what the prompt contains; a draft that is not lossless spoils the first."""
 
     def decode(self, prompt_ids, *, prompt_index=0, on_token=None):
@@ -308,7 +308,7 @@ def run_scored(target, tokenizer, folder: Path, **settings) -> list[dict]:
         **settings,
     )
     config = EngineConfig(schedule="spd", num_stages=4, max_new_tokens=20)
-    return comparison.run([Method(name="spd", config=config, draft=stub.AnyDraft())])
+    return comparison.run([Method(name="spd", config=config, draft=AnyDraft())])
 
 
 @linux
@@ -384,19 +384,19 @@ def test_report_says_which_answers_were_cut_or_not_isolated(
 def command(folders, benchmarks):
     def build(names: str, *more: str) -> list[str]:
         data = ["--data-dir", str(benchmarks), "--max-new-tokens", "20", "--no-lossless"]
-        return [*stub.command(folders, benchmarks=names), *data, *more]
+        return [*eval_runs.command(folders, benchmarks=names), *data, *more]
 
     return build
 
 
 @linux
 def test_command_scores_what_it_is_allowed_to(command, folders, capsys) -> None:
-    assert stub.status(command("gsm8k,humaneval", "--score")) == 0
+    assert status(command("gsm8k,humaneval", "--score")) == 0
     out = capsys.readouterr().out
     assert "humaneval is not scored" in out and "--allow-code-execution" in out
     runs = json.loads((folders.out / "results.json").read_text())["runs"]
     assert [run["benchmark"] for run in runs if "score" in run] == ["gsm8k", "gsm8k"]
-    assert stub.status(command("humaneval", "--score", "--allow-code-execution")) == 0
+    assert status(command("humaneval", "--score", "--allow-code-execution")) == 0
     runs = json.loads((folders.out / "results.json").read_text())["runs"]
     assert [run["score"]["mean"] for run in runs] == [1, 1]
     assert "| score |" in (folders.out / "report.md").read_text()
@@ -416,7 +416,7 @@ def test_command_scores_what_it_is_allowed_to(command, folders, capsys) -> None:
     ],
 )
 def test_bad_option_is_one_line_and_status_two(command, capsys, names, options, words) -> None:
-    assert stub.status(command(names, *options)) == 2
+    assert status(command(names, *options)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.splitlines()
@@ -439,13 +439,13 @@ def test_sandbox_that_does_not_hold_is_refused(
 ) -> None:
     monkeypatch.setattr(sandbox, "run_program", lambda sources: outcomes.pop(0))
     monkeypatch.setattr(sandbox.sys, "platform", "linux")
-    assert stub.status(command("humaneval", "--score", "--allow-code-execution")) == 2
+    assert status(command("humaneval", "--score", "--allow-code-execution")) == 2
     (line,) = capsys.readouterr().err.splitlines()
     for word in words:
         assert word in line
 
 
 def test_help_says_what_the_sandbox_does_not_prevent(capsys) -> None:
-    assert stub.status(["--help"]) == 0
+    assert status(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "nor from writing outside their folder" in text

@@ -4,31 +4,9 @@ import gzip
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from conftest import byte_tokenizer, write_rows
 
 from pipedraft.eval.tasks import ASSETS, Prompt, encode_turn, load_task
-
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def write_rows(path, *rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    return str(path)
 
 
 @pytest.mark.parametrize(("name", "num_turns"), [("mt_bench", 2), ("gsm8k", 1), ("humaneval", 1)])

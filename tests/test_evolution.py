@@ -8,9 +8,8 @@ import pytest
 import torch
 from conftest import tiny_llama
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from test_flexspec import evolved, make_draft
-from test_train import run_until
-from train_runs import World, assert_equal_weights, logged, train, weights
+from tiny_drafts import evolved, make_draft
+from train_runs import World, assert_equal_weights, logged, run_until, train, weights
 
 from pipedraft.errors import UsageError
 from pipedraft.models import __main__ as command

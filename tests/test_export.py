@@ -19,9 +19,9 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from command_runs import assert_one_line, call
 from conftest import tiny_llama, tiny_qwen3
 from safetensors.torch import load_file
-from test_cli import assert_one_line, call
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 

@@ -6,88 +6,31 @@ import re
 import shutil
 import signal
 import sys
-import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import feature_runs
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from accelerate.state import AcceleratorState
+from feature_runs import HIDDEN, METHODS, dump, forked, status_of
 from fork_server import free_port
 from safetensors.torch import load_file
 from train_runs import (
     World,
     assert_equal_weights,
     logged,
-    make_world,
     train,
     weights,
 )
 
 from pipedraft.models.capture import capture_hidden
-from pipedraft.train import features as command
-from pipedraft.train.__main__ import quieten
 from pipedraft.train.feature_reader import ShardFolder
 from pipedraft.train.feature_shards import INDEX, decode, encode
 
-ROWS = {"data__valid_fraction": 0.3}
-METHODS: dict[str, dict[str, Any]] = {
-    "spd": {"model__num_stages": 4, **ROWS},
-    "ppsd": {"model__num_stages": 2, **ROWS},
-    "eagle": ROWS,
-    "eagle3": ROWS,
-    "flexspec": ROWS,
-}
-HIDDEN = 32
-SHARD_MB = 0.25
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> World:
-    quieten()
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
-def write_config(world: World, method: str, path: Path, **changes: Any) -> Path:
-    """The YAML of a run of ``world``."""
-    nested: dict[str, Any] = {}
-    for word in world.arguments(method, path.parent / "run", **METHODS[method] | changes):
-        name, value = word.removeprefix("--").split("=", 1)
-        *groups, last = name.split(".")
-        place = nested
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[last] = yaml.safe_load(value)
-    path.write_text(yaml.safe_dump(nested))
-    return path
-
-
-def dump(world: World, out: Path | None, monkeypatch, *options: str, **changes: Any) -> None:
-    """The command, for all heads."""
-    changes = METHODS["spd"] | changes
-    arguments = world.arguments("spd", world.folder / "run", **changes)
-    for method in ("ppsd", "eagle", "eagle3", "flexspec"):
-        if not (world.folder / f"{method}.yaml").exists():
-            write_config(world, method, world.folder / f"{method}.yaml")
-        arguments += ["--also", str(world.folder / f"{method}.yaml")]
-    arguments += ["--out", str(out)] if out is not None else []
-    arguments += ["--shard_mb", str(SHARD_MB), *options]
-    monkeypatch.setattr(sys, "argv", ["features", *arguments])
-    command.main()
-
-
-@pytest.fixture(scope="module")
-def dumps(world, tmp_path_factory) -> dict[str, Path]:
-    """One dump of each dtype."""
-    folder = tmp_path_factory.mktemp("dumps")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for dtype in ("fp32", "bf16", "fp16", "int8"):
-            dump(world, folder / dtype, monkeypatch, "--dtype", dtype)
-    return {path.name: path for path in folder.iterdir()}
+world, dumps = feature_runs.world, feature_runs.dumps
 
 
 def index_of(folder: Path) -> dict[str, Any]:
@@ -259,24 +202,6 @@ def test_the_estimate_is_what_the_dump_takes(world, dumps, monkeypatch, capsys):
 
 
 # -- kills and damage -----------------------------------------------------------------------
-
-
-def forked(work: Callable[[], None]) -> int:
-    """Process id; the process leaves with status 0 after ``work``, and with 1 if it fails."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return pid
-
-
-def status_of(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def dump_killed_at(world: World, out: Path, moment: int) -> bool:

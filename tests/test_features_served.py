@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import feature_runs
 import pytest
-import test_features
 import torch
+from feature_runs import HIDDEN, METHODS, dump, forked, status_of, write_config
 from safetensors.torch import load_file, save_file
-from test_features import HIDDEN, METHODS, dump, forked, status_of, write_config
 from train_runs import (
     LAYERS,
     World,
@@ -27,8 +27,8 @@ from pipedraft.train import feature_link
 from pipedraft.train import features as command
 from pipedraft.train.feature_shards import INDEX
 
-world = test_features.world
-dumps = test_features.dumps
+world = feature_runs.world
+dumps = feature_runs.dumps
 """Fixtures."""
 
 # -- refusals -------------------------------------------------------------------------------

@@ -8,8 +8,12 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
+    CHAIN,
     NEW_TOKENS,
     PROMPTS,
+    PUBLISHED,
+    SMALL,
+    WAYS,
     PlainTokenizer,
     RemembersText,
     attentive_llama,
@@ -20,10 +24,11 @@ from decode_runs import (
     law_distance,
     sampling_target,
     see_siblings,
+    way_name,
 )
+from inline_ranks import decode_both
 from staged_targets import tiny
-from test_eagle_schedules import CHAIN, PUBLISHED, SMALL, WAYS, way_name
-from test_process import decode_both
+from tiny_drafts import KINDS, evolved, kind_name, make_draft
 
 from pipedraft.inference import sources
 from pipedraft.inference.engine import Engine, EngineConfig
@@ -39,32 +44,6 @@ from pipedraft.models.target import StagedTarget
 from pipedraft.models.target_part import load_target_part
 
 LENGTH = 11
-KINDS = [
-    {"preset": "paper"},
-    {"preset": "paper", "residual": True, "head_init": "target"},
-    {"preset": "practical"},
-    {"stem_layers": 1},
-    {"feature_source": "self"},
-    {"feature_source": "self", "stem_layers": 1},
-]
-FROZEN = ("embedding.", "anchor.", "norm.", "draft_ids")
-
-
-def kind_name(kind) -> str:
-    return "-".join(map(str, kind.values()))
-
-
-def make_draft(target, **options) -> FlexSpec:
-    """A draft whose trained weights carry noise, so that it is right now and then."""
-    reference = TargetReference(name="tiny", fingerprint=FlexSpec.fingerprint(target))
-    layer = LayerConfig.from_target(target.config)
-    draft = FlexSpec(FlexSpecConfig(**options), layer, reference)
-    torch.manual_seed(5)
-    draft.initialise(target)
-    for name, parameter in draft.named_parameters():
-        if not name.startswith(FROZEN):
-            parameter.data.add_(torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5)
-    return draft.eval().requires_grad_(False)
 
 
 def teach(draft, texts) -> None:
@@ -353,17 +332,6 @@ def test_the_law_test_catches_a_guess_that_was_not_drawn_from_its_q(monkeypatch)
 
 
 # -- checkpoints and evolving targets -----------------------------------------------------------
-
-
-def evolved(target, *parts, seed=7):
-    """The target with noise on the parameters of some modules: as if it were tuned elsewhere."""
-    copy = tiny_llama()
-    copy.load_state_dict(target.state_dict())
-    generator = torch.Generator().manual_seed(seed)
-    for part in parts:
-        for parameter in copy.get_submodule(part).parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return copy
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from decode_runs import (
+    CHAIN,
     engine_for,
     greedy_reference,
 )
-from test_eagle_schedules import CHAIN
-from test_flexspec import FROZEN, KINDS, kind_name
-from test_train import BY_HEART, assert_learns_by_heart, losses_on_one_batch
+from tiny_drafts import FROZEN, KINDS, kind_name
+from train_runs import BY_HEART, assert_learns_by_heart, losses_on_one_batch
 
 from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
+from command_runs import call
 from fake_hub import LFS_FROM, Fault
 from hub_runs import NAMES, STRANGER, TOKEN, Place, make_place, one_line, point_at, push, signed_in
 from huggingface_hub import constants
-from test_cli import call
 
 from pipedraft.errors import Failure
 from pipedraft.models import hub_link, load_draft

@@ -11,12 +11,12 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
+from command_runs import call
+from conftest import byte_tokenizer, write_rows
 from fake_hub import FakeHub, metadata_errors
 from hub_runs import NAMES, Place, make_place, one_line, push, signed_in
 from huggingface_hub import ModelCard, snapshot_download
 from safetensors.torch import load_file
-from test_cli import call
-from test_eval_tasks import byte_tokenizer, write_rows
 
 from pipedraft.data_recipes.recipe import DataConfig, Source, load_data
 from pipedraft.models.card import MADE

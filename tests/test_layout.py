@@ -63,6 +63,8 @@ def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
 def test_scripts_and_tests_import_through_the_package(path: Path) -> None:
     tops = {module.partition(".")[0] for module in imported_modules(path)}
     assert not tops & MAY_IMPORT.keys(), "write `from pipedraft.models import ...`"
+    tests = sorted(top for top in tops if top.startswith("test_"))
+    assert not tests, f"what {tests} share with others goes to conftest.py or a *_runs.py"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)

@@ -10,10 +10,8 @@ import msgspec
 import pytest
 import torch
 import yaml
-from test_eagle_schedules import make_head
-from test_flexspec import make_draft
-from test_ppsd import make_exit
-from test_spd import make_module
+from eval_runs import PROMPTS
+from tiny_drafts import make_draft, make_exit, make_head, make_module
 from train_runs import make_world
 
 from pipedraft.eval import __main__ as command
@@ -30,21 +28,6 @@ EXPECTED += [f"flexspec{i}" for i in range(3, 7)] + ["flowspec1", "flowspec2", "
 NEW_TOKENS = 3
 ALL_BENCHMARKS = ("spd3",)
 """Tables that are run on all their benchmarks, the others on one: seconds."""
-PROMPTS = {
-    "mt_bench/question.jsonl": {
-        "question_id": 1,
-        "category": "sums",
-        "turns": ["1 plus 2?", "So?"],
-    },
-    "gsm8k/test.jsonl": {"question": "What is 3 plus 4?", "answer": "7\n#### 7"},
-    "humaneval/HumanEval.jsonl": {
-        "task_id": "HumanEval/0",
-        "prompt": "def f(): ",
-        "canonical_solution": "1",
-        "test": "check",
-        "entry_point": "f",
-    },
-}
 
 
 # -- declarations -------------------------------------------------------------------------------

@@ -8,8 +8,11 @@ import pytest
 import torch
 from conftest import tiny_llama, tiny_mistral
 from decode_runs import (
+    CHAIN,
     NEW_TOKENS,
     PROMPTS,
+    SMALL,
+    STATIC,
     PlainTokenizer,
     RemembersText,
     SimulatedSource,
@@ -23,7 +26,7 @@ from decode_runs import (
     simulated_texts,
 )
 from staged_targets import tiny
-from test_eagle_schedules import CHAIN, SMALL, STATIC
+from tiny_drafts import noisy_copy
 
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.closed_forms import micro_batch_acceptance_length
@@ -281,16 +284,6 @@ def way_name(way) -> str:
     return way["schedule"] + (f"-{way['tree'].kind}" if "tree" in way else "")
 
 
-def noisy_copy(target, noise=0.1):
-    """A language model that is right often but not always."""
-    model = type(target)(target.config).to(target.dtype)
-    model.load_state_dict(target.state_dict())
-    torch.manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * noise * parameter.std())
-    return LanguageModelDraft(model.eval().requires_grad_(False), target)
-
-
 class Checked(RemembersText, LanguageModelSource):
     """Compares its logits with those of the model on the whole text up to a row, from scratch."""
 
@@ -410,7 +403,7 @@ def test_what_cannot_be_combined_is_refused():
     assert not EngineConfig(schedule="pipeinfer", temperature=1.0).uses_rejection
     with pytest.raises(ValueError, match="draft_model: vocab_size 17, but the target's is 16"):
         LanguageModelDraft(tiny_llama(vocab=17), target)
-    from test_spd import make_module
+    from tiny_drafts import make_module
 
     config = EngineConfig(schedule="pipeinfer", num_stages=2)
     module = make_module(target, num_stages=2, num_layers=1).float()

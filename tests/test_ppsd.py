@@ -23,8 +23,8 @@ from decode_runs import (
     simulate,
 )
 from staged_targets import tiny
-from test_eagle_schedules import make_head
-from test_train import BY_HEART, assert_learns_by_heart
+from tiny_drafts import make_exit, make_head
+from train_runs import BY_HEART, assert_learns_by_heart
 
 from pipedraft.inference import engine as engine_module
 from pipedraft.inference.clock import CostModel
@@ -33,27 +33,11 @@ from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.models import load_draft
 from pipedraft.models.capture import capture_hidden
-from pipedraft.models.draft import TargetReference
 from pipedraft.models.key_values import KeyValues
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.ppsd import PPSD, PPSDConfig
-from pipedraft.models.target import target_fingerprint
+from pipedraft.models.ppsd import PPSDConfig
 from pipedraft.train.next_token import counted_rows
 
 LENGTH = 11
-
-
-def make_exit(target, **options) -> PPSD:
-    """A head whose weights carry noise, so that it is right now and then."""
-    fingerprint = target_fingerprint(target)
-    config = PPSDConfig(num_target_layers=fingerprint["num_layers"], **options)
-    reference = TargetReference(name="tiny", fingerprint=fingerprint)
-    head = PPSD(config, LayerConfig.from_target(target.config), reference)
-    torch.manual_seed(5)
-    head.initialise(target)
-    for parameter in head.parameters():
-        parameter.data.add_(torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5)
-    return head.eval().requires_grad_(False)
 
 
 # -- the head -----------------------------------------------------------------------------------

@@ -1,15 +1,13 @@
 """Stages as processes: frames, the controller's books, and real ranks that agree."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from command_processes import Process
+from command_runs import call, launch
 from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
     NEW_TOKENS,
@@ -18,13 +16,12 @@ from decode_runs import (
     SimulatedSource,
     friendly_module,
     greedy_reference,
+    way_name,
 )
+from decode_runs import WAYS as EAGLE_WAYS
 from fork_server import ForkServer, rank_environments
 from inline_ranks import connect_in_turns, connect_inline, decode_both
-from test_cli import call
-from test_eagle_schedules import WAYS as EAGLE_WAYS
-from test_eagle_schedules import make_head, way_name
-from test_ppsd import make_exit
+from tiny_drafts import make_exit, make_head
 from torch.distributed import TCPStore
 
 from pipedraft.inference.engine import Engine, EngineConfig
@@ -282,25 +279,6 @@ def test_a_trace_has_a_track_for_every_process():
 
 
 # -- real processes --------------------------------------------------------------------------
-
-
-def launch(arguments, *, num_processes, **options):
-    """torchrun on a free port of this machine."""
-    command = [
-        str(Path(sys.executable).with_name("torchrun")),
-        *("--nproc-per-node", str(num_processes), "--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", "127.0.0.1:0", *arguments),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(
-        command,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        **options,
-    )
 
 
 def by_torchrun(words, num_processes) -> str:

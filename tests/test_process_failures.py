@@ -20,9 +20,9 @@ import process_failures
 import pytest
 import torch
 import torch.distributed as dist
+from command_runs import launch
 from conftest import tiny_llama
 from process_failures import NUM_RANKS, Plan, run_forked_rank
-from test_process import launch
 
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport import ranks

@@ -8,12 +8,12 @@ import sys
 from collections import Counter
 
 import pytest
-import test_regenerate
+import regenerate_runs
 import torch
 from conftest import tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_regenerate import call, conversation, make_data, read_rows, write_rows
+from regenerate_runs import call, conversation, make_data, read_rows, write_rows
 
 from pipedraft.data_recipes import answer_file, chat_server
 from pipedraft.data_recipes.answer_file import AnswerFile
@@ -21,7 +21,7 @@ from pipedraft.data_recipes.dialogue import Dialogue, RowFailed, Sampling, kept_
 from pipedraft.data_recipes.recipe import DataConfig, Source
 from pipedraft.data_recipes.tokenizer import train_tokenizer
 
-signals = test_regenerate.signals
+signals = regenerate_runs.signals
 """Fixture."""
 
 THOUGHT = "<think>\nhm\n</think>\n\n"

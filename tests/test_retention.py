@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import tiny_llama
-from test_flexspec import make_draft
+from tiny_drafts import make_draft
 from train_runs import make_world
 
 from pipedraft.errors import UsageError

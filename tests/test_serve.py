@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import tiny_llama
 from decode_runs import PROMPTS, greedy_reference, plain_text
+from edge_runs import make_scene
 from serve_runs import access_to, decode, lm_draft, make_target, run, serving
-from test_edge_sessions import make_scene
 
 from pipedraft.errors import Failure
 from pipedraft.inference.channel import Link

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from command_processes import LIMIT_S, Process
-from conftest import tiny_llama
+from conftest import byte_tokenizer, tiny_llama
 from decode_runs import greedy_reference
 from fork_server import ForkServer
 from serve_runs import Raw, opening
-from test_eval_tasks import byte_tokenizer
 
 from pipedraft.inference.edge_cloud import edge_command, serve_command
 from pipedraft.inference.edge_cloud.connection import Access, Connection

@@ -1,34 +1,18 @@
 """The speculation module: what it trains is what it decodes, at every occupancy."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_llama, tiny_qwen3
+from tiny_drafts import make_module
 
 from pipedraft.models import load_draft
 from pipedraft.models.capture import capture_hidden
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.layers import LayerConfig, OneDNNLinear
+from pipedraft.models.layers import OneDNNLinear
 from pipedraft.models.spd import SPD, SPDConfig, SPDState, feature_layers
 from pipedraft.models.structural import dense_structural_mask
-from pipedraft.models.target import target_fingerprint
 
 LENGTH = 13
-
-
-def make_module(target, *, bias=False, **options) -> SPD:
-    fingerprint = target_fingerprint(target)
-    config = SPDConfig(num_target_layers=fingerprint["num_layers"], **options)
-    layer = replace(LayerConfig.from_target(target.config), has_attention_bias=bias)
-    module = SPD(config, layer, TargetReference(name="tiny", fingerprint=fingerprint))
-    module.initialise(target)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in module.parameters():  # no projection may stay an identity or a zero
-        noise = torch.randn(parameter.shape, generator=generator) * 0.3
-        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
-    return module.double().eval()
 
 
 def decode_time_output(module, taps, newest: int, occupancy: int) -> torch.Tensor:

@@ -13,8 +13,7 @@ from decode_runs import (
     law_distance,
     sampling_target,
 )
-from test_eagle_schedules import make_head
-from test_spd import make_module
+from tiny_drafts import make_head, make_module
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.engine import Engine, EngineConfig

@@ -13,9 +13,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from train_runs import (
+    BY_HEART,
+    Stop,
     as_rank,
     assert_equal_weights,
+    assert_learns_by_heart,
     logged,
+    losses_on_one_batch,
+    run_until,
     train,
     weights,
 )
@@ -60,24 +65,6 @@ def test_a_run_killed_while_it_saves_resumes_bit_for_bit(world, tmp_path, monkey
         assert_equal_weights(weights(killed / name), weights(whole / name))
     assert (killed / "best/config.json").read_text() == (whole / "best/config.json").read_text()
     assert not list((killed / "checkpoints").glob(".*"))
-
-
-class Stop(Exception):
-    pass
-
-
-def run_until(trainer, step) -> None:
-    """Runs, and stops as by an error when ``step`` steps are done."""
-    optimize = trainer.optimize
-
-    def stop_at_step(window):
-        if trainer.progress.step == step:
-            raise Stop
-        return optimize(window)
-
-    trainer.optimize = stop_at_step
-    with pytest.raises(Stop):
-        trainer.run()
 
 
 def test_a_language_model_with_two_optimizers_resumes_bit_for_bit(world, tmp_path, monkeypatch):
@@ -204,24 +191,6 @@ def test_only_trainable_parts_move_and_all_of_them_do(world, tmp_path):
 
 
 # -- learning -------------------------------------------------------------------------------
-
-
-def losses_on_one_batch(trainer: Any, rows: int, steps: int) -> list[float]:
-    batch = trainer.load(trainer.data.train, list(range(rows)))
-    losses = []
-    for _ in range(steps):
-        trainer.progress.step = 0  # the same occupancies and the full rate at every step
-        losses.append(trainer.optimize([batch])["loss"])
-    return losses
-
-
-BY_HEART = {"optim__lr": 1e-2, "optim__schedule": "constant", "optim__warmup_fraction": 0.0}
-
-
-def assert_learns_by_heart(trainer) -> None:
-    losses = losses_on_one_batch(trainer, 4, 40)
-    assert all(map(math.isfinite, losses))
-    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 40])

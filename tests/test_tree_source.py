@@ -5,7 +5,8 @@ import contextlib
 import pytest
 import torch
 from conftest import tiny_llama
-from test_eagle_schedules import make_head, paths_of
+from decode_runs import paths_of
+from tiny_drafts import make_head
 
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import Sampling

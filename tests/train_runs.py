@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from conftest import tiny_llama
 from fork_server import ForkServer, rank_environments
@@ -21,6 +23,7 @@ from pipedraft.train.config import parse_run
 from pipedraft.train.metrics_log import CLOCK_METRICS
 
 LAYERS = 4
+BY_HEART = {"optim__lr": 1e-2, "optim__schedule": "constant", "optim__warmup_fraction": 0.0}
 
 
 # -- tiny data, tokenizer and target --------------------------------------------------------
@@ -173,3 +176,36 @@ def start_runs(folder: Path, changes: dict[str, dict[str, Any]], *modules: str) 
     quieten()
     with ForkServer.start("train_processes.py", *modules) as parent:
         yield Runs(make_world(folder), changes, parent)
+
+
+class Stop(Exception):
+    pass
+
+
+def run_until(trainer, step) -> None:
+    """Runs, and stops as by an error when ``step`` steps are done."""
+    optimize = trainer.optimize
+
+    def stop_at_step(window):
+        if trainer.progress.step == step:
+            raise Stop
+        return optimize(window)
+
+    trainer.optimize = stop_at_step
+    with pytest.raises(Stop):
+        trainer.run()
+
+
+def losses_on_one_batch(trainer: Any, rows: int, steps: int) -> list[float]:
+    batch = trainer.load(trainer.data.train, list(range(rows)))
+    losses = []
+    for _ in range(steps):
+        trainer.progress.step = 0  # the same occupancies and the full rate at every step
+        losses.append(trainer.optimize([batch])["loss"])
+    return losses
+
+
+def assert_learns_by_heart(trainer) -> None:
+    losses = losses_on_one_batch(trainer, 4, 40)
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,84 @@
+"""The figures that the budgets limit, one line each: run `python docs/count.py` in the checkout.
+
+Source is every Python file outside benchmarks, docs and tests. A circle is a group of source files
+of which each imports all the others, directly or not, when it runs.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("models", "data_recipes", "inference", "eval", "train")
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+IMPORTS = ast.Import | ast.ImportFrom
+
+
+def num_matches(files: list[Path], pattern: str) -> int:
+    return sum(len(re.findall(pattern, path.read_text())) for path in files)
+
+
+def imports_in_functions(tree: ast.Module) -> int:
+    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+    found = {node for top in functions for node in ast.walk(top) if isinstance(node, IMPORTS)}
+    return len(found)
+
+
+def imports_at_run_time(node: ast.AST) -> Iterator[IMPORTS]:
+    """Imports, but for those that only type checkers follow."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, IMPORTS):
+            yield child
+        elif not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from imports_at_run_time(child)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(["pipedraft", *(part for part in parts if part != "__init__")])
+
+
+def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    graph = {}
+    for name, tree in trees.items():
+        used: set[str] = set()
+        for node in imports_at_run_time(tree):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                inner = [f"{node.module}.{name}" for name in names]
+                names = [i if i in trees else str(node.module) for i in inner]
+            used |= set(names) & trees.keys()
+        graph[name] = used - {name}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Largest groups of modules that reach one another."""
+    reach = {name: set(used) for name, used in graph.items()}
+    for middle in graph:
+        for name in graph:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
+    found = {frozenset(b for b in reach[a] if a in reach[b]) for a in graph if a in reach[a]}
+    return sorted(sorted(group) for group in found)
+
+
+def figures() -> dict[str, tuple[int, int]]:
+    """Name: figure and budget."""
+    source = sorted(ROOT.glob("*.py"))
+    source += [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    trees = {module_name(path): ast.parse(path.read_text()) for path in source}
+    return {
+        "source lines": (num_matches(source, "\n"), 27_000),
+        "source modules": (len(source), 150),
+        "test lines": (num_matches(sorted((ROOT / "tests").glob("*.py")), "\n"), 20_000),
+        "Any, as a word": (num_matches(source, r"\bAny\b"), 200),
+        "imports in functions": (sum(map(imports_in_functions, trees.values())), 80),
+        "import circles": (len(circles(import_graph(trees))), 0),
+    }
+
+
+if __name__ == "__main__":
+    for name, (figure, budget) in figures().items():
+        print(f"{name:<21}{figure:>7,}  at most {budget:,}")

@@ -1,0 +1,61 @@
+"""Commands called in this process, and launched as a group of processes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pipedraft.data_recipes.__main__ import main as data_main
+from pipedraft.errors import run_command
+from pipedraft.eval.__main__ import main as eval_main
+from pipedraft.inference.__main__ import main as inference_main
+from pipedraft.models.__main__ import main as models_main
+from pipedraft.train.__main__ import main as train_main
+
+MAINS: dict[str, Callable[[], None]] = {
+    "train": train_main,
+    "inference": inference_main,
+    "eval": eval_main,
+    "models": models_main,
+    "data_recipes": data_main,
+}
+
+
+def call(command: str, arguments: list[str], monkeypatch) -> int:
+    """Exit status of a command in this process; anything but a clean exit is raised."""
+    monkeypatch.setattr(sys, "argv", [command, *arguments])
+    try:
+        run_command(MAINS[command])
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
+def assert_one_line(status: int, out: str, err: str, words: list[str]) -> None:
+    assert status == 2, err
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def launch(arguments, *, num_processes, **options):
+    """torchrun on a free port of this machine."""
+    command = [
+        str(Path(sys.executable).with_name("torchrun")),
+        *("--nproc-per-node", str(num_processes), "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "127.0.0.1:0", *arguments),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **options,
+    )

@@ -1,0 +1,108 @@
+"""Drafts of tiny targets: one maker for each head."""
+
+from dataclasses import replace
+
+import torch
+from conftest import tiny_llama
+
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.eagle import Eagle, EagleConfig
+from pipedraft.models.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
+from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.ppsd import PPSD, PPSDConfig
+from pipedraft.models.spd import SPD, SPDConfig
+from pipedraft.models.target import target_fingerprint
+
+KINDS = [
+    {"preset": "paper"},
+    {"preset": "paper", "residual": True, "head_init": "target"},
+    {"preset": "practical"},
+    {"stem_layers": 1},
+    {"feature_source": "self"},
+    {"feature_source": "self", "stem_layers": 1},
+]
+FROZEN = ("embedding.", "anchor.", "norm.", "draft_ids")
+
+
+def make_head(target, kind="eagle3", **options):
+    """A head whose projections carry noise, so that it is right now and then."""
+    fingerprint = target_fingerprint(target)
+    layer = LayerConfig.from_target(target.config)
+    reference = TargetReference(name="tiny", fingerprint=fingerprint)
+    num_layers = fingerprint["num_layers"]
+    if kind == "eagle":
+        head = Eagle(EagleConfig(num_target_layers=num_layers, **options), layer, reference)
+    else:
+        config = Eagle3Config(**options).for_target(num_layers)
+        head = Eagle3(config, layer, reference)
+    torch.manual_seed(5)
+    head.initialise(target)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn(parameter.shape) * 0.2 / parameter.shape[-1] ** 0.5)
+    return head.eval().requires_grad_(False)
+
+
+def make_module(target, *, bias=False, **options) -> SPD:
+    fingerprint = target_fingerprint(target)
+    config = SPDConfig(num_target_layers=fingerprint["num_layers"], **options)
+    layer = replace(LayerConfig.from_target(target.config), has_attention_bias=bias)
+    module = SPD(config, layer, TargetReference(name="tiny", fingerprint=fingerprint))
+    module.initialise(target)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in module.parameters():  # no projection may stay an identity or a zero
+        noise = torch.randn(parameter.shape, generator=generator) * 0.3
+        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
+    return module.double().eval()
+
+
+def make_exit(target, **options) -> PPSD:
+    """A head whose weights carry noise, so that it is right now and then."""
+    fingerprint = target_fingerprint(target)
+    config = PPSDConfig(num_target_layers=fingerprint["num_layers"], **options)
+    reference = TargetReference(name="tiny", fingerprint=fingerprint)
+    head = PPSD(config, LayerConfig.from_target(target.config), reference)
+    torch.manual_seed(5)
+    head.initialise(target)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5)
+    return head.eval().requires_grad_(False)
+
+
+def kind_name(kind) -> str:
+    return "-".join(map(str, kind.values()))
+
+
+def make_draft(target, **options) -> FlexSpec:
+    """A draft whose trained weights carry noise, so that it is right now and then."""
+    reference = TargetReference(name="tiny", fingerprint=FlexSpec.fingerprint(target))
+    layer = LayerConfig.from_target(target.config)
+    draft = FlexSpec(FlexSpecConfig(**options), layer, reference)
+    torch.manual_seed(5)
+    draft.initialise(target)
+    for name, parameter in draft.named_parameters():
+        if not name.startswith(FROZEN):
+            parameter.data.add_(torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5)
+    return draft.eval().requires_grad_(False)
+
+
+def evolved(target, *parts, seed=7):
+    """The target with noise on the parameters of some modules: as if it were tuned elsewhere."""
+    copy = tiny_llama()
+    copy.load_state_dict(target.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    for part in parts:
+        for parameter in copy.get_submodule(part).parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return copy
+
+
+def noisy_copy(target, noise=0.1):
+    """A language model that is right often but not always."""
+    model = type(target)(target.config).to(target.dtype)
+    model.load_state_dict(target.state_dict())
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * noise * parameter.std())
+    return LanguageModelDraft(model.eval().requires_grad_(False), target)
