@@ -68,7 +68,7 @@ def greedy_text(run: Run) -> str:
 def test_training_writes_what_the_other_commands_need(trained):
     names = {str(p.relative_to(trained.folder)) for p in trained.folder.rglob("*") if p.is_file()}
     assert {"config.yaml", "metrics.jsonl", "best/config.json", "best/model.safetensors"} <= names
-    assert "checkpoints/step-0000010/training_state/optimizer.bin" in names
+    assert "checkpoints/step-0000010/training_state/optimizer.safetensors" in names
     description = json.loads((trained.folder / "best/config.json").read_text())
     assert description["draft_type"] == "spd"
     assert description["target"]["name"] == str(trained.world.target)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 from train_runs import (
     Runs,
     as_rank,
@@ -152,7 +153,7 @@ STATE = "training_state/model.safetensors"
 DAMAGES = [
     (STATE, flip, "another SHA-256"),
     (STATE, cut, "bytes instead of"),
-    ("training_state/optimizer.bin", Path.unlink, "is missing"),
+    ("training_state/optimizer.safetensors", Path.unlink, "is missing"),
     (checkpoint.COMPLETE, flip, "damaged itself"),
     (checkpoint.COMPLETE, lambda path: path.write_text(""), "is empty"),
 ]
@@ -208,6 +209,37 @@ def test_a_run_whose_checkpoints_are_all_damaged_ends_with_status_2(runs, stoppe
     assert "step-0000009: training_state/model.safetensors has" in line
     assert "--output_dir" in line and f"remove {stopped / 'checkpoints'}" in line
     assert sorted(stopped.rglob("*")) == before
+
+
+BAD_STATES = [
+    ("random-0.safetensors", b"junk", "random-0.safetensors: "),
+    (
+        "random-0.safetensors",
+        save({"cpu": torch.zeros(3, dtype=torch.uint8)}),
+        "random-0.safetensors is no state of random numbers",
+    ),
+    ("random-0.safetensors", None, "random-0.safetensors: No such file"),
+    ("optimizer.safetensors", save({"other.weight:step": torch.ones(())}), "other.weight is not"),
+    ("model.safetensors", save({}), "is not in it"),
+    ("progress.json", b'{"progress": {"step": "os.system"}}', "progress.json: "),
+    ("progress.json", b"[" * 10**5, "progress.json: "),
+    ("progress.json", None, "has no training_state/progress.json: an earlier version wrote it"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), BAD_STATES)
+def test_a_state_that_is_none_is_refused_by_its_name(runs, stopped, name, content, words):
+    """Whoever made it has also written its digest."""
+    newest = checkpoint.step_folders(stopped)[-1]
+    (newest / "training_state" / name).unlink()
+    if content is not None:
+        (newest / "training_state" / name).write_bytes(content)
+    (newest / checkpoint.COMPLETE).unlink()
+    checkpoint.write_manifest(newest)
+    trainer = runs.world.trainer("spd", stopped, **CHANGES["spd"])
+    with pytest.raises(ValueError, match=f"resume: {newest} .*{words}.*--output_dir") as caught:
+        trainer.restore()
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unreadable_file_is_a_damage(stopped, monkeypatch):

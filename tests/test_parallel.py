@@ -1,6 +1,7 @@
 """Two processes under every launcher configuration train the run of one process."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from accelerate.commands import launch
 from conftest import REPOSITORY
 from fork_server import free_port
 from train_runs import Runs, logged, said, start_runs, weights
+
+from pipedraft.train import checkpoint
 
 pytestmark = pytest.mark.timeout(600)  # many processes, on a machine that may be busy
 
@@ -105,6 +108,58 @@ def test_sharded_runs_resume_where_they_were_stopped(runs, alone, tmp_path, name
     assert runs.together("spd", folder, environment) == [0, 0], said(folder)
     assert "resumed at step 3 of 4" in said(folder)
     assert_same_run(folder, alone["spd"])
+
+
+class Touch:
+    """Its pickle makes a file when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.path}",)
+
+
+PICKLES = ["custom_checkpoint_0.pkl", "random_states_0.pkl", "random_states_1.pkl", "model.pt"]
+PICKLES += ["optimizer.bin", "scheduler.bin", "scaler.pt", "pytorch_model.bin"]
+PICKLES += [f"{folder}/.metadata" for folder in ("pytorch_model_fsdp_0", "optimizer_0")]
+PICKLES += ["pytorch_model/mp_rank_00_model_states.pt"]
+"""Names that accelerate, torch or DeepSpeed have for pickles in a folder of training state."""
+
+
+@pytest.mark.parametrize("name", ["", "ddp", "fsdp2", "zero2", "zero3"])
+def test_resuming_runs_no_code_of_a_checkpoint(runs, tmp_path, name):
+    """Each pickle of the checkpoint, and any that a launcher might look for, is a hostile one."""
+    folder, mark = tmp_path / "spd", tmp_path / "mark"
+    stop = {"step": 2, "signals": [signal.SIGTERM]}
+
+    def launch(jobs: dict) -> list[int]:
+        if not name:
+            return [runs.run("spd", folder, **jobs.get(0, {}))]
+        return runs.together("spd", folder, launcher_environment(name), jobs=jobs)
+
+    assert set(launch({0: stop})) == {143}, said(folder)
+    step = checkpoint.step_folders(folder)[-1]
+    state = step / "training_state"
+    own = [p for p in state.rglob("*") if p.name.endswith((".pkl", ".bin", ".pt", ".metadata"))]
+    assert bool(own) == name.startswith("zero")
+    for path in (*own, *(state / other for other in PICKLES)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pickle.dumps(Touch(mark)))
+        if path.name != ".metadata":
+            torch.save({"module": Touch(mark)}, path)
+    with pytest.raises(Exception, match="os|posix"):
+        torch.load(path, weights_only=True)
+    torch.load(path, weights_only=False)
+    assert mark.exists()  # whoever opens it runs it
+    mark.unlink()
+    (step / checkpoint.COMPLETE).unlink()
+    checkpoint.write_manifest(step)
+    statuses = launch({})
+    assert not mark.exists()
+    assert set(statuses) == {2 if own else 0}, said(folder)
+    if own:
+        assert "states.pt is no file of tensors and plain values" in said(folder)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(runs, alone, tmp_path):

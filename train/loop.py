@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,40 +24,15 @@ from pipedraft.train.files import partial
 from pipedraft.train.method import LossOutput
 from pipedraft.train.metrics_log import MetricsLog, forget_later
 from pipedraft.train.optimizers import make_optimizers, rate_factor
+from pipedraft.train.state import PROGRESS, Progress, TrainingState
 from pipedraft.train.stopping import Stop, Stopping
 from pipedraft.train.throughput import Pace
 
+STATE = "training_state"
+"""Folder of a checkpoint that only resuming needs."""
+
 EVALUATED_ROWS = 8
 """In one forward pass of a process."""
-
-
-@dataclass
-class Progress:
-    """Where a run stands; saved and restored with it."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    """Batches of this epoch already used by all processes together."""
-    batch_group: int = 0
-    tokens: int = 0
-    """Counted tokens so far, all processes."""
-    best_score: float = -math.inf
-    since_best: int = 0
-    """Evaluations in a row without a better score."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last evaluation."""
-    owes_evaluation: bool = False
-    """The run was stopped at a step that ends with an evaluation, before it."""
-    unlogged: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of the steps since the last record."""
-    tracker_id: str = ""
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 class Trainer:
@@ -89,7 +63,7 @@ class Trainer:
         self.num_trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
         optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
         self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
-        accelerator.register_for_checkpointing(self.progress)
+        self.state = TrainingState(accelerator, self.module, self.optimizers)
         self.lengths = [len(ids) for ids in data.train["input_ids"]]
         self.progress.batch_group = config.batch_group or self.world
         if self.progress.batch_group % self.world:
@@ -290,12 +264,12 @@ class Trainer:
         temporary = partial(folder)
         if self.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            (temporary / STATE).mkdir(parents=True)
         weights = self.accelerator.get_state_dict(self.module)
         if self.accelerator.is_main_process:
             self.objective.save(temporary, metrics, weights)
         self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(temporary / "training_state"))
+        self.state.save(temporary / STATE, self.progress)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             checkpoint.publish_folder(temporary, folder)
@@ -331,8 +305,14 @@ class Trainer:
             )
         folder, group = self._choose_checkpoint(), self.progress.batch_group
         if folder is not None:
+            if not (folder / STATE / PROGRESS).exists():
+                raise ValueError(
+                    f"resume: {folder} has no {STATE}/{PROGRESS}: an earlier version wrote it, "
+                    "with pickles, which are never opened; give another --output_dir to start "
+                    "afresh"
+                )
             try:
-                self.accelerator.load_state(str(folder / "training_state"))
+                self.progress = self.state.load(folder / STATE)
             except (RuntimeError, ValueError) as error:
                 reason = str(error).strip().splitlines()[-1].strip()
                 raise ValueError(
