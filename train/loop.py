@@ -307,9 +307,9 @@ class Trainer:
         if folder is not None:
             if not (folder / STATE / PROGRESS).exists():
                 raise ValueError(
-                    f"resume: {folder} has no {STATE}/{PROGRESS}: an earlier version wrote it, "
-                    "with pickles, which are never opened; give another --output_dir to start "
-                    "afresh"
+                    f"resume: {folder} has no training_state/progress.json: an earlier version "
+                    "wrote it, with pickles, which are never opened; give another --output_dir to "
+                    "start afresh"
                 )
             try:
                 self.progress = self.state.load(folder / STATE)
