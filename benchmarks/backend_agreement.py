@@ -51,9 +51,9 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
 
 
 def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
-    from pipedraft.inference.engine import Engine, EngineConfig
+    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.engine import Engine
     from pipedraft.inference.schedules import SCHEDULES
-    from pipedraft.inference.shapes import Expansion
     from pipedraft.inference.sources import default_schedule, make_source
     from pipedraft.models import load_draft
     from pipedraft.models.target import load_target, load_tokenizer
@@ -75,13 +75,14 @@ def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
         able.sort(key=lambda draft: default_schedule(draft.draft_type) != name)
         draft = able[0] if schedule.grows is not None else None
         for temperature in args.temperature:
-            config = EngineConfig(
-                schedule=name,
+            own = {"step_tokens": 4} if name == "flowspec" else {}
+            config = DecodeConfig.of(
+                name,
                 num_stages=num_stages,
                 temperature=temperature,
                 max_new_tokens=args.max_new_tokens,
                 boundaries=cut,
-                expansion=Expansion(step_tokens=4),
+                **own,
             )
             engines = [
                 Engine(whole, tokenizer, config, draft),

@@ -75,22 +75,22 @@ def cases(args: argparse.Namespace) -> dict[str, tuple[float, dict[str, Any], bo
         found[f"no early cancellation, {acceptance:g}"] = acceptance, {}, False
         found[f"no continuous speculation, {acceptance:g}"] = acceptance, {"max_in_flight": 2}, True
         found[f"restart as published, {acceptance:g}"] = acceptance, {"restart": True}, True
-        found[f"one guess at a time, {acceptance:g}"] = acceptance, {"size": 1}, True
+        found[f"one guess at a time, {acceptance:g}"] = acceptance, {"draft_tokens": 1}, True
     found["random, unsure, no cutoff"] = -1.0, {}, True
     found["random, unsure, cutoff 0.3"] = -1.0, {"accept": 0.3}, True
     return found
 
 
 def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
-    from pipedraft.inference.engine import Engine, EngineConfig
+    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.engine import Engine
     from pipedraft.inference.pipelines.process import ProcessPipeline
-    from pipedraft.inference.shapes import MicroBatch
     from pipedraft.models.language_model import LanguageModelDraft
 
     cut, name = boundaries(args), str(args.folder)
     target = cluster.load_target(name, revision=None, num_stages=args.stages, boundaries=cut)
     common = common_options(args)
-    plain_config = EngineConfig(schedule="autoregressive", **common)
+    plain_config = DecodeConfig.of("autoregressive", **common)
     plain = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)
     plain.decode(PROMPT)  # warm up
     draft = LanguageModelDraft(make_draft(args), target)
@@ -103,8 +103,7 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
             before = plain.decode(prompt)
             text = [*prompt, *before.token_ids]
             source = make_source(args, draft, text, acceptance)
-            batch = MicroBatch(**options)
-            config = EngineConfig(schedule="pipeinfer", micro_batch=batch, cost=cost, **common)
+            config = DecodeConfig.of("pipeinfer", cost=cost, **options, **common)
             with ExitStack() as stack:
                 if not cancels:
                     stack.enter_context(patch.object(ProcessPipeline, "_cancel", lambda *_: None))
@@ -135,8 +134,8 @@ def measure_cost(
 ) -> Any:
     """Row slope and draft time, from a text of plain decoding and one with micro-batches."""
     from pipedraft.inference.clock import CostModel
-    from pipedraft.inference.engine import Engine, EngineConfig
-    from pipedraft.inference.shapes import MicroBatch
+    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.engine import Engine
 
     def measure(engine: Any) -> tuple[float, float, float]:
         """Seconds of all stages for a call, rows in it, seconds of a draft forward."""
@@ -150,8 +149,7 @@ def measure_cost(
         return args.stages * total_s / calls, rows / calls, drafting_s / max(num_forwards, 1)
 
     source = make_source(args, draft, [], -1.0)
-    batch = MicroBatch(give_up=0.0)
-    config = EngineConfig(schedule="pipeinfer", micro_batch=batch, **common_options(args))
+    config = DecodeConfig.of("pipeinfer", give_up=0.0, **common_options(args))
     busy = Engine(target, Tokenizer(), config, source=source, connect=cluster.connect)
     pass_s, _, _ = measure(plain)
     batch_s, rows, forward_s = measure(busy)

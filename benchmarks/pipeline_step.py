@@ -177,13 +177,14 @@ class Phase:
 def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     """Each text is decoded twice in every way, in an order and in its opposite, so that a machine
     that grows slower or faster does so to all."""
-    from pipedraft.inference.engine import Engine, EngineConfig
+    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.engine import Engine
 
     cut = boundaries(args)
     name = str(args.folder)
     target = cluster.load_target(name, revision=None, num_stages=args.stages, boundaries=cut)
     common = {"num_stages": args.stages, "boundaries": cut, "max_new_tokens": args.tokens}
-    plain_config = EngineConfig(schedule="autoregressive", **common)
+    plain_config = DecodeConfig.of("autoregressive", **common)
     plain_engine = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)
     plain_engine.decode(PROMPT)  # warm up
     plain, ways = Phase(), {"ahead": Phase(), "waiting": Phase()}
@@ -192,7 +193,7 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
         prompt = [token + index for token in PROMPT]
         text = plain.decode(plain_engine, prompt)
         source = make_source(args, target, text, index)
-        config = EngineConfig(schedule="spd", **common)
+        config = DecodeConfig.of("spd", **common)
         engine = Engine(target, Tokenizer(), config, source=source, connect=cluster.connect)
         steps_before = {way: spd.steps for way, spd in ways.items()}
         for way in ("ahead", "waiting", "waiting", "ahead"):

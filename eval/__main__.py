@@ -14,9 +14,7 @@ from pipedraft.errors import UsageError, make_folder, run_command
 from pipedraft.eval.arguments import DEFAULT_STAGES, build_parser
 from pipedraft.eval.scores import make_scorer
 from pipedraft.eval.traces import traces_of
-from pipedraft.inference.arguments import backend_of, drafting_settings
-from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.arguments import backend_of, settings_grid
 
 SUBCOMMANDS = {
     "compare": "pipedraft.eval.compare",
@@ -106,24 +104,25 @@ def _load_drafts(
 def _make_methods(
     arguments: argparse.Namespace, drafts: Sequence[_Draft], target: "_Target", cost: Any
 ) -> list[Any]:
-    """Every draft x schedule x temperature x tree, or tree width."""
+    """Every draft x schedule x temperature x setting of the schedule."""
     from pipedraft.eval.run import Method
-    from pipedraft.inference.engine import EngineConfig
+    from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.sources import default_schedule
 
     methods = []
     for draft in drafts:
         name, network = draft.name, draft.network
         schedules = arguments.schedule or [default_schedule(draft.kind)]
-        for schedule in schedules:
+        grid = settings_grid(arguments, schedules)
+        for schedule, ways in zip(schedules, grid, strict=True):
             methods += [
                 Method(
                     # One draft may run under several schedules; its type alone would hide which.
                     name=name if len(schedules) == 1 else f"{name}: {schedule}",
                     draft=network,
                     checkpoint=draft.place,
-                    config=EngineConfig(
-                        schedule=schedule,
+                    config=DecodeConfig.of(
+                        schedule,
                         num_stages=network.num_stages or target.num_stages or DEFAULT_STAGES,
                         boundaries=target.boundaries,
                         cost=cost,
@@ -131,24 +130,13 @@ def _make_methods(
                         verifier=arguments.verifier,
                         seed=arguments.seed,
                         max_new_tokens=arguments.max_new_tokens,
-                        **shape,
-                        **drafting_settings(arguments),
+                        **settings,
                     ),
                 )
                 for temperature in arguments.temperature
-                for shape in _shapes(arguments, schedule)
+                for settings in ways
             ]
     return methods
-
-
-def _shapes(arguments: argparse.Namespace, schedule: str) -> list[dict[str, Any]]:
-    """The trees, or the widths, that the schedule is to be run with."""
-    grows = SCHEDULES[schedule].grows if schedule in SCHEDULES else None
-    if grows == "micro_batches":
-        return [{}]
-    if grows == "trees":
-        return [{"tree": TreeShape.parse(tree)} for tree in arguments.tree]
-    return [{"tree_width": width} for width in arguments.tree_width]
 
 
 def _device(name: str) -> Any:

@@ -1,21 +1,18 @@
 """Command line of an evaluation; subcommands have parsers of their own."""
 
-import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pipedraft.errors import Parser
 from pipedraft.eval.scores import add_score_arguments
 from pipedraft.eval.traces import add_trace_arguments
 from pipedraft.inference.arguments import (
     add_backend_arguments,
-    add_drafting_arguments,
+    add_schedule_arguments,
+    listed,
     positive,
     temperature,
 )
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.shapes import TreeShape
 
 EXAMPLE = """\
 example:
@@ -37,21 +34,6 @@ small prompt files are used; --data-dir hub: downloads the published benchmarks.
   python -m pipedraft.eval --retention CONFIG --out OUT  drafts on fine-tuned targets; add --help
 """
 DEFAULT_STAGES = 4
-
-
-def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Type of an argument that takes a comma list without repeats."""
-
-    def parse_list(text: str) -> list[Any]:
-        parts = [part.strip() for part in text.split(",")]
-        if not all(parts):
-            raise argparse.ArgumentTypeError(f"{text!r} has an empty entry; write a,b,c")
-        try:
-            return list(dict.fromkeys(parse(part) for part in parts))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parse_list
 
 
 def build_parser() -> Parser:
@@ -137,23 +119,7 @@ def _add_decoding_arguments(parser: Parser) -> None:
         metavar="T",
         help="comma list; 0 is greedy (default: 0)",
     )
-    add(
-        "--tree-width",
-        type=listed(positive),
-        default=[None],
-        metavar="W",
-        help="comma list of draft tokens per layer, for schedules that grow layers (default: 1; "
-        "16 for pipedec)",
-    )
-    add(
-        "--tree",
-        type=listed(lambda text: TreeShape.parse(text).label),
-        default=[TreeShape().label],
-        metavar="TREES",
-        help="comma list of chain:M, static, dynamic[:LEVELS:BEAMS:TOKENS], for schedules that "
-        "grow whole trees (default: dynamic:7:10:59)",
-    )
-    add_drafting_arguments(parser)
+    add_schedule_arguments(parser, are_lists=True)
     add(
         "--verifier",
         choices=["auto", "match", "rejection"],

@@ -13,17 +13,11 @@ from tqdm import tqdm
 from pipedraft.errors import Parser, UsageError, make_folder
 from pipedraft.eval.calibrate import read_cost
 from pipedraft.eval.metrics import OVERALL, bootstrap_ratio, ratio
-from pipedraft.eval.replay_laws import (
-    Refusal,
-    basis_of,
-    check_cost,
-    follows_law,
-    replay_law,
-    replay_log,
-)
 from pipedraft.eval.report import align_columns, to_json, write_atomically
 from pipedraft.eval.trace_reading import Recording, read_recordings
 from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.schedules.base import Refusal, Round, Schedule
 from pipedraft.models.target import stage_boundaries
 
 EXAMPLE = """\
@@ -81,21 +75,21 @@ def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
     """
     config, cost = recording.config, hardware.cost_for(recording)
     recorded_cost = recording.with_draft(config.cost)
-    check_cost(config, recorded_cost, cost)
+    schedule = config.schedule
+    if cost != recorded_cost and (conflict := schedule.cost_conflict(recorded_cost, cost)):
+        raise Refusal(conflict)
     num_layers = recording.boundaries[-1]
     if stages > num_layers:
         raise Refusal(f"the target has {num_layers} layers, too few for {stages} stages")
     how, boundaries = "recorded", recording.boundaries
     if stages != config.num_stages:
-        how, boundaries = (
-            basis_of(config, recording.draft_type),
-            stage_boundaries(num_layers, stages),
-        )
+        how = schedule.replay_basis(recording.draft_type, config.num_stages, config.cost)
+        boundaries = stage_boundaries(num_layers, stages)
         for key, result in recording.turns.items():
-            if not follows_law(result, recording.clock(recorded_cost), config):
+            if not follows_rounds(result, recording.clock(recorded_cost), schedule):
                 raise Refusal(
                     f"the recorded steps of {'/'.join(map(str, key))} are not those of "
-                    f"{config.schedule}'s law on {config.num_stages} stages"
+                    f"{schedule.name}'s rounds on {config.num_stages} stages"
                 )
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (benchmark, name, _), result in recording.turns.items():
@@ -103,7 +97,7 @@ def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
         if how == "recorded":
             replay_log(result, clock)
         else:
-            replay_law(result, clock, config)
+            replay_rounds(result, clock, schedule)
         row = rows.setdefault(
             (benchmark, name),
             {"benchmark": benchmark, "id": name, "tokens": 0, "steps": 0}
@@ -114,6 +108,30 @@ def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
         row["virtual_time"] += clock.time
         row["virtual_time_autoregressive"] += clock.autoregressive_time(result.num_tokens)
     return Replay(recording, hardware, cost, stages, how, list(rows.values()))
+
+
+def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
+    """The recorded steps once more, on a clock with other costs."""
+    for times, *event in result.step_log:
+        for _ in range(times):
+            if len(event) == 1:
+                clock.serial_draft(event[0])
+            else:
+                forwards, overlap, *rows = event
+                clock.step(rows, draft_forwards=forwards, overlap=bool(overlap))
+
+
+def replay_rounds(result: DecodeResult, clock: VirtualClock, schedule: Schedule) -> None:
+    """The recorded rounds on the clock's number of stages, by the schedule's own rule."""
+    columns = (result.round_lengths, result.round_ends, result.round_drafted, result.round_forwards)
+    for length, end, drafted, forwards in zip(*columns, strict=True):
+        schedule.replay(clock, Round(length, end, drafted, forwards))
+
+
+def follows_rounds(result: DecodeResult, clock: VirtualClock, schedule: Schedule) -> bool:
+    """Whether the recorded steps are those of the rule; the clock is a fresh one of that run."""
+    replay_rounds(result, clock, schedule)
+    return clock.log == result.step_log
 
 
 def records(found: Replay) -> Iterator[dict[str, Any]]:

@@ -27,9 +27,9 @@ from pipedraft.eval.retention_report import write_retention
 from pipedraft.eval.run import Record, draft_hash, evaluate
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.eval.traces import Traces, traces_of
-from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.shapes import TreeShape
 from pipedraft.models import load_draft
 from pipedraft.models.draft import CONFIG_FILE, resolve_folder
 from pipedraft.models.evolution import out_of_scope
@@ -118,11 +118,11 @@ class RetentionConfig:
                 "(docs/flexspec.md), or take them out of the configuration"
             )
 
-    def engine_config(self, num_stages: int | None) -> EngineConfig:
-        return EngineConfig(
-            schedule="eagle",
+    def decode_config(self, num_stages: int | None) -> DecodeConfig:
+        return DecodeConfig.of(
+            "eagle",
             num_stages=num_stages or 1,
-            tree=TreeShape.parse(self.tree),
+            tree=self.tree,
             temperature=self.temperature,
             max_new_tokens=self.max_new_tokens,
             seed=self.seed,
@@ -337,7 +337,7 @@ class Retention:
         traces: Traces = traces_of(arguments, model, folder, None)
         found = {}
         for name, draft, loads in self._drafts(model):
-            config = self.config.engine_config(draft.num_stages)
+            config = self.config.decode_config(draft.num_stages)
             records = evaluate(
                 Engine(model, self.tokenizer, config, draft),
                 prompts,
@@ -370,7 +370,7 @@ def run(argv: Sequence[str]) -> None:
     logging.disable_progress_bar()
     config, options = parse(argv)
     config.check_folders()
-    config.engine_config(None)
+    config.decode_config(None)
     make_folder("--out", options.out)
     if options.fresh:
         shutil.rmtree(options.out / "traces", ignore_errors=True)

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
@@ -34,9 +34,11 @@ from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.eval.teacher_forcing import TextEntropies
 from pipedraft.eval.trace_reading import recorded_draft
 from pipedraft.eval.traces import TraceFile, Traces, load_result, save_result, turn_key
-from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.models.fingerprint import weights_hash
 from pipedraft.models.target import StagedTarget
 
@@ -48,7 +50,7 @@ class Method:
     """One line of the table: a draft and the way it is run."""
 
     name: str
-    config: EngineConfig
+    config: DecodeConfig
     draft: nn.Module | None
     checkpoint: str | None = None
 
@@ -217,11 +219,11 @@ class _Decoded:
         config = method.config
         label = RunLabel(
             method=method.name,
-            schedule=config.schedule,
+            schedule=config.schedule.name,
             benchmark=benchmark,
             temperature=config.temperature,
-            tree_width=config.width,
-            tree=config.shape_label,
+            tree_width=config.schedule.width,
+            tree=config.schedule.label,
             checkpoint=method.checkpoint,
             verifier="rejection" if config.uses_rejection else "match",
             seed=config.seed,
@@ -324,11 +326,9 @@ class Comparison:
             baseline = Method(
                 name=AUTOREGRESSIVE,
                 draft=None,
-                config=replace(
-                    smallest.config, schedule=AUTOREGRESSIVE, tree_width=1, verifier="auto"
-                ),
+                config=replace(smallest.config, schedule=Autoregressive(), verifier="auto"),
             )
-            chosen = [m for m in chosen if m.config.schedule != AUTOREGRESSIVE]
+            chosen = [m for m in chosen if m.config.schedule.name != AUTOREGRESSIVE]
             baseline_parts: dict[str, _Decoded] = {}
             for method in (baseline, *chosen):
                 parts = self._decode(method, references)
@@ -417,7 +417,7 @@ class Comparison:
         self, records: list[Record], method: Method, description: str
     ) -> list[Record]:
         """Of tokens that no draft guessed nobody asks."""
-        if self.reference is None or method.config.schedule == AUTOREGRESSIVE:
+        if self.reference is None or method.config.schedule.name == AUTOREGRESSIVE:
             return records
         traces = None if self.traces is None else self.traces.open(entropies="nats, T = 1")
         source = TextEntropies(self.reference, traces)
@@ -429,7 +429,7 @@ class Comparison:
             return None
         again = {"repeat": repeat} if repeat else {}
         return self.traces.open(
-            config=asdict(method.config),
+            config=method.config.to_dict(),
             draft=None if method.draft is None else draft_hash(method.draft),
             recorded=recorded_draft(method.draft, engine.target),
             **again,
@@ -461,4 +461,4 @@ class Comparison:
 def _described(method: Method) -> str:
     """For progress bars."""
     config = method.config
-    return f"{method.name} n={config.num_stages} T={config.temperature:g} W={config.width}"
+    return f"{method.name} n={config.num_stages} T={config.temperature:g} W={config.schedule.width}"

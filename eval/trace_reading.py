@@ -10,9 +10,8 @@ from pipedraft.errors import UsageError
 from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.traces import read_lines
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.engine import EngineConfig
+from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape
 
 Key = tuple[str, str, int]
 """Benchmark, id of the prompt, turn."""
@@ -22,7 +21,7 @@ Key = tuple[str, str, int]
 class Recording:
     """One way of decoding, on all shards of its evaluation."""
 
-    config: EngineConfig
+    config: DecodeConfig
     draft_type: str | None
     """None: plain decoding."""
     draft_hash: str
@@ -36,9 +35,9 @@ class Recording:
         """For messages and tables."""
         if self.draft_type is None:
             return AUTOREGRESSIVE
-        config = self.config
-        shape = config.shape_label or f"W={config.width}"
-        return f"{self.draft_type} {self.draft_hash[:6]}: {config.schedule} {shape}"
+        schedule = self.config.schedule
+        shape = schedule.label or f"W={schedule.width}"
+        return f"{self.draft_type} {self.draft_hash[:6]}: {schedule.name} {shape}"
 
     def label(self) -> dict[str, Any]:
         config = self.config
@@ -46,9 +45,9 @@ class Recording:
             "method": self.name,
             "draft_type": self.draft_type,
             "draft_sha256": self.draft_hash,
-            "schedule": config.schedule,
-            "tree_width": config.width,
-            "tree": config.shape_label,
+            "schedule": config.schedule.name,
+            "tree_width": config.schedule.width,
+            "tree": config.schedule.label,
             "temperature": config.temperature,
             "seed": config.seed,
             "recorded_stages": config.num_stages,
@@ -131,22 +130,10 @@ def _files(place: Path) -> list[Path]:
 def _recording(header: dict[str, Any], turns: dict[Key, DecodeResult]) -> Recording:
     recorded = header["recorded"]
     return Recording(
-        config=_config(header["config"]),
+        config=DecodeConfig.from_dict(header["config"]),
         draft_type=recorded["draft_type"],
         draft_hash=(header["draft"] or "").rpartition(" ")[2],
         relative_cost=recorded["relative_cost"],
         boundaries=tuple(recorded["boundaries"]),
         turns=turns,
     )
-
-
-def _config(fields: dict[str, Any]) -> EngineConfig:
-    tree = fields["tree"]
-    parts = {
-        "tree": TreeShape(**tree | {"paths": tuple(map(tuple, tree["paths"]))}),
-        "expansion": Expansion(**fields["expansion"]),
-        "micro_batch": MicroBatch(**fields["micro_batch"]),
-        "cost": CostModel(**fields["cost"]),
-        "boundaries": tuple(fields["boundaries"]),
-    }
-    return EngineConfig(**fields | parts)

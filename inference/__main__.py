@@ -11,13 +11,12 @@ from typing import Any
 from pipedraft.errors import Parser, UsageError, run_command
 from pipedraft.inference.arguments import (
     add_backend_arguments,
-    add_drafting_arguments,
+    add_schedule_arguments,
     backend_of,
-    drafting_settings,
+    given_settings,
 )
 from pipedraft.inference.prompts import Stream, encode
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.shapes import TreeShape
 
 EXAMPLE = """example:
   python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
@@ -57,13 +56,7 @@ def build_parser() -> Parser:
     parser.add_argument("--schedule", help=f"{', '.join(SCHEDULES)}; default: the draft's own")
     parser.add_argument("--stages", type=int, help="pipeline stages; default: the draft's")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument(
-        "--tree-width", type=int, help="guesses per step (default 1; 16 for pipedec)"
-    )
-    parser.add_argument(
-        "--tree", default="dynamic", help="chain:M, static, dynamic[:LEVELS:BEAMS:TOKENS] (default)"
-    )
-    add_drafting_arguments(parser)
+    add_schedule_arguments(parser)
     parser.add_argument("--verifier", default="auto", choices=["auto", "match", "rejection"])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
@@ -125,7 +118,8 @@ def run(options: argparse.Namespace, cluster: Any) -> None:
         raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
     from transformers.utils import logging
 
-    from pipedraft.inference.engine import Engine, EngineConfig
+    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.engine import Engine
     from pipedraft.inference.pipelines.local import LocalPipeline
     from pipedraft.models import load_draft
     from pipedraft.models.language_model import load_draft_model
@@ -138,17 +132,15 @@ def run(options: argparse.Namespace, cluster: Any) -> None:
     if cluster is not None:
         num_stages = cluster.num_stages(choice.num_stages)
     # Before anything is loaded, so that bad values are refused at once.
-    config = EngineConfig(
-        schedule=choice.schedule,
+    config = DecodeConfig.of(
+        choice.schedule,
         num_stages=num_stages,
         boundaries=choice.boundaries,
         temperature=options.temperature,
         verifier=options.verifier,
-        tree_width=options.tree_width,
-        tree=TreeShape.parse(options.tree),
         seed=options.seed,
         max_new_tokens=options.max_new_tokens,
-        **drafting_settings(options),
+        **given_settings(options),
     )
     tokenizer = load_tokenizer(choice.target, revision=choice.revision)
     if cluster is None:
@@ -180,7 +172,7 @@ def run(options: argparse.Namespace, cluster: Any) -> None:
 def print_figures(config: Any, result: Any, where: str) -> None:
     elapsed = result.token_times_s[-1] - result.prefill_s
     print(
-        f"[{config.schedule}, n = {result.num_stages}] {result.num_tokens} tokens after the "
+        f"[{config.schedule.name}, n = {result.num_stages}] {result.num_tokens} tokens after the "
         f"first in {result.num_steps} steps: equivalent acceptance length "
         f"{result.equivalent_acceptance_length:.2f}, acceptance rate "
         f"{result.draft_acceptance_rate:.2f}; {result.num_tokens / max(elapsed, 1e-9):.0f} "

@@ -1,13 +1,22 @@
-"""Command-line arguments about drafting that several commands share."""
+"""Command-line options about decoding that several commands share."""
+
+from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import Field, fields
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from pipedraft.inference.shapes import Expansion, MicroBatch
+from pipedraft.inference.config import check_temperature
+from pipedraft.inference.schedules import SCHEDULES
+from pipedraft.inference.shapes import TreeShape
+
+if TYPE_CHECKING:
+    from pipedraft.inference.transport.cluster import Cluster
 
 
 def positive(text: str) -> int:
@@ -19,152 +28,132 @@ def positive(text: str) -> int:
 def temperature(text: str) -> float:
     try:
         value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature; give 0 (greedy) or more")
+        check_temperature(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a temperature; give 0 (greedy), or 0.0001 to 1000000"
+        ) from error
     return value
 
 
-def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
-    """Settings of the schedules: when drafts are made, which trees or micro-batches travel."""
-    parser.add_argument(
-        "--timing",
-        choices=["input_states", "output_states"],
-        default="input_states",
-        help="spd: the module reads the states before the step, beside the stages, or those after "
-        "it, one stage deeper, while they wait (default: input_states)",
-    )
-    _add_segment_arguments(parser)
-    _add_micro_batch_arguments(parser)
+def tree_label(text: str) -> str:
+    """The label of a tree, checked."""
+    try:
+        return TreeShape.parse(text).label
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _add_segment_arguments(parser: argparse.ArgumentParser) -> None:
+# -- settings of the schedules ----------------------------------------------------------------
+
+
+def add_schedule_arguments(parser: argparse.ArgumentParser, *, are_lists: bool = False) -> None:
+    """An option for every setting of every schedule; what is not given has no value.
+
+    Args:
+        are_lists: values may be comma lists, for ``settings_grid``.
+    """
     group = parser.add_argument_group(
-        "trees that travel in segments (naive_pp, pruned_pp, flowspec)"
+        "settings of schedules", "each with the schedules that have it; others refuse it"
     )
-    add = group.add_argument
-    add("--micro-batches", type=int, metavar="M", help="segments (default: stages + 1)")
-    add("--level-order", action="store_true", help="level by level, not the best guesses first")
-    add("--no-expansion", action="store_true", help="flowspec: no new guesses inside a round")
-    add(
-        "--expansion-depth",
-        type=int,
-        metavar="D",
-        help="flowspec: draft forwards per step (default: as many as fit beside it)",
-    )
-    add(
-        "--step-tokens",
-        type=int,
-        metavar="L",
-        help="flowspec: guesses that one of them continues and adds (default 32)",
-    )
-    add(
-        "--tree-first",
-        action="store_true",
-        help="flowspec, as published: after a miss the stages wait until a whole tree is drafted, "
-        "and a fresh tree of D levels is merged after each commit",
-    )
-    add(
-        "--expansion-tokens",
-        type=int,
-        metavar="L",
-        help="with --tree-first: draft tokens of a fresh tree (default 64)",
-    )
-    add(
-        "--refill-depth",
-        type=int,
-        metavar="D",
-        help="with --tree-first: levels added when the returning segment was pruned to nothing "
-        "(default 2)",
-    )
+    for name, owners in _owners().items():
+        _add_setting(group, name, owners, are_lists)
 
 
-def _add_micro_batch_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("micro-batches of guesses (pipeinfer)")
-    add = group.add_argument
-    add("--draft-tokens", type=int, metavar="M", help="guesses of one micro-batch (default 3)")
-    add("--branches", type=int, metavar="B", help="branches of one micro-batch (default 1)")
-    add(
-        "--accept",
-        type=float,
-        metavar="P",
-        help="a branch ends where the draft's best token is less likely (default 0: never)",
-    )
-    add(
-        "--split",
-        type=float,
-        metavar="P",
-        help="a branch forks into next best tokens that are more likely (default 0.1)",
-    )
-    add(
-        "--recovery",
-        type=float,
-        metavar="P",
-        help="raises both thresholds with each micro-batch since the last verdict (default 0)",
-    )
-    add(
-        "--decay",
-        type=float,
-        metavar="P",
-        help="lowers both with each of them that came out empty (default 0)",
-    )
-    add(
-        "--give-up",
-        type=float,
-        metavar="P",
-        help="draft rarely while a smaller part of the latest guesses was right (default 0.1)",
-    )
-    add(
-        "--restart",
-        action="store_true",
-        help="as published: draft from the root again after every verdict",
-    )
-    add(
-        "--max-in-flight",
-        type=int,
-        metavar="R",
-        help="draft nothing while as many tokens are under way (default: no limit)",
-    )
+def _owners() -> dict[str, list[str]]:
+    """Setting -> the schedules that have it."""
+    owners: dict[str, list[str]] = {}
+    for schedule, kind in SCHEDULES.items():
+        for setting in fields(kind):
+            owners.setdefault(setting.name, []).append(schedule)
+    return owners
 
 
-def drafting_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of ``EngineConfig`` from these arguments."""
-    expansion = Expansion(
-        enabled=not options.no_expansion,
-        by_score=not options.level_order,
-        tree_first=options.tree_first,
-        **_given(
-            depth=options.expansion_depth,
-            step_tokens=options.step_tokens,
-            num_tokens=options.expansion_tokens,
-            refill_depth=options.refill_depth,
-        ),
-    )
-    micro_batch = MicroBatch(
-        restart=options.restart,
-        **_given(
-            size=options.draft_tokens,
-            branches=options.branches,
-            accept=options.accept,
-            split=options.split,
-            recovery=options.recovery,
-            decay=options.decay,
-            give_up=options.give_up,
-            max_in_flight=options.max_in_flight,
-        ),
-    )
-    return {
-        "timing": options.timing,
-        "micro_batches": options.micro_batches,
-        "expansion": expansion,
-        "micro_batch": micro_batch,
-    }
+def _add_setting(group: Any, name: str, owners: Sequence[str], is_list: bool) -> None:
+    kind = SCHEDULES[owners[-1]]
+    setting: Field[Any] = next(f for f in fields(kind) if f.name == name)
+    hint = get_type_hints(kind)[name]
+    default = setting.default
+    flag = name.replace("_", "-")
+    text = f"{', '.join(owners)}: {setting_help(kind, name)}".replace("%", "%%")
+    if hint is bool:
+        flag = f"no-{flag}" if default else flag
+        group.add_argument(
+            f"--{flag}", dest=name, action="store_const", const=not default, help=text
+        )
+        return
+    if get_origin(hint) is Literal:
+        choices = list(get_args(hint))
+        group.add_argument(f"--{flag}", choices=choices, help=f"{text} (default: {default})")
+        return
+    types = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
+    shown = default.label if isinstance(default, TreeShape) else default
+    if shown is not None:
+        text += f" (default: {shown})"
+    parse: Callable[[str], Any] = tree_label if types[0] is TreeShape else types[0]
+    if is_list:
+        text += "; or a comma list"
+        parse = listed(parse)
+    metavar = {int: "N", float: "P"}.get(types[0], "TREE")
+    group.add_argument(f"--{flag}", type=parse, metavar=metavar, help=text)
 
 
-def _given(**values: Any) -> dict[str, Any]:
-    """The arguments that are on the command line; the others have the class's defaults."""
-    return {name: value for name, value in values.items() if value is not None}
+def setting_help(kind: type, name: str) -> str:
+    """First sentence of the docstring under a setting."""
+    from docstring_parser import parse_from_object
+
+    for owner in kind.__mro__[:-2]:
+        for entry in parse_from_object(owner).params:
+            if entry.arg_name == name and entry.description:
+                return " ".join(entry.description.split()).partition(". ")[0].rstrip(".")
+    raise AssertionError(f"{kind.__name__}.{name} has no docstring")
+
+
+def given_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of schedules that are on the command line."""
+    found = {name: getattr(options, name, None) for name in _owners()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Type of an option that takes a comma list; a repeated value counts once."""
+
+    def parse_list(text: str) -> list[Any]:
+        parts = [part.strip() for part in text.split(",")]
+        if not all(parts):
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty entry; write a,b,c")
+        try:
+            return list(dict.fromkeys(parse(part) for part in parts))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_list
+
+
+def settings_grid(
+    options: argparse.Namespace, schedules: Sequence[str]
+) -> list[list[dict[str, Any]]]:
+    """For each schedule all combinations of the given settings that it has.
+
+    Raises:
+        ValueError: a setting that none of the schedules has.
+    """
+    given, owners = given_settings(options), _owners()
+    for name in given:
+        if not set(schedules) & set(owners[name]):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: {', '.join(schedules)} has no such setting; it "
+                f"belongs to {', '.join(owners[name])}"
+            )
+    grid = []
+    for schedule in schedules:
+        own = {name: value for name, value in given.items() if schedule in owners[name]}
+        lists = [value if isinstance(value, list) else [value] for value in own.values()]
+        grid.append([dict(zip(own, values, strict=True)) for values in product(*lists)])
+    return grid
+
+
+# -- where the stages run ---------------------------------------------------------------------
 
 
 def _layer_numbers(text: str) -> tuple[int, ...]:
@@ -206,7 +195,7 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def backend_of(options: argparse.Namespace) -> Iterator[Any]:
+def backend_of(options: argparse.Namespace) -> Iterator[Cluster | None]:
     """The cluster that the options ask for, entered; None for the local backend."""
     from pipedraft.inference.transport import is_launched
 

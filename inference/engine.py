@@ -1,21 +1,24 @@
 """The engine: one target, one draft, one schedule; decodes prompts exactly as the target would."""
 
-import difflib
+from __future__ import annotations
+
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.clock import VirtualClock
+from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines.local import Ahead, LocalPipeline, Returned
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape, segment_sizes
-from pipedraft.inference.sources import DraftSource, Growth, Sampling, make_source
-from pipedraft.inference.sources.micro_batch import grow_micro_batch
+from pipedraft.inference.schedules.spd import SPD
+from pipedraft.inference.shapes import TreeShape, segment_sizes
+from pipedraft.inference.sources import DraftSource, Sampling, make_source
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import (
     KeyedRandom,
@@ -27,111 +30,6 @@ from pipedraft.inference.verify import (
 from pipedraft.models.target import Keep, StagedTarget
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    schedule: str = "spd"
-    num_stages: int = 4
-    boundaries: tuple[int, ...] = ()
-    """Where the target is cut, (0, b1, .., L); empty: near-even, or as the draft was trained."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    verifier: Literal["auto", "match", "rejection"] = "auto"
-    """auto: rejection for sampled chains (temperature > 0, tree width 1), else match."""
-    tree_width: int | None = None
-    """Guesses per step of the schedules that grow layers; more than 1 keeps every branch
-    consistent with the text. None: 16 for pipedec, else 1."""
-    tree: TreeShape = field(default_factory=TreeShape)
-    """What a round proposes, for the schedules that grow whole trees."""
-    micro_batches: int | None = None
-    """Segments that a tree is cut into for naive_pp, pruned_pp and flowspec; None: stages + 1."""
-    timing: Literal["input_states", "output_states"] = "input_states"
-    """What a speculation module reads. output_states: the states after the step, one stage deeper,
-    so that the stages wait for it (the SPD paper's ablation)."""
-    max_segment_rows: int = 16
-    """A tree that does not fit that many segments of this size is cut into more of them."""
-    expansion: Expansion = field(default_factory=Expansion)
-    micro_batch: MicroBatch = field(default_factory=MicroBatch)
-    """What pipeinfer drafts in one step; ``micro_batches`` are something else, FlowSpec's."""
-    seed: int = 0
-    max_new_tokens: int = 128
-    """New tokens at most, the one drawn from the prefill included."""
-    cost: CostModel = field(default_factory=CostModel)
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            near = difflib.get_close_matches(self.schedule, SCHEDULES, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
-                f"schedule: {self.schedule!r} is unknown; {hint}known: {', '.join(SCHEDULES)}"
-            )
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature: {self.temperature} is not a temperature; give 0 (greedy) or more"
-            )
-        if self.boundaries and len(self.boundaries) != self.num_stages + 1:
-            raise ValueError(
-                f"boundaries: {list(self.boundaries)} do not make {self.num_stages} stages; give "
-                f"{self.num_stages + 1} ascending layer numbers, 0 first"
-            )
-        if self.tree_width is None:
-            width = SCHEDULES[self.schedule].default_width
-            object.__setattr__(self, "tree_width", width)
-        for name in ("num_stages", "tree_width", "max_new_tokens", "max_segment_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is below 1; give at least 1")
-        if self.micro_batches is not None and self.micro_batches < 1:
-            raise ValueError(f"micro_batches: {self.micro_batches} is below 1; give at least 1")
-        if self.timing != "input_states" and self.grows is not None and self.schedule != "spd":
-            raise ValueError(
-                f"timing: {self.timing!r} is for schedule 'spd', not {self.schedule!r}; "
-                "leave it out"
-            )
-        if self.verifier == "rejection" and (self.temperature == 0 or not self.can_sample):
-            raise ValueError(
-                "verifier: 'rejection' needs a sampled chain (temperature above 0 and tree width "
-                "1, or a chain as the tree's kind); use 'match', which is exact for every tree"
-            )
-
-    @property
-    def grows(self) -> Growth | None:
-        """Verb of the draft source that the schedule uses."""
-        return SCHEDULES[self.schedule].grows
-
-    @property
-    def width(self) -> int:
-        """Guesses per layer, children of the root of a whole tree, or a micro-batch's branches."""
-        if self.grows == "micro_batches":
-            return self.micro_batch.branches
-        return self.tree.width if self.grows == "trees" else (self.tree_width or 1)
-
-    @property
-    def shape_label(self) -> str | None:
-        """What is drafted at once, for tables; None: a layer of ``width`` guesses."""
-        labels = {"trees": self.tree.label, "micro_batches": self.micro_batch.label}
-        return labels.get(self.grows or "layers")
-
-    @property
-    def is_chain(self) -> bool:
-        """Every row of the token tree has one child at most."""
-        if self.grows == "micro_batches" and self.micro_batch.restart:
-            return False  # a root that is continued again may get another guess
-        if self.grows != "trees":
-            return self.width == 1
-        expands = SCHEDULES[self.schedule].expands and self.expansion.enabled
-        return self.tree.is_chain and not expands
-
-    @property
-    def can_sample(self) -> bool:
-        """Guesses may be drawn from the draft: a chain, and not PipeInfer's, which is greedy."""
-        return self.is_chain and self.grows != "micro_batches"
-
-    @property
-    def uses_rejection(self) -> bool:
-        if self.verifier == "auto":
-            return self.temperature > 0 and self.can_sample
-        return self.verifier == "rejection"
-
-
 class Engine:
     """Decodes prompts one at a time on a ``LocalPipeline`` with a virtual clock."""
 
@@ -139,7 +37,7 @@ class Engine:
         self,
         target: Any,
         tokenizer: Any,
-        config: EngineConfig,
+        config: DecodeConfig,
         draft: Any | None = None,
         *,
         source: DraftSource | None = None,
@@ -150,16 +48,16 @@ class Engine:
             target: causal LM as returned by ``load_target``.
             draft: from ``load_draft`` or ``load_draft_model``; None only for the autoregressive
                 schedule.
-            source: where guesses come from instead of a network, for example a simulated draft.
+            source: draft tokens instead of a network's, for example of a simulated draft.
             connect: makes the pipeline: ``LocalPipeline``, or a ``Cluster``'s.
 
         Raises:
             ValueError: no draft for a schedule that needs one, or a draft for another n.
         """
-        needs_draft = config.grows is not None
+        needs_draft = config.schedule.grows is not None
         if needs_draft and draft is None and source is None:
             raise ValueError(
-                f"draft: schedule {config.schedule!r} needs one; give --checkpoint DIR or "
+                f"draft: schedule {config.schedule.name!r} needs one; give --checkpoint DIR or "
                 "--draft-model"
             )
         self.config, self.tokenizer = config, tokenizer
@@ -191,33 +89,32 @@ class Engine:
 
     def _check_growth(self) -> None:
         """Refuse trees on a recurrent target, and a schedule whose verb the draft lacks."""
-        config, grows = self.config, self.config.grows
-        source = self.make_source()
+        schedule, source = self.config.schedule, self.make_source()
         draft_is_chain_only = source is not None and source.is_chain_only
-        if (self.target.is_chain_only or draft_is_chain_only) and not config.is_chain:
-            given = f"tree_width: {config.tree_width}"
-            if grows == "trees":
-                given = f"tree: {config.tree.label} under {config.schedule}"
-            elif grows == "micro_batches":
-                batch = config.micro_batch
-                given = f"micro_batch: branches {batch.branches}, restart {batch.restart}"
+        if (self.target.is_chain_only or draft_is_chain_only) and not schedule.is_chain:
             owner = "target" if self.target.is_chain_only else "draft"
+            what = schedule.label or f"tree_width {schedule.width}"
             raise ValueError(
-                f"{given}, but this {owner} has recurrent layers, which carry one state per "
-                "sequence; give --tree-width 1, --tree chain:7 with eagle, naive_pp or pruned_pp, "
-                "or pipeinfer without --branches and --restart"
+                f"{schedule.name}: {what}, but this {owner} has recurrent layers, which carry one "
+                "state per sequence; give --tree-width 1, --tree chain:7 with eagle, naive_pp or "
+                "pruned_pp, or pipeinfer without --branches and --restart"
             )
+        grows = schedule.grows
         if source is not None and grows is not None and grows not in source.grows:
-            known = [name for name, s in SCHEDULES.items() if s.grows in source.grows]
+            known = [name for name, other in SCHEDULES.items() if other.grows in source.grows]
             raise ValueError(
-                f"schedule: {config.schedule!r} grows {grows}, which this draft cannot; "
+                f"schedule: {schedule.name!r} grows {grows}, which this draft cannot; "
                 f"choose {' or '.join(known)}"
             )
 
     def make_source(self) -> DraftSource | None:
         if self._source is not None:
             return self._source
-        return make_source(self.draft, self.config.timing) if self.draft is not None else None
+        if self.draft is None:
+            return None
+        schedule = self.config.schedule
+        timing = schedule.timing if isinstance(schedule, SPD) else "input_states"
+        return make_source(self.draft, timing)
 
     @property
     def draft_cost(self) -> float:
@@ -252,7 +149,7 @@ class Engine:
                 f"{self.target.max_positions} positions; shorten it"
             )
         session = Session(self, prompt_ids, prompt_index, on_token)
-        SCHEDULES[self.config.schedule].run(session)
+        self.config.schedule.run(session)
         return session.finish()
 
 
@@ -300,92 +197,81 @@ class Session:
     def done(self) -> bool:
         return bool(self.result.stop_reason)
 
-    def inject(self, num_segments: int = 1) -> None:
+    @property
+    def num_stages(self) -> int:
+        return self.engine.target.num_stages
+
+    @property
+    def features(self) -> Mapping[int, Tensor]:
+        """Hidden states [r, H] of the rows in flight, by layer, as they are now."""
+        return self.pipeline.features.view()
+
+    @property
+    def drafter(self) -> DraftSource:
+        """The draft of this sequence; only for schedules that grow something."""
+        assert self.source is not None, "the engine refuses such a schedule without a draft"
+        return self.source
+
+    def inject(self, num_segments: int = 1, max_rows: int = 0) -> None:
         """Queue the rows that the pipeline has not seen yet; one segment enters per step.
 
         Args:
-            num_segments: nearly equal parts, the longer ones last; more of them where a part would
-                exceed ``max_segment_rows``.
+            num_segments: nearly equal parts, the longer ones last.
+            max_rows: more parts where one would exceed this; for several parts only.
         """
         tree, start = self.tree, self.tree.num_injected
-        for size in segment_sizes(len(tree) - start, num_segments, self.config.max_segment_rows):
+        for size in segment_sizes(len(tree) - start, num_segments, max_rows):
             self.pipeline.inject(tree.segment(start, start + size))
             start += size
         tree.num_injected = len(tree)
         self.pipeline.start()
 
-    def grow_layer(self) -> None:
-        """Let the draft add guesses below the deepest rows, from what is known now."""
-        assert self.source is not None
-        with self._drafting():
-            self.source.grow_layer(
-                self.tree,
-                self.pipeline.features.view(),
-                width=self.config.width,
-                sampling=self._round_sampling(),
+    def grow_layer(self, width: int) -> None:
+        """Let the draft add up to ``width`` tokens below the deepest rows, from what is known."""
+        with self.drafting():
+            self.drafter.grow_layer(
+                self.tree, self.features, width=width, sampling=self._round_sampling()
             )
 
-    def grow_tree(self, shape: TreeShape, *, by_score: bool) -> None:
-        """Let the draft merge a fresh tree below the root, from the committed text."""
-        assert self.source is not None
-        with self._drafting():
-            self.source.grow_tree(
+    def grow_tree(self, shape: TreeShape, *, by_score: bool = False) -> None:
+        """Let the draft merge a fresh tree below the root, from the committed tokens.
+
+        Args:
+            by_score: the best draft tokens enter first, else level by level.
+        """
+        with self.drafting():
+            self.drafter.grow_tree(
                 self.tree, shape, by_score=by_score, sampling=self._round_sampling()
             )
 
     def deepen_tree(self, levels: int, num_tokens: int) -> None:
         """Let the draft extend its last fresh tree."""
-        assert self.source is not None
-        with self._drafting():
-            self.source.deepen_tree(self.tree, levels, num_tokens)
+        with self.drafting():
+            self.drafter.deepen_tree(self.tree, levels, num_tokens)
 
-    def expand_tree(self) -> None:
-        """Let the draft continue the tree on its way where it is most likely right."""
-        assert self.source is not None
-        expansion = self.config.expansion
-        with self._drafting():
-            self.source.expand_tree(
-                self.tree,
-                self.expansion_forwards(),
-                expansion.step_tokens,
-                by_score=expansion.by_score,
-            )
-
-    def grow_micro_batch(self, start: int, shift: float, size: int) -> list[int]:
-        """Let the draft guess on below one row, as far as it is sure.
+    def expand_tree(self, num_forwards: int, num_tokens: int, by_score: bool) -> None:
+        """Let the draft continue the tree on its way where it is most likely right.
 
         Args:
-            shift: what is added to the thresholds of the micro-batch.
-            size: guesses at most.
-
-        Returns:
-            The row of every guess; the tree may have had some of them before.
+            num_forwards: passes of the draft, at most.
+            num_tokens: rows that one pass continues, and draft tokens that it adds.
         """
-        assert self.source is not None
-        with self._drafting():
-            return grow_micro_batch(
-                self.source,
-                self.tree,
-                self.pipeline.features.view(),
-                start=start,
-                batch=replace(self.config.micro_batch, size=size),
-                shift=shift,
-                interrupted=self.verdict_waits,
-            )
+        with self.drafting():
+            self.drafter.expand_tree(self.tree, num_forwards, num_tokens, by_score=by_score)
 
     def verdict_waits(self) -> bool:
         """Rows are back before they are due, and the draft keeps them waiting."""
         return self.pipeline.verdict_waits()
 
     @contextmanager
-    def _drafting(self) -> Iterator[None]:
+    def drafting(self) -> Iterator[None]:
         """Count what the draft does and adds, and its time."""
-        assert self.source is not None
-        num_rows, num_forwards = len(self.tree), self.source.num_forwards
+        source = self.drafter
+        num_rows, num_forwards = len(self.tree), source.num_forwards
         with self.pipeline.timeline.span("draft"):
             yield
         self.result.num_drafted += len(self.tree) - num_rows
-        self.pending_forwards += self.source.num_forwards - num_forwards
+        self.pending_forwards += source.num_forwards - num_forwards
 
     def _round_sampling(self) -> Sampling:
         return replace(self.sampling, attempt=self.num_rounds)
@@ -399,13 +285,18 @@ class Session:
         self.clock.serial_draft(max(self.pending_forwards, at_least))
         self.pending_forwards = 0
 
-    def expansion_forwards(self) -> int:
-        """FlowSpec's draft forwards a step: by default what fits beside it under the cost model.
+    def hidden_forwards(self) -> int:
+        """Draft forwards that fit beside a step like the last one under the cost model."""
+        return self.clock.hidden_forwards(max(self.pipeline.last_rows))
 
-        At least one, and no more than a whole tree takes.
-        """
-        hidden = self.clock.hidden_forwards(max(self.pipeline.last_rows))
-        return self.config.expansion.depth or min(self.config.tree.depth, hidden)
+    def collect(self) -> Returned:
+        """Step until the whole tree is back; its segments joined."""
+        parts: list[Returned] = []
+        while sum(part.num_rows for part in parts) < len(self.tree):
+            returned = self.step()
+            if returned is not None:
+                parts.append(returned)
+        return Returned(len(self.tree), torch.cat([part.verdicts for part in parts]))
 
     def step(self, *, overlap: bool = False, ahead: bool = False) -> Returned | None:
         """One pipeline step, with the drafting since the last one beside it or after it.
@@ -422,7 +313,7 @@ class Session:
         return returned
 
     def _ahead(self) -> Ahead | None:
-        """A single guess: several would cost the stages more than those that a verdict leaves."""
+        """A single draft token: of several a verdict leaves few, and the stages pay for all."""
         first, count = self.tree.num_injected, len(self.tree)
         if count - first != 1:
             return None

@@ -1,4 +1,4 @@
-"""Shapes of draft trees and of micro-batches, and how a travelling tree is cut and extended."""
+"""Shapes of draft trees, and how a tree is cut into segments."""
 
 import math
 from dataclasses import dataclass
@@ -80,101 +80,6 @@ class TreeShape:
         assert expected is not None
         fields = dict(zip(expected, map(int, sizes), strict=False))
         return cls(kind=kind, **fields)  # type: ignore[arg-type]  # a key of names
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expansion:
-    """How FlowSpec extends a tree that is on its way."""
-
-    enabled: bool = True
-    """Off: no new guesses inside a round, which is pruned pipeline parallelism."""
-    by_score: bool = True
-    """Send the best guesses first; off: level by level."""
-    depth: int | None = None
-    """Draft forwards beside a step; None: as many as fit beside it under the cost model, at least
-    one and at most those of a whole tree."""
-    step_tokens: int = 32
-    """Guesses that one draft forward continues, and that it adds."""
-    tree_first: bool = False
-    """As published: the stages wait after a miss until a whole tree is drafted, which then enters
-    with the root, and a fresh tree of ``depth`` levels from the root follows each commit. Off: the
-    root enters at once, and the tree on its way is continued beside every step."""
-    num_tokens: int = 64
-    """Guesses of a fresh tree, those already on their way included."""
-    refill_depth: int = 2
-    """Levels added to the last tree when the returning segment was pruned to nothing; 0: none."""
-    refill_tokens: int = 48
-    """The best new guesses of these levels that are sent."""
-
-    def __post_init__(self) -> None:
-        if self.depth is not None and self.depth < 1:
-            raise ValueError(f"expansion.depth: {self.depth} is below 1; leave it out or give 1")
-        if self.step_tokens < 1:
-            raise ValueError(
-                f"expansion.step_tokens: {self.step_tokens} is below 1; give 1 or more"
-            )
-        for name in ("num_tokens", "refill_depth", "refill_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"expansion.{name}: {getattr(self, name)} is negative; give 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """What PipeInfer drafts in one step, and how sure the draft has to be.
-
-    The defaults never stop drafting: on the lock-step clock a guess in an entry that would stay
-    empty costs nothing. PipeInfer's code has size 16, accept 0.5 and split 0.1 as defaults, and its
-    published runs size 3 or 4, branches 3, accept 0.001 to 0.1, split 0.8 to 0.9, recovery up to
-    0.4 and decay up to 0.01.
-    """
-
-    size: int = 3
-    """Guesses, over all branches; they enter the first stage together. Fewer where the cost model
-    says that further rows take more time than they are right often enough to save."""
-    branches: int = 1
-    """Paths that one micro-batch may begin; 1: a chain."""
-    accept: float = 0.0
-    """A branch ends where the probability of the draft's best token is below this."""
-    split: float = 0.1
-    """A branch forks into the draft's next best tokens where their probability is above this."""
-    recovery: float = 0.0
-    """Added to both thresholds for each micro-batch since the last verdict."""
-    decay: float = 0.0
-    """Taken off both for each micro-batch since the last verdict that came out empty."""
-    give_up: float = 0.1
-    """While a smaller part of the latest guesses was right, the draft pauses, twice as long every
-    time: one that is of no use then costs the stages little. 0: never."""
-    restart: bool = False
-    """As published: draft from the root again after every verdict, and verify it on its own."""
-    max_in_flight: int | None = None
-    """Nothing is drafted while the tree has this many rows; None: no limit."""
-
-    def __post_init__(self) -> None:
-        for name in ("size", "branches"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"micro_batch.{name}: {getattr(self, name)} is below 1; give at least 1"
-                )
-        for name in ("accept", "split", "give_up"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(
-                    f"micro_batch.{name}: {getattr(self, name)} is no probability; give 0 to 1"
-                )
-        for name in ("recovery", "decay"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(
-                    f"micro_batch.{name}: {getattr(self, name)} is not 0 or more; give 0 for none"
-                )
-        if self.max_in_flight is not None and self.max_in_flight < 1:
-            raise ValueError(
-                f"micro_batch.max_in_flight: {self.max_in_flight} is below 1; leave it out or "
-                "give at least 1"
-            )
-
-    @property
-    def label(self) -> str:
-        """For tables."""
-        return f"micro-batch:{self.size}" + (":restart" if self.restart else "")
 
 
 def segment_sizes(num_rows: int, num_segments: int, max_rows: int) -> list[int]:

@@ -4,15 +4,15 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from conftest import tiny_llama
 from tiny_drafts import make_module
 
-from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.shapes import Expansion, TreeShape
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import DraftSource, add_most_likely
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.verify import MatchVerifier, Walk, probabilities
@@ -22,7 +22,7 @@ PROMPTS = [[5], [1, 2], [7, 3, 9, 3, 7, 1], [index * 5 % 16 for index in range(2
 CHAIN = TreeShape(kind="chain", depth=3)
 SMALL = TreeShape(depth=3, top_k=3, num_tokens=8)
 STATIC = TreeShape(kind="static", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-PUBLISHED = Expansion(tree_first=True, depth=2, num_tokens=5)
+PUBLISHED = dict(tree_first=True, expansion_depth=2, expansion_tokens=5)
 WAYS = [
     {"schedule": "eagle", "tree": CHAIN},
     {"schedule": "eagle", "tree": SMALL},
@@ -32,12 +32,12 @@ WAYS = [
     {"schedule": "pruned_pp", "tree": CHAIN},
     {"schedule": "pipedec", "tree_width": 4},
     {"schedule": "flowspec", "tree": SMALL},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, by_score=False)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=4, step_tokens=3)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": replace(PUBLISHED, by_score=False)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(enabled=False)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED, "max_segment_rows": 1},
+    {"schedule": "flowspec", "tree": SMALL, **dict(expansion_depth=2, level_order=True)},
+    {"schedule": "flowspec", "tree": SMALL, **dict(expansion_depth=4, step_tokens=3)},
+    {"schedule": "flowspec", "tree": SMALL, **PUBLISHED},
+    {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "level_order": True},
+    {"schedule": "flowspec", "tree": SMALL, **dict(expansion=False)},
+    {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "max_segment_rows": 1},
 ]
 
 
@@ -47,7 +47,7 @@ class PlainTokenizer:
 
 
 def engine_for(target, *, draft=None, source=None, **options) -> Engine:
-    return Engine(target, PlainTokenizer(), EngineConfig(**options), draft, source=source)
+    return Engine(target, PlainTokenizer(), DecodeConfig.of(**options), draft, source=source)
 
 
 # -- targets and drafts ---------------------------------------------------------------------
@@ -311,8 +311,9 @@ class AcceptMostLikelyMutant(MatchVerifier):
 
 
 def way_name(way) -> str:
-    tree = way.get("tree")
-    return way["schedule"] + (f"-{tree.kind}" if tree else "")
+    schedule, tree = way["schedule"], way.get("tree")
+    name = schedule if isinstance(schedule, str) else schedule.name
+    return name + (f"-{tree.kind}" if tree else "")
 
 
 def paths_of(tree):

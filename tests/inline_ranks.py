@@ -5,7 +5,8 @@ from random import Random
 import pytest
 from decode_runs import NEW_TOKENS, PlainTokenizer
 
-from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.messages import Message, decode, encode
@@ -73,7 +74,7 @@ def decode_both(
         results, engine = [], None
         for prompt in prompts:
             source = make_source(prompt) if make_source else None
-            config = EngineConfig(max_new_tokens=NEW_TOKENS, **options)
+            config = DecodeConfig.of(max_new_tokens=NEW_TOKENS, **options)
             if engine is None or source is not None:
                 engine = Engine(target, PlainTokenizer(), config, draft, source=source, **extra)
             results.append(engine.decode(prompt))

@@ -12,7 +12,8 @@ from decode_runs import PROMPTS, PlainTokenizer, friendly_module
 from decode_runs import WAYS as EAGLE_WAYS
 from tiny_drafts import make_head
 
-from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.transport.watch import Limits
 
@@ -44,7 +45,7 @@ def compare(cluster, part, name):
     ways += [(way, head) for way in EAGLE_WAYS]
     different, compared = [], 0
     for way, draft in ways:
-        config = EngineConfig(num_stages=2, max_new_tokens=NEW_TOKENS, **way)
+        config = DecodeConfig.of(num_stages=2, max_new_tokens=NEW_TOKENS, **way)
         engines = [
             Engine(whole, PlainTokenizer(), config, draft),
             Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect),

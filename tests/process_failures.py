@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.transport.watch import Limits
 
@@ -54,7 +55,7 @@ def run_rank(plan: Plan) -> None:
             cluster.serve()
             return
         part = cluster.load_target(str(plan.folder / "t"), revision=None, num_stages=NUM_STAGES)
-        config = EngineConfig(
+        config = DecodeConfig.of(
             schedule="autoregressive", num_stages=NUM_STAGES, max_new_tokens=plan.num_new
         )
         engine = Engine(part, PlainTokenizer(), config, connect=cluster.connect)

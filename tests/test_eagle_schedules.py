@@ -33,9 +33,11 @@ from pipedraft.inference.closed_forms import (
     chain_acceptance_length,
     continuous_acceptance_length,
 )
-from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.shapes import EAGLE1_PATHS, Expansion, TreeShape
+from pipedraft.inference.schedules.flowspec import FlowSpec
+from pipedraft.inference.shapes import EAGLE1_PATHS, TreeShape
 from pipedraft.inference.sources import Sampling
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
@@ -104,7 +106,10 @@ def test_segments_pruned_to_one_row_and_to_none_change_nothing(schedule, tree_fi
             max_new_tokens=48,
             micro_batches=9,
             tree=TreeShape(depth=6, top_k=3, num_tokens=18),
-            expansion=Expansion(depth=2, step_tokens=1, num_tokens=6, tree_first=tree_first),
+            expansion_depth=2,
+            step_tokens=1,
+            expansion_tokens=6,
+            tree_first=tree_first,
         )
     assert watch.single > 5 and watch.emptied > 5
 
@@ -120,8 +125,8 @@ def test_ignoring_the_mask_of_single_row_segments_is_noticed(monkeypatch):
         return cut
 
     # Two children a node: a grandchild enters the first stage before its uncle is pruned.
-    tree, expansion = replace(SMALL, top_k=2), Expansion(tree_first=True)
-    way = {"schedule": "flowspec", "tree": tree, "expansion": expansion, "max_segment_rows": 1}
+    tree, expansion = replace(SMALL, top_k=2), dict(tree_first=True)
+    way = {"schedule": "flowspec", "tree": tree, **expansion, "max_segment_rows": 1}
     target = attentive_llama(8, vocab=16)
     expected = [greedy_reference(target, prompt, 48) for prompt in PROMPTS]
     assert simulated_texts(target, 48, **way) == expected
@@ -166,8 +171,8 @@ def test_pipedec_follows_the_closed_form_of_one_verdict_per_step():
 
 
 def test_flowspec_with_a_perfect_draft_never_restarts():
-    expansion = Expansion(tree_first=True, depth=8, num_tokens=16)
-    result = bernoulli("flowspec", 1.0, 120, tree=CHAIN, expansion=expansion)
+    expansion = dict(tree_first=True, expansion_depth=8, expansion_tokens=16)
+    result = bernoulli("flowspec", 1.0, 120, tree=CHAIN, **expansion)
     assert len(result.round_lengths) == 1
     restarting = bernoulli("pruned_pp", 1.0, 120, tree=CHAIN)
     assert result.equivalent_acceptance_length > restarting.equivalent_acceptance_length
@@ -179,19 +184,19 @@ def test_expansion_depth_stays_within_the_stage_time(tree_first):
     target = tiny_llama(layers=4, vocab=16)
     head = make_head(target)
     for num_stages, expected in ((1, 4), (2, 2), (4, 1)):
-        config = EngineConfig(
+        config = DecodeConfig.of(
             schedule="flowspec",
             num_stages=num_stages,
             max_new_tokens=40,
             tree=SMALL,
-            expansion=Expansion(tree_first=tree_first),
+            tree_first=tree_first,
         )
         engine = Engine(target, PlainTokenizer(), config, head)
         assert engine.draft_cost == 1 / 4
         result = engine.decode([3, 1, 4])
         waits = len(result.round_lengths) if tree_first else 0
         serial = waits * SMALL.depth * engine.draft_cost
-        refills = config.expansion.refill_depth * engine.draft_cost * tree_first
+        refills = config.schedule.refill_depth * engine.draft_cost * tree_first
         longest = max(expected * engine.draft_cost, 1 / num_stages, refills)
         assert result.virtual_time <= serial + result.num_steps * longest + 1e-9
 
@@ -205,8 +210,8 @@ SAMPLED_WAYS = [
     {"schedule": "pruned_pp", "tree": SMALL},
     {"schedule": "pipedec", "tree_width": 3},
     {"schedule": "pipedec", "tree_width": 1, "verifier": "rejection"},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, step_tokens=4)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED},
+    {"schedule": "flowspec", "tree": SMALL, **dict(expansion_depth=2, step_tokens=4)},
+    {"schedule": "flowspec", "tree": SMALL, **PUBLISHED},
 ]
 
 
@@ -300,7 +305,7 @@ def test_growing_layer_by_layer_equals_the_tree_of_the_same_beams():
 
 def test_a_static_tree_has_the_published_shape():
     target = tiny_llama(layers=4, vocab=16)
-    config = EngineConfig(schedule="eagle", tree=TreeShape(kind="static"), num_stages=2)
+    config = DecodeConfig.of(schedule="eagle", tree=TreeShape(kind="static"), num_stages=2)
     engine = Engine(target, PlainTokenizer(), config, make_head(target, "eagle"))
     source = engine.make_source()
     assert source is not None
@@ -315,17 +320,17 @@ def test_a_static_tree_has_the_published_shape():
 def test_what_a_draft_or_target_cannot_do_is_refused_by_name():
     target = tiny_llama(layers=4, vocab=16)
     head = make_head(target)
-    config = EngineConfig(schedule="spd", num_stages=2, max_new_tokens=4)
+    config = DecodeConfig.of(schedule="spd", num_stages=2, max_new_tokens=4)
     Engine(target, PlainTokenizer(), config, head)  # EAGLE heads grow layers, too
     from tiny_drafts import make_module
 
     module = make_module(target, num_stages=2, num_layers=1).float()
-    with pytest.raises(ValueError, match=r"schedule: 'flowspec' grows trees.*spd or pipedec"):
-        Engine(target, PlainTokenizer(), replace(config, schedule="flowspec"), module)
+    with pytest.raises(ValueError, match=r"schedule: 'flowspec' grows trees.*ppsd or spd"):
+        Engine(target, PlainTokenizer(), replace(config, schedule=FlowSpec()), module)
     with pytest.raises(ValueError, match=r"tree\.paths: \[0, 3\] has no parent"):
         TreeShape(kind="static", paths=((1,), (0, 3)))
     with pytest.raises(ValueError, match="verifier: 'rejection'"):
-        EngineConfig(schedule="eagle", temperature=1.0, verifier="rejection")
+        DecodeConfig.of(schedule="eagle", temperature=1.0, verifier="rejection")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mixtral"])
@@ -335,7 +340,7 @@ def test_hybrid_and_expert_targets_decode_exactly(name):
     for schedule, tree in (("eagle", CHAIN), ("pruned_pp", CHAIN), ("naive_pp", SMALL)):
         options = {"schedule": schedule, "tree": tree, "num_stages": 2, "max_new_tokens": 16}
         if name == "qwen3_5" and tree is SMALL:
-            with pytest.raises(ValueError, match=r"tree: dynamic:3:3:8 under naive_pp.*recurrent"):
+            with pytest.raises(ValueError, match=r"naive_pp: dynamic:3:3:8.*recurrent"):
                 simulate(target, prompt, 0.7, **options)
         else:
             simulate(target, prompt, 0.7, **options)

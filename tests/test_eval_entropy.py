@@ -22,7 +22,8 @@ from pipedraft.eval.run import Comparison, Method
 from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.teacher_forcing import TextEntropies, entropies, text_logits
 from pipedraft.eval.traces import TraceFile
-from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 
 WAYS = [
@@ -51,7 +52,7 @@ def draft(target):
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(map(str, way.values())))
 def test_the_guessed_tokens_are_those_that_the_engine_counted(way, target, draft) -> None:
     """By their position in the round too; the text ends in the middle of one."""
-    config = EngineConfig(num_stages=3, max_new_tokens=20, **way)
+    config = DecodeConfig.of(num_stages=3, max_new_tokens=20, **way)
     result = Engine(target, PlainTokenizer(), config, draft).decode([1, 2, 3])
     starts = np.cumsum([1, *result.round_lengths])
     tests, accepts = [], []
@@ -120,7 +121,7 @@ def test_a_certain_target_is_guessed_better_and_entries_say_so(tmp_path) -> None
         name: [Prompt(task=name, id=str(i), category="c", turns=[f"{name} {i}"]) for i in range(3)]
         for name in ("one", "two")
     }
-    config = EngineConfig(schedule="spd", num_stages=2, max_new_tokens=24)
+    config = DecodeConfig.of(schedule="spd", num_stages=2, max_new_tokens=24)
     method = Method(name="spd", config=config, draft=noisy_copy(model, 0.3))
 
     def entries(reference):

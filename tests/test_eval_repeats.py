@@ -15,7 +15,7 @@ from pipedraft.eval.run import Comparison, Method
 from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.trace_reading import read_recordings
 from pipedraft.eval.traces import Traces
-from pipedraft.inference.engine import EngineConfig
+from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
 
 REPEATS = 3
@@ -38,7 +38,9 @@ def evaluate(model, repeats: int, folder=None, temperature: float = 1.0) -> list
         name: [Prompt(task=name, id=str(i), category="c", turns=[f"{name} {i}"]) for i in range(2)]
         for name in ("one", "two")
     }
-    config = EngineConfig(schedule="spd", num_stages=2, max_new_tokens=8, temperature=temperature)
+    config = DecodeConfig.of(
+        schedule="spd", num_stages=2, max_new_tokens=8, temperature=temperature
+    )
     comparison = Comparison(
         target=model.target,
         tokenizer=model.tokenizer,

@@ -14,23 +14,24 @@ from decode_runs import CHAIN, SMALL, PlainTokenizer, friendly_module
 from eval_runs import first_layer, status
 from tiny_drafts import make_draft, make_head
 
-from pipedraft.eval import replay_laws
 from pipedraft.eval.replay import Hardware, replay
-from pipedraft.eval.replay_laws import Refusal
 from pipedraft.eval.run import Comparison, Method
 from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.trace_reading import Recording, read_recordings, recorded_draft
 from pipedraft.eval.traces import Traces
 from pipedraft.inference.clock import CostModel
-from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.shapes import Expansion, MicroBatch
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.schedules.base import Refusal
+from pipedraft.inference.schedules.pipeinfer import PipeInfer
+from pipedraft.inference.schedules.spd import SPD
 
 STAGES = (2, 3, 4, 8)
 NEW_TOKENS = 10
 PROMPTS = ([3], [1, 2, 7, 9, 4])
 RECORDED = Hardware("recorded", None, None)
 COST = CostModel(row=0.02, link=0.03, verify=0.05, draft_forward=0.1, is_asynchronous=True)
-NO_EXPANSION = Expansion(enabled=False)
+NO_EXPANSION = dict(expansion=False)
 LONG_CHAIN = replace(CHAIN, depth=7)
 
 
@@ -58,7 +59,7 @@ def make_network(kind: str):
 @cache
 def record(kind: str, stages: int, **way) -> Recording:
     """A real run, of which several tests may ask something."""
-    config = EngineConfig(num_stages=stages, max_new_tokens=NEW_TOKENS, **way)
+    config = DecodeConfig.of(num_stages=stages, max_new_tokens=NEW_TOKENS, **way)
     draft = make_network(kind)
     engine = Engine(target(), PlainTokenizer(), config, draft)
     turns = {("b", str(i), 0): engine.decode(prompt) for i, prompt in enumerate(PROMPTS)}
@@ -86,7 +87,7 @@ EXACT = [
     ("language_model", {"schedule": "eagle", "tree": CHAIN, "temperature": 1.0}),
     ("language_model", {"schedule": "naive_pp", "tree": LONG_CHAIN}),
     ("language_model", {"schedule": "pruned_pp", "tree": LONG_CHAIN, "max_segment_rows": 2}),
-    ("language_model", {"schedule": "flowspec", "tree": CHAIN, "expansion": NO_EXPANSION}),
+    ("language_model", {"schedule": "flowspec", "tree": CHAIN, **NO_EXPANSION}),
     ("language_model", {"schedule": "spd"}),
     ("language_model", {"schedule": "spd", "temperature": 1.0}),
     ("language_model", {"schedule": "ppsd"}),
@@ -148,7 +149,7 @@ def test_some_guesses_are_right_and_some_are_wrong() -> None:
 
 ASSUMED = [
     ("eagle3", {"schedule": "pipedec", "tree_width": 1}, 4),
-    ("eagle3", {"schedule": "pipeinfer", "micro_batch": MicroBatch(size=1)}, 4),
+    ("eagle3", {"schedule": PipeInfer(draft_tokens=1)}, 4),
 ]
 
 
@@ -167,7 +168,7 @@ def test_guesses_that_depend_on_the_stages_are_marked_as_assumed(case) -> None:
 
 def test_a_module_of_spd_is_assumed_to_be_right_as_often_on_other_stages() -> None:
     module = friendly_module(target(), num_stages=4)
-    config = EngineConfig(schedule="spd", num_stages=4, max_new_tokens=24)
+    config = DecodeConfig.of(schedule="spd", num_stages=4, max_new_tokens=24)
     engine = Engine(target(), PlainTokenizer(), config, module)
     turns = {("b", "0", 0): engine.decode(PROMPTS[1])}
     recording = Recording(config, "spd", "", 0.1, engine.target.boundaries, turns)
@@ -179,7 +180,7 @@ REFUSED = [
     ("language_model", {"schedule": "spd", "tree_width": 2}, 4, "rows of a tree are pruned"),
     ("language_model", {"schedule": "pruned_pp", "tree": SMALL}, 4, "rows of a tree are pruned"),
     ("language_model", {"schedule": "flowspec", "tree": CHAIN}, 4, "rows of a tree are pruned"),
-    ("language_model", {"schedule": "pipeinfer", "micro_batch": MicroBatch(accept=0.2)}, 4,
+    ("language_model", {"schedule": PipeInfer(accept=0.2)}, 4,
      "thresholds"),
     ("language_model", {"schedule": "pipeinfer", "cost": COST}, 4, "micro-batches"),
     ("language_model", {"schedule": "ppsd"}, 1, "on one stage ppsd"),
@@ -212,14 +213,14 @@ def test_a_schedule_that_drafts_by_its_cost_model_is_not_replayed_under_another(
 def test_a_run_that_does_not_follow_its_law_is_refused(monkeypatch) -> None:
     """Known-bad law: a step more for every round."""
     recording = record("language_model", 4, schedule="spd")
-    law = replay_laws.LAWS["spd"]
+    replay_round = SPD.replay
 
-    def slower(clock, found, config):
-        law(clock, found, config)
+    def slower(schedule, clock, found):
+        replay_round(schedule, clock, found)
         clock.step([0] * clock.num_stages, draft_forwards=0, overlap=True)
 
-    monkeypatch.setitem(replay_laws.LAWS, "spd", slower)
-    with pytest.raises(Refusal, match="the recorded steps of b/0/0 are not those of spd's law"):
+    monkeypatch.setattr(SPD, "replay", slower)
+    with pytest.raises(Refusal, match="the recorded steps of b/0/0 are not those of spd's rounds"):
         replay(recording, 8, RECORDED)
 
 
@@ -243,7 +244,7 @@ def evaluated(tmp_path_factory):
             Method(
                 name=way["schedule"],
                 draft=draft,
-                config=EngineConfig(num_stages=stages, max_new_tokens=8, **way),
+                config=DecodeConfig.of(num_stages=stages, max_new_tokens=8, **way),
             )
             for way in ways
         ]

@@ -16,7 +16,7 @@ from pipedraft.eval.lossless import GreedyReference, generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.run import Comparison, Method, evaluate, prompt_seed
 from pipedraft.eval.tasks import Prompt
-from pipedraft.inference.engine import EngineConfig
+from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
 
 MAX_NEW_TOKENS = 6
@@ -38,7 +38,7 @@ def make_prompts(task: str, *conversations: list[str]) -> list[Prompt]:
 
 
 def make_method(**settings) -> Method:
-    config = EngineConfig(**{"max_new_tokens": MAX_NEW_TOKENS, "num_stages": 4} | settings)
+    config = DecodeConfig.of(**{"max_new_tokens": MAX_NEW_TOKENS, "num_stages": 4} | settings)
     return Method(name="spd", config=config, draft=AnyDraft(), checkpoint="out/spd")
 
 

@@ -22,7 +22,7 @@ from pipedraft.eval.run import Comparison, Method
 from pipedraft.eval.sandbox import Limits, isolation, run_program
 from pipedraft.eval.scores import Scorer, wilson_interval
 from pipedraft.eval.tasks import load_task, load_tasks
-from pipedraft.inference.engine import EngineConfig
+from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
 
 tokenizer, target, folders = eval_runs.tokenizer, eval_runs.target, eval_runs.folders
@@ -307,7 +307,7 @@ def run_scored(target, tokenizer, folder: Path, **settings) -> list[dict]:
         progress=False,
         **settings,
     )
-    config = EngineConfig(schedule="spd", num_stages=4, max_new_tokens=20)
+    config = DecodeConfig.of(schedule="spd", num_stages=4, max_new_tokens=20)
     return comparison.run([Method(name="spd", config=config, draft=AnyDraft())])
 
 

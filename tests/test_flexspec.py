@@ -31,8 +31,9 @@ from staged_targets import tiny
 from tiny_drafts import KINDS, evolved, kind_name, make_draft
 
 from pipedraft.inference import sources
-from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.shapes import Expansion, MicroBatch
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.schedules.pipeinfer import PipeInfer
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.flexspec import FlexSpecSource
 from pipedraft.models import load_draft
@@ -178,9 +179,9 @@ CHECKED_WAYS = [
     *({"schedule": "spd", "tree_width": width} for width in (1, 4)),
     {"schedule": "eagle", "tree": CHAIN},
     {"schedule": "eagle", "tree": SMALL},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, step_tokens=2)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": PUBLISHED},
-    {"schedule": "pipeinfer", "micro_batch": MicroBatch(size=3, branches=2)},
+    {"schedule": "flowspec", "tree": SMALL, **dict(expansion_depth=2, step_tokens=2)},
+    {"schedule": "flowspec", "tree": SMALL, **PUBLISHED},
+    {"schedule": PipeInfer(draft_tokens=3, branches=2)},
 ]
 
 
@@ -301,7 +302,7 @@ def test_a_guess_that_becomes_text_is_not_computed_again():
         return forward(draft, tokens_R, **options)
 
     draft.rows = counted
-    config = EngineConfig(schedule="eagle", tree=CHAIN, num_stages=2, max_new_tokens=40)
+    config = DecodeConfig.of(schedule="eagle", tree=CHAIN, num_stages=2, max_new_tokens=40)
     result = Engine(target, PlainTokenizer(), config, source=source).decode([3, 1, 4])
     assert source.num_forwards == len(rows) == 3 * len(result.round_lengths)
     guesses_that_left = sum(3 - length for length in result.round_lengths if length < 3)

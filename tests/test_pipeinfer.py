@@ -30,25 +30,24 @@ from tiny_drafts import noisy_copy
 
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.closed_forms import micro_batch_acceptance_length
-from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.schedules.asynchronous import worthwhile_size
-from pipedraft.inference.shapes import Expansion, MicroBatch
+from pipedraft.inference.schedules.pipeinfer import PipeInfer, worthwhile_size
 from pipedraft.inference.sources import DraftSource
 from pipedraft.inference.sources.language_model import LanguageModelSource
-from pipedraft.inference.sources.micro_batch import grow_micro_batch
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.language_model import LanguageModelDraft
 
 # Simulated guesses have the probabilities 0.62, 0.23 and 0.01.
 OPTIONS = {
-    "default": MicroBatch(),
-    "one": MicroBatch(size=1),
-    "branches": MicroBatch(size=4, branches=3),
-    "cutoffs": MicroBatch(accept=0.7, recovery=0.1, decay=0.1),
-    "restart": MicroBatch(restart=True),
-    "restart, branches": MicroBatch(restart=True, size=4, branches=2),
-    "few in flight": MicroBatch(max_in_flight=2),
+    "default": PipeInfer(),
+    "one": PipeInfer(draft_tokens=1),
+    "branches": PipeInfer(draft_tokens=4, branches=3),
+    "cutoffs": PipeInfer(accept=0.7, recovery=0.1, decay=0.1),
+    "restart": PipeInfer(restart=True),
+    "restart, branches": PipeInfer(restart=True, draft_tokens=4, branches=2),
+    "few in flight": PipeInfer(max_in_flight=2),
 }
 
 
@@ -63,8 +62,8 @@ def target_and_text():
 
 def simulated(acceptance, batch, *, new_tokens=NEW_TOKENS, **options):
     target, text = target_and_text()
-    options = {"micro_batch": batch, "max_new_tokens": new_tokens, **options}
-    return simulate(target, PROMPT, acceptance, text=text, schedule="pipeinfer", **options)
+    options = {"schedule": batch, "max_new_tokens": new_tokens, **options}
+    return simulate(target, PROMPT, acceptance, text=text, **options)
 
 
 # -- the schedule ---------------------------------------------------------------------------
@@ -82,7 +81,7 @@ def test_greedy_text_is_the_targets_whatever_the_draft_guesses(batch, acceptance
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_steps_with_a_perfect_and_with_a_useless_draft(size, num_stages):
     """One token after n steps, then a micro-batch every step; or n steps for every token."""
-    batch = MicroBatch(size=size)
+    batch = PipeInfer(draft_tokens=size)
     perfect = simulated(1.0, batch, num_stages=num_stages)
     assert perfect.num_steps == num_stages + math.ceil((perfect.num_tokens - 1) / size)
     useless = simulated(0.0, batch, num_stages=num_stages)
@@ -92,7 +91,7 @@ def test_steps_with_a_perfect_and_with_a_useless_draft(size, num_stages):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_steps_follow_the_closed_form(size):
     acceptance, num_stages = 0.8, 4
-    result = simulated(acceptance, MicroBatch(size=size), new_tokens=LONGEST)
+    result = simulated(acceptance, PipeInfer(draft_tokens=size), new_tokens=LONGEST)
     rounds = [num_stages + math.ceil((tokens - 1) / size) for tokens in result.round_lengths]
     assert result.num_steps == sum(rounds)
     alpha = result.draft_acceptance_rate
@@ -104,17 +103,17 @@ def test_steps_follow_the_closed_form(size):
 
 def test_a_draft_that_is_never_right_is_asked_rarely():
     """The text and its steps stay; a probe now and then notices when guesses become right."""
-    eager, rare = (simulated(0.0, MicroBatch(give_up=floor), new_tokens=80) for floor in (0, 0.1))
+    eager, rare = (simulated(0.0, PipeInfer(give_up=floor), new_tokens=80) for floor in (0, 0.1))
     assert rare.token_ids == eager.token_ids and rare.num_steps == eager.num_steps
     assert rare.num_drafted < 0.25 * eager.num_drafted
-    useful = [simulated(0.6, MicroBatch(give_up=floor), new_tokens=80) for floor in (0, 0.1)]
+    useful = [simulated(0.6, PipeInfer(give_up=floor), new_tokens=80) for floor in (0, 0.1)]
     assert useful[0].num_steps == useful[1].num_steps
 
 
 def test_a_draft_that_becomes_right_is_asked_again(monkeypatch):
     monkeypatch.setattr(SimulatedSource, "is_right", lambda source, position: position > 50)
     """No pause is longer than the useless time before it, so twice that time is the worst."""
-    result = simulated(0.0, MicroBatch(), new_tokens=120)
+    result = simulated(0.0, PipeInfer(), new_tokens=120)
     assert result.num_steps < 4 * 96 + 24
 
 
@@ -122,26 +121,26 @@ def test_starting_again_at_the_root_costs_steps():
     """Not in rounds that end before what was drafted until their first verdict is used up."""
     for acceptance, least in ((0.4, 1.0), (0.9, 1.05), (1.0, 1.5)):
         continued, restarted = (
-            simulated(acceptance, MicroBatch(restart=restart), new_tokens=100)
+            simulated(acceptance, PipeInfer(restart=restart), new_tokens=100)
             for restart in (False, True)
         )
         assert restarted.token_ids == continued.token_ids
         assert restarted.num_steps >= least * continued.num_steps
-    assert simulated(0.0, MicroBatch(restart=True)).equivalent_acceptance_length == 1.0
+    assert simulated(0.0, PipeInfer(restart=True)).equivalent_acceptance_length == 1.0
 
 
 def test_drafting_stops_when_a_verdict_waits(monkeypatch):
     """Asked before every draft forward but the first of a micro-batch."""
     monkeypatch.setattr(LocalPipeline, "verdict_waits", lambda pipeline: True)
-    cut = simulated(0.8, MicroBatch(size=4), new_tokens=100)
+    cut = simulated(0.8, PipeInfer(draft_tokens=4), new_tokens=100)
     monkeypatch.undo()
-    assert cut.num_steps == simulated(0.8, MicroBatch(size=1), new_tokens=100).num_steps
+    assert cut.num_steps == simulated(0.8, PipeInfer(draft_tokens=1), new_tokens=100).num_steps
 
 
 def test_drafting_overlaps_the_stages():
     """Of m draft forwards a step waits for what exceeds the stages' time."""
     for draft_forward, step in ((1 / 16, 1 / 4), (1 / 4, 3 / 4)):
-        result = simulated(1.0, MicroBatch(), cost=CostModel(draft_forward=draft_forward))
+        result = simulated(1.0, PipeInfer(), cost=CostModel(draft_forward=draft_forward))
         assert result.virtual_time == pytest.approx(result.num_steps * step)
 
 
@@ -162,7 +161,7 @@ class Largest:
 @pytest.mark.parametrize(("limit", "expected"), [(None, 12), (5, 7), (1, 1)])
 def test_no_more_is_drafted_while_enough_is_under_way(limit, expected, monkeypatch):
     largest = Largest(monkeypatch)
-    simulated(1.0, MicroBatch(max_in_flight=limit), new_tokens=60)
+    simulated(1.0, PipeInfer(max_in_flight=limit), new_tokens=60)
     assert largest.rows == expected
 
 
@@ -174,11 +173,11 @@ def test_a_wrong_mask_between_branches_is_noticed(monkeypatch):
         cut = segment(tree, start, stop)
         return replace(cut, visible=torch.ones_like(cut.visible))
 
-    target, batch = attentive_llama(8, vocab=16), MicroBatch(size=4, branches=3)
+    target, batch = attentive_llama(8, vocab=16), PipeInfer(draft_tokens=4, branches=3)
     expected = [greedy_reference(target, prompt, 32) for prompt in PROMPTS]
-    assert simulated_texts(target, 32, schedule="pipeinfer", micro_batch=batch) == expected
+    assert simulated_texts(target, 32, schedule=batch) == expected
     monkeypatch.setattr(TokenTree, "segment", mutant)
-    assert simulated_texts(target, 32, schedule="pipeinfer", micro_batch=batch) != expected
+    assert simulated_texts(target, 32, schedule=batch) != expected
 
 
 # -- micro-batches --------------------------------------------------------------------------
@@ -211,8 +210,14 @@ def paths(tree) -> set[tuple[int, ...]]:
 
 
 def grow(source, tree, batch, *, start=0, shift=0.0, interrupted=lambda: False):
-    return grow_micro_batch(
-        source, tree, {}, start=start, batch=batch, shift=shift, interrupted=interrupted
+    return batch.grow(
+        source,
+        tree,
+        {},
+        start=start,
+        shift=shift,
+        size=batch.draft_tokens,
+        interrupted=interrupted,
     )
 
 
@@ -220,51 +225,51 @@ def test_a_chain_ends_at_its_size_or_where_the_draft_is_unsure():
     source = Fixed([0.9, 0.1], [0.6, 0.4], [0.3, 0.25, 0.25, 0.2], [1.0])
     for accept, expected in ((0.0, 3), (0.59, 2), (0.61, 1), (0.95, 0)):
         tree = TokenTree(10, 0)
-        rows = grow(source, tree, MicroBatch(accept=accept))
+        rows = grow(source, tree, PipeInfer(accept=accept))
         assert rows == list(range(1, expected + 1)) == list(range(1, len(tree)))
         assert tree.tokens == [10, 11, 12, 13][: expected + 1]
     assert math.isclose(tree.scores[0], 0.0)
     tree = TokenTree(10, 0)
-    grow(source, tree, MicroBatch(accept=0.9), shift=-0.5)
+    grow(source, tree, PipeInfer(accept=0.9), shift=-0.5)
     assert len(tree) == 3 and math.isclose(math.exp(tree.scores[2]), 0.9 * 0.6, rel_tol=1e-5)
 
 
 def test_branches_share_the_size_and_end_one_by_one():
     source = Fixed([0.5, 0.3, 0.2], [0.7, 0.3], *[[0.9, 0.1]] * 9)
     tree = TokenTree(10, 0)
-    grow(source, tree, MicroBatch(size=5, branches=2, split=0.25))
+    grow(source, tree, PipeInfer(draft_tokens=5, branches=2, split=0.25))
     # Two children of the root, and no third branch afterwards.
     assert paths(tree) == {(11,), (12,), (11, 12), (12, 13), (11, 12, 13)}
     tree = TokenTree(10, 0)
-    grow(source, tree, MicroBatch(size=9, branches=4, split=0.25), shift=0.04)
+    grow(source, tree, PipeInfer(draft_tokens=9, branches=4, split=0.25), shift=0.04)
     assert paths(tree) >= {(11,), (12,), (11, 12), (11, 13), (12, 13), (12, 14)}
     assert (13,) not in paths(tree)
     tree = TokenTree(10, 0)
-    grow(source, tree, MicroBatch(size=9, branches=4, split=0.25), shift=0.1)
+    grow(source, tree, PipeInfer(draft_tokens=9, branches=4, split=0.25), shift=0.1)
     assert all(path[0] == 11 for path in paths(tree))
 
 
 def test_rows_that_the_tree_has_count_but_are_not_added_again():
     source = Fixed([1.0], [1.0], [1.0], [1.0], [1.0])
     tree = TokenTree(10, 0)
-    first = grow(source, tree, MicroBatch(size=2))
-    assert grow(source, tree, MicroBatch(size=2)) == first
-    assert grow(source, tree, MicroBatch(size=2), start=first[-1]) == [3, 4]
+    first = grow(source, tree, PipeInfer(draft_tokens=2))
+    assert grow(source, tree, PipeInfer(draft_tokens=2)) == first
+    assert grow(source, tree, PipeInfer(draft_tokens=2), start=first[-1]) == [3, 4]
 
 
 def test_a_micro_batch_is_interrupted_between_two_forwards():
     source, tree = Fixed([1.0], [1.0], [1.0]), TokenTree(10, 0)
     answers = iter([False, True])
-    assert grow(source, tree, MicroBatch(), interrupted=lambda: next(answers)) == [1, 2]
+    assert grow(source, tree, PipeInfer(), interrupted=lambda: next(answers)) == [1, 2]
     assert source.num_forwards == 2
 
 
 # -- a language model as the draft ----------------------------------------------------------
 
 # Random weights are never as sure as the simulated draft.
-LM_OPTIONS = OPTIONS | {"cutoffs": MicroBatch(accept=0.3, recovery=0.1, decay=0.1)}
+LM_OPTIONS = OPTIONS | {"cutoffs": PipeInfer(accept=0.3, recovery=0.1, decay=0.1)}
 WAYS = [
-    *({"schedule": "pipeinfer", "micro_batch": batch} for batch in LM_OPTIONS.values()),
+    *({"schedule": batch} for batch in LM_OPTIONS.values()),
     {"schedule": "spd"},
     {"schedule": "pipedec", "tree_width": 3},
     {"schedule": "eagle", "tree": CHAIN},
@@ -272,15 +277,15 @@ WAYS = [
     {"schedule": "naive_pp", "tree": SMALL},
     {"schedule": "pruned_pp", "tree": SMALL},
     {"schedule": "pruned_pp", "tree": CHAIN},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, step_tokens=6)},
-    {"schedule": "flowspec", "tree": SMALL, "expansion": Expansion(depth=2, tree_first=True)},
+    {"schedule": "flowspec", "tree": SMALL, "expansion_depth": 2, "step_tokens": 6},
+    {"schedule": "flowspec", "tree": SMALL, "expansion_depth": 2, "tree_first": True},
 ]
 
 
 def way_name(way) -> str:
-    if "micro_batch" in way:
-        names = [name for name, batch in LM_OPTIONS.items() if batch == way["micro_batch"]]
-        return "-".join([way["schedule"], *names])
+    if isinstance(way["schedule"], PipeInfer):
+        names = [name for name, batch in LM_OPTIONS.items() if batch == way["schedule"]]
+        return "-".join(["pipeinfer", *names])
     return way["schedule"] + (f"-{way['tree'].kind}" if "tree" in way else "")
 
 
@@ -322,10 +327,9 @@ def test_rows_that_are_kept_at_the_wrong_place_are_noticed(monkeypatch):
 
     monkeypatch.setattr(LanguageModelSource, "_keep_rows", mutant)
     target = tiny_llama(layers=2, vocab=16).double()
-    config = EngineConfig(
-        schedule="pipeinfer",
+    config = DecodeConfig.of(
+        OPTIONS["branches"],
         num_stages=2,
-        micro_batch=OPTIONS["branches"],
         max_new_tokens=NEW_TOKENS,
     )
     with pytest.raises(AssertionError):
@@ -351,8 +355,7 @@ def test_sampled_text_has_the_targets_law():
         target,
         LanguageModelDraft(small, target),
         samples=600,
-        schedule="pipeinfer",
-        micro_batch=MicroBatch(size=2, branches=2),
+        schedule=PipeInfer(draft_tokens=2, branches=2),
     )
     assert distance < bound
 
@@ -362,17 +365,17 @@ def test_a_recurrent_language_model_drafts_chains_only():
     draft = LanguageModelDraft(target, target)
     dense = tiny_llama(vocab=61)
     for model in (target, dense):
-        config = EngineConfig(schedule="pipeinfer", num_stages=2, max_new_tokens=12)
+        config = DecodeConfig.of(schedule="pipeinfer", num_stages=2, max_new_tokens=12)
         decode_exactly(Engine(model, PlainTokenizer(), config, draft), PROMPTS[2])
-        for batch in (MicroBatch(branches=2), MicroBatch(restart=True)):
-            with pytest.raises(ValueError, match="micro_batch: .* has recurrent layers"):
-                Engine(model, PlainTokenizer(), replace(config, micro_batch=batch), draft)
+        for batch in (PipeInfer(branches=2), PipeInfer(restart=True)):
+            with pytest.raises(ValueError, match="pipeinfer: .* has recurrent layers"):
+                Engine(model, PlainTokenizer(), replace(config, schedule=batch), draft)
 
 
 def test_the_cost_of_a_language_model_is_its_layers_share():
     target = tiny_llama(layers=4, vocab=16)
     draft = LanguageModelDraft(tiny_llama(layers=1, vocab=16), target)
-    config = EngineConfig(schedule="pipeinfer", num_stages=2)
+    config = DecodeConfig.of(schedule="pipeinfer", num_stages=2)
     assert Engine(target, PlainTokenizer(), config, draft).draft_cost == 1 / 4
 
 
@@ -382,7 +385,7 @@ def test_the_cost_of_a_language_model_is_its_layers_share():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("size", 0),
+        ("draft_tokens", 0),
         ("branches", 0),
         ("accept", 1.1),
         ("split", -0.1),
@@ -392,22 +395,22 @@ def test_the_cost_of_a_language_model_is_its_layers_share():
     ],
 )
 def test_bad_settings_are_refused_by_name(field, value):
-    with pytest.raises(ValueError, match=rf"micro_batch\.{field}: {value} .*give"):
-        MicroBatch(**{field: value})
+    with pytest.raises(ValueError, match=rf"{field}: {value} .*give"):
+        PipeInfer(**{field: value})
 
 
 def test_what_cannot_be_combined_is_refused():
     target = tiny_llama(layers=4, vocab=16)
     with pytest.raises(ValueError, match="verifier: 'rejection'"):
-        EngineConfig(schedule="pipeinfer", temperature=1.0, verifier="rejection")
-    assert not EngineConfig(schedule="pipeinfer", temperature=1.0).uses_rejection
+        DecodeConfig.of(schedule="pipeinfer", temperature=1.0, verifier="rejection")
+    assert not DecodeConfig.of(schedule="pipeinfer", temperature=1.0).uses_rejection
     with pytest.raises(ValueError, match="draft_model: vocab_size 17, but the target's is 16"):
         LanguageModelDraft(tiny_llama(vocab=17), target)
     from tiny_drafts import make_module
 
-    config = EngineConfig(schedule="pipeinfer", num_stages=2)
+    config = DecodeConfig.of(schedule="pipeinfer", num_stages=2)
     module = make_module(target, num_stages=2, num_layers=1).float()
-    with pytest.raises(ValueError, match="'pipeinfer' grows micro_batches.*choose spd"):
+    with pytest.raises(ValueError, match="'pipeinfer' grows micro_batches.*or spd"):
         Engine(target, PlainTokenizer(), config, module)
 
 
@@ -421,6 +424,6 @@ def test_micro_batches_are_as_large_as_rows_are_cheap_and_guesses_right(row, sha
 
 def test_expensive_rows_make_small_micro_batches():
     for row, rows_per_step in ((0.0, 3.0), (2.0, 1.0)):
-        result = simulated(0.5, MicroBatch(), new_tokens=LONGEST, cost=CostModel(row=row))
+        result = simulated(0.5, PipeInfer(), new_tokens=LONGEST, cost=CostModel(row=row))
         steady = result.num_drafted / result.num_steps
         assert steady == pytest.approx(rows_per_step, rel=0.2), (row, steady)

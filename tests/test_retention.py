@@ -19,7 +19,8 @@ from pipedraft.eval import __main__ as command
 from pipedraft.eval import retention
 from pipedraft.eval.retention import RetentionConfig, count, describe, divergence
 from pipedraft.eval.retention_report import MEASURES
-from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.models.language_model import load_draft_model
@@ -186,7 +187,7 @@ def test_a_draft_that_is_the_base_is_right_there_and_less_so_elsewhere(results):
 def test_counts_are_those_of_the_engine(place, results):
     base = load_target(str(place / "target"))
     model, tokenizer = load_target(str(place / "inner")), load_tokenizer(str(place / "target"))
-    config = EngineConfig(
+    config = DecodeConfig.of(
         schedule="eagle", num_stages=1, tree=TreeShape.parse("chain:3"), max_new_tokens=12
     )
     twin = load_draft_model(str(place / "twin"), model, tokenizer)

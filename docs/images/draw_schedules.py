@@ -15,10 +15,11 @@ from known_text import PROMPT, KnownText, draw_luck, greedy_text, make_target
 from picture_files import write_pictures
 
 from pipedraft.inference.clock import CostModel
-from pipedraft.inference.engine import Engine, EngineConfig
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import Ahead, LocalPipeline, Returned
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape
+from pipedraft.inference.shapes import TreeShape
 from pipedraft.models.target import Keep, Segment, StagedTarget
 
 NUM_STAGES = 4
@@ -39,19 +40,21 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipedec": ("PipeDec, width 16", {"schedule": "pipedec"}),
     "flowspec": (
         "FlowSpec",
-        {"schedule": "flowspec", "tree": TREE, "expansion": Expansion(step_tokens=2)},
+        {"schedule": "flowspec", "tree": TREE, "step_tokens": 2},
     ),
     "flowspec_published": (
         "FlowSpec as published",
         {
             "schedule": "flowspec",
             "tree": TREE,
-            "expansion": Expansion(tree_first=True, depth=4, num_tokens=9),
+            "tree_first": True,
+            "expansion_depth": 4,
+            "expansion_tokens": 9,
         },
     ),
     "pipeinfer": (
         "PipeInfer, micro-batches of 3",
-        {"schedule": "pipeinfer", "micro_batch": MicroBatch(size=3)},
+        {"schedule": "pipeinfer", "draft_tokens": 3},
     ),
 }
 
@@ -134,9 +137,9 @@ class PlainTokenizer:
 def record(target: Any, text: list[int], options: dict[str, Any]) -> tuple[Any, DecodeResult]:
     """Steps and result of a schedule; the text is compared with the target's own."""
     cost = CostModel(draft_forward=DRAFT_PASS)
-    config = EngineConfig(num_stages=NUM_STAGES, max_new_tokens=90, cost=cost, **options)
+    config = DecodeConfig.of(num_stages=NUM_STAGES, max_new_tokens=90, cost=cost, **options)
     source = None
-    if config.grows is not None:
+    if config.schedule.grows is not None:
         source = KnownText(text, draw_luck(SEED))
     engine = Engine(
         target,

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedraft.errors import Parser, UsageError, make_folder
-from pipedraft.eval.arguments import listed
-from pipedraft.inference.arguments import positive, temperature
+from pipedraft.inference.arguments import listed, positive, temperature
 from pipedraft.inference.edge_cloud.wish_arguments import add_wish_arguments, wish_settings
 
 EXAMPLE = """\

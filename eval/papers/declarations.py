@@ -14,6 +14,8 @@ import msgspec
 import yaml
 
 import pipedraft
+from pipedraft.inference.config import all_setting_names, setting_names
+from pipedraft.inference.schedules import SCHEDULES
 
 FOLDER = Path(pipedraft.__file__).parent / "configs" / "papers"
 CHECKPOINTS_FILE = "checkpoints.yaml"
@@ -90,7 +92,13 @@ class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Published column -> where its numbers are from."""
 
     def settings(self, row: PaperRow) -> dict[str, Any]:
-        return self.run | (row.run or {})
+        """The table's settings, as far as the row's schedule has them, and the row's own."""
+        own = row.run or {}
+        schedule = (self.run | own).get("schedule")
+        if schedule not in SCHEDULES:
+            return self.run | own
+        foreign = all_setting_names() - set(setting_names(schedule))
+        return {name: v for name, v in self.run.items() if name not in foreign} | own
 
     def place(self, row: PaperRow) -> tuple[Any, Any]:
         """Temperature, and network or benchmark: rows of one place can be compared."""

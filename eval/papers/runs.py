@@ -13,8 +13,9 @@ from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.papers.checkpoints import Drafts
 from pipedraft.eval.papers.declarations import BASE, PaperRow, PaperTable, read_roles
 from pipedraft.eval.tables import lossless_share
-from pipedraft.inference.engine import Engine, EngineConfig
-from pipedraft.inference.shapes import Expansion, MicroBatch, TreeShape
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.shapes import TreeShape
 
 Interval = Sequence[float | None]
 Value = tuple[float | None, Interval | None]
@@ -58,12 +59,6 @@ class Finished:
 
 # -- pipelines ------------------------------------------------------------------------------
 
-PARSERS: dict[str, Callable[[Any], Any]] = {
-    "tree": TreeShape.parse,
-    "expansion": lambda fields: Expansion(**fields),
-    "micro_batch": lambda fields: MicroBatch(**fields),
-    "boundaries": tuple,
-}
 PIPELINE_QUANTITIES: dict[str, Callable[[dict[str, Any]], Value]] = {
     "L'": lambda run: (
         run["equivalent_acceptance_length"]["pooled"],
@@ -76,17 +71,20 @@ PIPELINE_QUANTITIES: dict[str, Callable[[dict[str, Any]], Value]] = {
 }
 
 
-def engine_config(settings: dict[str, Any], **shared: Any) -> EngineConfig:
-    """Settings as YAML has them: the tree as its label, other shapes as their fields."""
-    fields = {name: PARSERS.get(name, lambda x: x)(value) for name, value in settings.items()}
-    return EngineConfig(**fields, **shared)
+def decode_config(settings: dict[str, Any], **shared: Any) -> DecodeConfig:
+    """Settings as YAML has them: flat, the tree as its label."""
+    values = dict(settings)
+    if "boundaries" in values:
+        values["boundaries"] = tuple(values["boundaries"])
+    return DecodeConfig.of(**values, **shared)
 
 
 def check_pipeline(table: PaperTable) -> None:
     for row in _runnable(table):
-        config = engine_config(table.settings(row))
-        if (config.grows is None) != (row.draft is None):
-            raise ValueError(f"schedule {config.schedule!r} of row {row.name!r}: draft {row.draft}")
+        config = decode_config(table.settings(row))
+        if (config.schedule.grows is None) != (row.draft is None):
+            name = config.schedule.name
+            raise ValueError(f"schedule {name!r} of row {row.name!r}: draft {row.draft}")
 
 
 def run_pipeline(table: PaperTable, world: World) -> Finished:
@@ -101,7 +99,7 @@ def run_pipeline(table: PaperTable, world: World) -> Finished:
             continue
         draft = None if row.draft is None else world.drafts.find(row.draft)
         try:
-            config = engine_config(
+            config = decode_config(
                 table.settings(row), seed=options.seed, max_new_tokens=options.max_new_tokens
             )
             Engine(world.target, world.tokenizer, config, draft)

@@ -5,17 +5,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipedraft.inference.schedules.base import Growth
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, draw
 from pipedraft.models.target import Keep
-
-Growth = Literal["layers", "trees", "micro_batches"]
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def make_source(draft: Any, timing: str = "input_states") -> DraftSource:
     """The decode-time side of a loaded draft.
 
     Args:
-        timing: see ``EngineConfig``; anything but the default is for a speculation module.
+        timing: of the schedule ``spd``; anything but the default is for a speculation module.
     """
     from pipedraft.inference.sources.eagle import EagleSource
     from pipedraft.inference.sources.flexspec import FlexSpecSource

@@ -1,0 +1,250 @@
+"""Do a fixed list of runs decode what they decoded before? For changes that must change nothing.
+
+    python benchmarks/identity.py --write out/identity.json      # before the change
+    python benchmarks/identity.py --compare out/identity.json    # after it
+    torchrun --nproc-per-node 2 benchmarks/identity.py --write out/identity_processes.json
+
+Every schedule, chains and trees, greedy and at temperature 1, with the drafts that can drive it,
+on four and eight stages in one process, or on as many processes as torchrun starts. Targets and
+drafts are small and random, the same on every run. Stored for each run: token ids, N, K, the rounds
+and the log of the steps. The last line of the output is one JSON object.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.transport import is_launched
+from pipedraft.inference.transport.cluster import Cluster
+from pipedraft.inference.transport.watch import Limits
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.eagle import Eagle, EagleConfig
+from pipedraft.models.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
+from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.ppsd import PPSD, PPSDConfig
+from pipedraft.models.spd import SPD, SPDConfig
+from pipedraft.models.target import target_fingerprint
+
+NUM_LAYERS = 8
+PROMPTS = [[5], [index * 5 % 60 for index in range(29)]]
+NEW_TOKENS = 18
+SMALL, WIDE = "dynamic:4:3:8", "dynamic:5:6:20"
+
+LAYERED: list[dict[str, Any]] = [{"tree_width": width} for width in (1, 2, 4)]
+TREES: list[dict[str, Any]] = [{"tree": tree} for tree in ("chain:5", "static", SMALL, WIDE)]
+SEGMENTED: list[dict[str, Any]] = [
+    *TREES,
+    {"tree": WIDE, "micro_batches": 2},
+    {"tree": WIDE, "level_order": True},
+]
+EXPANDED: list[dict[str, Any]] = [
+    *SEGMENTED,
+    {"tree": WIDE, "step_tokens": 4},
+    {"tree": WIDE, "expansion_depth": 2},
+    {"tree": WIDE, "expansion": False},
+    {"tree": SMALL, "tree_first": True},
+    {"tree": SMALL, "tree_first": True, "expansion_tokens": 5, "refill_depth": 1},
+]
+MICRO: list[dict[str, Any]] = [
+    {},
+    {"draft_tokens": 4, "branches": 3, "accept": 0.05, "split": 0.1, "recovery": 0.05},
+    {"restart": True},
+    {"max_in_flight": 4, "give_up": 0.0},
+]
+RUNS: dict[str, list[dict[str, Any]]] = {
+    "autoregressive": [{}],
+    "spd": [*LAYERED, {"timing": "output_states"}, {"tree_width": 2, "timing": "output_states"}],
+    "pipedec": [{"tree_width": width} for width in (1, 4)],
+    "ppsd": LAYERED,
+    "eagle": TREES,
+    "naive_pp": SEGMENTED[:-1],
+    "pruned_pp": SEGMENTED,
+    "flowspec": EXPANDED,
+    "pipeinfer": MICRO,
+}
+DRAFTS = {
+    "autoregressive": ["none"],
+    "spd": ["spd", "language_model"],
+    "pipedec": ["spd", "eagle3"],
+    "ppsd": ["ppsd"],
+    "eagle": ["eagle", "eagle3", "flexspec"],
+    "naive_pp": ["eagle3"],
+    "pruned_pp": ["eagle", "language_model"],
+    "flowspec": ["eagle3", "language_model"],
+    "pipeinfer": ["language_model", "eagle3"],
+}
+
+
+# -- networks -------------------------------------------------------------------------------
+
+
+class PlainTokenizer:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, ids))
+
+
+def make_target() -> PreTrainedModel:
+    config = LlamaConfig(
+        num_hidden_layers=NUM_LAYERS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).float().eval().requires_grad_(False)
+    return add_noise(model, 0.0)
+
+
+def add_noise(network: Any, deviation: float) -> Any:
+    """The same network with noise in every weight, relative to the weights of its input."""
+    torch.manual_seed(5)
+    for parameter in network.parameters():
+        parameter.data.add_(torch.randn(parameter.shape) * deviation / parameter.shape[-1] ** 0.5)
+    return network.eval().requires_grad_(False)
+
+
+def make_draft(kind: str, target: PreTrainedModel, num_stages: int) -> Any:
+    """A draft that is right now and then."""
+    if kind == "none":
+        return None
+    if kind == "language_model":
+        return LanguageModelDraft(add_noise(make_target(), 0.05), target)
+    fingerprint = target_fingerprint(target)
+    layer = LayerConfig.from_target(target.config)
+    reference = TargetReference(name="small", fingerprint=fingerprint)
+    draft: Any
+    if kind == "spd":
+        spd = SPDConfig(num_target_layers=NUM_LAYERS, num_stages=num_stages, num_layers=2)
+        draft = SPD(spd, layer, reference)
+    elif kind == "ppsd":
+        ppsd = PPSDConfig(num_target_layers=NUM_LAYERS, num_stages=num_stages)
+        draft = PPSD(ppsd, layer, reference)
+    elif kind == "eagle":
+        draft = Eagle(EagleConfig(num_target_layers=NUM_LAYERS), layer, reference)
+    elif kind == "eagle3":
+        draft = Eagle3(Eagle3Config().for_target(NUM_LAYERS), layer, reference)
+    else:
+        reference = TargetReference(name="small", fingerprint=FlexSpec.fingerprint(target))
+        draft = FlexSpec(FlexSpecConfig(), layer, reference)
+    torch.manual_seed(5)
+    draft.initialise(target)
+    return add_noise(draft, 0.2)
+
+
+# -- runs -----------------------------------------------------------------------------------
+
+
+def all_runs(num_stages: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, Any]]]:
+    """Name, schedule, draft, the schedule's settings, the shared settings."""
+    for schedule, ways in RUNS.items():
+        for draft in DRAFTS[schedule]:
+            for settings in ways:
+                if "timing" in settings and draft != "spd":
+                    continue
+                for temperature in (0.0, 1.0):
+                    shared = {"temperature": temperature, "num_stages": num_stages}
+                    words = " ".join(f"{key}={value}" for key, value in settings.items())
+                    name = f"{schedule} {draft} n={num_stages} T={temperature:g} {words}".strip()
+                    yield name, schedule, draft, settings, shared
+
+
+def decode_all(stages: list[int], cluster: Cluster | None, folder: str) -> dict[str, Any]:
+    target, found = make_target(), {}
+    part: Any = target
+    if cluster is not None:
+        target.save_pretrained(folder)
+        part = cluster.load_target(folder, revision=None, num_stages=stages[0])
+    for num_stages in stages:
+        drafts: dict[str, Any] = {}
+        for name, schedule, kind, settings, shared in all_runs(num_stages):
+            if kind not in drafts:
+                drafts[kind] = make_draft(kind, target, num_stages)
+            config = DecodeConfig.of(
+                schedule,
+                **settings,
+                max_new_tokens=NEW_TOKENS,
+                seed=3,
+                cost=CostModel(row=0.02),
+                **shared,
+            )
+            connect: dict[str, Any] = {} if cluster is None else {"connect": cluster.connect}
+            engine = Engine(part, PlainTokenizer(), config, drafts[kind], **connect)
+            found[name] = [
+                summarize(engine.decode(prompt, prompt_index=index), cluster is None)
+                for index, prompt in enumerate(PROMPTS)
+            ]
+            print(name, file=sys.stderr, flush=True)
+    return found
+
+
+def summarize(result: Any, has_stable_steps: bool) -> dict[str, Any]:
+    """What must not change. On processes PipeInfer's steps depend on when verdicts arrive."""
+    summary: dict[str, Any] = {"token_ids": result.token_ids}
+    if has_stable_steps:
+        log = json.dumps([result.step_log, result.round_lengths, result.round_ends])
+        log += json.dumps([result.round_drafted, result.round_forwards, result.virtual_time])
+        log += json.dumps([result.position_tests, result.position_accepts])
+        summary |= {
+            "N": result.num_tokens,
+            "K": result.num_steps,
+            "rounds": len(result.round_lengths),
+            "log": hashlib.sha256(log.encode()).hexdigest()[:16],
+        }
+    return summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--write", type=Path, metavar="FILE")
+    chosen.add_argument("--compare", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    limits = Limits(silence_s=60, undelivered_s=60, step_s=60)
+    with Cluster(limits) if is_launched() else nullcontext() as cluster:
+        if cluster is not None and not cluster.is_controller:
+            cluster.serve()
+            return
+        with TemporaryDirectory() as folder:
+            stages = [4, 8] if cluster is None else [cluster.world_size]
+            found = decode_all(stages, cluster, folder)
+    drafted = sum(len(run) for run in found.values())
+    if options.write is not None:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text(json.dumps(found, indent=0))
+        print(json.dumps({"runs": len(found), "sequences": drafted}))
+        return
+    expected = json.loads(options.compare.read_text())
+    different = [name for name in expected if found.get(name) != expected[name]]
+    for name in different:
+        print(f"different: {name}", file=sys.stderr)
+    print(json.dumps({"runs": len(expected), "different": len(different)}))
+    sys.exit(bool(different))
+
+
+if __name__ == "__main__":
+    main()

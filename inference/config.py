@@ -1,0 +1,185 @@
+"""How a prompt is decoded, described once: in commands, YAML, traces, manifests and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar, get_type_hints
+
+import msgspec
+
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.schedules import SCHEDULES
+from pipedraft.inference.schedules.base import Schedule, check_at_least
+from pipedraft.inference.schedules.spd import SPD
+from pipedraft.inference.shapes import TreeShape
+
+MIN_TEMPERATURE = 1e-4
+"""Logits divided by less than this may overflow."""
+MAX_TEMPERATURE = 1e6
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """A schedule with its settings, and what every schedule has."""
+
+    schedule: Schedule = field(default_factory=SPD)
+    num_stages: int = 4
+    boundaries: tuple[int, ...] = ()
+    """Where the target is cut, (0, b1, .., L); empty: near-even, or as the draft was trained."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    verifier: Literal["auto", "match", "rejection"] = "auto"
+    """auto: rejection for sampled chains (temperature > 0, one draft token at a time), else
+    match."""
+    seed: int = 0
+    max_new_tokens: int = 128
+    """New tokens at most, the one drawn from the prefill included."""
+    cost: CostModel = field(default_factory=CostModel)
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+        check_at_least(self, 1, "num_stages", "max_new_tokens")
+        if self.boundaries and len(self.boundaries) != self.num_stages + 1:
+            raise ValueError(
+                f"boundaries: {list(self.boundaries)} do not make {self.num_stages} stages; give "
+                f"{self.num_stages + 1} ascending layer numbers, 0 first"
+            )
+        if self.verifier == "rejection" and not (self.temperature and self.schedule.can_sample):
+            raise ValueError(
+                "verifier: 'rejection' needs a sampled chain (temperature above 0 and tree width "
+                "1, or a chain as the tree's kind); use 'match', which is exact for every tree"
+            )
+
+    @property
+    def uses_rejection(self) -> bool:
+        if self.verifier == "auto":
+            return self.temperature > 0 and self.schedule.can_sample
+        return self.verifier == "rejection"
+
+    @classmethod
+    def of(cls, schedule: str | Schedule = SPD.name, **settings: Any) -> DecodeConfig:
+        """From flat settings: those of the schedule, and those that every schedule has.
+
+        Raises:
+            ValueError: unknown schedule, a setting that it does not have, a value out of range.
+        """
+        shared = {f.name for f in fields(cls)}
+        own = {name: value for name, value in settings.items() if name not in shared}
+        common = {name: value for name, value in settings.items() if name in shared}
+        if isinstance(schedule, str):
+            schedule = make_schedule(schedule, own)
+        elif own:
+            schedule = replace(schedule, **own)
+        return cls(schedule=schedule, **common)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON and YAML: a mapping of plain values, read back by ``from_dict``."""
+        plain = dataclasses.asdict(self)
+        plain["schedule"] = {"name": self.schedule.name} | plain["schedule"]
+        return plain | {"boundaries": list(self.boundaries)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DecodeConfig:
+        """
+        Raises:
+            ValueError: an unknown or missing field, or a value of the wrong type or range.
+        """
+        check_names(values, [f.name for f in fields(cls)], "decode")
+        rest = dict(values)
+        settings = rest.pop("schedule", {"name": SPD.name})
+        if isinstance(settings, str):
+            settings = {"name": settings}
+        if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
+            raise ValueError(f"schedule: {settings!r} names none; give name: spd, for example")
+        settings = dict(settings)
+        schedule = make_schedule(settings.pop("name"), settings)
+        hints = get_type_hints(cls)
+        shared = {name: convert(value, hints[name], name) for name, value in rest.items()}
+        return cls(schedule=schedule, **shared)
+
+
+def check_temperature(value: float) -> None:
+    """
+    Raises:
+        ValueError: neither 0 nor a temperature that logits can be divided by.
+    """
+    if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"temperature: {value} is out of range; give 0 (greedy) or {MIN_TEMPERATURE:g} to "
+            f"{MAX_TEMPERATURE:g}"
+        )
+
+
+def find_schedule(name: str) -> type[Schedule]:
+    """
+    Raises:
+        ValueError: no schedule has this name; the message says the nearest one.
+    """
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"schedule: {name!r} is unknown; {hint}known: {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def make_schedule(name: str, settings: Mapping[str, Any]) -> Schedule:
+    """A schedule by its name; a tree may be given as ``TreeShape.parse`` reads it.
+
+    Raises:
+        ValueError: unknown name, a setting that the schedule does not have, a value out of range.
+    """
+    kind = find_schedule(name)
+    own = [f.name for f in fields(kind)]
+    for setting in settings:
+        if setting not in own:
+            owners = [other for other in SCHEDULES if setting in setting_names(other)]
+            whose = f"it belongs to {', '.join(owners)}" if owners else "no schedule has it"
+            raise ValueError(
+                f"{setting}: schedule {name!r} has no such setting ({whose}); leave it out or "
+                "choose another schedule"
+            )
+    values = dict(settings)
+    if isinstance(values.get("tree"), str):
+        values["tree"] = TreeShape.parse(values["tree"])
+    return convert(values, kind, name)
+
+
+def setting_names(schedule: str) -> list[str]:
+    """Names of a schedule's settings."""
+    return [f.name for f in fields(SCHEDULES[schedule])]
+
+
+def all_setting_names() -> set[str]:
+    """Names of the settings of all schedules."""
+    return {name for schedule in SCHEDULES for name in setting_names(schedule)}
+
+
+def check_names(values: Mapping[str, Any], known: list[str], where: str) -> None:
+    """
+    Raises:
+        ValueError: a name that is not known, with the nearest one that is.
+    """
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{where}: {name!r} is unknown; {hint}known: {', '.join(known)}")
+
+
+def convert(values: Any, kind: type[Value], where: str) -> Value:
+    """A dataclass, or another type, from plain values; strict in types.
+
+    Raises:
+        ValueError: one line that names the field.
+    """
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).partition(" - at `$.")
+        field_name = place.removesuffix("`") or where
+        raise ValueError(f"{field_name}: {text[:1].lower()}{text[1:]}") from error

@@ -1,0 +1,33 @@
+"""Naive pipeline parallelism: a tree in micro-batches, verified once all of them are back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pipedraft.inference.clock import VirtualClock
+from pipedraft.inference.schedules.base import Round, SegmentSchedule, travel_whole
+
+if TYPE_CHECKING:
+    from pipedraft.inference.engine import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaivePP(SegmentSchedule):
+    """n + M - 1 steps a round: FlowSpec's baseline (M = n + 1).
+
+    The same tree in one batch takes n steps: see ``eagle``.
+    """
+
+    name: ClassVar[str] = "naive_pp"
+
+    def run(self, session: Session) -> None:
+        while not session.done:
+            session.grow_tree(self.tree)
+            session.draft_alone()
+            session.inject(self.num_segments(session.num_stages), self.max_segment_rows)
+            session.resolve(session.collect())
+
+    def replay(self, clock: VirtualClock, found: Round) -> None:
+        num_segments = self.num_segments(clock.num_stages)
+        travel_whole(clock, found, num_segments, self.max_segment_rows)

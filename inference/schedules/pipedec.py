@@ -1,0 +1,27 @@
+"""PipeDec: a wide layer of draft tokens below the deepest ones enters at every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pipedraft.inference.clock import VirtualClock
+from pipedraft.inference.schedules.base import LayerSchedule, Round
+from pipedraft.inference.schedules.spd import draft_beside_step, replay_beside_step
+
+if TYPE_CHECKING:
+    from pipedraft.inference.engine import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipeDec(LayerSchedule):
+    name: ClassVar[str] = "pipedec"
+
+    tree_width: int = 16
+    """Draft tokens per step; every branch that agrees with the output is kept."""
+
+    def run(self, session: Session) -> None:
+        draft_beside_step(session, lambda: session.grow_layer(self.tree_width))
+
+    def replay(self, clock: VirtualClock, found: Round) -> None:
+        replay_beside_step(clock, found)

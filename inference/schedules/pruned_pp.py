@@ -1,0 +1,45 @@
+"""Pruned pipeline parallelism: a tree travels in segments, pruned at every one that returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.schedules.base import Round, Schedule, SegmentSchedule
+
+if TYPE_CHECKING:
+    from pipedraft.inference.engine import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrunedPP(SegmentSchedule):
+    """A round ends at the first token that is not in the tree, or at a leaf."""
+
+    name: ClassVar[str] = "pruned_pp"
+
+    level_order: bool = False
+    """Level by level, not the best draft tokens first."""
+
+    def run(self, session: Session) -> None:
+        while not session.done:
+            self.begin_round(session)
+            hit = True
+            while hit and not session.done:
+                returned = session.step(overlap=True)
+                hit = returned is None or session.resolve(returned)
+                if hit and not session.done:
+                    session.inject()
+
+    def begin_round(self, session: Session) -> None:
+        """Draft a tree while the stages wait, and send it in segments."""
+        session.grow_tree(self.tree, by_score=not self.level_order)
+        session.draft_alone()
+        session.inject(self.num_segments(session.num_stages), self.max_segment_rows)
+
+    def replay(self, clock: VirtualClock, found: Round) -> None:
+        self.replay_chain(clock, found)
+
+    def replay_basis(self, draft_type: str | None, num_stages: int, cost: CostModel) -> str:
+        Schedule.replay_basis(self, draft_type, num_stages, cost)
+        return super().replay_basis(draft_type, num_stages, cost)
