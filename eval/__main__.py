@@ -20,7 +20,7 @@ SUBCOMMANDS = {
     "compare": "pipedraft.eval.compare",
     "edge": "pipedraft.eval.edge.command",
     "replay": "pipedraft.eval.replay",
-    "report": "pipedraft.eval.html.command",
+    "report": "pipedraft.eval.html_report",
     "table": "pipedraft.eval.papers.tables",
 }
 """First word of the command line -> module whose ``run`` gets the words after it."""

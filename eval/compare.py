@@ -31,7 +31,8 @@ from pipedraft.eval.quantities import (
     Row,
     has,
 )
-from pipedraft.eval.report import align_columns, to_json, write_atomically
+from pipedraft.eval.tables import align_columns
+from pipedraft.files import to_json, write_atomically
 
 EXAMPLE = """\
 example:

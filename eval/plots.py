@@ -1,29 +1,31 @@
-"""Figures of a comparison, as PNG bytes. matplotlib without a display, no global state."""
+"""Which charts an evaluation has: those of report.md, report.html and the retention report."""
 
-import io
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from pipedraft.eval.metrics import AUTOREGRESSIVE
+from pipedraft.eval import tables
+from pipedraft.eval.charts import (
+    KINDS,
+    Chart,
+    Estimate,
+    IntervalChart,
+    LineChart,
+    Span,
+    SpanChart,
+)
+from pipedraft.eval.metrics import AUTOREGRESSIVE, ratio
+from pipedraft.eval.tables import Run, Table
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-Run = dict[str, Any]
-# Okabe and Ito's palette, told apart by colour-blind readers too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vP*"
 MIN_TESTS = 20
 """Positions tested less often are not drawn: their acceptance is noise."""
-DODGE = 0.6
-"""Width that the methods of one benchmark share, in units of the distance of benchmarks."""
-
-
-def _key(run: Run) -> tuple:
-    setting = run["method"], run["stages"], run["temperature"], run["tree_width"], run["tree"]
-    return *setting, run.get("run")
+MAX_POSITIONS = 16
+MAX_LENGTH = 15
+"""Longest round that is drawn; one more point stands for all that are longer."""
+MAX_SPANS = 40
+"""Spans of the busiest process in a time line: about so many bars can be told apart."""
+PLAIN = "The dashed line is autoregressive decoding, 1 by construction."
+Series = dict[str, dict[Any, Estimate]]
+"""label -> place -> estimate."""
 
 
 def drafted_series(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -34,7 +36,8 @@ def drafted_series(runs: Sequence[Run]) -> dict[str, list[Run]]:
     series: dict[tuple, list[Run]] = {}
     for run in runs:
         if run["schedule"] != AUTOREGRESSIVE:
-            series.setdefault(_key(run), []).append(run)
+            setting = run["method"], run["stages"], run["temperature"], run["tree_width"]
+            series.setdefault((*setting, run["tree"], run.get("run")), []).append(run)
     varies = [len({key[i] for key in series}) > 1 for i in range(5)]
     names_run = len({key[:-1] for key in series}) < len(series)
     labelled = {}
@@ -47,109 +50,342 @@ def drafted_series(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return labelled
 
 
-def tested_positions(entries: Sequence[Run]) -> list[tuple[int, float]]:
-    """(position from 1 up, share accepted), entries pooled; those tested often enough."""
-    found = []
-    for j in range(max(len(run["position_tests"]) for run in entries)):
-        counted = [run for run in entries if j < len(run["position_tests"])]
-        tests = sum(run["position_tests"][j] for run in counted)
-        if tests >= MIN_TESTS:
-            found.append((j + 1, sum(run["position_accepts"][j] for run in counted) / tests))
+def shape(run: Run) -> str:
+    return run["tree"] or f"W={run['tree_width']}"
+
+
+def _by_temperature(
+    runs: Sequence[Run], values: Callable[[list[Run]], dict[Any, Estimate]]
+) -> dict[str, Series]:
+    """A panel for each temperature, in it every series that has values."""
+    drafted = tables.drafted_runs(runs)
+    temperatures = sorted({run["temperature"] for run in drafted})
+    panels = {}
+    for temperature in temperatures:
+        alike = [run for run in drafted if run["temperature"] == temperature]
+        series = {label: values(entries) for label, entries in drafted_series(alike).items()}
+        if series := {label: found for label, found in series.items() if found}:
+            panels[f"T = {temperature:g}" * (len(temperatures) > 1)] = series
+    return panels
+
+
+def _length(run: Run) -> Estimate:
+    length = run["equivalent_acceptance_length"]
+    return Estimate(length["pooled"], *length["ci95"])
+
+
+def _rate(counted: Mapping[str, Any]) -> Estimate:
+    return Estimate(counted["draft_acceptance_rate"], *counted["draft_acceptance_rate_ci95"])
+
+
+def _numbers(series: Series, place: str, value: str, digits: int = 3) -> Table:
+    """The numbers of a chart that no other table has."""
+    rows = [
+        [label, str(x), tables.number(e.value, digits), tables.bounds((e.low, e.high), digits)]
+        for label, found in series.items()
+        for x, e in found.items()
+    ]
+    return Table(["method", place, value, "95 % CI"], rows)
+
+
+def lengths_by_benchmark(runs: Sequence[Run]) -> Chart:
+    return IntervalChart(
+        title="L' by benchmark",
+        caption=f"Pooled over prompts, with 95 % intervals. {PLAIN}",
+        panels=_by_temperature(runs, lambda own: {run["benchmark"]: _length(run) for run in own}),
+        axis="equivalent acceptance length L'",
+        reference=1,
+        missing="no entry has a draft",
+    )
+
+
+def _against(
+    runs: Sequence[Run],
+    place: Callable[[Run], float | None],
+    name: Callable[[Run], str],
+    value: Callable[[Run], Estimate],
+) -> Series:
+    """Values of entries that differ in ``place`` alone, where there are several of them.
+
+    Entries of different folders may make a line. Where folders hold the same place twice, the
+    second ones make another line, in the order of the folders; labels then name these.
+    """
+    lines: dict[str, list[dict[float, Run]]] = {}
+    for run in runs:
+        if (x := place(run)) is None:
+            continue
+        alike = lines.setdefault(name(run), [])
+        line = next((line for line in alike if x not in line), None)
+        if line is None:
+            alike.append(line := {})
+        line[x] = run
+    found = {}
+    for label, alike in lines.items():
+        for line in (line for line in alike if len(line) > 1):
+            ordered = dict(sorted(line.items()))
+            folders = ", ".join(dict.fromkeys(run.get("run", "") for run in ordered.values()))
+            several = f"{label} ({folders})" if len(alike) > 1 else label
+            found[several] = {x: value(run) for x, run in ordered.items()}
     return found
 
 
-def _new_figure(width: float) -> "tuple[Figure, Axes]":
-    figure, (axes,) = _new_panels(width, 1)
-    return figure, axes
+def lengths_by_stages(pooled: Sequence[Run]) -> Chart:
+    series = _against(
+        tables.drafted_runs(pooled),
+        lambda run: run["stages"],
+        lambda run: f"{run['method']}, T={run['temperature']:g}, {shape(run)}",
+        _length,
+    )
+    return LineChart(
+        title="L' against n",
+        caption=f"Pooled over all prompts, with 95 % intervals. {PLAIN}",
+        panels={"": series},
+        axis="equivalent acceptance length L'",
+        place_axis="pipeline stages n",
+        reference=1,
+        table=_numbers(series, "n", "L' pooled"),
+        missing="no method was run with several numbers of stages; give the folders of such "
+        "evaluations together",
+    )
 
 
-def _new_panels(width: float, number: int) -> "tuple[Figure, list[Axes]]":
-    """Side by side, with one scale of y."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(1, number, sharey=True, squeeze=False)[0])
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="0.9", linewidth=0.8)
-        axes.set_axisbelow(True)
-    return figure, panels
+def _draft_length(run: Run) -> float | None:
+    """Draft tokens on the longest path of what is drafted at once; None if it has no bound."""
+    _, _, sizes = (run["tree"] or "").partition(":")
+    first = sizes.partition(":")[0]
+    return int(first) if first.isdecimal() else None
 
 
-def _to_png(figure: "Figure", num_lines: int) -> bytes:
-    if num_lines:
-        # Below the axes, so that it covers no point.
-        legend = figure.legend(loc="outside lower center", ncols=min(num_lines, 4), frameon=False)
-        for text in legend.get_texts():
-            text.set_parse_math(False)  # a name may hold a dollar sign
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
+def speedup_by_draft_length(pooled: Sequence[Run]) -> Chart:
+    series = _against(
+        [run for run in tables.drafted_runs(pooled) if tables.is_known(run["theoretical_speedup"])],
+        _draft_length,
+        lambda run: (
+            f"{run['method']}, n={run['stages']}, T={run['temperature']:g}, "
+            + (run["tree"] or "").partition(":")[0]
+        ),
+        lambda run: Estimate(run["theoretical_speedup"]),
+    )
+    return LineChart(
+        title="S against draft length",
+        caption=f"Modeled speed-up under each run's cost model. {PLAIN}",
+        panels={"": series},
+        axis="modeled speed-up S",
+        place_axis="draft tokens on the longest path",
+        reference=1,
+        table=_numbers(series, "draft length", "S"),
+        missing="no method was run with several draft lengths (--tree chain:3,chain:7)",
+    )
 
 
-def plot_equivalent_acceptance_length(runs: Sequence[Run]) -> bytes:
-    """L' of every method and n with its 95 % interval, by benchmark, against AR's 1."""
-    benchmarks = list(dict.fromkeys(run["benchmark"] for run in runs))
-    series = drafted_series(runs)
-    spacing = DODGE / max(len(series), 1)
-    figure, axes = _new_figure(max(6.4, 1.6 * len(benchmarks) + 0.3 * len(series) + 2))
-    axes.axhline(1, color="0.35", linestyle="--", linewidth=1.2, label="autoregressive, any n")
-    for index, (label, entries) in enumerate(series.items()):
-        x, y, below, above = [], [], [], []
-        for run in entries:
-            length = run["equivalent_acceptance_length"]
-            low, high = length["ci95"]
-            x.append(benchmarks.index(run["benchmark"]) + spacing * (index - (len(series) - 1) / 2))
-            y.append(length["pooled"])
-            below.append(0 if math.isnan(low) else max(length["pooled"] - low, 0))
-            above.append(0 if math.isnan(high) else max(high - length["pooled"], 0))
-        axes.errorbar(
-            x,
-            y,
-            yerr=[below, above],
-            fmt=MARKERS[index % len(MARKERS)],
-            color=COLOURS[index % len(COLOURS)],
-            markersize=6,
-            capsize=3,
-            label=label,
-        )
-    axes.set_xticks(range(len(benchmarks)), benchmarks, parse_math=False)
-    axes.set_xlim(-0.5, len(benchmarks) - 0.5)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("equivalent acceptance length L' = nN/K")
-    axes.set_title("Equivalent acceptance length (pooled, 95 % interval over prompts)", fontsize=11)
-    return _to_png(figure, len(series) + 1)
+def _position_rates(entries: Sequence[Run]) -> dict[int, Estimate]:
+    """Share accepted by position from 1 up, entries pooled, where it was tested often enough."""
+    # Intervals are those of one entry; several have none in common.
+    intervals = entries[0].get("acceptance_by_position_ci95", ()) if len(entries) == 1 else ()
+    rates = {}
+    for j in range(min(MAX_POSITIONS, max(len(run["position_tests"]) for run in entries))):
+        counted = [run for run in entries if j < len(run["position_tests"])]
+        tests = sum(run["position_tests"][j] for run in counted)
+        if tests >= MIN_TESTS:
+            rate = sum(run["position_accepts"][j] for run in counted) / tests
+            rates[j + 1] = Estimate(rate, *intervals[j] if j < len(intervals) else ())
+    return rates
 
 
-def plot_acceptance_by_position(runs: Sequence[Run]) -> bytes:
-    """Share of accepted draft tokens at each position of a round, given that it was tested."""
-    from matplotlib.ticker import MaxNLocator
+def acceptance_by_position(pooled: Sequence[Run]) -> Chart:
+    return LineChart(
+        title="Acceptance by position",
+        caption="Share accepted of the draft tokens tested at each of the first "
+        f"{MAX_POSITIONS} positions of a round, where {MIN_TESTS} or more were tested; 95 % "
+        "intervals over prompts as bands.",
+        panels=_by_temperature(pooled, _position_rates),
+        axis="share accepted",
+        place_axis="position in the round",
+        limits=(0, 1.02),
+        table=tables.position_table(tables.drafted_runs(pooled)),
+        missing=f"no position of a draft was tested {MIN_TESTS} times",
+    )
 
-    series = drafted_series(runs)
-    figure, axes = _new_figure(6.4)
-    drawn = 0
-    for index, (label, entries) in enumerate(series.items()):
-        positions = tested_positions(entries)
-        if positions:
-            drawn += 1
-            axes.plot(
-                *zip(*positions, strict=True),
-                marker=MARKERS[index % len(MARKERS)],
-                markersize=4,
-                color=COLOURS[index % len(COLOURS)],
-                label=label,
-            )
-    if not drawn:
-        text = f"no position was tested {MIN_TESTS} times"
-        axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes, color="0.35")
-    axes.set_ylim(0, 1.02)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(f"position of the draft token in its round (tested at least {MIN_TESTS} times)")
-    axes.set_ylabel("acceptance, given that it was tested")
-    axes.set_title("Acceptance by position", fontsize=11)
-    return _to_png(figure, drawn)
+
+def acceptance_by_category(runs: Sequence[Run]) -> Chart:
+    varied = [run for run in runs if tables.has_categories(run)]
+    benchmarks = list(dict.fromkeys(run["benchmark"] for run in varied))
+    series = {
+        label: {
+            f"{run['benchmark']}/{name}" if len(benchmarks) > 1 else name: _rate(counted)
+            for run in entries
+            for name, counted in run["acceptance_by_category"].items()
+            if tables.is_known(counted["draft_acceptance_rate"])
+        }
+        for label, entries in drafted_series(varied).items()
+    }
+    return IntervalChart(
+        title="Acceptance by category",
+        caption=f"Share accepted of the tested draft tokens, prompts of {', '.join(benchmarks)}, "
+        "with 95 % intervals over prompts.",
+        panels={"": series},
+        axis="acceptance rate alpha",
+        limits=(0, 1),
+        table=tables.category_table(varied),
+        missing="no benchmark has prompts of several categories",
+    )
+
+
+def acceptance_by_entropy(pooled: Sequence[Run]) -> Chart:
+    counted = [run for run in tables.drafted_runs(pooled) if run.get("acceptance_by_entropy")]
+    series = {
+        label: {
+            tables.entropy_range(found): _rate(found)
+            for run in entries
+            for found in run["acceptance_by_entropy"]
+            if found["tests"]
+        }
+        for label, entries in drafted_series(counted).items()
+    }
+    return IntervalChart(
+        title="Acceptance by entropy",
+        caption="Share accepted of the draft tokens tested where the target's distribution has so "
+        "many nats, with 95 % intervals over prompts.",
+        panels={"": series},
+        axis="share accepted",
+        limits=(0, 1),
+        table=tables.entropy_table(counted),
+        missing="results.json has no entropies of the target",
+    )
+
+
+def _length_shares(entries: Sequence[Run]) -> dict[int, Estimate]:
+    counts = [0] * (MAX_LENGTH + 1)
+    for run in entries:
+        for length, count in enumerate(run["acceptance_histogram"][1:]):
+            counts[min(length, MAX_LENGTH)] += count
+    last = max((j for j, count in enumerate(counts) if count), default=0)
+    return {j + 1: Estimate(ratio(counts[j], sum(counts))) for j in range(last + 1)}
+
+
+def tokens_per_round(pooled: Sequence[Run]) -> Chart:
+    return LineChart(
+        title="Tokens per round",
+        caption="Share of rounds that emitted so many tokens, the target's own one included; "
+        f"{MAX_LENGTH + 1} stands for longer ones too.",
+        panels=_by_temperature(pooled, _length_shares),
+        axis="share of rounds",
+        place_axis="tokens of a round",
+        table=tables.histogram_table(tables.drafted_runs(pooled)),
+        missing="no entry has a draft",
+    )
+
+
+def _end_to_end(seconds: Mapping[str, float]) -> list[Span]:
+    spans: list[Span] = []
+    for kind in sorted(seconds, key=lambda kind: (*KINDS, kind).index(kind)):
+        spans.append(Span(kind, spans[-1].end if spans else 0.0, seconds[kind]))
+    return spans
+
+
+def seconds_by_process(pooled: Sequence[Run]) -> Chart:
+    timed = [run for run in pooled if run.get("processes")]
+    panels = {}
+    for run in timed:
+        label = ", ".join(filter(None, (run["method"], f"n={run['stages']}", run.get("run"))))
+        label += f", T={run['temperature']:g}"
+        label += f", {shape(run)}" * (run["schedule"] != AUTOREGRESSIVE)
+        panels[label] = {p["name"]: _end_to_end(p["seconds"]) for p in run["processes"]}
+    every = [span for tracks in panels.values() for spans in tracks.values() for span in spans]
+    return SpanChart(
+        title="Where the time went",
+        caption="What each process did, over all prompts: work is tall, handing over low, waiting "
+        "lowest.",
+        panels=panels,
+        axis="seconds",
+        window=(0, 1.02 * max((span.end for span in every), default=0) or 1),
+        table=tables.process_table(timed),
+        missing="results.json has no times of the processes",
+    )
+
+
+def time_line(name: str, tracks: Mapping[str, Sequence[Span]]) -> Chart:
+    """A few steps of decoding from a Chrome trace, after the prefill.
+
+    Args:
+        tracks: process -> its spans in milliseconds.
+    """
+    spans = [span for found in tracks.values() for span in found]
+    end = max(span.end for span in spans)
+    low = max((span.end for span in spans if span.kind == "prefill"), default=0.0)
+    if not any(span.start >= low for span in spans):
+        low = 0.0
+    starts = [sorted(s.start for s in found if s.start >= low) for found in tracks.values()]
+    busiest = max(starts, key=len)
+    high = busiest[MAX_SPANS] if len(busiest) > MAX_SPANS else end
+    kinds = sorted({span.kind for span in spans})
+    rows = [
+        [process, *(f"{sum(s.duration for s in found if s.kind == kind):.1f}" for kind in kinds)]
+        for process, found in tracks.items()
+    ]
+    return SpanChart(
+        title=f"Time line of {name}",
+        caption=f"What each process did from {low:.1f} to {high:.1f} ms of {end:.1f}: work is "
+        "tall, handing over low, waiting lowest; a span inside another one is drawn over it. The "
+        "table has the whole time.",
+        panels={"": tracks},
+        axis="ms",
+        window=(low, high),
+        table=Table(["process", *(f"{kind} ms" for kind in kinds)], rows),
+    )
+
+
+def latencies(rows: Sequence[Mapping[str, Any]]) -> Chart:
+    """Time of a token on links.
+
+    Args:
+        rows: {"method", "network", "temperature", "ms_per_token", "ci95"}, and "caveat" where the
+            output is not the target's own.
+    """
+    panels: dict[str, Series] = {}
+    for row in sorted(rows, key=lambda row: row["temperature"]):
+        label = ", ".join(filter(None, (row["method"], row.get("run"))))
+        label += " *" * bool(row.get("caveat"))
+        series = panels.setdefault(f"T = {row['temperature']:g}", {})
+        estimate = Estimate(row["ms_per_token"], *(row["ci95"] or ()))
+        series.setdefault(label, {})[row["network"]] = estimate
+    numbers = [
+        [panel.removeprefix("T = "), *cells]
+        for panel, series in panels.items()
+        for cells in _numbers(series, "network", "ms per token", digits=1).rows
+    ]
+    caveats = dict.fromkeys(row["caveat"] for row in rows if row.get("caveat"))
+    return IntervalChart(
+        title="Latency against network",
+        caption="Time of a token on simulated links, with 95 % intervals over prompts."
+        + "".join(f" * {caveat}." for caveat in caveats),
+        panels=panels,
+        axis="ms per token",
+        table=Table(["T", "method", "network", "ms per token", "95 % CI"], numbers),
+        missing='results.json has no "latency" (edge-cloud runs)',
+    )
+
+
+def all_charts(
+    runs: Sequence[Run], pooled: Sequence[Run], latency: Sequence[Mapping[str, Any]]
+) -> list[Chart]:
+    """Charts of a page, empty ones too.
+
+    Args:
+        runs: every entry.
+        pooled: those over all prompts of their folder.
+    """
+    return [
+        lengths_by_benchmark(runs),
+        lengths_by_stages(pooled),
+        speedup_by_draft_length(pooled),
+        acceptance_by_position(pooled),
+        acceptance_by_entropy(pooled),
+        acceptance_by_category(runs),
+        tokens_per_round(pooled),
+        seconds_by_process(pooled),
+        latencies(latency),
+    ]
 
 
 def plot_retention(targets: Sequence[dict[str, Any]], drafts: Sequence[dict[str, Any]]) -> bytes:
@@ -159,32 +395,19 @@ def plot_retention(targets: Sequence[dict[str, Any]], drafts: Sequence[dict[str,
         targets: entries of a retention report: domain, target, kl.
         drafts: domain, target, draft, alpha, alpha_ci95.
     """
-    domains = list(dict.fromkeys(entry["domain"] for entry in targets))
-    names = list(dict.fromkeys(entry["draft"] for entry in drafts))
     drift = {(entry["domain"], entry["target"]): entry["kl"] for entry in targets}
-    figure, panels = _new_panels(max(6.4, 4.4 * len(domains)), len(domains))
-    for domain, axes in zip(domains, panels, strict=True):
-        for index, name in enumerate(names):
-            own = [e for e in drafts if (e["domain"], e["draft"]) == (domain, name)]
-            own.sort(key=lambda e: drift[domain, e["target"]])
-            low, high = zip(*(e["alpha_ci95"] for e in own), strict=True)
-            alpha = [e["alpha"] for e in own]
-            axes.errorbar(
-                [drift[domain, e["target"]] for e in own],
-                alpha,
-                yerr=[
-                    [max(a - x, 0) for a, x in zip(alpha, low, strict=True)],
-                    [max(x - a, 0) for a, x in zip(alpha, high, strict=True)],
-                ],
-                marker=MARKERS[index % len(MARKERS)],
-                color=COLOURS[index % len(COLOURS)],
-                markersize=5,
-                linewidth=1,
-                capsize=2,
-                label=name if domain == domains[0] else None,
-            )
-        axes.set_ylim(0, 1.02)
-        axes.set_title(domain, fontsize=11, parse_math=False)
-        axes.set_xlabel("drift: KL(base || target) per token, nats")
-    panels[0].set_ylabel("acceptance rate")
-    return _to_png(figure, len(names))
+    panels: dict[str, Series] = {}
+    for entry in drafts:
+        series = panels.setdefault(entry["domain"], {}).setdefault(entry["draft"], {})
+        place = drift[entry["domain"], entry["target"]]
+        series[place] = Estimate(entry["alpha"], *entry["alpha_ci95"])
+    chart = LineChart(
+        title="Retention",
+        caption="",
+        panels=panels,
+        axis="acceptance rate",
+        place_axis="drift: KL(base || target) per token, nats",
+        limits=(0, 1.02),
+        whole_places=False,
+    )
+    return chart.png()

@@ -13,8 +13,9 @@ from tqdm import tqdm
 from pipedraft.errors import Parser, UsageError, make_folder
 from pipedraft.eval.calibrate import read_cost
 from pipedraft.eval.metrics import OVERALL, bootstrap_ratio, ratio
-from pipedraft.eval.report import align_columns, to_json, write_atomically
+from pipedraft.eval.tables import align_columns
 from pipedraft.eval.trace_reading import Recording, read_recordings
+from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.base import Refusal, Round, Schedule

@@ -2,20 +2,16 @@
 
 import hashlib
 import json
-import math
-import os
-import re
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipedraft.eval import tables
-from pipedraft.eval.html.report import Source, build_page
+from pipedraft.eval import plots, tables
+from pipedraft.eval.html_report import Source, build_page
 from pipedraft.eval.metrics import OVERALL
-from pipedraft.eval.plots import plot_acceptance_by_position, plot_equivalent_acceptance_length
 from pipedraft.eval.provenance import describe
-from pipedraft.eval.tables import TEXT_COLUMNS, Run, Table
+from pipedraft.eval.tables import Run, align_columns, markdown
+from pipedraft.files import to_json, write_atomically
 
 LENGTH_PLOT = "equivalent_acceptance_length.png"
 POSITION_PLOT = "acceptance_by_position.png"
@@ -29,30 +25,14 @@ def format_table(runs: Sequence[Run]) -> str:
     return align_columns(table.header, table.rows)
 
 
-def align_columns(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """A table of equally wide lines, numbers to the right."""
-    rows = [header, *cells]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        padded = [
-            text.ljust(width) if name in TEXT_COLUMNS else text.rjust(width)
-            for name, text, width in zip(header, row, widths, strict=True)
-        ]
-        lines.append("  ".join(padded).rstrip())
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join(lines)
+def format_report(
+    runs: Sequence[Run], manifest: dict[str, Any], pictures: Collection[str] = ()
+) -> str:
+    """report.md.
 
-
-def markdown(table: Table) -> str:
-    align = [":--" if name in TEXT_COLUMNS else "--:" for name in table.header]
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in table.rows]
-    lines = [table.header, align, *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def format_report(runs: Sequence[Run], manifest: dict[str, Any]) -> str:
-    """report.md."""
+    Args:
+        pictures: files of plots that there are.
+    """
     hardware, target = manifest["hardware"], manifest["target"]
     parts = [
         "# Evaluation",
@@ -71,14 +51,15 @@ def format_report(runs: Sequence[Run], manifest: dict[str, Any]) -> str:
     for name in sorted(benchmarks, key=lambda name: name != OVERALL):
         of_benchmark = [run for run in runs if run["benchmark"] == name]
         parts += [f"## {name}", markdown(tables.results_table(of_benchmark))]
-    parts += [tables.legend(runs), f"![L' by method and benchmark]({LENGTH_PLOT})"]
+    parts += [tables.legend(runs)]
+    parts += [f"![L' by method and benchmark]({LENGTH_PLOT})"] * (LENGTH_PLOT in pictures)
     drafted = tables.drafted_runs(tables.pooled_runs(runs))
     if drafted:
         parts += ["## Tokens per round", "Share of rounds that emitted so many tokens."]
         parts += [markdown(tables.histogram_table(drafted))]
         parts += ["## Acceptance by position", tables.POSITION_TEXT]
         parts += [markdown(tables.position_table(drafted))]
-        parts += [f"![Acceptance by position]({POSITION_PLOT})"]
+        parts += [f"![Acceptance by position]({POSITION_PLOT})"] * (POSITION_PLOT in pictures)
     counted = [run for run in drafted if run.get("acceptance_by_entropy")]
     if counted:
         parts += ["## Acceptance by entropy", tables.ENTROPY_TEXT]
@@ -97,41 +78,6 @@ def format_report(runs: Sequence[Run], manifest: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: a value that does not exist is null."""
-    if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """A reader, or a kill at any moment, sees the whole file or the one before it."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def to_json(content: Any) -> bytes:
-    """Indented JSON with a list of numbers on one line; NaN and infinity become null."""
-    text = json.dumps(_without_nan(content), indent=2, allow_nan=False)
-    # Texts hold no raw line break, so a bracket before one opens a list.
-    return (re.sub(r"\[\n[-+\d.eE,\snul]*\]", _on_one_line, text) + "\n").encode()
-
-
-def _on_one_line(found: re.Match[str]) -> str:
-    return "[" + " ".join(found[0].strip("[]").split()) + "]"
-
-
 def write_report(out_dir: Path, runs: Sequence[Run], manifest: dict[str, Any]) -> None:
     """Write results.json, manifest.json, report.md, report.html and the plots into ``out_dir``.
 
@@ -139,15 +85,19 @@ def write_report(out_dir: Path, runs: Sequence[Run], manifest: dict[str, Any]) -
     the benchmarks; empty with a single benchmark]}.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
-    pooled = tables.pooled_runs(runs)
     results = {
         "runs": [run for run in runs if run["benchmark"] != OVERALL],
         "overall": [run for run in runs if run["benchmark"] == OVERALL],
     }
-    write_atomically(out_dir / LENGTH_PLOT, plot_equivalent_acceptance_length(runs))
-    write_atomically(out_dir / POSITION_PLOT, plot_acceptance_by_position(pooled))
+    charts = {
+        LENGTH_PLOT: plots.lengths_by_benchmark(runs),
+        POSITION_PLOT: plots.acceptance_by_position(tables.pooled_runs(runs)),
+    }
+    pictures = {name: chart.png() for name, chart in charts.items() if not chart.is_empty}
+    for name, picture in pictures.items():
+        write_atomically(out_dir / name, picture)
     write_atomically(out_dir / "manifest.json", to_json(manifest))
-    write_atomically(out_dir / "report.md", format_report(runs, manifest).encode())
+    write_atomically(out_dir / "report.md", format_report(runs, manifest, pictures).encode())
     content = to_json(results)
     read_back = json.loads(content)
     source = Source(

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from pipedraft.eval.plots import plot_retention
-from pipedraft.eval.report import align_columns, markdown, to_json, write_atomically
-from pipedraft.eval.tables import Table, bounds, number
+from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
+from pipedraft.files import to_json, write_atomically
 
 Entry = dict[str, Any]
 PLOT = "retention.png"

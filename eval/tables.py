@@ -56,6 +56,28 @@ class Table:
     rows: list[list[str]]
 
 
+def align_columns(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A table of equally wide lines, numbers to the right."""
+    rows = [header, *cells]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        padded = [
+            text.ljust(width) if name in TEXT_COLUMNS else text.rjust(width)
+            for name, text, width in zip(header, row, widths, strict=True)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
+
+
+def markdown(table: Table) -> str:
+    align = [":--" if name in TEXT_COLUMNS else "--:" for name in table.header]
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in table.rows]
+    lines = [table.header, align, *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
 def is_known(value: float | None) -> TypeGuard[float]:
     """Whether it exists; what does not is NaN in memory and null in a file."""
     return value is not None and math.isfinite(value)

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipedraft.errors import run_command
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.breakdown import acceptance_by_category, acceptance_intervals_by_position
-from pipedraft.eval.html.report import Source
+from pipedraft.eval.html_report import Source
 from pipedraft.eval.lossless import generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, RunLabel, run_record, summarize
-from pipedraft.eval.report import to_json
+from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.language_model import LanguageModelDraft
 

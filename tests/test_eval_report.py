@@ -9,7 +9,8 @@ import pytest
 from eval_runs import MANIFEST, make_runs
 
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.report import format_table, to_json, write_atomically, write_report
+from pipedraft.eval.report import format_table, write_report
+from pipedraft.files import to_json, write_atomically
 
 
 @pytest.fixture(scope="module")

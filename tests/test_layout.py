@@ -141,7 +141,8 @@ def test_the_wheel_holds_the_package_and_runs_from_another_directory(tmp_path: P
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         archive.extractall(tmp_path / "site")
-    assert held == {f"pipedraft/{label(path)}" for path in SOURCES}
+    templates = [path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.jinja")]
+    assert held == {f"pipedraft/{label(path)}" for path in [*SOURCES, *templates]} and templates
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     code = (

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pipedraft.eval.provenance import describe
-from pipedraft.eval.report import align_columns, markdown, to_json, write_atomically
-from pipedraft.eval.tables import Table, bounds, is_known, number
+from pipedraft.eval.tables import Table, align_columns, bounds, is_known, markdown, number
+from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.edge_cloud.constants import EDGE_W, RADIOS
 from pipedraft.inference.edge_cloud.methods import METHODS
 from pipedraft.inference.edge_cloud.virtual import Times

@@ -5,8 +5,7 @@ from typing import Any
 
 from pipedraft.eval.papers.declarations import Measure, PaperRow, PaperTable
 from pipedraft.eval.papers.runs import Outcome, Value
-from pipedraft.eval.report import align_columns
-from pipedraft.eval.tables import Table, bounds, is_known, number
+from pipedraft.eval.tables import Table, align_columns, bounds, is_known, number
 
 EMBEDDED = "assets/target"
 NOT_AVAILABLE = "not available here"

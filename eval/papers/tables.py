@@ -171,7 +171,9 @@ def _write(
     world: Any,
 ) -> None:
     from pipedraft.eval.papers.report import LEGEND, notes, paper_table, record
-    from pipedraft.eval.report import markdown, to_json, write_atomically, write_report
+    from pipedraft.eval.report import write_report
+    from pipedraft.eval.tables import markdown
+    from pipedraft.files import to_json, write_atomically
 
     out: Path = options.out
     if table.kind == "pipeline":
