@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipedraft.inference.config import MIN_TEMPERATURE
 from pipedraft.inference.tree import TokenTree
 
 Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "branch", "thin"]
@@ -46,8 +47,15 @@ class KeyedRandom:
 
 
 def probabilities(logits_V: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature) in float64; sums over a large vocabulary stay exact."""
-    return torch.softmax(logits_V.double() / temperature, -1)
+    """softmax(logits / temperature) in float64; sums over a large vocabulary stay exact.
+
+    No temperature above 0 overflows: below the smallest one that commands take, the largest logit
+    is subtracted first, which would change the last bits of all others.
+    """
+    logits_V = logits_V.double()
+    if temperature < MIN_TEMPERATURE:
+        logits_V = logits_V - logits_V.amax(-1, keepdim=True)
+    return torch.softmax(logits_V / temperature, -1)
 
 
 def draw(probabilities_V: Tensor, uniform: float) -> int:
@@ -55,8 +63,16 @@ def draw(probabilities_V: Tensor, uniform: float) -> int:
 
     The weights need not add up to 1. A token of probability 0 is never returned: uniforms are at
     most 1 - 2^-53, and that times the sum is less than the sum after rounding, too.
+
+    Raises:
+        ValueError: the weights add up to 0, infinity or NaN.
     """
     cumulative = probabilities_V.numpy(force=True).cumsum()
+    if not 0 < cumulative[-1] < np.inf:
+        raise ValueError(
+            f"probabilities: their sum is {cumulative[-1]:g}, so no token can be drawn; a weight "
+            "of the target or the draft is NaN or infinite, load another checkpoint"
+        )
     return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
 
 

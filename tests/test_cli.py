@@ -159,6 +159,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("inference", [*RUN, "--prompt", "hi " * 600], ["prompt", "tokens", "512", "shorten it"]),
     ("inference", [*RUN, *INFERENCE, "--temperature", "-1"], ["temperature", "-1", "give 0"]),
     ("inference", [*RUN, *INFERENCE, "--temperature", "nan"], ["temperature", "nan", "give 0"]),
+    ("inference", [*RUN, *INFERENCE, "--temperature", "1e-320"], ["1e-320 is", "give 0 (greedy)"]),
     ("inference", [*RUN, *INFERENCE, "--temperature", "hot"], ["temperature", "'hot'", "--help"]),
     ("inference", [*RUN, *INFERENCE, "--trace", "t.json"], ["--trace", "'t.json'", "--backend"]),
     ("inference", [*RUN, *INFERENCE, "--backend", "process"], ["--backend", "torchrun"]),

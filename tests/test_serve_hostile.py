@@ -5,6 +5,7 @@ import random
 import time
 from contextlib import suppress
 
+import msgspec
 import pytest
 from decode_runs import PROMPTS, greedy_reference
 from serve_runs import (
@@ -64,6 +65,14 @@ def end_of(*messages, prompt=(1, 2), **server_options):
     return run(scene())
 
 
+def tiny_temperature(value):
+    """An ``Open`` that this version would not make."""
+    data = encode(opening([1, 2], temperature=0.5))
+    half, wanted = msgspec.msgpack.encode(0.5), msgspec.msgpack.encode(value)
+    assert data.count(half) == 1
+    return data.replace(half, wanted)
+
+
 VERIFY = {
     "epoch": 0,
     "seq": 1,
@@ -85,6 +94,9 @@ VERIFY = {
         ([Hello(protocol=PROTOCOL + 1)], "FAILED_PRECONDITION", "install the same version"),
         ([Hello(), opening([1] * 65)], "INVALID_ARGUMENT", "this server takes 64; shorten"),
         ([Hello(), opening([1], max_new_tokens=65)], "INVALID_ARGUMENT", "this server gives 64"),
+        ([Hello(), tiny_temperature(5e-324)], "INVALID_ARGUMENT", "temperature: 5e-324 is"),
+        ([Hello(), tiny_temperature(1e-200)], "INVALID_ARGUMENT", "0.0001 to 1e+06"),
+        ([Hello(), tiny_temperature(float("nan"))], "INVALID_ARGUMENT", "temperature: nan is"),
         ([Hello(), opening([1] * 9), b"\x00"], "INVALID_ARGUMENT", "no message of this protocol"),
         ([Hello(), b"x" * 200_000], "RESOURCE_EXHAUSTED", "larger than max"),
         ([Hello(ticket=b"0" * 24)], "NOT_FOUND", "open a new one with the text so far"),

@@ -1,5 +1,6 @@
 """Acceptance rules and their random numbers: exact laws, by enumeration and by counting."""
 
+import argparse
 import itertools
 
 import numpy as np
@@ -7,6 +8,9 @@ import pytest
 import torch
 from scipy.stats import chisquare, kstest
 
+from pipedraft.inference import arguments
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.edge_cloud.messages import Settings
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import (
     KeyedRandom,
@@ -91,6 +95,46 @@ def test_probabilities_are_exact_over_a_large_vocabulary():
     assert p.dtype == torch.float64 and abs(float(p.sum()) - 1) < 1e-12
     exact = np.exp((logits.double().numpy() - float(logits.max())) / 0.7)
     np.testing.assert_allclose(p.numpy(), exact / exact.sum(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [0.5, float("nan")], [1.0, float("inf")]])
+def test_draw_refuses_weights_without_a_finite_sum(weights):
+    with pytest.raises(ValueError, match="probabilities: their sum is .* NaN or infinite"):
+        draw(torch.tensor(weights, dtype=torch.float64), 0.5)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-3, 0.3, 0.7, 1.0, 1.7, 1e6])
+def test_probabilities_are_softmax_to_the_bit_where_commands_allow_the_temperature(temperature):
+    logits = torch.randn(8, 1000, generator=torch.Generator().manual_seed(1)) * 30
+    logits[0, :3] = torch.finfo(torch.float32).max
+    logits[1] = torch.finfo(torch.float32).min
+    p = probabilities(logits, temperature)
+    assert torch.equal(p, torch.softmax(logits.double() / temperature, -1))
+    assert torch.isfinite(p).all()
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-200, 1e-5])
+def test_smaller_temperatures_do_not_overflow_either(temperature):
+    logits = torch.tensor([[3.0, -2.0, 3e38, 1.0], [-3e38, 0.5, 0.25, -1.0]])
+    p = probabilities(logits, temperature)
+    assert p.argmax(-1).tolist() == [2, 1] and torch.equal(p.sum(-1), torch.ones(2).double())
+
+
+@pytest.mark.parametrize("value", [-1.0, 5e-324, 9.9e-5, 1.1e6, float("inf"), float("nan")])
+def test_temperatures_out_of_range_are_refused_wherever_they_are_named(value):
+    message = "temperature: .* out of range; give 0 .greedy. or 0.0001 to 1e"
+    with pytest.raises(ValueError, match=message):
+        DecodeConfig(temperature=value)
+    with pytest.raises(ValueError, match=message):
+        Settings(temperature=value)
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a temperature; give 0"):
+        arguments.temperature(str(value))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-4, 0.7, 1.0, 1e6])
+def test_temperatures_in_range_are_taken(value):
+    assert DecodeConfig(temperature=value).temperature == value == arguments.temperature(str(value))
+    assert Settings(temperature=value).temperature == value
 
 
 # -- rules ----------------------------------------------------------------------------------

@@ -389,6 +389,11 @@ class CloudSession:
         """The next pass is over the prompt."""
         return self._opening is not None and not self._text
 
+    @property
+    def is_computed(self) -> bool:
+        """``run`` has succeeded, ``finish`` is due."""
+        return self._computed_RV is not None
+
     def start(self, now_s: float) -> int:
         """Begin a forward pass if one is due; returns its number of rows, 0: nothing to do."""
         assert not self.is_running, "finish the pass under way first"
@@ -420,12 +425,14 @@ class CloudSession:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Compute the rows."""
+        """Compute the rows; again from the start where an earlier attempt failed on the way."""
         assert self.is_running and self._opening is not None, "nothing has been started"
         if self._segment is None:
             prompt = torch.tensor(self._opening.prompt_ids)
             self._computed_RV = self._staged.prefill(prompt)[0][None]
             return
+        if self._stage.num_speculative > self._segment.lo:
+            self._stage.keep(Keep(tuple(range(self._segment.lo)), 0))
         hidden_RH = self._stage.forward(self._segment).hidden
         assert hidden_RH is not None
         self._computed_RV = self._staged.logits(hidden_RH)

@@ -26,6 +26,8 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pipedraft.inference.config import check_temperature
+
 MAX_BYTES = 16 * 2**20
 """Of one encoded message: the logits of a vocabulary of four million."""
 MAX_GUESSES = 256
@@ -89,7 +91,7 @@ class Settings(Message, frozen=True):
     """How a session draws its tokens; equal on both sides."""
 
     rule: RuleName = "match"
-    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    temperature: float = 0.0
     """0 is greedy, whatever the rule."""
     seed: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
     prompt: Count = 0
@@ -103,6 +105,9 @@ class Settings(Message, frozen=True):
     is_fast: bool = False
     """Rows of a known prefix may be computed before the batch is complete."""
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 128
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
 
 
 class Open(Message, frozen=True, tag="open"):

@@ -6,17 +6,21 @@ pass ends share the next one, so nobody waits for a batch to fill.
 
 import asyncio
 import hmac
+import logging
 import time
-from collections.abc import AsyncIterator
+import traceback
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 import torch
 
 from pipedraft.inference.edge_cloud import wire
-from pipedraft.inference.edge_cloud.cloud import CloudTarget, run_together
+from pipedraft.inference.edge_cloud.cloud import CloudSession, CloudTarget, run_together
 from pipedraft.inference.edge_cloud.messages import (
     Open,
     Reply,
@@ -33,6 +37,8 @@ from pipedraft.inference.edge_cloud.session_table import (
 )
 from pipedraft.models.fingerprint import weights_hash
 from pipedraft.models.target import Keep, Segment
+
+log = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
 UNSENT_BYTES = 4 * 2**20
@@ -230,15 +236,34 @@ class Server:
             if not batch:
                 await self._due.wait()
                 continue
-            await loop.run_in_executor(
-                self._thread, run_together, [session.core for session in batch]
-            )
+            cores = [session.core for session in batch]
+            failures = await loop.run_in_executor(self._thread, run_batch, cores)
             self.num_passes += 1
             self.num_session_passes += len(batch)
             for session in batch:
                 session.seen_s = time.monotonic()
                 session.num_passes += not session.core.wants_prefill
-                self._send(session, session.core.finish(time.monotonic()))
+                if session.core in failures:
+                    self._end_failed(session, failures[session.core])
+                    continue
+                with self._ending_alone(session):
+                    self._send(session, session.core.finish(time.monotonic()))
+
+    @contextmanager
+    def _ending_alone(self, session: HeldSession) -> Iterator[None]:
+        """An exception in the body ends this session, and no other one."""
+        try:
+            yield
+        except Exception as error:
+            self._end_failed(session, describe_failure(error))
+
+    def _end_failed(self, session: HeldSession, what: str) -> None:
+        log.error("session ended: %s", what)
+        self.table.drop(session)
+        if session.stream is not None:
+            session.stream.finish(
+                Refused("INTERNAL", "session: the server failed to compute it; its log says why")
+            )
 
     def _next_batch(self) -> list[HeldSession]:
         """Sessions that have begun a pass: all with rows, and one prompt, so that many new ones do
@@ -249,9 +274,10 @@ class Server:
             is_prompt = session.core.wants_prefill
             if session.stream is None or (is_prompt and has_prompt):
                 continue
-            if session.core.start(time.monotonic()):
-                batch.append(session)
-                has_prompt |= is_prompt
+            with self._ending_alone(session):
+                if session.core.start(time.monotonic()):
+                    batch.append(session)
+                    has_prompt |= is_prompt
         return batch
 
     async def _sweep(self) -> None:
@@ -326,6 +352,9 @@ class Server:
             if stream.session is not None:
                 self.table.drop(stream.session)
             stream.finish(Refused("INVALID_ARGUMENT", str(error)))
+        except Exception as error:
+            log.error("stream ended: %s", describe_failure(error))
+            stream.finish(Refused("INTERNAL", "stream: the server failed; its log says why"))
         else:
             # The edge has nothing more to say, as after a Close.
             stream.finish(Refused("OK", ""))
@@ -372,7 +401,8 @@ class Server:
         request = decode_request(data)
         now_s = time.monotonic()
         session.note(request, now_s)
-        self._send(session, session.core.receive(request, now_s))
+        with self._ending_alone(session):
+            self._send(session, session.core.receive(request, now_s))
         self._due.set()
 
     # -- refusals ---------------------------------------------------------------------------
@@ -426,3 +456,37 @@ def measure(target: CloudTarget) -> tuple[float, float, int]:
     pass_s(1)
     one_s, nine_s = (min(pass_s(num_rows) for _ in range(3)) for num_rows in (1, 9))
     return one_s, max(0.0, nine_s - one_s) / 8, stage.cache.num_bytes // stage.cache.capacity
+
+
+def describe_failure(error: Exception) -> str:
+    """One line for the operator: what failed, and where."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
+
+
+def run_batch(sessions: Sequence[CloudSession]) -> dict[CloudSession, str]:
+    """Run the passes together; if that fails, those that are still owed one by one.
+
+    Returns:
+        Sessions whose own pass failed, and what happened; all others have their rows.
+
+    Raises:
+        Exception: the target cannot compute a row of its own either, so no session is to blame.
+    """
+    try:
+        run_together(sessions)
+        return {}
+    except Exception:
+        failures: dict[CloudSession, str] = {}
+    for session in sessions:
+        if session.is_computed:
+            continue
+        try:
+            session.run()
+        except Exception as error:
+            # Only text: the traceback would hold on to the tensors of the pass.
+            failures[session] = describe_failure(error)
+    if failures:
+        sessions[0].target.staged().prefill(torch.zeros(1, dtype=torch.long))
+    return failures

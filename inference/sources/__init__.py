@@ -13,7 +13,7 @@ from torch import Tensor
 from pipedraft.inference.schedules.base import Growth
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom, draw
+from pipedraft.inference.verify import KeyedRandom, draw, probabilities
 from pipedraft.models.target import Keep
 
 
@@ -127,7 +127,7 @@ def add_sampled(
     q is float64 over the target's vocabulary; tokens that the draft does not know have 0.
     """
     q_V = logits_U.new_zeros(draft.target_vocab_size, dtype=torch.float64)
-    q_V[draft.draft_ids] = torch.softmax(logits_U.double() / sampling.temperature, -1)
+    q_V[draft.draft_ids] = probabilities(logits_U, sampling.temperature)
     uniform = sampling.random.uniform(tree.position(leaf) + 1, "draft", sampling.attempt)
     token = draw(q_V, uniform)
     return tree.add(leaf, token, tree.scores[leaf] + float(q_V[token].log()), q_V)

@@ -1,0 +1,183 @@
+"""What fails in the server itself ends one session, and the others never notice."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+from decode_runs import greedy_reference
+from serve_runs import Raw, access_to, decode, lm_draft, make_target, opening, run, serving
+
+from pipedraft.inference.edge_cloud import cloud
+from pipedraft.inference.edge_cloud import server as server_module
+from pipedraft.inference.edge_cloud.cloud import CloudSession
+from pipedraft.inference.edge_cloud.connection import Connection
+from pipedraft.inference.edge_cloud.messages import Verify, decode_reply, prefix_hash
+from pipedraft.inference.edge_cloud.session_table import HeldSession
+from pipedraft.inference.edge_cloud.wire import Hello
+
+POISON = 63
+"""The token of a session that fails."""
+NUM_TOKENS = 60
+
+
+def poisoned_pass(monkeypatch, when):
+    """A pass with a row of the poisoned token fails, alone or with others, at a chosen moment."""
+    together, alone = cloud.forward_together, CloudSession.run
+
+    def check(segments):
+        if any(POISON in segment.ids.tolist() for segment in segments):
+            raise IndexError("index out of range\nin self")
+
+    def forward(stages, segments):
+        if when == "before":
+            check(segments)
+        rows = together(stages, segments)
+        check(segments)
+        return rows
+
+    def run(session):
+        if session._segment is not None:
+            check([session._segment])
+        alone(session)
+
+    monkeypatch.setattr(cloud, "forward_together", forward)
+    monkeypatch.setattr(CloudSession, "run", run)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypatch, caplog):
+    """Three texts are streamed while a fourth session's rows break every pass with them."""
+    poisoned_pass(monkeypatch, when)
+    target, prompts = make_target(vocab=64), ([1, 2], [3, 4], [5, 6, 7])
+    batches = []
+
+    def run_together(cores):
+        time.sleep(0.01)  # so that the others stream until the last failure
+        batches.append([POISON in core._guesses for core in cores])
+        cloud.run_together(cores)
+
+    monkeypatch.setattr(server_module, "run_together", run_together)
+
+    async def break_once(connection, port):
+        raw = Raw(connection)
+        await raw.send(Hello(), opening([1, 2, 3], streams=False))
+        (opened,) = (await raw.read(2))[1:]
+        text = [1, 2, 3, decode_reply(opened).token]
+        await raw.send(
+            Verify(
+                session=1,
+                epoch=0,
+                seq=1,
+                base=4,
+                prefix_hash=prefix_hash(text),
+                certain=[],
+                ids=[POISON],
+                q=[],
+                next_s=0.0,
+            )
+        )
+        return await raw.end()
+
+    async def scene():
+        async with (
+            serving(target) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            honest = [
+                asyncio.create_task(
+                    decode(server.port, prompt, method="cloud", max_new_tokens=NUM_TOKENS)
+                )
+                for prompt in prompts
+            ]
+            ends = [await break_once(connection, server.port) for _ in range(6)]
+            outcomes = [await task for task in honest]
+            assert not server.table.held
+            return ends, [outcome.result.token_ids for outcome in outcomes]
+
+    ends, texts = run(scene())
+    assert {(code, text) for code, text, _ in ends} == {
+        ("INTERNAL", "session: the server failed to compute it; its log says why")
+    }
+    assert texts == [greedy_reference(target, prompt, NUM_TOKENS) for prompt in prompts]
+    assert not any(POISON in text for text in texts), "choose another token"
+    assert any(len(batch) > 1 and any(batch) for batch in batches), "no pass was shared"
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 6
+    said = "session ended: IndexError: index out of range in self"
+    assert {line.partition(" (")[0] for line in lines} == {said}
+
+
+def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
+    """No pass fails here: the token cannot be drawn from what it gives."""
+    target, sound = make_target(vocab=64), make_target(vocab=64)
+    with torch.no_grad():
+        target.get_input_embeddings().weight[POISON] = float("nan")
+
+    async def scene():
+        async with (
+            serving(target) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+            other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(sound)))
+            raw = Raw(connection)
+            await raw.send(Hello(), opening([1, POISON], temperature=1.0))
+            ended = await raw.end()
+            after = await decode(server.port, [1, 2], draft=lm_draft(sound))
+            texts = [(await other).result.token_ids, after.result.token_ids]
+            assert not server.table.held
+            return ended, texts
+
+    ended, texts = run(scene())
+    assert ended[:2] == (
+        "INTERNAL",
+        "session: the server failed to compute it; its log says why",
+    )
+    assert texts == [greedy_reference(sound, [1, 2], 24)] * 2
+    (record,) = caplog.records
+    assert "ValueError: probabilities: their sum is nan" in record.getMessage()
+
+
+def test_a_target_that_computes_nothing_any_more_ends_the_server(monkeypatch):
+    """No session is to blame, so the process should be started again."""
+    target = make_target(vocab=64)
+
+    async def scene():
+        async with (
+            serving(target) as server,
+            Connection(access_to(server.port)) as connection,
+        ):
+
+            def fail(*arguments, **options):
+                raise RuntimeError("the device is lost")
+
+            monkeypatch.setattr(target.get_decoder().layers[0], "forward", fail)
+            raw = Raw(connection)
+            await raw.send(Hello(), opening([1, 2]))
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                await server.wait(asyncio.Event())
+
+    run(scene())
+
+
+def test_an_unforeseen_failure_of_a_stream_ends_it(monkeypatch, caplog):
+    """Not only what is no message: otherwise the edge would wait until the session expires."""
+
+    def fail(session, request, now_s):
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr(HeldSession, "note", fail)
+    ended = run(one_stream(opening([1, 2])))
+    assert ended[0] == "INTERNAL" and ended[1] == "stream: the server failed; its log says why"
+    (record,) = caplog.records
+    assert record.getMessage().startswith("stream ended: KeyError: 'unforeseen' (")
+
+
+async def one_stream(message):
+    async with (
+        serving(make_target()) as server,
+        Connection(access_to(server.port)) as connection,
+    ):
+        raw = Raw(connection)
+        await raw.send(Hello(), message)
+        return await raw.end()
