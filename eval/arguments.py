@@ -12,6 +12,7 @@ from pipedraft.inference.arguments import (
     positive,
     temperature,
 )
+from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.schedules import SCHEDULES
 
 EXAMPLE = """\
@@ -122,7 +123,7 @@ def _add_decoding_arguments(parser: Parser) -> None:
     add_schedule_arguments(parser, are_lists=True)
     add(
         "--verifier",
-        choices=["auto", "match", "rejection"],
+        choices=["auto", *RULE_NAMES],
         default="auto",
         help="acceptance rule at temperatures above 0 (default: auto)",
     )

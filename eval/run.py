@@ -225,7 +225,7 @@ class _Decoded:
             tree_width=config.schedule.width,
             tree=config.schedule.label,
             checkpoint=method.checkpoint,
-            verifier="rejection" if config.uses_rejection else "match",
+            verifier=config.rule,
             seed=config.seed,
             max_new_tokens=config.max_new_tokens,
         )

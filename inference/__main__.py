@@ -15,6 +15,7 @@ from pipedraft.inference.arguments import (
     backend_of,
     given_settings,
 )
+from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.prompts import Stream, encode
 from pipedraft.inference.schedules import SCHEDULES
 
@@ -57,7 +58,7 @@ def build_parser() -> Parser:
     parser.add_argument("--stages", type=int, help="pipeline stages; default: the draft's")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add_schedule_arguments(parser)
-    parser.add_argument("--verifier", default="auto", choices=["auto", "match", "rejection"])
+    parser.add_argument("--verifier", default="auto", choices=["auto", *RULE_NAMES])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     add_backend_arguments(parser)

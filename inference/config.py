@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -19,6 +19,11 @@ from pipedraft.inference.shapes import TreeShape
 MIN_TEMPERATURE = 1e-4
 """Logits divided by less than this may overflow."""
 MAX_TEMPERATURE = 1e6
+RuleName = Literal["match", "gumbel", "rejection", "tail_escape", "topk", "argmax"]
+"""Acceptance rules; ``verify.py`` has them."""
+RULE_NAMES: list[RuleName] = list(get_args(RuleName))
+SAMPLING_RULES = ("rejection", "tail_escape", "topk")
+"""Their draft tokens are drawn from the draft's distribution."""
 
 Value = TypeVar("Value")
 
@@ -33,9 +38,13 @@ class DecodeConfig:
     """Where the target is cut, (0, b1, .., L); empty: near-even, or as the draft was trained."""
     temperature: float = 0.0
     """0 is greedy."""
-    verifier: Literal["auto", "match", "rejection"] = "auto"
-    """auto: rejection for sampled chains (temperature > 0, one draft token at a time), else
-    match."""
+    verifier: Literal["auto"] | RuleName = "auto"
+    """Acceptance rule above temperature 0. auto: rejection for sampled chains (one draft token at a
+    time), else match."""
+    payload_tokens: int = 10
+    """The target's most likely tokens that a rejection shows the draft, by topk and tail_escape."""
+    tail_samples: int = 4
+    """Tokens drawn from the others that a rejection shows the draft, by tail_escape."""
     seed: int = 0
     max_new_tokens: int = 128
     """New tokens at most, the one drawn from the prefill included."""
@@ -43,23 +52,28 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
-        check_at_least(self, 1, "num_stages", "max_new_tokens")
+        check_at_least(self, 1, "num_stages", "max_new_tokens", "payload_tokens", "tail_samples")
         if self.boundaries and len(self.boundaries) != self.num_stages + 1:
             raise ValueError(
                 f"boundaries: {list(self.boundaries)} do not make {self.num_stages} stages; give "
                 f"{self.num_stages + 1} ascending layer numbers, 0 first"
             )
-        if self.verifier == "rejection" and not (self.temperature and self.schedule.can_sample):
+        samples = self.verifier in SAMPLING_RULES
+        if samples and not (self.temperature and self.schedule.can_sample):
             raise ValueError(
-                "verifier: 'rejection' needs a sampled chain (temperature above 0 and tree width "
-                "1, or a chain as the tree's kind); use 'match', which is exact for every tree"
+                f"verifier: {self.verifier!r} needs a sampled chain (temperature above 0 and tree "
+                "width 1, or a chain as the tree's kind); use 'match', which is exact for every "
+                "tree"
             )
 
     @property
-    def uses_rejection(self) -> bool:
+    def rule(self) -> RuleName:
+        """The acceptance rule that decides."""
+        if self.temperature == 0:
+            return "match"
         if self.verifier == "auto":
-            return self.temperature > 0 and self.schedule.can_sample
-        return self.verifier == "rejection"
+            return "rejection" if self.schedule.can_sample else "match"
+        return self.verifier
 
     @classmethod
     def of(cls, schedule: str | Schedule = SPD.name, **settings: Any) -> DecodeConfig:

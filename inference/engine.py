@@ -20,13 +20,7 @@ from pipedraft.inference.schedules.spd import SPD
 from pipedraft.inference.shapes import TreeShape, segment_sizes
 from pipedraft.inference.sources import DraftSource, Sampling, make_source
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import (
-    KeyedRandom,
-    MatchVerifier,
-    RejectionVerifier,
-    Verifier,
-    Walk,
-)
+from pipedraft.inference.verify import KeyedRandom, Walk, make_verifier
 from pipedraft.models.target import Keep, StagedTarget
 
 
@@ -167,9 +161,14 @@ class Session:
         self.engine, self.config, self.on_token = engine, config, on_token
         self.started = time.perf_counter()
         self.random = KeyedRandom(config.seed, prompt_index)
-        rule = RejectionVerifier if config.uses_rejection else MatchVerifier
-        self.verifier: Verifier = rule(config.temperature, self.random)
-        self.sampling = Sampling(config.temperature, config.uses_rejection, self.random)
+        self.verifier = make_verifier(
+            config.rule,
+            config.temperature,
+            self.random,
+            top_k=config.payload_tokens,
+            tail_samples=config.tail_samples,
+        )
+        self.sampling = Sampling(self.verifier)
         self.source = engine.make_source()
         self.pipeline = engine.pipeline
         self.clock = VirtualClock(config.cost, engine.target.boundaries, engine.draft_cost)

@@ -41,7 +41,7 @@ from pipedraft.inference.shapes import EAGLE1_PATHS, TreeShape
 from pipedraft.inference.sources import Sampling
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom
+from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.key_values import KeyValues
 
@@ -269,7 +269,7 @@ def test_a_dynamic_tree_equals_one_drafted_from_scratch(kind):
     source.begin({layer: hidden[:3] for layer, hidden in rows.items()}, text[:4])
     source.observe({layer: hidden[3:5] for layer, hidden in rows.items()}, text[4:6])
     shape = TreeShape(depth=3, top_k=4, num_tokens=12)
-    sampling = Sampling(0.0, False, KeyedRandom(0, 0))
+    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
     source.grow_tree(TokenTree(text[5], 5), shape, by_score=True, sampling=sampling)
     source.observe({layer: hidden[5:7] for layer, hidden in rows.items()}, text[6:8])
     tree = TokenTree(text[7], 7)
@@ -290,7 +290,7 @@ def test_growing_layer_by_layer_equals_the_tree_of_the_same_beams():
     text = [3, 1, 4, 1, 5]
     taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
     rows = {layer: hidden[0, :-1] for layer, hidden in taps.items()}
-    sampling = Sampling(0.0, False, KeyedRandom(0, 0))
+    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
     whole, layered = TokenTree(text[-1], 4), TokenTree(text[-1], 4)
     source = EagleSource(head)
     source.begin(rows, text)
@@ -312,7 +312,7 @@ def test_a_static_tree_has_the_published_shape():
     taps = capture_hidden(target, torch.tensor([[1, 2, 3]]), set(source.taps))
     source.begin({layer: hidden[0] for layer, hidden in taps.items()}, [1, 2, 3, 4])
     tree = TokenTree(4, 3)
-    sampling = Sampling(0.0, False, KeyedRandom(0, 0))
+    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
     assert source.grow_tree(tree, config.tree, by_score=False, sampling=sampling) == 25
     assert sorted(map(len, paths_of(tree)[1:])) == sorted(map(len, EAGLE1_PATHS))
 

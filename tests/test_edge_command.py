@@ -9,8 +9,8 @@ from conftest import REPOSITORY
 from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.edge.measures import SAME_TEXT_RULES
+from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.edge_cloud.methods import METHODS
-from pipedraft.inference.edge_cloud.rules import RULES
 
 TARGET = str(REPOSITORY / "assets" / "target")
 WORDS = ["edge", "--target", TARGET, "--draft-model", TARGET]
@@ -107,7 +107,7 @@ def test_times_come_from_a_file(words, tmp_path):
     "more, message",
     [
         (["--methods", "picospek"], "--methods: 'picospek' is unknown; give one of cloud,"),
-        (["--rule", "best"], f"--rule: 'best' is unknown; give one of {', '.join(RULES)}"),
+        (["--rule", "best"], f"--rule: 'best' is unknown; give one of {', '.join(RULE_NAMES)}"),
         (["--links", "6g"], "link: '6g' is unknown"),
         (["--policy", "fixed:99"], "draft_length: 'fixed:99' is no policy"),
         (["--times", "nowhere.json"], "--times: 'nowhere.json' is no file; give it or one of"),

@@ -8,14 +8,24 @@ import torch
 from edge_runs import TableSource, TableTarget, run_session
 from scipy.stats import chi2, chisquare, kstest
 
-from pipedraft.inference.edge_cloud import rules
-from pipedraft.inference.edge_cloud.messages import Logits, Settings, Token, Top
-from pipedraft.inference.edge_cloud.rules import RULES, Guess, race, rule_of, top_k_bias
-from pipedraft.inference.verify import KeyedRandom, draw, probabilities
+from pipedraft.inference.verify import (
+    RULES,
+    DraftToken,
+    KeyedRandom,
+    Logits,
+    TailEscapeVerifier,
+    Token,
+    Top,
+    draw,
+    gumbel_sample,
+    make_verifier,
+    probabilities,
+    top_k_bias,
+)
 
 # V vocabulary, a, b, c successive tokens
 VOCAB, LENGTH, NUM_TEXTS = 5, 500, 4
-EXACT = [name for name, rule in RULES.items() if rule.is_exact]
+EXACT = [name for name, rule in RULES.items() if not rule.caveat]
 
 
 def tables() -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,14 +117,14 @@ def test_top_k_misses_the_law_by_what_is_predicted():
 
 
 def test_the_published_argmax_rule_misses_the_law():
-    assert law_p_value(counted_triples("alg2_argmax", "stop_and_wait")) < 1e-6
+    assert law_p_value(counted_triples("argmax", "stop_and_wait")) < 1e-6
 
 
-class NoThinning(rules.TailEscapeEdge):
+class NoThinning(TailEscapeVerifier):
     """Takes every tail sample as it comes."""
 
     def correct(self, guess, position, payloads):
-        thinned = Guess(guess.token, guess.q_V.clone())
+        thinned = DraftToken(guess.token, guess.q_V.clone())
         top = payloads[0]
         inside = np.frombuffer(top.ids, "<i4")
         outside = np.setdiff1d(np.arange(len(guess.q_V)), inside)
@@ -125,7 +135,7 @@ class NoThinning(rules.TailEscapeEdge):
 @pytest.mark.parametrize("mutant, top_k", [("no_thinning", 1), ("same_uniform", 3), ("p_again", 3)])
 def test_the_law_test_catches_known_mistakes(mutant, top_k, monkeypatch):
     if mutant == "no_thinning":
-        monkeypatch.setitem(RULES, "tail_escape", rules.Rule(NoThinning, rules.TailEscapeCloud))
+        monkeypatch.setitem(RULES, "tail_escape", NoThinning)
     elif mutant == "same_uniform":  # the test's uniform draws the correction, too (PEARL's code)
         plain = KeyedRandom.uniform
 
@@ -136,7 +146,7 @@ def test_the_law_test_catches_known_mistakes(mutant, top_k, monkeypatch):
         monkeypatch.setattr(KeyedRandom, "uniform", shared)
     else:  # the correction is drawn from p instead of (p - q)+
         monkeypatch.setattr(
-            rules.RejectionEdge,
+            TailEscapeVerifier,
             "_residual",
             lambda self, guess, top: (
                 np.frombuffer(top.ids, "<i4"),
@@ -149,8 +159,9 @@ def test_the_law_test_catches_known_mistakes(mutant, top_k, monkeypatch):
 # -- one step -------------------------------------------------------------------------------
 
 
-def settings(rule, **options) -> Settings:
-    return Settings(rule=rule, temperature=1.0, **options)
+def rule_of(name, temperature=1.0, **options):
+    options = {"top_k": 10, "tail_samples": 4, **options}
+    return make_verifier(name, temperature, KeyedRandom(0, 0), **options)
 
 
 def simplex_points(size: int) -> list[torch.Tensor]:
@@ -176,8 +187,7 @@ def test_a_turn_of_tail_escape_ends_at_each_token_in_proportion_to_the_residual(
     exactly.
     """
     grid = (np.arange(12) + 0.5) / 12
-    options = settings("tail_escape", top_k=1, tail_samples=1)
-    cloud, edge = rules.TailEscapeCloud(options), rules.TailEscapeEdge(options)
+    cloud, edge = (rule_of("tail_escape", top_k=1, tail_samples=1) for _ in range(2))
     for p_V, q_V in itertools.product(simplex_points(3)[4:6], simplex_points(3)[::2]):
         residual_V, top = (p_V - q_V).clamp_min(0), p_V.topk(1).indices
         inside, outside = float(residual_V[top].sum()), 1 - float(p_V[top].sum())
@@ -189,7 +199,7 @@ def test_a_turn_of_tail_escape_ends_at_each_token_in_proportion_to_the_residual(
             payload = cloud.payload(p_V.log(), 7)
             for branch, thin in itertools.product(grid, grid):
                 edge.random = Script(branch=branch, thin=thin, residual=0.5)
-                token = edge.correct(Guess(0, q_V), 7, [payload])
+                token = edge.correct(DraftToken(0, q_V), 7, [payload])
                 if token is not None:
                     law_V[token] += 1 / 12**3
         expected_V = residual_V.numpy() / (inside + outside)
@@ -199,21 +209,22 @@ def test_a_turn_of_tail_escape_ends_at_each_token_in_proportion_to_the_residual(
 def test_samples_are_asked_for_until_everything_comes():
     p_V = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     q_V = torch.tensor([0.6, 0.29, 0.11, 0.0], dtype=torch.float64)  # S = {0} has no residual
-    cloud = rules.TailEscapeCloud(settings("tail_escape", top_k=1, tail_samples=2))
-    edge = rules.TailEscapeEdge(settings("tail_escape", top_k=1, tail_samples=2))
+    cloud, edge = (rule_of("tail_escape", top_k=1, tail_samples=2) for _ in range(2))
     edge.random = Script(branch=0.5, thin=0.999, residual=0.95)  # thinning takes no sample
     payloads = [cloud.payload(p_V.log(), 3)]
-    assert isinstance(payloads[0], Top) and edge.correct(Guess(0, q_V), 3, payloads) is None
+    assert isinstance(payloads[0], Top) and edge.correct(DraftToken(0, q_V), 3, payloads) is None
     payloads.append(cloud.more(p_V.log(), 3, 2, 8))
-    assert len(payloads[1].sample_ids) == 32 and edge.correct(Guess(0, q_V), 3, payloads) is None
+    assert (
+        len(payloads[1].sample_ids) == 32 and edge.correct(DraftToken(0, q_V), 3, payloads) is None
+    )
     payloads.append(cloud.more(p_V.log(), 3, 10, 0))
     assert isinstance(payloads[2], Logits)
-    assert edge.correct(Guess(0, q_V), 3, payloads) == 3
+    assert edge.correct(DraftToken(0, q_V), 3, payloads) == 3
 
 
 def test_all_samples_of_a_position_are_different_draws():
     p_V = torch.full((64,), 1 / 64, dtype=torch.float64)
-    cloud = rules.TailEscapeCloud(settings("tail_escape", top_k=1, tail_samples=8))
+    cloud = rule_of("tail_escape", top_k=1, tail_samples=8)
     first = np.frombuffer(cloud.payload(p_V.log(), 3).sample_ids, "<i4")
     more = np.frombuffer(cloud.more(p_V.log(), 3, 8, 32).sample_ids, "<i4")
     assert len(first) == 8 and len(more) == 32
@@ -223,10 +234,10 @@ def test_all_samples_of_a_position_are_different_draws():
 def test_a_race_draws_from_p_and_two_races_mostly_agree():
     p_V = np.array([0.5, 0.3, 0.2, 0.0])
     q_V = np.array([0.45, 0.3, 0.15, 0.1])
-    drawn = [race(p_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
+    drawn = [gumbel_sample(p_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
     counts = np.bincount(drawn, minlength=4)
     assert counts[3] == 0 and chisquare(counts[:3], p_V[:3] * 4000).pvalue > 1e-3
-    guessed = [race(q_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
+    guessed = [gumbel_sample(q_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
     agreement = np.mean(np.equal(drawn, guessed))
     independent = float(p_V @ q_V)
     assert agreement > 0.8 > independent
@@ -244,20 +255,19 @@ def test_noise_is_uniform_and_shorter_vectors_are_its_beginning():
 
 def test_full_logits_give_both_sides_the_same_probabilities():
     logits_V = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 5
-    payload = rules.RejectionCloud(settings("rejection")).payload(logits_V, 0)
+    payload = rule_of("rejection").payload(logits_V, 0)
     seen_V = torch.from_numpy(np.frombuffer(payload.values, "<f4").copy())
     assert torch.equal(probabilities(seen_V, 0.7), probabilities(logits_V, 0.7))
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_is_greedy_at_temperature_zero(name):
-    rule = rule_of(Settings(rule=name, temperature=0.0))
+    rule = rule_of(name, 0.0)
     logits_V = torch.tensor([0.0, 2.0, 1.0])
-    cloud = rule.cloud(Settings(rule=name))
-    assert cloud.test(logits_V, 4, 1, 1.0) is None
-    payload = cloud.test(logits_V, 4, 2, 1.0)
+    assert rule.test(logits_V, 4, 1, 1.0) is None
+    payload = rule.test(logits_V, 4, 2, 1.0)
     assert payload == Token(id=1)
-    assert rule.edge(Settings(rule=name)).correct(Guess(2), 4, [payload]) == 1
+    assert rule.correct(DraftToken(2), 4, [payload]) == 1
 
 
 def test_bias_is_the_sum_outside_the_top_k():
@@ -268,13 +278,13 @@ def test_bias_is_the_sum_outside_the_top_k():
 
 
 def test_payloads_that_cannot_be_are_refused():
-    edge = rules.TailEscapeEdge(settings("tail_escape"))
-    guess = Guess(0, torch.tensor([1.0, 0.0], dtype=torch.float64))
+    edge = rule_of("tail_escape")
+    guess = DraftToken(0, torch.tensor([1.0, 0.0], dtype=torch.float64))
     with pytest.raises(ValueError, match="Token after a rejection by rule 'tail_escape'"):
         edge.correct(guess, 3, [Token(id=1)])
     bad = Top(ids=b"\1\0\0", p=b"", tail_mass=0.5, sample_ids=b"", sample_p=b"")
     with pytest.raises(ValueError, match="3 bytes are no numbers"):
         edge.correct(guess, 3, [bad])
     with pytest.raises(ValueError, match="sends no samples"):
-        rules.MatchCloud(settings("match")).more(torch.zeros(2), 3, 0, 4)
+        rule_of("match").more(torch.zeros(2), 3, 0, 4)
     assert draw(torch.tensor([0.0, 1.0]), 0.5) == 1

@@ -403,7 +403,7 @@ def test_what_cannot_be_combined_is_refused():
     target = tiny_llama(layers=4, vocab=16)
     with pytest.raises(ValueError, match="verifier: 'rejection'"):
         DecodeConfig.of(schedule="pipeinfer", temperature=1.0, verifier="rejection")
-    assert not DecodeConfig.of(schedule="pipeinfer", temperature=1.0).uses_rejection
+    assert DecodeConfig.of(schedule="pipeinfer", temperature=1.0).rule == "match"
     with pytest.raises(ValueError, match="draft_model: vocab_size 17, but the target's is 16"):
         LanguageModelDraft(tiny_llama(vocab=17), target)
     from tiny_drafts import make_module

@@ -26,11 +26,11 @@ from staged_targets import tiny
 from tiny_drafts import make_exit, make_head
 from train_runs import BY_HEART, assert_learns_by_heart
 
-from pipedraft.inference import engine as engine_module
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache
+from pipedraft.inference.verify import RULES
 from pipedraft.models import load_draft
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.key_values import KeyValues
@@ -242,7 +242,7 @@ def test_sampled_text_has_the_targets_law(way):
 
 
 def test_the_law_test_catches_the_published_tree_rule(monkeypatch):
-    monkeypatch.setattr(engine_module, "MatchVerifier", AcceptMostLikelyMutant)
+    monkeypatch.setitem(RULES, "match", AcceptMostLikelyMutant)
     distance, bound = sample(verifier="match")
     assert distance > bound
 

@@ -13,10 +13,10 @@ from pipedraft.inference.sources import Sampling
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom
+from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.capture import capture_hidden
 
-GREEDY = Sampling(0.0, False, KeyedRandom(0, 0))
+GREEDY = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
 
 
 def begun(head, target, text, size=None):
@@ -162,7 +162,7 @@ def test_rows_that_survive_a_keep_are_continued_from_their_own_states():
     target = tiny_llama(layers=4, vocab=16).double()
     head = make_head(target).double()
     text = [3, 1, 4, 1]
-    sampling = Sampling(0.0, False, KeyedRandom(0, 0))
+    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
     taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
     source = EagleSource(head)
     source.begin({layer: hidden[0, :-1] for layer, hidden in taps.items()}, text)

@@ -173,14 +173,14 @@ def _scenes(options: argparse.Namespace, job: Job) -> list[tuple[str, Any]]:
 
 def _check(options: argparse.Namespace) -> list[str]:
     """Names of the methods; cheap checks before anything is loaded."""
+    from pipedraft.inference.config import RULE_NAMES
     from pipedraft.inference.draft_length import parse_policy
     from pipedraft.inference.edge_cloud.methods import METHODS
-    from pipedraft.inference.edge_cloud.rules import RULES
     from pipedraft.inference.link_files import load_link
 
     names = [_one_of("--methods", n, list(METHODS)) for n in options.methods or METHODS]
     if options.rule is not None:
-        _one_of("--rule", options.rule, list(RULES))
+        _one_of("--rule", options.rule, RULE_NAMES)
     for link in options.links:
         load_link(link)
     parse_policy(options.policy)

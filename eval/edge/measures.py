@@ -16,9 +16,8 @@ from pipedraft.eval.run import prompt_seed
 from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.eval.teacher_forcing import text_logits
 from pipedraft.inference.edge_cloud.methods import METHODS, Decoded, Scene, decode
-from pipedraft.inference.edge_cloud.rules import top_k_bias
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.verify import probabilities
+from pipedraft.inference.verify import probabilities, top_k_bias
 
 SAME_TEXT_RULES = ("match", "gumbel")
 """Whose text does not depend on the guesses: the same random numbers give the same text."""

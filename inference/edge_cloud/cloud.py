@@ -35,13 +35,11 @@ from pipedraft.inference.edge_cloud.messages import (
     Result,
     Samples,
     Stream,
-    Token,
-    Top,
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.edge_cloud.rules import CloudRule, rule_of
 from pipedraft.inference.result import stop_reason
+from pipedraft.inference.verify import Token, Top, Verifier
 from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.stage_batch import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget, target_fingerprint
@@ -93,7 +91,7 @@ class CloudSession:
         self._staged = target.staged()
         (self._stage,) = self._staged.stages
         self._opening: Open | None = None
-        self._rule: CloudRule
+        self._rule: Verifier
         self._text: list[int] = []
         """Certain tokens; the last one is the root, whose row is the first speculative one."""
         self._num_prompt = 0
@@ -199,8 +197,7 @@ class CloudSession:
             return []
         if len(request.q) != len(request.ids) * self._rule.needs_q:
             raise Refusal(
-                f"q: {len(request.q)} of {len(request.ids)} guesses by rule "
-                f"{self._rule.settings.rule!r}"
+                f"q: {len(request.q)} of {len(request.ids)} guesses by rule {self._rule.name!r}"
             )
         self._guesses += request.ids
         self._q += request.q or [1.0] * len(request.ids)
@@ -246,7 +243,7 @@ class CloudSession:
                 f"{limit} positions; shorten the prompt"
             )
         self._opening, self._num_prompt = opening, len(opening.prompt_ids)
-        self._rule = rule_of(opening.settings).cloud(opening.settings)
+        self._rule = opening.settings.verifier
         if opening.streams:
             self._streams_for = 0
 

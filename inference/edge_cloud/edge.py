@@ -28,7 +28,6 @@ from pipedraft.inference.edge_cloud.messages import (
     More,
     Open,
     Opened,
-    Payload,
     Preverify,
     Reject,
     Reply,
@@ -36,12 +35,11 @@ from pipedraft.inference.edge_cloud.messages import (
     Result,
     Samples,
     Stream,
-    Token,
     Verify,
     encode,
 )
 from pipedraft.inference.edge_cloud.plan import Action, Beliefs, Draft, Finished, Plan, Send, Wait
-from pipedraft.inference.edge_cloud.rules import rule_of
+from pipedraft.inference.verify import Payload, RejectionVerifier, Token
 
 
 @dataclass
@@ -103,7 +101,7 @@ class EdgeSession:
         self.text = EdgeText(opening)
         self.fallback = ""
         """Why the cloud decodes alone although there is a draft; "": it does not."""
-        self._drafter, self._rule = drafter, rule_of(settings).edge(settings)
+        self._drafter, self._rule = drafter, settings.verifier
         self._batch: _Batch | None = None
         self._num_batches = 0
         """Sent in this epoch."""
@@ -152,7 +150,7 @@ class EdgeSession:
         assert drafter is not None and batch is not None, "act asked for something else"
         logits_U = drafter.logits()
         position = self.text.length
-        guess = self._rule.guess(logits_U, drafter.draft_ids, position, attempt=self._epoch)
+        guess = self._rule.propose(logits_U, drafter.draft_ids, position, attempt=self._epoch)
         drafter.add(guess.token)
         self.text.guesses.append(guess)
         batch.num_guesses += 1
@@ -199,7 +197,7 @@ class EdgeSession:
         assert self.policy is not None
         longest = self.policy.max_length
         # Without q the cloud knows the correction itself, and begins while its verdict travels.
-        knows = not rule_of(self.opening.settings).cloud.needs_q
+        knows = not self._rule.needs_q
         spare_s = self.beliefs.link.state.round_trip_s if knows else 0.0
         cost = self.beliefs.round_cost(
             self.plan,
@@ -240,17 +238,17 @@ class EdgeSession:
     def _round_bytes(self) -> dict[str, int]:
         """Sizes of this session's own messages, as they are encoded."""
         assert self.text.limits is not None
-        cloud, size = rule_of(self.opening.settings).cloud, self.text.limits.vocab_size
+        size = self.text.limits.vocab_size
         empty = _Batch(len(self.text.tokens), 0, 0.0)
         request = self._guess_message(Verify, empty)
-        q = [0.5] * 8 * cloud.needs_q
+        q = [0.5] * 8 * self._rule.needs_q
         longer = msgspec.structs.replace(request, ids=[size - 1] * 8, q=q)
         header = self.beliefs.header_bytes
         return {
             "up_bytes": len(encode(request)) + header,
             "up_bytes_per_token": math.ceil((len(encode(longer)) - len(encode(request))) / 8),
             "down_bytes": len(encode(request)) + header,  # a verdict has about as many fields
-            "reject_bytes": cloud.payload_bytes(self.opening.settings, size),
+            "reject_bytes": self._rule.payload_bytes(size),
         }
 
     # -- sending ----------------------------------------------------------------------------
@@ -268,7 +266,7 @@ class EdgeSession:
             next_s = self.beliefs.link.state.round_trip_s + batch.size * self.beliefs.draft_s
         fields = self.text.prefix(first) | {
             "ids": [guess.token for guess in guesses],
-            "q": [q for guess in guesses for q in guess.q],
+            "q": [guess.q for guess in guesses] if self._rule.needs_q else [],
             "next_s": next_s,
         }
         return kind(session=self.opening.session, epoch=self._epoch, seq=self._next_seq, **fields)
@@ -417,7 +415,8 @@ class EdgeSession:
         payloads = rejection.payloads
         token = self._rule.correct(self.text.guesses[num_accepted], rejection.length, payloads)
         if token is None:
-            count = 4 * self.opening.settings.tail_samples if len(payloads) == 1 else 0
+            assert isinstance(self._rule, RejectionVerifier), "others need no more"
+            count = self._rule.next_samples(len(payloads))
             self._outbox.append(self._numbered(More, count=count))
             return
         self._rejection = None

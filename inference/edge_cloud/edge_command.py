@@ -12,8 +12,8 @@ from typing import Any
 
 from pipedraft.errors import Parser
 from pipedraft.inference.arguments import positive, temperature
+from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.edge_cloud.methods import METHODS, Wishes
-from pipedraft.inference.edge_cloud.rules import RULES
 from pipedraft.inference.edge_cloud.serve_command import read_token
 from pipedraft.inference.edge_cloud.wish_arguments import add_wish_arguments, wish_settings
 from pipedraft.inference.prompts import Stream, encode
@@ -81,8 +81,8 @@ def _add_decoding_arguments(parser: Parser) -> None:
     add("--method", choices=REMOTE, help="default: flexspec with a draft, else cloud")
     add(
         "--rule",
-        choices=list(RULES),
-        help="acceptance at temperatures above 0; topk and alg2_argmax are not lossless (default: "
+        choices=RULE_NAMES,
+        help="acceptance at temperatures above 0; topk and argmax are not lossless (default: "
         "the method's)",
     )
     add("--max-length", type=positive, default=wishes.max_length, metavar="K", help="longest (8)")

@@ -3,8 +3,8 @@
 from typing import Any
 
 from pipedraft.inference.edge_cloud.messages import Open, Opened, prefix_hash
-from pipedraft.inference.edge_cloud.rules import Guess
 from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.verify import DraftToken
 
 
 class EdgeText:
@@ -15,7 +15,7 @@ class EdgeText:
         self.tokens = list(opening.prompt_ids)
         self.num_certain = 0
         """Of the last tokens: drawn on the edge, and the cloud does not know them yet."""
-        self.guesses: list[Guess] = []
+        self.guesses: list[DraftToken] = []
         self.limits: Opened | None = None
         """What the cloud has said of its target."""
         self.result = DecodeResult(list(opening.prompt_ids), [], "", "", num_stages=1)

@@ -21,12 +21,20 @@ Encoded as msgpack arrays; decoding is strict in types, fields and sizes.
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from pipedraft.inference.config import check_temperature
+from pipedraft.inference.config import RuleName, check_temperature
+from pipedraft.inference.verify import (
+    KeyedRandom,
+    Logits,
+    Payload,
+    Top,
+    Verifier,
+    make_verifier,
+)
 
 MAX_BYTES = 16 * 2**20
 """Of one encoded message: the logits of a vocabulary of four million."""
@@ -40,48 +48,12 @@ Ids = Annotated[list[Count], Meta(max_length=MAX_GUESSES)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 PrefixHash = Annotated[bytes, Meta(min_length=8, max_length=8)]
-Packed = Annotated[bytes, Meta(max_length=MAX_BYTES)]
-"""Little-endian numbers, one after the other."""
-RuleName = Literal["match", "gumbel", "rejection", "tail_escape", "topk", "alg2_argmax"]
 
 
 class Message(
     msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True
 ):
     """Fields in the order of declaration; the tag comes first."""
-
-
-# -- what a rejection carries ---------------------------------------------------------------
-
-
-class Token(Message, frozen=True, tag="t"):
-    """The token that stands where the guess stood."""
-
-    id: Count
-
-
-class Logits(Message, frozen=True, tag="l"):
-    """All of the target's: both sides compute the same probabilities of them, to the bit."""
-
-    values: Packed
-    """float32 [V]."""
-
-
-class Top(Message, frozen=True, tag="k"):
-    """The most likely tokens, the mass of the others, and draws from these."""
-
-    ids: Packed
-    """int32 [K]."""
-    p: Packed
-    """float64 [K]."""
-    tail_mass: Probability
-    sample_ids: Packed
-    """int32 [M]: tokens outside the K, drawn from the target's distribution over them."""
-    sample_p: Packed
-    """float64 [M]: their probabilities under the whole distribution."""
-
-
-Payload: TypeAlias = Token | Logits | Top
 
 
 # -- from the edge --------------------------------------------------------------------------
@@ -108,6 +80,17 @@ class Settings(Message, frozen=True):
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
+
+    @property
+    def verifier(self) -> Verifier:
+        """The rule, with this session's random numbers; at temperature 0 all are ``match``."""
+        return make_verifier(
+            self.rule,
+            self.temperature,
+            KeyedRandom(self.seed, self.prompt),
+            top_k=self.top_k,
+            tail_samples=self.tail_samples,
+        )
 
 
 class Open(Message, frozen=True, tag="open"):

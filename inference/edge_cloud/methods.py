@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 
 from pipedraft.inference.channel import Channel, EnergyModel, Link, LinkEstimate, LinkState
+from pipedraft.inference.config import RuleName
 from pipedraft.inference.draft_length import DraftLengthPolicy, parse_policy
 from pipedraft.inference.edge_cloud.cloud import CloudSession, CloudTarget
 from pipedraft.inference.edge_cloud.drafter import ChainDrafter
 from pipedraft.inference.edge_cloud.edge import EdgeSession
-from pipedraft.inference.edge_cloud.messages import Open, RuleName, Settings, encode
+from pipedraft.inference.edge_cloud.messages import Open, Settings, encode
 from pipedraft.inference.edge_cloud.plan import Beliefs, Plan
-from pipedraft.inference.edge_cloud.rules import rule_of
 from pipedraft.inference.edge_cloud.virtual import Carrier, SameMachine, Times, VirtualRun
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.verify import KeyedRandom, draw, probabilities
@@ -116,7 +116,7 @@ class Wishes:
         """Why the text does not have the target's law; "": it has."""
         if method.drafts_in is None:
             return ""
-        return method.caveat or rule_of(self.settings(method, 0)).caveat
+        return method.caveat or self.settings(method, 0).verifier.caveat
 
     def settings(self, method: Method, prompt_index: int) -> Settings:
         return Settings(

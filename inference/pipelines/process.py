@@ -19,7 +19,7 @@ from pipedraft.inference.pipelines.local import Ahead, Returned
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport.messages import Cancel, Message, Prefill, Result, Step, Text
 from pipedraft.inference.transport.ranks import Inbox, Outbox
-from pipedraft.inference.verify import RejectionVerifier, Verifier
+from pipedraft.inference.verify import Verifier
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
 
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 512
@@ -121,7 +121,7 @@ class ProcessPipeline:
             is_last=False,
             taps=taps,
             temperature=verifier.temperature,
-            uses_rejection=isinstance(verifier, RejectionVerifier),
+            rule=verifier.name,
             seed=verifier.random.seed,
             prompt=verifier.random.prompt,
         )

@@ -3,6 +3,7 @@
 # P positions of the prompt, a committed positions, H hidden, Q leaves
 # U draft vocabulary, V target vocabulary
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,20 +14,22 @@ from torch import Tensor
 from pipedraft.inference.schedules.base import Growth
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom, draw, probabilities
+from pipedraft.inference.verify import Verifier
 from pipedraft.models.target import Keep
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How guesses are chosen from the draft's distribution."""
+    """How draft tokens are chosen from the draft's distribution."""
 
-    temperature: float
-    samples_chain: bool
-    """Draw one guess from q and store q (rejection rule); else take the most likely ones."""
-    random: KeyedRandom
+    rule: Verifier
     attempt: int = 0
     """Number of the round, part of the key of the random numbers."""
+
+    @property
+    def samples_chain(self) -> bool:
+        """Draw one draft token from q and store q; else take the best ones."""
+        return self.rule.needs_q
 
 
 class DraftSource:
@@ -122,15 +125,16 @@ class DraftSource:
 def add_sampled(
     tree: TokenTree, leaf: int, logits_U: Tensor, draft: Any, sampling: Sampling
 ) -> int:
-    """One guess drawn from q, which is stored with it for the rejection rule; returns its row.
+    """One token drawn from q, which is stored with it for the test; returns its row.
 
     q is float64 over the target's vocabulary; tokens that the draft does not know have 0.
     """
-    q_V = logits_U.new_zeros(draft.target_vocab_size, dtype=torch.float64)
-    q_V[draft.draft_ids] = probabilities(logits_U, sampling.temperature)
-    uniform = sampling.random.uniform(tree.position(leaf) + 1, "draft", sampling.attempt)
-    token = draw(q_V, uniform)
-    return tree.add(leaf, token, tree.scores[leaf] + float(q_V[token].log()), q_V)
+    position = tree.position(leaf) + 1
+    drawn = sampling.rule.propose(logits_U, draft.draft_ids, position, attempt=sampling.attempt)
+    q_V = drawn.q_V
+    assert q_V is not None, "only rules that compare q with p sample chains"
+    q_V = torch.nn.functional.pad(q_V, (0, draft.target_vocab_size - len(q_V)))
+    return tree.add(leaf, drawn.token, tree.scores[leaf] + math.log(drawn.q), q_V)
 
 
 def add_layer(
@@ -145,7 +149,9 @@ def add_layer(
     if sampling.samples_chain:
         add_sampled(tree, leaves[0], logits_QU[0], draft, sampling)
         return 1
-    return add_most_likely(tree, leaves, logits_QU, draft.draft_ids, width)
+    positions = [tree.position(leaf) + 1 for leaf in leaves]
+    ranked_QU = sampling.rule.rank(logits_QU, draft.draft_ids, positions)
+    return add_most_likely(tree, leaves, ranked_QU, draft.draft_ids, width)
 
 
 def deepest_rows(tree: TokenTree) -> list[int]:

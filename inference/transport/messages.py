@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipedraft.inference.config import RULE_NAMES, RuleName
 from pipedraft.models.target import Keep, Segment
 
 MAGIC = 0x50445246
@@ -47,7 +48,7 @@ class Prefill(Message):
     is_last: bool
     taps: tuple[int, ...]
     temperature: float
-    uses_rejection: bool
+    rule: RuleName
     seed: int
     prompt: int
 
@@ -100,7 +101,7 @@ def _content(message: Message) -> Content:
     match message:
         case Prefill():
             random = torch.tensor([message.seed, message.prompt])
-            numbers = (message.first_position, message.is_last, message.uses_rejection)
+            numbers = (message.first_position, message.is_last, RULE_NAMES.index(message.rule))
             return numbers, message.temperature, [message.rows, _int32(message.taps), random]
         case Step():
             segment = message.segment
@@ -130,7 +131,7 @@ def _message(kind: int, numbers: tuple[int, ...], number: float, arrays: list[Te
             rows=rows,
             first_position=numbers[0],
             is_last=bool(numbers[1]),
-            uses_rejection=bool(numbers[2]),
+            rule=RULE_NAMES[numbers[2]],
             taps=tuple(taps.tolist()),
             temperature=number,
             seed=int(random[0]),

@@ -10,9 +10,8 @@ from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.messages import Message, Prefill, Result, Step, Text
 from pipedraft.inference.transport.ranks import Outbox
 from pipedraft.inference.verify import (
+    RULES,
     KeyedRandom,
-    MatchVerifier,
-    RejectionVerifier,
     Verifier,
 )
 from pipedraft.models.stage_cache import Abandoned
@@ -98,9 +97,8 @@ class StageWorker:
             self.stage.reset()
             start, end = self.stage.start, self.stage.end
             self._taps = tuple(layer for layer in prefill.taps if start < layer <= end)
-            rule = RejectionVerifier if prefill.uses_rejection else MatchVerifier
             random = KeyedRandom(prefill.seed, prefill.prompt)
-            self._verifier = rule(prefill.temperature, random)
+            self._verifier = RULES[prefill.rule](prefill.temperature, random)
         num_rows = len(prefill.rows)
         positions = torch.arange(prefill.first_position, prefill.first_position + num_rows)
         with self.timeline.span("prefill", num_rows):
