@@ -1,12 +1,20 @@
-"""Files for readers at any moment: whole or absent, and JSON that every program can read."""
+"""Files and folders that are whole or absent at any moment, and JSON that every program can read."""
 
 import json
 import math
 import os
 import re
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+
+from pipedraft.errors import Failure, UsageError, make_folder
+
+MARKER = Path(".cache", "huggingface", "pipedraft.json")
+"""In a folder that may be written anew: what was put into it. Uploads to the Hub leave it out."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -42,3 +50,78 @@ def _without_nan(value: Any) -> Any:
 
 def _on_one_line(found: re.Match[str]) -> str:
     return "[" + " ".join(found[0].strip("[]").split()) + "]"
+
+
+def write_folder(
+    out: Path, fill: Callable[[Path], None], *, inputs: Sequence[Path] = (), replaces: bool = False
+) -> list[Path]:
+    """Make an output folder by one rename, after every file is written; returns the files.
+
+    Args:
+        out: must be new or empty.
+        fill: writes the files into the folder that it is given.
+        inputs: folders that are read; ``out`` is none of them, nor around or below one.
+        replaces: also a folder that was written by this function, and changed by nobody since.
+
+    Raises:
+        UsageError: ``out`` holds or is something else, or cannot be made.
+        Failure: the disk is full or fails.
+    """
+    place = out.resolve()
+    for folder in (source.resolve() for source in inputs):
+        if place == folder or place in folder.parents or folder in place.parents:
+            raise UsageError(
+                f"--out: {str(out)!r} is, holds or lies in {str(folder)!r}, which is read; give "
+                "another folder"
+            )
+    is_ours = replaces and _is_unchanged(place)
+    if place == Path.cwd() or (place.exists() and not is_ours and not _is_empty(place)):
+        reason = "in use" if not replaces else "in use, by what this command did not write"
+        raise UsageError(f"--out: {str(out)!r} is {reason}; give another folder")
+    make_folder("--out", place.parent)
+    try:
+        with tempfile.TemporaryDirectory(
+            dir=place.parent, prefix=f".{place.name}.", suffix=".partial"
+        ) as temporary:
+            new = Path(temporary, "new")
+            new.mkdir()
+            fill(new)
+            if replaces:
+                _mark(new)
+            if is_ours:
+                place.rename(Path(temporary, "old"))
+            new.rename(place)
+    except (OSError, SafetensorError) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        what = f"--out: {str(out)!r} cannot be written ({said}); give another folder"
+        by_input = isinstance(error, PermissionError | FileExistsError | NotADirectoryError)
+        raise (UsageError(what) if by_input else Failure(f"{what}, or make room")) from error
+    return sorted(path for path in out.iterdir() if not path.name.startswith("."))
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _mark(folder: Path) -> None:
+    """Say what the folder holds, in a file that is newer than everything else in it."""
+    marker = folder / MARKER
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    marker.write_text(json.dumps(_names(folder)) + "\n")
+
+
+def _is_unchanged(folder: Path) -> bool:
+    marker = folder / MARKER
+    try:
+        names = json.loads(marker.read_text())
+        written_ns = marker.stat().st_mtime_ns
+    except (OSError, ValueError):
+        return False
+    return names == _names(folder) and all(
+        path.lstat().st_mtime_ns <= written_ns for path in folder.rglob("*") if not path.is_dir()
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))

@@ -1,5 +1,6 @@
 """Networks: the staged target and the drafts that guess ahead for it."""
 
+from pathlib import Path
 from typing import Any
 
 
@@ -17,7 +18,21 @@ def load_draft(
     Raises:
         ValueError: missing or damaged checkpoint, unknown type, or another target's draft.
     """
-    from pipedraft.models.draft import Draft, read_description, resolve_folder
+    from pipedraft.models.draft import resolve_folder
+
+    draft = load_untied(resolve_folder(path_or_repo, revision=revision))
+    draft.reference.check_fingerprint(draft.fingerprint(target), allow_evolved=allow_evolved)
+    draft.attach(target)
+    return draft
+
+
+def load_untied(folder: Path) -> Any:
+    """Load a draft of any type without its target: its weights are right, its target is unseen.
+
+    Raises:
+        ValueError: missing or damaged checkpoint, or unknown type.
+    """
+    from pipedraft.models.draft import Draft, read_description
     from pipedraft.models.eagle import Eagle
     from pipedraft.models.eagle3 import Eagle3
     from pipedraft.models.flexspec import FlexSpec
@@ -26,14 +41,10 @@ def load_draft(
 
     known: tuple[type[Draft], ...] = (SPD, PPSD, Eagle, Eagle3, FlexSpec)
     drafts = {draft_class.draft_type: draft_class for draft_class in known}
-    folder = resolve_folder(path_or_repo, revision=revision)
     description = read_description(folder)
     kind = description["draft_type"]
-    if kind not in drafts:
+    if not isinstance(kind, str) or kind not in drafts:
         raise ValueError(
             f"checkpoint: draft_type {kind!r} in {folder} is unknown; known: {', '.join(drafts)}"
         )
-    draft = drafts[kind].load(folder, description)
-    draft.reference.check_fingerprint(draft.fingerprint(target), allow_evolved=allow_evolved)
-    draft.attach(target)
-    return draft
+    return drafts[kind].load(folder, description)

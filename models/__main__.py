@@ -3,10 +3,11 @@ fine-tuned target keeps its FlexSpec draft."""
 
 import argparse
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 
-from pipedraft.errors import Parser, make_folder, run_command
+from pipedraft.errors import Parser, run_command
+from pipedraft.files import write_folder
 
 EXAMPLE = """example:
   python -m pipedraft.models push --checkpoint out/spd --repo user/name \\
@@ -100,10 +101,9 @@ def run_scope(options: argparse.Namespace) -> None:
 
 def run_push(options: argparse.Namespace) -> None:
     from pipedraft.models.draft import resolve_folder
-    from pipedraft.models.hub import Upload, prepare_upload, push
+    from pipedraft.models.hub import Upload, check_repo_id, fill_folder, prepare_upload, push
 
-    if options.repo.count("/") != 1:
-        raise ValueError(f"--repo: {options.repo!r} names no owner; give user/name")
+    check_repo_id(options.repo)
     if options.out is not None and not options.dry_run:
         raise ValueError(f"--out: {str(options.out)!r} without --dry-run; give both or neither")
     folder = resolve_folder(options.checkpoint)
@@ -116,14 +116,12 @@ def run_push(options: argparse.Namespace) -> None:
         target=options.target,
     )
     if options.dry_run:
-        out = options.out or Path("out/upload", options.repo)
-        make_folder("--out", out)
-        for path in prepare_upload(folder, out, upload):
+        out = options.out or Path("out", "upload", *options.repo.split("/"))
+        fill = partial(fill_folder, files=prepare_upload(folder, upload))
+        for path in write_folder(out, fill, inputs=[folder], replaces=True):
             print(path)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        prepare_upload(folder, Path(temporary), upload, links_weights=True)
-        print(push(Path(temporary), upload))
+    else:
+        print(push(prepare_upload(folder, upload), upload))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ numbers it reads, so they are written one lower for it, and left out where its d
 
 import hashlib
 import json
-import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import cached_file
 
-from pipedraft.errors import UsageError, make_folder
+from pipedraft.files import write_folder
 from pipedraft.models.card import CARD, CardSource, render_card
 from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, read_description
 from pipedraft.models.eagle3 import Eagle3
@@ -67,8 +65,6 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
         ValueError: another kind of draft, a head the layout cannot describe, another target, or a
             folder that is in use.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"--out: {str(out)!r} is in use; give another folder")
     description = read_description(folder)
     if description["draft_type"] != Eagle3.draft_type:
         raise ValueError(
@@ -95,14 +91,15 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
     with (folder / WEIGHTS_FILE).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     origin = Origin(layout=layout, weights_sha256=digest, description=description)
+    card = render_card(origin.card_source())
 
     def fill(temporary: Path) -> None:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         (temporary / ORIGIN_FILE).write_text(json.dumps(asdict(origin), indent=2) + "\n")
-        (temporary / CARD).write_text(render_card(origin.card_source()))
+        (temporary / CARD).write_text(card)
 
-    return write_new_folder(out, fill)
+    return write_folder(out, fill, inputs=[folder])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,18 +336,3 @@ def _weight_files(name: str, revision: str | None) -> dict[str, str]:
     else:
         raise ValueError(f"target: {name!r} has no safetensors weights; give another --target")
     return {key: path for key, path in found.items() if path is not None}
-
-
-# -- files ----------------------------------------------------------------------------------
-
-
-def write_new_folder(out: Path, fill: Callable[[Path], None]) -> list[Path]:
-    """Fill a folder that appears complete or not at all; returns its files."""
-    temporary = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    make_folder("--out", temporary)
-    fill(temporary)
-    if out.exists():
-        out.rmdir()
-    temporary.rename(out)
-    return sorted(out.iterdir())

@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from pipedraft import __version__
+from pipedraft.models import load_untied
 from pipedraft.models.card import CARD, MADE, CardSource, Measured, render_card
 from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, read_description
 from pipedraft.models.export import ORIGIN_FILE, Origin, launch_line, read_target
 from pipedraft.models.hub_link import hub_link
 from pipedraft.models.licence import licence_of
 
-__all__ = ["CARD", "Upload", "model_card", "prepare_upload", "push"]
+__all__ = ["CARD", "Upload", "check_repo_id", "fill_folder", "model_card", "prepare_upload", "push"]
 
 WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
@@ -54,15 +56,23 @@ def model_card(description: dict[str, Any]) -> str:
 # -- the files ------------------------------------------------------------------------------
 
 
-def prepare_upload(
-    folder: Path, destination: Path, upload: Upload, *, links_weights: bool = False
-) -> list[Path]:
-    """Lay out what belongs on the Hub, never the training state; returns the files.
+def check_repo_id(repo: str) -> None:
+    """Raise ValueError for what names no repository of a user; no such name leaves a folder."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(f"--repo: {repo!r} is no name on the Hub; give user/name") from error
+    if repo.count("/") != 1:
+        raise ValueError(f"--repo: {repo!r} names no owner; give user/name")
+
+
+def prepare_upload(folder: Path, upload: Upload) -> dict[str, str | Path]:
+    """What belongs on the Hub, never the training state: file name -> text, or file to send.
 
     A README.md that was written by hand is taken as it is.
-
-    Args:
-        links_weights: a link stands for a copy of the weights.
 
     Raises:
         ValueError: no complete checkpoint or export, another target than the draft's, results of
@@ -70,34 +80,45 @@ def prepare_upload(
     """
     origin = Origin.read(folder) if (folder / ORIGIN_FILE).is_file() else None
     description = read_description(folder) if origin is None else origin.description
-    _check_complete(folder)
+    _check_weights(folder, is_export=origin is not None)
     if upload.target is not None:
         description = _with_target(description, upload.target, is_export=origin is not None)
-    destination.mkdir(parents=True, exist_ok=True)
-    (destination / WEIGHTS_FILE).unlink(missing_ok=True)
-    if links_weights:
-        (destination / WEIGHTS_FILE).symlink_to((folder / WEIGHTS_FILE).resolve())
-    else:
-        shutil.copyfile(folder / WEIGHTS_FILE, destination / WEIGHTS_FILE)
+    files: dict[str, str | Path] = {WEIGHTS_FILE: folder / WEIGHTS_FILE}
     if origin is None:
-        (destination / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
+        files[CONFIG_FILE] = json.dumps(description, indent=2) + "\n"
     else:
-        for name in (CONFIG_FILE, ORIGIN_FILE):
-            shutil.copyfile(folder / name, destination / name)
-    (destination / CARD).write_text(_card(folder, origin, description, upload))
-    return sorted(destination.iterdir())
+        files |= {name: (folder / name).read_text() for name in (CONFIG_FILE, ORIGIN_FILE)}
+    files[CARD] = _card(folder, origin, description, upload)
+    return files
 
 
-def _check_complete(folder: Path) -> None:
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise ValueError(f"checkpoint: {folder / name} is missing; give a complete checkpoint")
+def fill_folder(folder: Path, files: dict[str, str | Path]) -> None:
+    """Write what ``prepare_upload`` found."""
+    for name, content in files.items():
+        if isinstance(content, Path):
+            shutil.copyfile(content, folder / name)
+        else:
+            (folder / name).write_text(content)
+
+
+def _check_weights(folder: Path, *, is_export: bool) -> None:
+    """Refuse what nobody could load, or decode with."""
+    path = folder / WEIGHTS_FILE
+    for needed in (folder / CONFIG_FILE, path):
+        if not needed.is_file():
+            raise ValueError(f"checkpoint: {needed} is missing; give a complete checkpoint")
+    if not is_export:
+        load_untied(folder)
     try:
-        with safe_open(folder / WEIGHTS_FILE, framework="pt"):
-            pass  # reads the header and compares it with the size of the file
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                if not torch.isfinite(file.get_tensor(name)).all():
+                    raise ValueError(
+                        f"checkpoint: {name} in {path} is not finite; give another checkpoint"
+                    )
     except SafetensorError as error:
         raise ValueError(
-            f"checkpoint: {folder / WEIGHTS_FILE} is damaged ({error}); give another checkpoint"
+            f"checkpoint: {path} is damaged ({error}); give another checkpoint"
         ) from error
 
 
@@ -174,8 +195,8 @@ class Content:
             return cls("another model")
 
 
-def push(folder: Path, upload: Upload) -> str:
-    """Create the repository and the branch if needed and upload a prepared folder.
+def push(files: dict[str, str | Path], upload: Upload) -> str:
+    """Create the repository and the branch if needed and upload ``files``.
 
     Returns:
         Address of the commit, of the newest one where nothing had changed.
@@ -185,7 +206,7 @@ def push(folder: Path, upload: Upload) -> str:
             repository, or a public repository for a private upload.
         Failure: the Hub cannot be reached, breaks off or stays silent.
     """
-    from huggingface_hub import HfApi, ModelCard, get_token
+    from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
     from huggingface_hub.errors import RevisionNotFoundError
 
     api, repo, revision = HfApi(), upload.repo, upload.revision
@@ -195,7 +216,7 @@ def push(folder: Path, upload: Upload) -> str:
                 f"HF_TOKEN: missing, and {repo!r} needs one that may write; set it, or run "
                 "hf auth login"
             )
-        ModelCard((folder / CARD).read_text()).validate()
+        ModelCard(str(files[CARD])).validate()
         api.create_repo(repo, private=upload.private or None, exist_ok=True)
         info, is_new_branch = api.model_info(repo), False
         if upload.private and not info.private:
@@ -207,14 +228,17 @@ def push(folder: Path, upload: Upload) -> str:
             try:
                 info = api.model_info(repo, revision=revision)
             except RevisionNotFoundError:
-                _check_content(api, folder, upload, info, is_new_branch=True)
+                _check_content(api, files, upload, info, is_new_branch=True)
                 api.create_branch(repo, branch=revision, exist_ok=True)
                 is_new_branch = True
         if not is_new_branch:
-            _check_content(api, folder, upload, info, is_new_branch=False)
-        commit = api.upload_folder(
+            _check_content(api, files, upload, info, is_new_branch=False)
+        commit = api.create_commit(
             repo_id=repo,
-            folder_path=str(folder),
+            operations=[
+                CommitOperationAdd(name, content.encode() if isinstance(content, str) else content)
+                for name, content in sorted(files.items())
+            ],
             revision=revision,
             commit_message=upload.message or f"Upload with pipedraft {__version__}",
         )
@@ -222,7 +246,7 @@ def push(folder: Path, upload: Upload) -> str:
 
 
 def _check_content(
-    api: Any, folder: Path, upload: Upload, info: Any, *, is_new_branch: bool
+    api: Any, files: dict[str, str | Path], upload: Upload, info: Any, *, is_new_branch: bool
 ) -> None:
     """Refuse to write over something else, or to put files among those of another model.
 
@@ -231,13 +255,13 @@ def _check_content(
     names = {sibling.rfilename for sibling in info.siblings}
     theirs = Content("nothing")
     if any(name == CONFIG_FILE or name.endswith(WEIGHTS_SUFFIXES) for name in names):
-        files = {}
+        found = {}
         for name in names & {CONFIG_FILE, ORIGIN_FILE}:
             path = api.hf_hub_download(upload.repo, name, revision=info.sha)
-            files[name] = _read_json(Path(path))
-        theirs = Content.of(files)
-    local = {n: _read_json(folder / n) for n in (CONFIG_FILE, ORIGIN_FILE) if (folder / n).exists()}
-    ours = Content.of(local)
+            found[name] = _parsed(Path(path).read_text(errors="replace"))
+        theirs = Content.of(found)
+    local = {name: files[name] for name in (CONFIG_FILE, ORIGIN_FILE) if name in files}
+    ours = Content.of({name: _parsed(str(text)) for name, text in local.items()})
     may_differ = is_new_branch and theirs.target_hash is not None
     if theirs.kind == "nothing" or theirs == ours or may_differ:
         return
@@ -250,8 +274,8 @@ def _check_content(
     )
 
 
-def _read_json(path: Path) -> Any:
+def _parsed(text: str) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(text)
     except ValueError:
         return None

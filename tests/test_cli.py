@@ -348,8 +348,9 @@ def test_the_example_of_the_upload_works_as_written(place, tmp_path, monkeypatch
     assert call("models", [place.fill(part) for part in arguments], monkeypatch) == 0
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     names = ("README.md", "config.json", "model.safetensors")
-    assert files == {f"out/upload/user/name/{name}" for name in names}
-    assert sorted(capfd.readouterr().out.split()) == sorted(files)
+    shown = {f"out/upload/user/name/{name}" for name in names}
+    assert files == shown | {"out/upload/user/name/.cache/huggingface/pipedraft.json"}
+    assert sorted(capfd.readouterr().out.split()) == sorted(shown)
 
 
 def test_a_language_model_drafts_and_is_evaluated(place, tmp_path, monkeypatch, capfd):

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from pipedraft.errors import Failure
 from pipedraft.models import load_draft
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import TargetReference
@@ -369,7 +370,7 @@ def test_an_export_that_fails_half_way_leaves_no_folder(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("pipedraft.models.export.save_file", fails)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(Failure, match="--out: .*disk full"):
             export(folder, "sglang", out)
     assert not out.exists()
     assert len(export(folder, "sglang", out)) == 4

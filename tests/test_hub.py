@@ -3,8 +3,14 @@
 import hashlib
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +18,11 @@ from command_runs import call
 from fake_hub import LFS_FROM, Fault
 from hub_runs import NAMES, STRANGER, TOKEN, Place, make_place, one_line, point_at, push, signed_in
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from pipedraft.errors import Failure
-from pipedraft.models import hub_link, load_draft
+from pipedraft.files import MARKER
+from pipedraft.models import hub_link, load_draft, load_untied
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.target import load_target
 
@@ -214,10 +222,159 @@ def test_a_hub_that_is_not_there_is_a_failure_and_offline_mode_is_bad_input(
     one_line(capfd, "'user/name'", "HF_HUB_OFFLINE is set")
 
 
-@pytest.mark.parametrize("repo", ["user/a b", "user/--", "user/x.git", "user/" + "n" * 97])
-def test_a_name_that_the_hub_does_not_know_is_bad_input(repo, place, hub, monkeypatch, capfd):
-    assert push(place, monkeypatch, repo=repo) == 2
-    one_line(capfd, "--repo", repo[:9])
+NO_NAMES = [
+    "../..",
+    "../x",
+    "/",
+    "/name",
+    "user/",
+    "user/.",
+    "user/..",
+    "./name",
+    "~/x",
+    "name",
+    "",
+]
+NO_NAMES += [
+    "user/a b",
+    "user/ b",
+    "user/b\n",
+    "user/\x1b[31m",
+    "user/a/b",
+    "user/--",
+    "user/x.git",
+]
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"]], ids=["push", "dry_run"])
+@pytest.mark.parametrize("repo", [*NO_NAMES, "user/" + "n" * 97])
+def test_what_names_no_repository_is_bad_input_and_no_path(
+    repo, words, place, hub, tmp_path, monkeypatch, capfd
+):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    before = contents(tmp_path)
+    assert push(place, monkeypatch, *words, repo=repo) == 2
+    line = one_line(capfd, f"--repo: {repo!r}", "give user/name")
+    assert line[:-1].isprintable()
+    assert not hub.repositories and contents(tmp_path) == before
+
+
+# -- the folder of a dry run ----------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.fixture
+def draft(place, tmp_path) -> Path:
+    return Path(shutil.copytree(place.draft, tmp_path / "run" / "best"))
+
+
+def dry_run(folder: Path, out: Path, monkeypatch) -> int:
+    words = ["push", "--checkpoint", str(folder), "--repo", "user/name", "--dry-run"]
+    return call("models", [*words, "--out", str(out)], monkeypatch)
+
+
+@pytest.mark.parametrize("where", [".", "..", "below", "below/it", "link", "../../around/../run"])
+def test_a_dry_run_onto_its_own_checkpoint_changes_no_byte(
+    where, draft, tmp_path, monkeypatch, capfd
+):
+    (tmp_path / "around").mkdir()
+    out = draft / where
+    if where == "link":
+        out = tmp_path / "link"
+        out.symlink_to(draft)
+    before = contents(tmp_path)
+    assert dry_run(draft, out, monkeypatch) == 2
+    one_line(capfd, f"--out: {str(out)!r}", "which is read", "give another folder")
+    assert contents(tmp_path) == before
+
+
+def test_a_dry_run_replaces_nothing_but_what_one_wrote(place, draft, tmp_path, monkeypatch, capfd):
+    for name in ("target", "spd4", "file"):
+        out = tmp_path / name
+        if name == "file":
+            out.write_text("mine")
+        else:
+            shutil.copytree(place.folder / name, out)
+        before = contents(tmp_path)
+        assert dry_run(draft, out, monkeypatch) == 2
+        one_line(capfd, f"--out: {str(out)!r}", "in use", "give another folder")
+        assert contents(tmp_path) == before
+    out = tmp_path / "upload"
+    out.mkdir()
+    for _ in range(2):  # an empty folder, and the one that was written the first time
+        assert dry_run(draft, out, monkeypatch) == 0
+    assert load_untied(out).num_stages == 2
+    assert dry_run(place.folder / "spd4", out, monkeypatch) == 0
+    assert load_untied(out).num_stages == 4
+    capfd.readouterr()
+    change_card = partial((out / "README.md").write_text, "# My own\n")
+    for change in (change_card, (out / "notes").mkdir, (out / MARKER).unlink):
+        assert dry_run(draft, tmp_path / "second", monkeypatch) == 0
+        shutil.rmtree(out)
+        (tmp_path / "second").rename(out)
+        change()
+        capfd.readouterr()
+        before = contents(tmp_path)
+        assert dry_run(draft, out, monkeypatch) == 2
+        one_line(capfd, "in use, by what this command did not write")
+        assert contents(tmp_path) == before
+
+
+def test_a_full_disk_leaves_nothing_half_written(draft, tmp_path, monkeypatch, capfd):
+    """A limit on the size of files stands for the disk: the weights do not fit."""
+    assert dry_run(draft, tmp_path / "upload", monkeypatch) == 0
+    capfd.readouterr()
+    before = contents(tmp_path)
+    size = (draft / "model.safetensors").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name in ("upload", "new"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, hard))
+        try:
+            assert dry_run(draft, tmp_path / name, monkeypatch) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        one_line(capfd, f"--out: {str(tmp_path / name)!r} cannot be written", "make room")
+        assert contents(tmp_path) == before
+
+
+# -- checkpoints that nobody could load -----------------------------------------------------
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("draft_type", "nope", ["draft_type 'nope'", "unknown"]),
+        ("draft_type", {}, ["draft_type {}", "unknown"]),
+        ("weights", lambda w: w.popitem(), ["Missing key(s)"]),
+        ("weights", lambda w: w.update(more=torch.ones(2)), ["Unexpected key(s)"]),
+        ("weights", lambda w: w.update({"norm.weight": torch.ones(3)}), ["norm.weight"]),
+        ("weights", lambda w: w["norm.weight"].fill_(torch.nan), ["norm.weight", "not finite"]),
+        ("weights", lambda w: w["norm.weight"].fill_(-torch.inf), ["norm.weight", "not finite"]),
+    ],
+)
+def test_what_nobody_could_load_is_not_uploaded(
+    part, value, words, draft, place, hub, monkeypatch, capfd
+):
+    if part == "weights":
+        rewrite(draft, value)
+    else:
+        description = json.loads((draft / "config.json").read_text())
+        (draft / "config.json").write_text(json.dumps(description | {part: value}))
+    assert push(place, monkeypatch, draft=str(draft)) == 2
+    one_line(capfd, "checkpoint: ", *words)
     assert not hub.repositories
 
 
