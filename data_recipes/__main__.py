@@ -56,18 +56,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
     """Load the data, print the report, and write everything to ``out``."""
-    from transformers import AutoTokenizer
-
     from pipedraft.data_recipes.card import dataset_card
     from pipedraft.data_recipes.recipe import load_data
+    from pipedraft.pretrained import load_tokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    except OSError as error:
-        raise ValueError(
-            f"tokenizer: {tokenizer_name!r} cannot be loaded ({str(error).splitlines()[0]}); "
-            "give a folder that holds tokenizer.json, or a Hub id"
-        ) from error
+    tokenizer = load_tokenizer(tokenizer_name, field="tokenizer")
     make_folder("out", out)
     data = load_data(config, tokenizer, side_file=out / "bad_rows.jsonl")
     data.train.save_to_disk(out / "train")

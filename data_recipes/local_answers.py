@@ -17,6 +17,7 @@ from pipedraft.data_recipes.dialogue import (
     Sampling,
     kept_text,
 )
+from pipedraft.pretrained import load_model, load_tokenizer
 
 # B rows, T positions
 
@@ -27,12 +28,10 @@ class LocalTarget:
     """A chat model and its tokenizer, on the GPU if there is one."""
 
     def __init__(self, name: str, dtype: str, sampling: Sampling) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+        model = load_model(name, field="--target", dtype=getattr(torch, dtype))
         self.model: Any = model.eval().to(device)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        self.tokenizer: Any = load_tokenizer(name, field="--target")
         self.sampling = sampling
         if not self.tokenizer.chat_template:
             raise ValueError(f"--target: {name!r} has no chat template; name a chat model")

@@ -122,7 +122,7 @@ def check(options: argparse.Namespace) -> None:
                 "export the key under that name"
             )
     elif not Path(options.target).exists() and options.target.count("/") != 1:
-        raise UsageError(f"--target: no folder {options.target}; give a chat model")
+        raise UsageError(f"--target: no folder {options.target!r}; give a chat model")
 
 
 def is_address(url: str) -> bool:

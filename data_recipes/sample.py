@@ -165,13 +165,11 @@ def sampled_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> Ite
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from pipedraft.pretrained import load_model, load_tokenizer
 
-    if not Path(options.target).exists() and options.target.count("/") != 1:
-        raise ValueError(f"--target: no folder {options.target}; give a chat model")
     dtype = getattr(torch, options.dtype)
-    model = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    model = load_model(options.target, field="--target", dtype=dtype).eval()
+    tokenizer = load_tokenizer(options.target, field="--target")
     torch.manual_seed(options.seed)
     counts = {"written": 0, "malformed": 0}
     partial = options.out.with_name(f".{options.out.name}.partial")

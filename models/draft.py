@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipedraft.models.layers import LayerConfig, OneDNNLinear
 from pipedraft.models.target import fingerprint_mismatch, target_fingerprint
+from pipedraft.pretrained import check_finite
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -159,6 +160,7 @@ class Draft(nn.Module):
                 f"checkpoint: {folder / WEIGHTS_FILE} is missing or damaged ({reason}); "
                 "use another checkpoint of the run or train it again"
             ) from error
+        check_finite(draft, "checkpoint", str(folder / WEIGHTS_FILE))
         return draft.eval().requires_grad_(False)
 
 

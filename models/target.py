@@ -10,19 +10,11 @@ rows up to and including the segment, H hidden, V vocabulary, B batch, T positio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipedraft.models import stage_graph
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
@@ -35,6 +27,7 @@ from pipedraft.models.stage_cache import (
     prune_segment,
 )
 from pipedraft.models.stage_graph import StageGraphs
+from pipedraft.pretrained import load_model, load_tokenizer, read_config
 
 __all__ = [
     "Keep",
@@ -71,44 +64,20 @@ def load_target(
         quantization: a quantization_config of transformers.
 
     Raises:
-        ValueError: nothing there, a family that cannot be staged, or no safetensors weights.
+        ValueError: nothing there, a family that cannot be staged, code of its own, or not exactly
+            its weights as safetensors.
     """
     _check_attention(attention)
     check_family(read_config(name_or_path, revision).get("model_type"), name_or_path)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name_or_path,
-            revision=revision,
-            dtype=dtype,
-            trust_remote_code=False,
-            attn_implementation=attention,
-            use_safetensors=True,
-            quantization_config=quantization,
-        )
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"target: {str(name_or_path)!r} has no loadable safetensors weights "
-            f"({_first_line(error)}); pickled weights are never opened, convert them with "
-            f"model.save_pretrained(folder)"
-        ) from error
+    model = load_model(
+        name_or_path,
+        revision=revision,
+        dtype=dtype,
+        attention=attention,
+        quantization=quantization,
+    )
     model.eval().requires_grad_(False)
     return model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of `to` hides self
-
-
-def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to a target.
-
-    Raises:
-        ValueError: no tokenizer files there.
-    """
-    _check_exists(name_or_path)
-    try:
-        return AutoTokenizer.from_pretrained(name_or_path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"tokenizer: {str(name_or_path)!r} has no tokenizer that loads "
-            f"({_first_line(error)}); give a folder with tokenizer.json or a Hub repository"
-        ) from error
 
 
 def _check_attention(attention: str) -> None:
@@ -125,39 +94,6 @@ def check_family(model_type: str | None, name: str) -> None:
             f"target: {str(name)!r} has model_type {model_type!r}, which cannot be cut into "
             f"stages; supported: {', '.join(FAMILIES)}"
         )
-
-
-def _check_exists(name_or_path: str) -> None:
-    """Refuse what can only be a path and is not there, before the Hub is asked for it."""
-    text = str(name_or_path)
-    names_path = text.startswith(("/", ".", "~")) or text.count("/") > 1
-    if names_path and not Path(text).exists():
-        raise ValueError(
-            f"target: no folder {text!r}; give an existing folder or a Hub name (owner/model)"
-        )
-
-
-def read_config(name_or_path: str, revision: str | None) -> dict:
-    """config.json of a model, of a folder or from the Hub.
-
-    Raises:
-        ValueError: nothing there, or not a configuration.
-    """
-    _check_exists(name_or_path)
-    try:
-        config_dict, _ = PreTrainedConfig.get_config_dict(name_or_path, revision=revision)
-        if not config_dict:
-            raise OSError("no such file")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"target: {str(name_or_path)!r} has no config.json that can be read "
-            f"({_first_line(error)}); give a model folder or a Hub name (owner/model)"
-        ) from error
-    return config_dict
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
 
 
 def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -2,24 +2,28 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file, extract_commit_hash
 
-from pipedraft.models.target import check_family, load_target, read_config
+from pipedraft.models.target import check_family, load_target
+from pipedraft.pretrained import (
+    check_finite,
+    check_layers,
+    check_tensors,
+    explained,
+    load_config,
+    load_generation_config,
+    open_weights,
+    read_config,
+    weight_files,
+)
 
-WEIGHTS = "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
 SAMPLE_BYTES = 4096
 
 
@@ -38,8 +42,9 @@ def load_target_part(
     The revision is kept as ``config.loaded_revision``: more layers may be read later.
 
     Only the tensors of the part are read from the safetensors files (and only their files are
-    fetched from the Hub). A family whose checkpoint names differ from its modules' (mixtral's
-    experts) is loaded whole, and what is not wanted is dropped.
+    fetched from the Hub). Where the names in the files are not exactly those of the modules (as
+    mixtral's experts, or weights that are missing) the model is loaded whole, with all checks of
+    ``load_target``, and what is not wanted is dropped.
 
     Args:
         layers: indices of decoder layers.
@@ -50,27 +55,33 @@ def load_target_part(
         ValueError: as ``load_target``.
     """
     check_family(read_config(name_or_path, revision).get("model_type"), name_or_path)
-    config = AutoConfig.from_pretrained(name_or_path, revision=revision)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    config = load_config(name_or_path, revision)
+    files = weight_files(name_or_path, revision)
+    check_layers(config.to_dict(), files, name_or_path)
+    with torch.device("meta"), explained("target", name_or_path):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
     wanted = _wanted(model, layers, has_embedding, has_head)
-    files = _files(name_or_path, revision)
-    if not wanted <= files.keys():
+    if not _names_agree(model, files):
         model = load_target(name_or_path, revision=revision, dtype=dtype, device=device)
         _drop(model, wanted)
         model.config.loaded_revision = revision
         return model
     tensors = _read(name_or_path, revision, {name: files[name] for name in wanted})
-    missing = model.load_state_dict(
+    own = model.state_dict()
+    reshaped = {name for name, tensor in tensors.items() if tensor.shape != own[name].shape}
+    check_tensors({"of another shape": reshaped}, "target", name_or_path)
+    model.load_state_dict(
         {name: tensor.to(device, dtype) for name, tensor in tensors.items()},
         strict=False,
         assign=True,
     )
-    assert not missing.unexpected_keys, missing.unexpected_keys
+    check_finite(model, "target", name_or_path)
     model.tie_weights()
     decoder = model.get_decoder()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
-    model.generation_config = _generation_config(name_or_path, revision, model)
+    model.generation_config = load_generation_config(name_or_path, revision, config)
     model.config.loaded_revision = revision
     return model.eval().requires_grad_(False)
 
@@ -90,30 +101,20 @@ def _wanted(
     return {f"{names[m]}.{name}" for m in modules for name in m.state_dict()}
 
 
-def _files(name: str, revision: str | None) -> dict[str, str]:
-    """Tensor name -> file that holds it."""
-    index = cached_file(name, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        return json.loads(Path(index).read_text())["weight_map"]
-    with _open(name, revision, WEIGHTS) as file:
-        return dict.fromkeys(file.keys(), WEIGHTS)
-
-
-def _open(name: str, revision: str | None, file: str) -> safe_open:
-    try:
-        return safe_open(cached_file(name, file, revision=revision), framework="pt")
-    except (OSError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(
-            f"target: {name!r} has no loadable safetensors weights ({reason}); pickled weights "
-            "are never opened, convert them with model.save_pretrained(folder)"
-        ) from error
+def _names_agree(model: PreTrainedModel, files: Collection[str]) -> bool:
+    """The files hold the weights of the modules under their names, and nothing more that counts."""
+    own, found = set(model.state_dict()), set(files)
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    further = {name for name in found - own if not any(re.search(x, name) for x in ignored)}
+    if model.config.get_text_config().tie_word_embeddings:
+        own.discard("lm_head.weight")
+    return not further and own <= found
 
 
 def _read(name: str, revision: str | None, files: dict[str, str]) -> dict[str, torch.Tensor]:
     tensors = {}
     for file_name in sorted(set(files.values())):
-        with _open(name, revision, file_name) as file:
+        with open_weights(name, revision, file_name) as file:
             here = [tensor for tensor, place in files.items() if place == file_name]
             tensors.update({tensor: file.get_tensor(tensor) for tensor in here})
     return tensors
@@ -131,13 +132,6 @@ def _drop(model: PreTrainedModel, wanted: Iterable[str]) -> None:
     model.tie_weights()
 
 
-def _generation_config(name: str, revision: str | None, model: PreTrainedModel) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(name, revision=revision or "main")
-    except OSError:  # no such file
-        return GenerationConfig.from_model_config(model.config)
-
-
 def weights_identity(name: str, revision: str | None = None) -> str:
     """Which weights a target has in all of its layers, without reading them all.
 
@@ -151,7 +145,7 @@ def weights_identity(name: str, revision: str | None = None) -> str:
     if not folder.is_dir():
         return f"commit:{_commit(name, revision)}"
     digest = hashlib.sha256()
-    for tensor, file in sorted(_files(name, revision).items()):
+    for tensor, file in sorted(weight_files(name, revision).items()):
         digest.update(_sample(folder / file, tensor))
     return f"sampled:{digest.hexdigest()}"
 

@@ -80,6 +80,14 @@ def test_files_and_functions_stay_small(path: Path) -> None:
             assert len(arguments) <= 6, f"{node.name} takes {len(arguments)} positional arguments"
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_only_one_module_loads_with_transformers(path: Path) -> None:
+    """It refuses code of the model's folder, pickles, and weights that are missing."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        is_loader = isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
+        assert not is_loader or path == ROOT / "pretrained.py", "use pipedraft.pretrained"
+
+
 def requirement_name(requirement: str) -> str:
     name = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert name

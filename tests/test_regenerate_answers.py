@@ -247,7 +247,7 @@ def test_local_rows_that_do_not_fit_are_told(chat_model, monkeypatch, tmp_path, 
     (failed,) = read_rows(out.with_suffix(".errors.jsonl"))
     assert failed["input_row"] == 0 and "exceed the target's 512 positions" in failed["reason"]
     assert call([*given[:1], "nowhere", *given[2:]], monkeypatch) == 2
-    assert "--target: no folder nowhere" in capsys.readouterr().err
+    assert "--target: no folder 'nowhere'" in capsys.readouterr().err
 
 
 def test_a_server_run_loads_no_torch():

@@ -73,7 +73,7 @@ def test_a_missing_model_is_bad_input(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit) as exit_status:
         sample.run_command(sample.main)
     assert exit_status.value.code == 2
-    assert "--target: no folder nowhere" in capsys.readouterr().err
+    assert "--target: no folder 'nowhere'" in capsys.readouterr().err
 
 
 def run(module, monkeypatch, *arguments) -> None:

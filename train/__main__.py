@@ -66,8 +66,10 @@ def load_tokenizer_of(run: Any, model: Any) -> Any:
         if run.target is None:
             raise ValueError("target: missing; name the folder or Hub id of the frozen target")
         return load_tokenizer(run.target, revision=run.target_revision)
-    if model.tokenizer or model.init_from:
-        return load_tokenizer(model.tokenizer or model.init_from)
+    if model.tokenizer:
+        return load_tokenizer(model.tokenizer, field="model.tokenizer")
+    if model.init_from:
+        return load_tokenizer(model.init_from, field="model.init_from")
     from pipedraft.data_recipes.tokenizer import train_tokenizer
 
     return train_tokenizer(run.data, model.vocab_size)

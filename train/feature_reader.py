@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import check_family, read_config
+from pipedraft.models.target import check_family
 from pipedraft.models.target_part import load_target_part
+from pipedraft.pretrained import load_config, read_config
 from pipedraft.train.feature_link import RemoteStates, is_address
 from pipedraft.train.feature_shards import (
     decode,
@@ -231,7 +231,7 @@ def load_ends_of_target(run: Any, objective_class: Any, config: Any, accelerator
 def decoder_config(run: Any) -> Any:
     """Configuration of the target's decoder."""
     check_family(read_config(run.target, run.target_revision).get("model_type"), run.target)
-    return AutoConfig.from_pretrained(run.target, revision=run.target_revision).get_text_config()
+    return load_config(run.target, run.target_revision).get_text_config()
 
 
 def open_features(run: Any, objective: Any, tokenizer: Any, data: TokenizedData) -> Features:

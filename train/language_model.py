@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
@@ -22,6 +21,7 @@ from transformers import (
 
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.models.documents import positions_of
+from pipedraft.pretrained import load_model
 from pipedraft.train.lora import LoRAConfig, add_lora, merge_lora, save_adapter
 from pipedraft.train.method import LossOutput
 from pipedraft.train.throughput import ONE_GRADIENT, TRAINED, DecoderCost, products
@@ -74,8 +74,11 @@ class LanguageModelConfig:
 def build_language_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
     """A randomly initialised causal LM with tied embeddings."""
     if config.init_from is not None:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.init_from, dtype=torch.float32, attn_implementation=config.attention
+        model = load_model(
+            config.init_from,
+            field="model.init_from",
+            dtype=torch.float32,
+            attention=config.attention,
         )
         return model.train()
     family, model_class = {

@@ -1,0 +1,304 @@
+"""Models, tokenizers and configurations of Hugging Face: the one place that reads their files.
+
+Code of a model's folder never runs, pickled weights are never opened, and no weight is left at its
+random initial value.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file, logging
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+MAX_INDEX_BYTES = 2**26
+CHECKED_BYTES = 2**32
+"""Weights up to this size are searched for NaN and infinity: less than a second."""
+
+
+class _Index(msgspec.Struct):
+    """Of a model in several files."""
+
+    weight_map: dict[str, str]
+    """Tensor name -> file that holds it."""
+
+
+def load_model(
+    name_or_path: str,
+    *,
+    field: str = "target",
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    quantization: Any = None,
+) -> PreTrainedModel:
+    """Load a causal language model of which every weight is in its safetensors files.
+
+    Args:
+        name_or_path: a folder, or a repository name on the Hub.
+        field: what the user calls it, for messages.
+        attention: transformers' name of the kernel; None: transformers chooses.
+        quantization: a quantization_config of transformers.
+
+    Raises:
+        ValueError: nothing there, code of its own, pickled, missing, further or damaged weights.
+    """
+    config = read_config(name_or_path, revision, field=field)
+    if _file(name_or_path, ADAPTER_CONFIG, revision) is not None:
+        raise ValueError(
+            f"{field}: {str(name_or_path)!r} is an adapter of another model ({ADAPTER_CONFIG}); "
+            "merge it with peft's merge_and_unload and save the merged model"
+        )
+    files = weight_files(name_or_path, revision, field=field)
+    check_layers(config, files, name_or_path, field=field)
+    with explained(field, name_or_path), _quiet():
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            revision=revision,
+            dtype=dtype,
+            attn_implementation=attention,
+            quantization_config=quantization,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are in `found`, and refused
+            output_loading_info=True,
+        )
+    is_quantized = hasattr(model.config, "quantization_config")
+    wrong = {
+        "missing": set(found["missing_keys"]),
+        "of another shape": {key for key, *_ in found["mismatched_keys"]},
+        # What a quantization adds is its library's business.
+        "unexpected": set() if is_quantized else set(found["unexpected_keys"]),
+    }
+    check_tensors(wrong, field, name_or_path)
+    check_finite(model, field, name_or_path)
+    return model
+
+
+def load_tokenizer(
+    name_or_path: str, *, revision: str | None = None, field: str = "target"
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that belongs to a model.
+
+    Raises:
+        ValueError: no tokenizer files there, or one that needs code of its own.
+    """
+    check_exists(name_or_path, field=field)
+    try:
+        settings = get_tokenizer_config(str(name_or_path), revision=revision)
+        _refuse_code(settings, "tokenizer_config.json", field, name_or_path)
+        if _file(name_or_path, "config.json", revision) is not None:
+            read_config(name_or_path, revision, field=field)
+        return AutoTokenizer.from_pretrained(
+            name_or_path, revision=revision, trust_remote_code=False
+        )
+    except _Refused:
+        raise
+    except Exception as error:  # whatever transformers trips over in these files
+        raise ValueError(
+            f"{field}: {str(name_or_path)!r} has no tokenizer that loads "
+            f"({first_line(error)}); give a folder with tokenizer.json or a Hub repository"
+        ) from error
+
+
+def load_config(name_or_path: str, revision: str | None, *, field: str = "target") -> Any:
+    """The configuration as transformers' class of its model_type.
+
+    Raises:
+        ValueError: nothing there, code of its own, or values that its class refuses.
+    """
+    read_config(name_or_path, revision, field=field)
+    with explained(field, name_or_path):
+        return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
+
+
+def read_config(
+    name_or_path: str, revision: str | None, *, field: str = "target"
+) -> dict[str, Any]:
+    """config.json of a model, of a folder or from the Hub.
+
+    Raises:
+        ValueError: nothing there, not a configuration, or one that names code of its own.
+    """
+    check_exists(name_or_path, field=field)
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name_or_path, revision=revision)
+        if not config:
+            raise OSError("no such file")
+        if not isinstance(config, dict):
+            raise ValueError(f"a {type(config).__name__}, no object")
+    except Exception as error:
+        raise ValueError(
+            f"{field}: {str(name_or_path)!r} has no config.json that can be read "
+            f"({first_line(error)}); give a model folder or a Hub name (owner/model)"
+        ) from error
+    _refuse_code(config, "config.json", field, name_or_path)
+    return config
+
+
+def load_generation_config(
+    name_or_path: str, revision: str | None, config: PreTrainedConfig
+) -> GenerationConfig:
+    """The generation_config.json of a model; without one what its ``config`` says."""
+    if _file(name_or_path, "generation_config.json", revision) is None:
+        return GenerationConfig.from_model_config(config)
+    with explained("target", name_or_path):
+        return GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
+
+
+class _Refused(ValueError):
+    """One line that is complete as it is."""
+
+
+def _refuse_code(settings: dict[str, Any], file: str, field: str, name: str) -> None:
+    if "auto_map" in settings:
+        raise _Refused(
+            f"{field}: {str(name)!r} names Python code of its own in {file} (auto_map), which is "
+            "never run; give a model that transformers knows"
+        )
+
+
+def check_exists(name_or_path: str, *, field: str = "target") -> None:
+    """Refuse what can only be a path and is not there, before the Hub is asked for it."""
+    text = str(name_or_path)
+    names_path = text.startswith(("/", ".", "~")) or text.count("/") != 1
+    if names_path and not Path(text).exists():
+        raise _Refused(
+            f"{field}: no folder {text!r}; give an existing folder or a Hub name (owner/model)"
+        )
+
+
+def check_layers(
+    config: dict[str, Any], files: Collection[str], name: str, *, field: str = "target"
+) -> None:
+    """Raise ValueError for more layers than tensors, before they are made: it may say billions."""
+    num_layers = config.get("text_config", config).get("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > len(files):
+        raise ValueError(
+            f"{field}: {str(name)!r} has num_hidden_layers {num_layers} in its config.json, but "
+            f"{len(files)} tensors in its files; copy the model again"
+        )
+
+
+def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
+    """Raise ValueError if any set of tensor names, by what is wrong with them, is not empty."""
+    for what, names in wrong.items():
+        if names:
+            first = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)
+            raise ValueError(
+                f"{field}: {str(name)!r} has {len(names)} tensors {what} ({first}), by its "
+                "config.json; copy or convert the model again"
+            )
+
+
+def check_finite(model: torch.nn.Module, field: str, name: str) -> None:
+    """Raise ValueError if a weight is NaN or infinite; large models are not searched."""
+    tensors = [(key, x) for key, x in model.state_dict().items() if x.is_floating_point()]
+    tensors = [(key, x) for key, x in tensors if x.numel() and not x.is_meta and x.itemsize > 1]
+    if sum(x.nbytes for _, x in tensors) > CHECKED_BYTES:
+        return
+    for key, weight in tensors:
+        if not torch.stack(torch.aminmax(weight)).isfinite().all():
+            raise ValueError(
+                f"{field}: {str(name)!r} holds NaN or infinite weights ({key}); use another copy "
+                "or an earlier checkpoint"
+            )
+
+
+# -- files ----------------------------------------------------------------------------------
+
+
+def _file(name: str, file: str, revision: str | None) -> str | None:
+    """A model's file on this machine, downloaded if need be; None: it has none of this name."""
+    return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+
+
+def weight_files(
+    name_or_path: str, revision: str | None, *, field: str = "target"
+) -> dict[str, str]:
+    """Tensor name -> safetensors file that holds it.
+
+    Raises:
+        ValueError: there is no such file, or a shard is something else.
+    """
+    index = _file(name_or_path, INDEX, revision)
+    if index is None:
+        with open_weights(name_or_path, revision, WEIGHTS, field=field) as file:
+            return dict.fromkeys(file.keys(), WEIGHTS)
+    try:
+        if Path(index).stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"more than {MAX_INDEX_BYTES} bytes")
+        files = msgspec.json.decode(Path(index).read_bytes(), type=_Index).weight_map
+        wrong = [x for x in files.values() if Path(x).name != x or not x.endswith(".safetensors")]
+        if wrong:
+            raise ValueError(f"it names {wrong[0]!r}")
+    except ValueError as error:  # msgspec's, too
+        raise ValueError(_no_weights(field, name_or_path, f"{INDEX}: {error}")) from error
+    return files
+
+
+def open_weights(
+    name_or_path: str, revision: str | None, file: str, *, field: str = "target"
+) -> safe_open:
+    """One of ``weight_files``.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    try:
+        return safe_open(cached_file(name_or_path, file, revision=revision), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(_no_weights(field, name_or_path, first_line(error))) from error
+
+
+def _no_weights(field: str, name: str, reason: str) -> str:
+    return (
+        f"{field}: {str(name)!r} has no loadable safetensors weights ({reason}); pickled weights "
+        "are never opened, convert them with model.save_pretrained(folder)"
+    )
+
+
+@contextmanager
+def explained(field: str, name: str) -> Iterator[None]:
+    """Whatever transformers trips over in a model's files, in one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ValueError(_no_weights(field, name, first_line(error))) from error
+    except Exception as error:
+        raise ValueError(
+            f"{field}: {str(name)!r} cannot be loaded ({type(error).__name__}: "
+            f"{first_line(error)}); copy or convert the model again"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' table of tensors, of which we say the same in one line."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
