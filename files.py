@@ -1,5 +1,6 @@
 """Files and folders that are whole or absent at any moment, and JSON that every program can read."""
 
+import hashlib
 import json
 import math
 import os
@@ -17,19 +18,58 @@ MARKER = Path(".cache", "huggingface", "pipedraft.json")
 """In a folder that may be written anew: what was put into it. Uploads to the Hub leave it out."""
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """A reader, or a kill at any moment, sees the whole file or the one before it."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def partial(path: Path) -> Path:
+    """Where a file or folder is filled before it gets its name, or emptied after it lost it."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def publish(path: Path, write: Callable[[Path], object]) -> None:
+    """Make or replace a file by one rename, after ``write(temporary)`` and a flush to disk.
+
+    A reader, or a kill at any moment, sees the whole file or the one before it.
+    """
+    temporary = partial(path)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
+        write(temporary)
+        flush(temporary)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    publish(path, lambda temporary: temporary.write_bytes(content))
+
+
+def flush(path: Path) -> None:
+    """To disk; a folder's flush makes its renames last."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_damage(path: Path, size: int, sha256: str | None) -> str | None:
+    """How a file differs from what was written, None if it does not.
+
+    Args:
+        size: bytes it had.
+        sha256: it had; None leaves its contents unread.
+    """
+    if not path.is_file():
+        return "is missing"
+    if (found := path.stat().st_size) != size:
+        return f"has {found} bytes instead of {size}"
+    if sha256 is not None and file_sha256(path) != sha256:
+        return "has another SHA-256 than when it was written"
+    return None
 
 
 def to_json(content: Any) -> bytes:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pipedraft.files import publish
+
 NUMBERED = re.compile(rb'\{"input_row": (\d+)[,}]')
 PENDING, ANSWERED, FAILED = range(3)
 
@@ -245,9 +247,8 @@ def _cut(file: BinaryIO, size: int) -> None:
 
 
 def _replace(path: Path, lines: Iterator[bytes]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    def write(place: Path) -> None:
+        with place.open("wb") as file:
+            file.writelines(lines)
+
+    publish(path, write)

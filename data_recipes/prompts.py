@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedraft.errors import Parser, run_command
+from pipedraft.files import write_atomically
 
 COMPLETE = "Complete this Python function. Answer with the whole function.\n```python\n{}\n```"
 MIN_DOCSTRING, MAX_DOCSTRING = 30, 500
@@ -126,9 +127,7 @@ def main() -> None:
         raise ValueError("--conversations, --functions: they give no prompt; name at least one")
     rng.shuffle(prompts)
     text = "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
-    partial = options.out.with_name(f".{options.out.name}.partial")
-    partial.write_text(text)
-    partial.replace(options.out)
+    write_atomically(options.out, text.encode())
     print(f"{len(prompts)} prompts written to {options.out}")
 
 

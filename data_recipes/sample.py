@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pipedraft.errors import run_command
+from pipedraft.files import publish
 
 # B rows, T positions, V vocabulary
 
@@ -172,15 +173,17 @@ def main() -> None:
     tokenizer = load_tokenizer(options.target, field="--target")
     torch.manual_seed(options.seed)
     counts = {"written": 0, "malformed": 0}
-    partial = options.out.with_name(f".{options.out.name}.partial")
-    with partial.open("w") as file, tqdm(unit="row") as bar:
-        for is_greedy, messages in sampled_rows(model, tokenizer, options):
-            counts["written" if messages else "malformed"] += 1
-            if messages:
-                row = {"messages": messages, "greedy_answers": is_greedy}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            bar.update(1)
-    partial.replace(options.out)
+
+    def write(place: Path) -> None:
+        with place.open("w") as file, tqdm(unit="row") as bar:
+            for is_greedy, messages in sampled_rows(model, tokenizer, options):
+                counts["written" if messages else "malformed"] += 1
+                if messages:
+                    row = {"messages": messages, "greedy_answers": is_greedy}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                bar.update(1)
+
+    publish(options.out, write)
     print(f"{counts['written']} rows written, {counts['malformed']} malformed and dropped")
 
 

@@ -27,7 +27,8 @@ from train_runs import (
     weights,
 )
 
-from pipedraft.train import checkpoint, files, stopping
+from pipedraft import files
+from pipedraft.train import checkpoint, stopping
 from pipedraft.train.bad_batch import load_bad_batches
 from pipedraft.train.method import LossOutput
 from pipedraft.train.stopping import Stopping

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipedraft.train.files import publish
+from pipedraft.files import publish
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipedraft.train.files import file_damage, file_sha256, flush, partial
+from pipedraft.files import file_damage, file_sha256, flush, partial
 
 STEP_PREFIX = "step-"
 COMPLETE = "COMPLETE"

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.errors import make_folder
+from pipedraft.files import file_sha256
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.layers import OneDNNLinear
 from pipedraft.train.feature_shards import (
@@ -39,7 +40,6 @@ from pipedraft.train.feature_shards import (
     row_lengths,
     shard_damage,
 )
-from pipedraft.train.files import file_sha256
 
 TEACHER_POSITIONS = 256
 """Of each shard, spread over its rows: two products with the LM head are not cheap."""

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.files import file_damage, publish
 from pipedraft.models.target_part import weights_identity
-from pipedraft.train.files import file_damage, publish
 
 INDEX = "index.json"
 FORMAT = 1

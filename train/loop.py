@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.files import partial
 from pipedraft.train import checkpoint
 from pipedraft.train.bad_batch import BadBatches, save_bad_batches
 from pipedraft.train.config import RunConfig
-from pipedraft.train.files import partial
 from pipedraft.train.method import LossOutput
 from pipedraft.train.metrics_log import MetricsLog, forget_later
 from pipedraft.train.optimizers import make_optimizers, rate_factor

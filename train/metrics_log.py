@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from pipedraft.train.files import publish
+from pipedraft.files import publish
 
 HELD_PROCESS_GROUPS: list[Any] = []
 """Keeps gloo's group alive at exit: freeing it with the model can deadlock (torch 2.13)."""
