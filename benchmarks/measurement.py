@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipedraft.models.layers import linear
+from pipedraft.models.cpu import linear
 
 # The last one stops the profiler's remarks on stderr.
 CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipedraft.models.layers import LayerConfig, OneDNNLinear
+from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import fingerprint_mismatch, target_fingerprint
 from pipedraft.pretrained import check_finite
 
@@ -90,13 +90,7 @@ class Draft(nn.Module):
         """function(*inputs), with ``checkpointing`` recomputed in backward by the same products."""
         if not (self.checkpointing and torch.is_grad_enabled()):
             return function(*inputs)
-        return checkpoint(
-            function,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (OneDNNLinear(), OneDNNLinear()),
-        )
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def relative_cost(self, target: Any) -> float:
         """One forward pass, in target passes of one token: layers over layers.

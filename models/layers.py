@@ -5,7 +5,6 @@ second half, so that one set of weights serves training and decoding.
 """
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, I intermediate size
-# M rows, G columns of any product
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,8 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,77 +100,6 @@ def rotate(x_ND: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
     return x_ND * cos_D + torch.cat([-right, left], -1) * sin_D
 
 
-def linear(x_H: Tensor, weight_GH: Tensor, bias_G: Tensor | None = None) -> Tensor:
-    """``F.linear``, by oneDNN where torch would give float32 rows to MKL on an AVX-512 CPU.
-
-    On AMD processors MKL runs its AVX2 kernels: 93 GFLOP/s on one Zen 5 core, oneDNN 200.
-    """
-    if not _is_for_onednn(x_H):
-        return F.linear(x_H, weight_GH, bias_G)
-    return _OneDNNProduct.apply(x_H, weight_GH, bias_G)
-
-
-def input_gradient(grad_G: Tensor, weight_GH: Tensor) -> Tensor:
-    """[..., H], the gradient of `linear` with respect to its rows."""
-    return linear(grad_G, weight_GH.t())
-
-
-def weight_gradient(grad_MG: Tensor, x_MH: Tensor) -> Tensor:
-    """[G, H], the gradient of `linear` with respect to its weight, in any memory order."""
-    if not _is_for_onednn(grad_MG):
-        return grad_MG.t() @ x_MH
-    if grad_MG.shape[1] < x_MH.shape[1]:
-        return _multiply(grad_MG.t(), x_MH.t())
-    return _multiply(x_MH.t(), grad_MG.t()).t()  # oneDNN is faster with few rows and a large weight
-
-
-class _OneDNNProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_H, weight_GH, bias_G):
-        ctx.save_for_backward(x_H, weight_GH)
-        return _multiply(x_H, weight_GH, bias_G)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_G):
-        x_H, weight_GH = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_MG, dweight_GH = grad_G.flatten(0, -2), None
-        dx_H = _multiply(grad_G, weight_GH.t()) if needs_x else None
-        if needs_weight:
-            dweight_GH = weight_gradient(grad_MG, x_H.flatten(0, -2)).contiguous()
-        return dx_H, dweight_GH, grad_MG.sum(0) if needs_bias else None
-
-
-def _multiply(x_H: Tensor, weight_GH: Tensor, bias_G: Tensor | None = None) -> Tensor:
-    """The operator through which torch's own compiler reaches oneDNN's float32 product.
-
-    It takes matrices and their transposes as they lie in memory; other strides would send it to a
-    reference loop, 100 times slower.
-    """
-    x_H, weight_GH = (x if x.mT.is_contiguous() else x.contiguous() for x in (x_H, weight_GH))
-    return torch.ops.mkldnn._linear_pointwise(x_H, weight_GH, bias_G, "none", [], "")
-
-
-def _is_for_onednn(x_H: Tensor) -> bool:
-    """Below 128 rows, and under autocast, ``F.linear`` is as fast."""
-    return (
-        x_H.dtype == torch.float32
-        and x_H.device.type == "cpu"
-        and x_H.numel() >= 128 * x_H.shape[-1]
-        and not torch.is_autocast_enabled("cpu")
-        and torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    )
-
-
-class OneDNNLinear(TorchFunctionMode):
-    """``with OneDNNLinear():`` every ``F.linear`` is `linear`, also inside transformers models."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
-
-
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -181,32 +107,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and x.dtype == self.weight.dtype:
-            return _CPUNorm.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
-class _CPUNorm(torch.autograd.Function):
-    """``F.rms_norm`` in 3 passes forward and 7 backward; torch's has no kernel for CPUs, and takes
-    8 and 4 times as long. With n = x rstd: dx = rstd (g w - n mean(g w n))."""
-
-    @staticmethod
-    def forward(ctx, x_H, weight_H, eps):
-        mean_square_1 = torch.linalg.vecdot(x_H, x_H)[..., None].div_(x_H.shape[-1])
-        rstd_1 = mean_square_1.add_(eps).rsqrt_()
-        ctx.save_for_backward(x_H, weight_H, rstd_1)
-        return (x_H * rstd_1).mul_(weight_H)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_H):
-        x_H, weight_H, rstd_1 = ctx.saved_tensors
-        normed_H = x_H * rstd_1
-        product_H = grad_H * normed_H
-        dweight_H = product_H.flatten(0, -2).sum(0)
-        mean_1 = (product_H @ weight_H)[..., None].div_(x_H.shape[-1])
-        dx_H = torch.mul(grad_H, weight_H, out=product_H).addcmul_(normed_H, mean_1, value=-1)
-        return dx_H.mul_(rstd_1), dweight_H, None
 
 
 class Attention(nn.Module):

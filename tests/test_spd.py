@@ -8,7 +8,7 @@ from tiny_drafts import make_module
 
 from pipedraft.models import load_draft
 from pipedraft.models.capture import capture_hidden
-from pipedraft.models.layers import OneDNNLinear
+from pipedraft.models.cpu import tuned
 from pipedraft.models.spd import SPD, SPDConfig, SPDState, feature_layers
 from pipedraft.models.structural import dense_structural_mask
 
@@ -205,7 +205,7 @@ def test_fp32_training_through_onednn_is_close_to_float64(query):
     exact = module({k: v.double() for k, v in taps.items()}, [4, 2])
     exact_gradients = torch.autograd.grad(exact.sum(), list(module.layers.parameters()))
     module.float()
-    with OneDNNLinear():
+    with tuned(torch.device("cpu")):
         out = module(taps, [4, 2])
     gradients = torch.autograd.grad(out.sum(), list(module.layers.parameters()))
     for x, y in zip((out, *gradients), (exact, *exact_gradients), strict=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from train_runs import train
 
-from pipedraft.models import layers
+from pipedraft.models import cpu
 from pipedraft.train import eagle, eagle3, flexspec, launch, ppsd, spd, throughput
 from pipedraft.train.throughput import Pace
 
@@ -34,8 +34,8 @@ def test_flops_of_products_are_those_that_torch_counts(
     """EAGLE-3 also projects a few embeddings after the end of the text: within 1 %."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    monkeypatch.setattr(layers, "_is_for_onednn", lambda x: False)  # an operator it does not know
-    monkeypatch.setattr(eagle3, "ROW_MULTIPLE", 1)
+    monkeypatch.setattr(cpu, "_is_for_onednn", lambda x: False)  # an operator it does not know
+    monkeypatch.setattr(cpu, "ROW_MULTIPLE", 1)
     for module in (eagle, eagle3, flexspec, ppsd, spd, throughput):
         monkeypatch.setattr(module, "attention", lambda *arguments: 0.0)
     full = {"model__full_probability": 1.0} if method == "spd" else {}

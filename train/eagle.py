@@ -14,7 +14,7 @@ from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models.documents import positions_of
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig, EagleHead
-from pipedraft.models.layers import LayerConfig, OneDNNLinear
+from pipedraft.models.layers import LayerConfig
 from pipedraft.models.ttt_attention import ttt_attention
 from pipedraft.train.losses import chunked_distillation
 from pipedraft.train.method import LossOutput
@@ -151,16 +151,13 @@ class EagleObjective(DraftObjective):
             depth: evaluation: no noise, and rates of chains of this many guesses.
         """
         draft, ids_BT = self.draft, batch["input_ids"]
-        with OneDNNLinear():
-            taps = self.hidden(batch)
-            features_BTH = draft.feature(taps)
-            states_BTH = features_BTH
-            if depth is None and self.config.noise > 0:
-                noise_BTH = feature_noise(features_BTH, batch["lengths"], generator)
-                states_BTH = features_BTH + self.config.noise * noise_BTH
-            predicted_BRH = draft.causal_rows(
-                ids_BT[:, 1:], states_BTH[:, :-1], row_lengths(document_lengths(batch))
-            )
+        features_BTH = states_BTH = draft.feature(self.hidden(batch))
+        if depth is None and self.config.noise > 0:
+            noise_BTH = feature_noise(features_BTH, batch["lengths"], generator)
+            states_BTH = features_BTH + self.config.noise * noise_BTH
+        predicted_BRH = draft.causal_rows(
+            ids_BT[:, 1:], states_BTH[:, :-1], row_lengths(document_lengths(batch))
+        )
         counted_BR = counted_rows(batch["loss_mask"])
         predicted_MH = predicted_BRH[counted_BR]
         wanted_MH = features_BTH[:, 1:][counted_BR]

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.models import cpu
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.layers import LayerConfig, OneDNNLinear
+from pipedraft.models.layers import LayerConfig
 from pipedraft.train.losses import chunked_distillation
 from pipedraft.train.method import LossOutput
 from pipedraft.train.objective import DraftObjective
 from pipedraft.train.throughput import ONE_GRADIENT, TRAINED, attention, causal_pairs, products
-
-ROW_MULTIPLE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +107,11 @@ class Eagle3Objective(DraftObjective):
         steps_S = torch.arange(num_steps, device=order.device)
         counts_S = (lengths[:, None] > steps_S).sum(0)
         counts = counts_S.tolist()
-        # A few rows more: oneDNN compiles a kernel for every number of rows that it meets.
-        rows = [order[: -(-count // ROW_MULTIPLE) * ROW_MULTIPLE] for count in counts]
-        with OneDNNLinear():
-            taps = self.hidden(batch)
-            states = draft.unroll(
-                draft.feature(taps), batch["input_ids"], rows, document_lengths(batch)
-            )
+        rows = [order[: cpu.whole_rows(count)] for count in counts]
+        taps = self.hidden(batch)
+        states = draft.unroll(
+            draft.feature(taps), batch["input_ids"], rows, document_lengths(batch)
+        )
         label_M = torch.cat([order[:count] + 2 + step for step, count in enumerate(counts)])
         state_MH = torch.cat([state[:count] for state, count in zip(states, counts, strict=True)])
         # By label: the rows that guess the same token share the target's distribution of it.

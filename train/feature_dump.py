@@ -24,7 +24,7 @@ from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.errors import make_folder
 from pipedraft.files import file_sha256
 from pipedraft.models.capture import capture_hidden
-from pipedraft.models.layers import OneDNNLinear
+from pipedraft.models.cpu import tuned
 from pipedraft.train.feature_shards import (
     INDEX,
     LayerError,
@@ -308,7 +308,7 @@ class States:
         )
         ids_BT, device = batch["input_ids"], self.accelerator.device
         is_text_BT = torch.arange(ids_BT.shape[1]) < batch["lengths"][:, None]
-        with self.accelerator.autocast(), OneDNNLinear():
+        with self.accelerator.autocast(), tuned(device):
             hidden = capture_hidden(self.target, ids_BT.to(device), layers)
         is_text_BT = is_text_BT.to(device)
         return {layer: hidden[layer][is_text_BT] for layer in layers}

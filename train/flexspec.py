@@ -11,7 +11,7 @@ from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, anchor_hash, check_anchor
-from pipedraft.models.layers import LayerConfig, OneDNNLinear
+from pipedraft.models.layers import LayerConfig
 from pipedraft.train.eagle import EVALUATED_DEPTH
 from pipedraft.train.losses import DistillationLoss, chunked_distillation
 from pipedraft.train.method import LossOutput
@@ -146,9 +146,8 @@ class FlexSpecObjective(DraftObjective):
         """
         config = self.config
         counted_BS = counted_rows(batch)
-        with OneDNNLinear():
-            last_BTH = self.hidden(batch)[self.num_target_layers]
-            states_BTEH = self.draft(batch["input_ids"], document_lengths(batch))
+        last_BTH = self.hidden(batch)[self.num_target_layers]
+        states_BTEH = self.draft(batch["input_ids"], document_lengths(batch))
         with torch.no_grad():
             wanted_MH = self.target.get_decoder().norm(last_BTH[:, :-1][counted_BS])
         hidden_MH = states_BTEH[:, :-1, -1][counted_BS]

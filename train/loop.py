@@ -18,6 +18,7 @@ from tqdm import tqdm
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.files import partial
+from pipedraft.models.cpu import tuned
 from pipedraft.train import checkpoint
 from pipedraft.train.bad_batch import BadBatches, save_bad_batches
 from pipedraft.train.config import RunConfig
@@ -162,7 +163,8 @@ class Trainer:
         for index, batch in enumerate(window):
             generator = self.generator(self.progress.step, index * world + self.rank)
             last = index == len(window) - 1
-            with accelerator.autocast(), _sync(accelerator, self.module, last):
+            sync = _sync(accelerator, self.module, last)
+            with tuned(accelerator.device), accelerator.autocast(), sync:
                 output = self.module(batch, generator)
                 # DDP averages gradients over processes, so the sum is scaled back by their number.
                 accelerator.backward(output.loss * (world / total))
@@ -252,7 +254,7 @@ class Trainer:
                 # Sharded networks make every process run as often as the others: one that is left
                 # without rows runs one that does not count.
                 batch = self.load(self.data.valid, mine or rows[:1])
-                with self.accelerator.autocast():
+                with tuned(self.accelerator.device), self.accelerator.autocast():
                     output = self.module(batch, self.generator(0, start), **options)
                 add_sums(sums, output, prefix=options.get("name", ""), weight=bool(mine))
         self.module.train()

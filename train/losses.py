@@ -9,19 +9,14 @@ form, so it is multiplied out in the forward pass and the logits are dropped: ba
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipedraft.models.layers import input_gradient, linear, weight_gradient
-
 Divergence = Literal["kl", "tv", "lk"]
-CACHED_ELEMENTS = 1 << 19
-"""2 MB of float32."""
-
 CHUNK_ROWS = 512
 """Rows whose logits exist at the same time."""
 
@@ -145,26 +140,25 @@ class _Distillation(torch.autograd.Function):
         target_3L = hidden_MH.new_zeros(3, L, dtype=exact)
         draft_4M = hidden_MH.new_zeros(4, M, dtype=exact)
         for first, stop, blocks in _chunks(M, L, index_M, chunk_rows):
-            logits_CV = linear(teacher_x_LH[first:stop], teacher_head_VH).to(exact)
+            logits_CV = F.linear(teacher_x_LH[first:stop], teacher_head_VH).to(exact)
             p_CU, target_3L[:, first:stop] = _restrict(logits_CV, rows_U, kind)
             for rows in blocks:
                 x_CH = x_MH[rows]
-                dlogits_CU = linear(x_CH, head_UH).to(exact)
-                for piece in _pieces(rows, dlogits_CU):
-                    chosen = piece if index_M is None else index_M[piece]
-                    draft_4M[:, piece] = _compare(
-                        dlogits_CU[piece.start - rows.start : piece.stop - rows.start],
-                        _take(p_CU, chosen, first),
-                        None if rows_U is None else (rows_U, target_3L[1, chosen, None]),
-                        kind,
-                    )
+                dlogits_CU = F.linear(x_CH, head_UH).to(exact)
+                chosen = rows if index_M is None else index_M[rows]
+                draft_4M[:, rows] = _compare(
+                    dlogits_CU,
+                    _take(p_CU, chosen, first),
+                    None if rows_U is None else (rows_U, target_3L[1, chosen, None]),
+                    kind,
+                )
                 dlogits_CU = dlogits_CU.to(x_CH.dtype)
                 if needs_hidden:
-                    dx_CH = input_gradient(dlogits_CU, head_UH)
+                    dx_CH = F.linear(dlogits_CU, head_UH.t())
                     dhidden_MH[rows] = dx_CH * weights_M[rows, None]
                 if needs_head:
                     x_CH = (x_CH * weights_M[rows, None]).to(x_CH.dtype)
-                    part_UH = weight_gradient(dlogits_CU, x_CH).to(exact)
+                    part_UH = F.linear(dlogits_CU.t(), x_CH.t()).to(exact)
                     # Not zeros at first: the sum is to have the memory order of its parts.
                     dhead_UH = part_UH if dhead_UH is None else dhead_UH.add_(part_UH)
         if needs_head and dhead_UH is None:
@@ -207,15 +201,6 @@ def _chunks(
         first, start = stop, end
 
 
-def _pieces(rows: slice, logits_CU: Tensor) -> list[slice]:
-    """Cuts on a CPU so that what is done to one piece of the logits stays in its core's cache."""
-    size = (
-        CACHED_ELEMENTS // logits_CU.shape[1] if logits_CU.device.type == "cpu" else len(logits_CU)
-    )
-    steps = range(rows.start, rows.stop, max(size, 1))
-    return [slice(i, min(i + steps.step, rows.stop)) for i in steps]
-
-
 def _take(p_CU: Tensor, rows: slice | Tensor, first: int) -> Tensor:
     """Rows numbered from ``first`` on."""
     if isinstance(rows, slice):
@@ -235,7 +220,7 @@ def _restrict(logits_CV: Tensor, rows_U: Tensor | None, kind: Divergence) -> tup
     p_CU, log_z_C, top_C = _softmax(logits_CU)
     inside_C, negentropy_C = torch.ones_like(log_z_C), torch.zeros_like(log_z_C)
     if rows_U is not None:
-        top_C = _argmax(logits_CV)
+        top_C = logits_CV.argmax(-1)
         inside_C = (log_z_C - logits_CV.logsumexp(-1)).exp_().clamp_max_(1)
     if kind == "kl":
         negentropy_C = logits_CU.mul_(p_CU).sum(-1) - log_z_C
@@ -300,22 +285,7 @@ def _above_zero(overlap_C: Tensor) -> Tensor:
 
 def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities, log normaliser (from the largest entry, not by a second exp), argmax."""
-    top_C = _argmax(logits_CV)
+    top_C = logits_CV.argmax(-1)
     probs_CV, top_C1 = logits_CV.softmax(-1), top_C[:, None]
     log_normaliser_C1 = logits_CV.gather(-1, top_C1) - probs_CV.gather(-1, top_C1).log_()
     return probs_CV, log_normaliser_C1[:, 0], top_C
-
-
-def _argmax(logits_CV: Tensor) -> Tensor:
-    """The first of the largest entries, as ``argmax``, which is not vectorised on CPUs.
-
-    Maxima of blocks, the first block that has the largest, and its first entry: 7 times faster.
-    """
-    V = logits_CV.shape[1]
-    width = gcd(V, 128)
-    if width < 8:
-        return logits_CV.argmax(-1)
-    blocks_CKW = logits_CV.unflatten(1, (-1, width))
-    block_C = blocks_CKW.amax(-1).argmax(-1)
-    own_C1W = blocks_CKW.take_along_dim(block_C[:, None, None], 1)
-    return block_C * width + own_C1W[:, 0].argmax(-1)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.inference.closed_forms import continuous_acceptance_length
-from pipedraft.models.layers import OneDNNLinear
 from pipedraft.models.ppsd import PPSD, PPSDConfig
 from pipedraft.train.method import LossOutput
 from pipedraft.train.next_token import NextTokenObjective, counted_rows
@@ -39,9 +38,8 @@ class PPSDObjective(NextTokenObjective):
     ) -> LossOutput:
         draft, last = self.draft, self.num_target_layers
         counted_BT = counted_rows(batch)
-        with OneDNNLinear():
-            taps = self.hidden(batch)
-            stream_BTH = draft(taps, document_lengths(batch))
+        taps = self.hidden(batch)
+        stream_BTH = draft(taps, document_lengths(batch))
         result = self.distil(stream_BTH, counted_BT, self.teacher(taps[last], counted_BT))
         sums = {
             "acceptance": result.acceptance_sum,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths, reorder
 from pipedraft.inference.closed_forms import continuous_acceptance_length
-from pipedraft.models.layers import OneDNNLinear
 from pipedraft.models.spd import SPD, SPDConfig
 from pipedraft.train.method import LossOutput
 from pipedraft.train.next_token import NextTokenObjective, counted_rows
@@ -72,13 +71,11 @@ class SPDObjective(NextTokenObjective):
         else:
             runs = [[a] * len(batch["lengths"]) for a in occupancies]
         counted_BT = counted_rows(batch)
-        with OneDNNLinear():
-            taps = self.hidden(batch)
+        taps = self.hidden(batch)
         teacher_MH = self.teacher(taps[last], counted_BT)
         sums: dict[str, Tensor] = {}
         for run in runs:
-            with OneDNNLinear():
-                stream_BTH = draft(taps, run, document_lengths(batch))
+            stream_BTH = draft(taps, run, document_lengths(batch))
             result = self.distil(stream_BTH, counted_BT, teacher_MH)
             prefix = f"fill{run[0]}_" if occupancies is not None else ""
             sums[prefix + "acceptance"] = result.acceptance_sum
