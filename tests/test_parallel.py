@@ -19,7 +19,7 @@ from pipedraft.train import checkpoint
 
 pytestmark = pytest.mark.timeout(600)  # many processes, on a machine that may be busy
 
-COMMON = {"evaluation__max_rows": 5, "save_every_steps": 2, "batch_group": 2}
+COMMON = {"peak_tflops": 1.0, "evaluation__max_rows": 5, "save_every_steps": 2, "batch_group": 2}
 CHANGES = {
     "spd": COMMON,
     "ppsd": COMMON | {"model__num_stages": 2, "model__num_layers": 1},

@@ -9,7 +9,8 @@ from train_runs import World
 from pipedraft.errors import run_command
 from pipedraft.train.__main__ import main, methods, registry, take_plan
 from pipedraft.train.config import parse_run
-from pipedraft.train.plan import all_counted, kept_bytes, measure, memory_bytes
+from pipedraft.train.plan import NARROW_TEXTS, all_counted, kept_bytes, measure, memory_bytes
+from pipedraft.train.throughput import flop_counter
 
 TOKENS = (64, 192)
 
@@ -33,8 +34,11 @@ def test_counts_and_kept_bytes_are_those_of_the_real_network(world, tmp_path, me
     kept = [kept_bytes(objective, all_counted(n), precision) for n in TOKENS]
     per_token = (kept[1] - kept[0]) / (TOKENS[1] - TOKENS[0])
     assert sizes.kept_bytes == pytest.approx(per_token, rel=0.15)
-    flops = objective.flops(all_counted(192)) / 192
-    assert sizes.flops == pytest.approx(flops, rel=0.05)
+    batch = all_counted(192, NARROW_TEXTS)
+    with flop_counter() as counter:
+        objective(batch, torch.Generator().manual_seed(0)).loss.backward()
+    counted = counter.get_total_flops() / batch["input_ids"].numel()
+    assert sizes.flops == pytest.approx(counted, rel=0.05)
 
 
 def test_checkpointing_is_seen(world, tmp_path):

@@ -19,7 +19,6 @@ from pipedraft.models.ttt_attention import ttt_attention
 from pipedraft.train.losses import chunked_distillation
 from pipedraft.train.method import LossOutput
 from pipedraft.train.objective import DraftObjective
-from pipedraft.train.throughput import ONE_GRADIENT, TRAINED, attention, causal_pairs, products
 
 # B batch, T positions, R rows (t = 0 .. T-2), H hidden, M counted rows
 
@@ -196,14 +195,6 @@ class EagleObjective(DraftObjective):
             sums[f"acceptance_{guess}"] = result.acceptance_sum
             sums[f"agreement_{guess}"] = result.agreement_sum
         return sums
-
-    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
-        layer, fc = self.layer_cost, self.draft.fc
-        lengths = [length - 1 for length in lengths]
-        rows = products(fc.in_features * fc.out_features, sum(lengths), ONE_GRADIENT)
-        rows += products(layer.weights, sum(lengths), TRAINED)
-        pairs = attention(layer.width, causal_pairs(lengths), TRAINED)
-        return rows + pairs + products(self.target_head_size, self.num_counted(batch), ONE_GRADIENT)
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{"depth": EVALUATED_DEPTH}]

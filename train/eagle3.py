@@ -19,7 +19,6 @@ from pipedraft.models.layers import LayerConfig
 from pipedraft.train.losses import chunked_distillation
 from pipedraft.train.method import LossOutput
 from pipedraft.train.objective import DraftObjective
-from pipedraft.train.throughput import ONE_GRADIENT, TRAINED, attention, causal_pairs, products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,19 +137,6 @@ class Eagle3Objective(DraftObjective):
             sums[f"acceptance_{step + 1}"] = acceptance_S[step]
             sums[f"agreement_{step + 1}"] = agreement_S[step]
         return LossOutput(result.loss, counts_S[0], sums)
-
-    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
-        """Step i: the rows that count there; attention of all rows, to the text and i own ones."""
-        layer, fc, head = self.layer_cost, self.draft.fc, self.draft.lm_head
-        num_steps, rows = self.config.num_steps, sum(lengths)
-        counted = int(chain_lengths(batch["loss_mask"], num_steps).sum())
-        later = counted - self.num_counted(batch)
-        projections = layer.query + layer.key_value  # the embedding's half, once, and the state's
-        total = products(fc.in_features * fc.out_features, rows, ONE_GRADIENT)
-        total += products(projections, 2 * rows + later, TRAINED)
-        total += products(layer.rest + head.in_features * head.out_features, counted, TRAINED)
-        pairs = num_steps * causal_pairs(lengths) + rows * num_steps * (num_steps - 1) / 2
-        return total + attention(layer.width, pairs, TRAINED)
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{}]

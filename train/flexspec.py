@@ -17,14 +17,6 @@ from pipedraft.train.losses import DistillationLoss, chunked_distillation
 from pipedraft.train.method import LossOutput
 from pipedraft.train.next_token import counted_rows
 from pipedraft.train.objective import DraftObjective
-from pipedraft.train.throughput import (
-    FORWARD,
-    ONE_GRADIENT,
-    TRAINED,
-    attention,
-    causal_pairs,
-    products,
-)
 
 # B batch, T positions, S rows (t = 0 .. T-2), E readings, H hidden, M counted rows
 
@@ -194,24 +186,6 @@ class FlexSpecObjective(DraftObjective):
                 sums[f"survived_{key}_{guess + 1}"] = survived[guess]
                 sums[f"chains_{guess + 1}"] = counts[guess]
         return sums
-
-    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
-        """Of the frozen anchor only the gradient of its input, if a stem before it needs that."""
-        layer, config, head = self.layer_cost, self.draft.config, self.draft.lm_head
-        num_rows, pairs = sum(lengths), causal_pairs(lengths)
-        square, stems = self.layer_config.hidden_size**2, config.stem_layers
-        has_stem = config.preset == "practical"
-        reading = products(square, num_rows, TRAINED if has_stem else ONE_GRADIENT)
-        reading += products(square + stems * layer.weights, num_rows, TRAINED)
-        reading += products(layer.weights, num_rows, ONE_GRADIENT if has_stem else FORWARD)
-        reading += attention(stems * layer.width, pairs, TRAINED)
-        reading += attention(layer.width, pairs, TRAINED if has_stem else FORWARD)
-        flops = config.num_readings * reading
-        for number in range(config.num_readings * has_stem):
-            passes = TRAINED if number else ONE_GRADIENT
-            flops += products(config.num_readings * square, num_rows, passes)
-        trained = head.in_features * head.out_features + square * (self.config.feature_weight > 0)
-        return flops + products(trained, self.num_counted(batch), TRAINED)
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{"depth": EVALUATED_DEPTH}]

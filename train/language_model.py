@@ -24,7 +24,6 @@ from pipedraft.models.documents import positions_of
 from pipedraft.pretrained import load_model
 from pipedraft.train.lora import LoRAConfig, add_lora, merge_lora, save_adapter
 from pipedraft.train.method import LossOutput
-from pipedraft.train.throughput import ONE_GRADIENT, TRAINED, DecoderCost, products
 
 # B batch, T positions, H hidden, V vocabulary, M counted rows, C of these in one chunk
 
@@ -111,7 +110,6 @@ class LanguageModelObjective(nn.Module):
         super().__init__()
         self.config, self.tokenizer = config, tokenizer
         self.model = build_language_model(config, tokenizer)
-        self.cost = DecoderCost.of(self.model.model)
         if config.lora is not None:
             assert config.init_from is not None
             add_lora(self.model, config.lora, base=config.init_from)
@@ -137,16 +135,6 @@ class LanguageModelObjective(nn.Module):
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(self.counted(batch).sum())
-
-    def flops(self, batch: dict[str, Tensor]) -> float:
-        head = self.model.lm_head
-        logits, num_rows = head.in_features * head.out_features, self.num_counted(batch)
-        lengths = batch["lengths"].tolist()
-        if self.config.lora is None:
-            return self.cost.flops(lengths, TRAINED) + products(logits, num_rows, TRAINED)
-        adapters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        frozen = self.cost.flops(lengths, ONE_GRADIENT) + products(logits, num_rows, ONE_GRADIENT)
-        return frozen + products(adapters, sum(lengths), TRAINED)
 
     def forward(
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""

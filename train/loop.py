@@ -27,7 +27,7 @@ from pipedraft.train.metrics_log import MetricsLog, forget_later
 from pipedraft.train.optimizers import make_optimizers, rate_factor
 from pipedraft.train.state import PROGRESS, Progress, TrainingState
 from pipedraft.train.stopping import Stop, Stopping
-from pipedraft.train.throughput import Pace
+from pipedraft.train.throughput import Pace, flop_counter
 
 STATE = "training_state"
 """Folder of a checkpoint that only resuming needs."""
@@ -158,22 +158,15 @@ class Trainer:
         counts = torch.tensor([self.objective.num_counted(batch) for batch in window])
         total = accelerator.reduce(counts.sum().to(accelerator.device), "sum").clamp_min(1)
         rate = self._set_rate()
-        sums: dict[str, Tensor] = {}
-        losses: list[Tensor] = []
-        for index, batch in enumerate(window):
-            generator = self.generator(self.progress.step, index * world + self.rank)
-            last = index == len(window) - 1
-            sync = _sync(accelerator, self.module, last)
-            with tuned(accelerator.device), accelerator.autocast(), sync:
-                output = self.module(batch, generator)
-                # DDP averages gradients over processes, so the sum is scaled back by their number.
-                accelerator.backward(output.loss * (world / total))
-            losses.append(output.loss.detach())
-            add_sums(sums, output, prefix="")
+        # Counting slows a step down, so the first one of a launch stands for the others.
+        counts_flops = self.config.peak_tflops is not None and not self.pace.flops_per_token
+        with flop_counter() if counts_flops else contextlib.nullcontext() as counter:
+            sums, losses = self._passes(window, scale=world / total)
+        flops = self.pace.flops_of(sum(batch["input_ids"].numel() for batch in window), counter)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         largest = self.config.optim.clip_norm or math.inf
         norm = float(accelerator.clip_grad_norm_(parameters, largest))
-        totals = self.reduce(sums, {**self.stopping.wishes(), "flops": self._flops(window)})
+        totals = self.reduce(sums, {**self.stopping.wishes(), "flops": flops})
         if not (math.isfinite(norm) and math.isfinite(totals["loss"])):
             self._refuse(window, losses, norm, totals["loss"] / int(total))
         self.stopping.agree(totals)
@@ -195,10 +188,25 @@ class Trainer:
                 group["lr"] = rate
         return rate
 
-    def _flops(self, window: list[dict[str, Tensor]]) -> float:
-        if self.config.peak_tflops is None:
-            return 0.0
-        return sum(self.objective.flops(batch) for batch in window)
+    def _passes(
+        self, window: list[dict[str, Tensor]], *, scale: Tensor
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Gradients of ``scale`` times the losses' sum; returns the metrics' sums and the losses.
+
+        DDP averages gradients over processes, so ``scale`` has their number as a factor.
+        """
+        accelerator = self.accelerator
+        sums: dict[str, Tensor] = {}
+        losses: list[Tensor] = []
+        for index, batch in enumerate(window):
+            generator = self.generator(self.progress.step, index * self.world + self.rank)
+            sync = _sync(accelerator, self.module, index == len(window) - 1)
+            with tuned(accelerator.device), accelerator.autocast(), sync:
+                output = self.module(batch, generator)
+                accelerator.backward(output.loss * scale)
+            losses.append(output.loss.detach())
+            add_sums(sums, output, prefix="")
+        return sums, losses
 
     def _refuse(
         self, window: list[dict[str, Tensor]], losses: list[Tensor], norm: float, loss: float

@@ -33,9 +33,6 @@ class Objective(Protocol):
     def use_checkpointing(self) -> None:
         """Keep of every layer its input alone, and compute the rest again in backward."""
 
-    def flops(self, batch: dict[str, Tensor]) -> float:
-        """Model FLOPs of ``forward`` and backward of one batch, as ``throughput`` counts them."""
-
     def evaluation_passes(self) -> list[dict[str, Any]]:
         """Keyword arguments of one validation pass each; their sums are prefixed by ``name``."""
 

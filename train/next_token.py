@@ -14,7 +14,6 @@ from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import StagedTarget
 from pipedraft.train.losses import DistillationLoss, chunked_distillation
 from pipedraft.train.objective import DraftObjective
-from pipedraft.train.throughput import TRAINED, products
 
 
 def counted_rows(batch: dict[str, Tensor]) -> Tensor:
@@ -63,10 +62,6 @@ class NextTokenObjective(DraftObjective):
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(counted_rows(batch).sum())
-
-    def head_flops(self, batch: dict[str, Tensor]) -> float:
-        head = self.draft.lm_head
-        return products(head.in_features * head.out_features, self.num_counted(batch), TRAINED)
 
     def teacher(self, last_BTH: Tensor, counted_BT: Tensor) -> Tensor:
         """What the target's LM head reads on the counted rows [M, H]; last is layer L, raw."""

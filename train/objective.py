@@ -14,7 +14,6 @@ from pipedraft.models.hub import CARD, model_card
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import target_fingerprint
 from pipedraft.train.feature_reader import Features
-from pipedraft.train.throughput import FORWARD, DecoderCost, LayerCost, products
 
 
 class DraftObjective(nn.Module):
@@ -22,7 +21,7 @@ class DraftObjective(nn.Module):
 
     The target is held outside the module tree: no optimizer state, not saved, not broadcast.
     A subclass calls ``adopt`` with its draft and implements ``make_draft`` and the loop's
-    ``Objective``; of ``flops`` only what its draft does.
+    ``Objective``.
     """
 
     draft: Any
@@ -49,9 +48,6 @@ class DraftObjective(nn.Module):
             name=target_name, revision=revision, fingerprint=target_fingerprint(target)
         )
         self.training_note = {"data": data.report.to_dict(), **note}
-        self.layer_cost = LayerCost.of(self.layer_config)
-        self.target_cost = DecoderCost.of(target.get_decoder())
-        self.target_head_size = target.get_output_embeddings().weight.numel()
 
     @staticmethod
     def check(config: Any, target: Any) -> None:
@@ -101,16 +97,6 @@ class DraftObjective(nn.Module):
         self.draft.checkpointing = True
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
-        raise NotImplementedError
-
-    def flops(self, batch: dict[str, Tensor]) -> float:
-        lengths = batch["lengths"].tolist()
-        teacher = products(self.target_head_size, self.num_counted(batch), FORWARD)
-        layers = self.target_cost.flops(lengths, FORWARD) if self.features is None else 0.0
-        return layers + teacher + self.draft_flops(batch, lengths)
-
-    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
-        """Of the draft and its LM head, forward and backward."""
         raise NotImplementedError
 
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:

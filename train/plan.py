@@ -19,15 +19,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from pipedraft.models.layers import LayerConfig
+from pipedraft.models.target import layer_kinds
 from pipedraft.train.feature_reader import decoder_config, needed_layers, weightless_draft
 from pipedraft.train.feature_shards import bytes_per_token
 from pipedraft.train.frozen_target import resolve_dtype
 from pipedraft.train.launch import resolve_precision
 from pipedraft.train.losses import CHUNK_ROWS
-from pipedraft.train.throughput import FORWARD, DecoderCost, products
+from pipedraft.train.throughput import flop_counter
 
 NARROW_HEAD_SIZES = (8, 16)
 NARROW_TOKENS = (64, 128)
+NARROW_TEXTS = 8
+"""Whose FLOPs are counted together: a head may treat each in a way that is drawn at random."""
 ASSUMED_UTILISATION = 0.35
 """Of the peak; a run's own ``mfu`` replaces the guess."""
 STRATEGIES = ("ddp", "zero2", "fsdp2, zero3")
@@ -93,10 +96,6 @@ def measure(run: Any, model: Any, objective_class: Any) -> Sizes:
     square = (flops_large / large - flops_small / small) / (large - small)
     linear = flops_small / small - square * small
     tokens = min(run.data.max_length, run.batch_tokens)
-    head = target.get_output_embeddings().weight.numel()
-    target_flops = DecoderCost.of(decoder).flops([tokens], FORWARD) + products(
-        head, tokens, FORWARD
-    )
     beside = objective_class.num_auxiliary(model, layer)
     width = 2 * layer.intermediate_size + 6 * layer.hidden_size
     taps = len({*draft.taps, config.num_hidden_layers}) * layer.hidden_size
@@ -108,7 +107,7 @@ def measure(run: Any, model: Any, objective_class: Any) -> Sizes:
         kept_bytes=kept_small + slope * (1 - small),
         working_bytes=(width + taps) * dtype.itemsize,
         chunk_bytes=4 * 4 * CHUNK_ROWS * config.vocab_size,
-        flops=target_flops / tokens + square + linear,
+        flops=decoder_flops(decoder, tokens) + square + linear,
     )
 
 
@@ -137,9 +136,36 @@ def measure_narrow(
             objective.use_checkpointing()
         precision = resolve_precision(run.precision)
         kept = [kept_bytes(objective, all_counted(tokens), precision) for tokens in NARROW_TOKENS]
+        few, more = (draft_flops(objective, tokens) for tokens in NARROW_TOKENS)
+    longer = NARROW_TOKENS[1] - NARROW_TOKENS[0]
+    # Per token they are a + b T: products, and attention to T tokens.
     tokens = min(run.data.max_length, run.batch_tokens)
-    flops = objective.draft_flops(all_counted(tokens), [tokens]) / tokens
-    return share, (kept[1] - kept[0]) / (NARROW_TOKENS[1] - NARROW_TOKENS[0]), flops
+    flops = few + (more - few) / longer * (tokens - NARROW_TOKENS[0])
+    return share, (kept[1] - kept[0]) / longer, flops
+
+
+def draft_flops(objective: Any, num_tokens: int) -> float:
+    """FLOPs per token of texts of this many, forward and backward, without the target's layers."""
+    batch = all_counted(num_tokens, NARROW_TEXTS)
+    with flop_counter() as whole:
+        objective(batch, torch.Generator().manual_seed(0)).loss.backward()
+    with flop_counter() as target:
+        objective.hidden(batch)
+    return (whole.get_total_flops() - target.get_total_flops()) / batch["input_ids"].numel()
+
+
+def decoder_flops(decoder: Any, num_tokens: int) -> float:
+    """FLOPs per token of a frozen decoder's layers on a text of this many, as torch counts them.
+
+    Of experts the share that a token is sent to; attention of linear layers is left out.
+    """
+    config, layer, weights = decoder.config, LayerConfig.from_target(decoder.config), 0.0
+    for name, parameter in decoder.layers.named_parameters():
+        is_experts = ".experts." in name
+        share = config.num_experts_per_tok / len(parameter) if is_experts else 1.0
+        weights += share * parameter.numel() * (parameter.ndim >= 2)
+    num_attentions = sum("linear" not in kind for kind in layer_kinds(config))
+    return 2 * weights + 4 * num_attentions * layer.num_heads * layer.head_size * num_tokens
 
 
 class NoReport:
@@ -169,12 +195,12 @@ def narrow_target(
     return AutoModelForCausalLM.from_config(shape).eval().requires_grad_(False)
 
 
-def all_counted(num_tokens: int) -> dict[str, Tensor]:
-    """One text whose tokens are all the assistant's."""
+def all_counted(num_tokens: int, num_texts: int = 1) -> dict[str, Tensor]:
+    """Texts whose tokens are all the assistant's."""
     return {
-        "input_ids": torch.zeros(1, num_tokens, dtype=torch.int64),
-        "loss_mask": torch.ones(1, num_tokens, dtype=torch.bool),
-        "lengths": torch.tensor([num_tokens]),
+        "input_ids": torch.zeros(num_texts, num_tokens, dtype=torch.int64),
+        "loss_mask": torch.ones(num_texts, num_tokens, dtype=torch.bool),
+        "lengths": torch.full((num_texts,), num_tokens),
     }
 
 

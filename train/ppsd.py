@@ -11,7 +11,6 @@ from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.models.ppsd import PPSD, PPSDConfig
 from pipedraft.train.method import LossOutput
 from pipedraft.train.next_token import NextTokenObjective, counted_rows
-from pipedraft.train.throughput import TRAINED, attention, causal_pairs, products
 
 # B batch, T positions, H hidden
 
@@ -47,12 +46,6 @@ class PPSDObjective(NextTokenObjective):
             "mass_outside": result.mass_outside_sum,
         }
         return LossOutput(result.loss, counted_BT.sum(), sums)
-
-    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
-        layer, num_layers = self.layer_cost, self.draft.config.num_layers
-        rows = products(num_layers * layer.weights, sum(lengths), TRAINED)
-        pairs = attention(num_layers * layer.width, causal_pairs(lengths), TRAINED)
-        return rows + pairs + self.head_flops(batch)
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{}]

@@ -12,7 +12,6 @@ from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.models.spd import SPD, SPDConfig
 from pipedraft.train.method import LossOutput
 from pipedraft.train.next_token import NextTokenObjective, counted_rows
-from pipedraft.train.throughput import ONE_GRADIENT, TRAINED, attention, causal_pairs, products
 
 # B batch, T positions, H hidden, M counted rows
 
@@ -95,36 +94,6 @@ class SPDObjective(NextTokenObjective):
         )
         fill, order = torch.tensor(drawn).sort(descending=True, stable=True)
         return reorder(batch, order), fill.tolist()
-
-    def draft_flops(self, batch: dict[str, Tensor], lengths: list[int]) -> float:
-        """With the expected share of examples that have tokens of a depth, not the drawn one."""
-        draft, layer, full = self.draft, self.layer_cost, self.config.full_probability
-        n, before_last = draft.config.num_stages, draft.config.num_layers - 1
-        share = [full + (1 - full) * (n - 1 - d) / (n - 1) for d in range(1, n)]
-        share = [1.0, *share, 1.0]  # by depth
-        hidden = self.layer_config.hidden_size
-        features = [
-            products(len(layers) * hidden**2, 1, ONE_GRADIENT) for layers in draft.feature_layers
-        ]
-        if draft.config.query == "all":
-            passed = products(before_last * layer.weights + layer.key_value, 1, TRAINED)
-            per_row = products(layer.query + layer.rest, 1, TRAINED)
-            per_row += sum(s * (f + passed) for s, f in zip(share, features, strict=True))
-            width = layer.width * (before_last * sum(share) + 1)
-        else:
-            static = products(draft.config.num_layers * layer.key_value, 1, TRAINED)
-            blocks: dict[int, float] = {}  # depths with the same features share keys and values
-            for depth in range(1, n + 1):
-                block, flops = (
-                    draft.block_of_depth[depth],
-                    share[depth] * (features[depth] + static),
-                )
-                blocks[block] = max(flops, blocks.get(block, 0.0))
-            per_row = features[0] + products(draft.config.num_layers * layer.weights, 1, TRAINED)
-            per_row += sum(blocks.values())
-            width = layer.width * draft.config.num_layers
-        pairs = attention(width, causal_pairs(lengths), TRAINED)
-        return per_row * sum(lengths) + pairs + self.head_flops(batch)
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{"occupancies": range(1, self.draft.config.num_stages + 1)}]

@@ -1,96 +1,42 @@
-"""Model FLOPs of a step from parameter counts and text lengths, and the share of the peak reached.
+"""How fast a run is: FLOPs as torch counts them, and the share of the peak that is reached.
 
-    products   2 * passes * weights * rows          a weight matrix, met once by every row
-    attention  4 * passes * N * D * pairs           per layer: scores and mixing of N heads
-    passes     1 forward only: the frozen target    (FORWARD)
-               2 one gradient less: of the input of the first weights, or of a frozen weight that
-                 the gradient only passes           (ONE_GRADIENT)
-               3 forward and both gradients         (TRAINED)
-    pairs      sum over texts of l (l + 1) / 2: causal, whatever the kernel computes
-    MFU        FLOPs of all processes / (seconds * processes * peak_tflops * 1e12)
+MFU = FLOPs of all processes / (seconds * processes * peak_tflops * 1e12)
 
-Padding, norms, rotations, softmax, optimizers, evaluation and saving are not counted, so that MFU
-falls by all of these. Attention of linear layers is not counted either; a window is not subtracted.
+FLOPs are those of the matrix products and of attention, whole squares also where it is causal, of
+target and draft, forward, backward, and what checkpointing computes again. Elementwise work,
+optimizers, evaluation and saving are not counted, so that MFU falls by all of these.
 """
 
-# H hidden, N query heads, J key heads, D head size
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import layer_kinds
-
-FORWARD, ONE_GRADIENT, TRAINED = 1, 2, 3
-
-
-def causal_pairs(lengths: Sequence[int]) -> float:
-    return sum(length * (length + 1) / 2 for length in lengths)
+import torch
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 
-def products(weights: float, rows: float, passes: int) -> float:
-    return 2.0 * passes * weights * rows
+def flop_counter() -> FlopCounterMode:
+    """``with flop_counter() as counter:``, then ``counter.get_total_flops()``."""
 
+    def linear(x: Any, weight: Any, *rest: Any, **more: Any) -> int:
+        return 2 * prod(x) * weight[0]
 
-def attention(width: float, pairs: float, passes: int) -> float:
-    """
-    Args:
-        width: N * D, summed over layers if they see the same pairs.
-    """
-    return 4.0 * passes * width * pairs
+    def attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+        return sdpa_flop_count(query, key, value)
 
+    def backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+        return sdpa_backward_flop_count(grad, query, key, value)
 
-@dataclass(frozen=True)
-class DecoderCost:
-    """What one row meets in the layers of a transformers decoder, embedding and head left out."""
-
-    weights: float
-    """Of experts the share that a token is sent to."""
-    width: float
-    """N * D summed over the layers with softmax attention."""
-
-    @classmethod
-    def of(cls, decoder: Any) -> "DecoderCost":
-        config, weights = decoder.config, 0.0
-        for name, parameter in decoder.layers.named_parameters():
-            is_experts = ".experts." in name
-            share = config.num_experts_per_tok / len(parameter) if is_experts else 1.0
-            weights += share * parameter.numel() * (parameter.ndim >= 2)
-        num_attentions = sum("linear" not in kind for kind in layer_kinds(config))
-        layer = LayerConfig.from_target(config)
-        return cls(weights, float(num_attentions * layer.num_heads * layer.head_size))
-
-    def flops(self, lengths: Sequence[int], passes: int) -> float:
-        return products(self.weights, sum(lengths), passes) + attention(
-            self.width, causal_pairs(lengths), passes
-        )
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """Weights of a draft's decoder layer, from its shape: sharded parameters have no sizes."""
-
-    query: int
-    key_value: int
-    rest: int
-    """Of the output projection and the MLP."""
-    width: int
-    """N * D."""
-
-    @classmethod
-    def of(cls, layer: LayerConfig) -> "LayerCost":
-        hidden, width = layer.hidden_size, layer.num_heads * layer.head_size
-        return cls(
-            query=hidden * width,
-            key_value=2 * hidden * layer.num_key_value_heads * layer.head_size,
-            rest=hidden * width + 3 * hidden * layer.intermediate_size,
-            width=width,
-        )
-
-    @property
-    def weights(self) -> int:
-        return self.query + self.key_value + self.rest
+    aten = torch.ops.aten  # torch has no formula for what only CPUs run
+    formulas: dict[Any, Any] = {
+        torch.ops.mkldnn._linear_pointwise: linear,
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 class Pace:
@@ -98,7 +44,17 @@ class Pace:
     all, FLOPs of all processes."""
 
     def __init__(self) -> None:
-        self.waited_s = self.total_s = self.flops = 0.0
+        self.waited_s = self.total_s = self.flops = self.flops_per_token = 0.0
+
+    def flops_of(self, num_tokens: int, counter: FlopCounterMode | None) -> float:
+        """FLOPs of a step of this process: those counted in it, or per token in an earlier one.
+
+        Args:
+            num_tokens: padding included.
+        """
+        if counter is not None:
+            self.flops_per_token = counter.get_total_flops() / num_tokens
+        return num_tokens * self.flops_per_token
 
     def report(self, *, peak_tflops: float | None, num_processes: int) -> dict[str, float]:
         """``data_share`` of the steps' time, and ``mfu`` if the peak is known; starts afresh."""
