@@ -29,7 +29,7 @@ PARTS = (
     ("feature projections", "pipedraft.models.spd.SPD.feature"),
     ("static keys and values", "pipedraft.models.spd.SPD._static_key_values"),
     ("structural attention", "pipedraft.models.spd.structural_attention"),
-    ("LM head and loss", "pipedraft.train.next_token.chunked_distillation"),
+    ("LM head and loss", "pipedraft.train.objective.chunked_distillation"),
 )
 
 

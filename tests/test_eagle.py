@@ -19,7 +19,7 @@ from pipedraft.models.target import target_fingerprint
 from pipedraft.train.eagle import (
     EVALUATED_DEPTH,
     EagleTrainConfig,
-    counted_rows,
+    chain_rows,
     feature_noise,
     unroll,
 )
@@ -121,7 +121,7 @@ def test_the_first_state_is_the_formula_of_the_paper():
 def test_a_row_counts_when_its_tokens_are_all_of_one_assistant_turn(depth):
     generator = torch.Generator().manual_seed(0)
     mask_BT = torch.rand(20, 17, generator=generator) < 0.7
-    counted_BR = counted_rows(mask_BT, depth)
+    counted_BR = chain_rows(mask_BT, depth)
     assert counted_BR.shape == (20, 16)
     for mask, counted in zip(mask_BT.tolist(), counted_BR.tolist(), strict=True):
         for t in range(16):
@@ -131,13 +131,13 @@ def test_a_row_counts_when_its_tokens_are_all_of_one_assistant_turn(depth):
 
 def test_the_first_row_of_a_turn_is_the_one_that_is_fed_its_first_token():
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1]]).bool()
-    assert counted_rows(mask).nonzero()[:, 1].tolist() == [1, 2, 8]
-    assert counted_rows(mask, 2).nonzero()[:, 1].tolist() == [1]
+    assert chain_rows(mask).nonzero()[:, 1].tolist() == [1, 2, 8]
+    assert chain_rows(mask, 2).nonzero()[:, 1].tolist() == [1]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_short_texts_have_the_rows_they_can(length):
-    counted = counted_rows(torch.ones(1, length, dtype=torch.bool))
+    counted = chain_rows(torch.ones(1, length, dtype=torch.bool))
     assert counted.shape == (1, length - 1) and int(counted.sum()) == max(0, length - 2)
 
 

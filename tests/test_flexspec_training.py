@@ -18,7 +18,7 @@ from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.train import flexspec as flexspec_training
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig, prefix_survival
-from pipedraft.train.next_token import counted_rows
+from pipedraft.train.objective import labelled_rows
 
 # -- training -----------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def compare_losses(world, folder, changes) -> None:
         objective.regressor.weight.data.add_(0.1 * torch.randn(32, 32))
     output = objective(batch, torch.Generator())
     loss, agreed = expected_loss(objective, batch)
-    assert output.counted == objective.num_counted(batch) == counted_rows(batch).sum() > 0
+    assert output.counted == objective.num_counted(batch) == labelled_rows(batch).sum() > 0
     assert output.loss.item() == pytest.approx(loss, rel=1e-4)
     assert output.sums["agreement"] == agreed
 

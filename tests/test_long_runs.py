@@ -30,7 +30,7 @@ from train_runs import (
 from pipedraft import files
 from pipedraft.train import checkpoint, stopping
 from pipedraft.train.bad_batch import load_bad_batches
-from pipedraft.train.method import LossOutput
+from pipedraft.train.objective import LossOutput
 from pipedraft.train.stopping import Stopping
 
 pytestmark = pytest.mark.timeout(600)  # many processes, on a machine that may be busy

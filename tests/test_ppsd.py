@@ -35,7 +35,7 @@ from pipedraft.models import load_draft
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.key_values import KeyValues
 from pipedraft.models.ppsd import PPSDConfig
-from pipedraft.train.next_token import counted_rows
+from pipedraft.train.objective import labelled_rows
 
 LENGTH = 11
 
@@ -271,7 +271,7 @@ def test_the_loss_is_the_divergence_before_every_assistant_token(world, tmp_path
                 loss += F.kl_div(log_q, inside, reduction="sum").item()
                 agreed += int(draft.draft_ids[log_q.argmax()] == p[position].argmax())
                 count += 1
-    assert output.counted == count == objective.num_counted(batch) == counted_rows(batch).sum()
+    assert output.counted == count == objective.num_counted(batch) == labelled_rows(batch).sum()
     assert output.loss.item() == pytest.approx(loss, rel=1e-4)
     assert output.sums["agreement"] == agreed
 

@@ -9,9 +9,16 @@ import argparse
 import os
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedraft.errors import make_folder, run_command
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from transformers import PreTrainedTokenizerBase
+
+    from pipedraft.train.config import RunConfig
+    from pipedraft.train.loop import Trainer
 
 EXAMPLE = (
     "example: accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --optim.lr 3e-4 "
@@ -21,7 +28,7 @@ EXAMPLE = (
 )
 
 
-def registry() -> dict[str, tuple[type, Any]]:
+def registry() -> "dict[str, tuple[type, Any]]":
     """Method name -> dataclass that configures its network and loss, and its objective."""
     from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
     from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
@@ -57,29 +64,33 @@ def build_parser() -> argparse.ArgumentParser:
     return whole
 
 
-def load_tokenizer_of(run: Any, model: Any) -> Any:
+def load_tokenizer_of(
+    run: "RunConfig", model: "DataclassInstance | None"
+) -> "PreTrainedTokenizerBase":
+    """The target's; a language model's exists or is trained on the data."""
+    from pipedraft.data_recipes.tokenizer import train_tokenizer
     from pipedraft.models.target import load_tokenizer
+    from pipedraft.train.language_model import LanguageModelConfig
 
-    if run.method == "language_model" and run.features is not None:
-        raise ValueError(f"features: {run.features!r} for a language model; it reads no target")
-    if run.method != "language_model":
+    if not isinstance(model, LanguageModelConfig):
         if run.target is None:
             raise ValueError("target: missing; name the folder or Hub id of the frozen target")
         return load_tokenizer(run.target, revision=run.target_revision)
+    if run.features is not None:
+        raise ValueError(f"features: {run.features!r} for a language model; it reads no target")
     if model.tokenizer:
         return load_tokenizer(model.tokenizer, field="model.tokenizer")
     if model.init_from:
         return load_tokenizer(model.init_from, field="model.init_from")
-    from pipedraft.data_recipes.tokenizer import train_tokenizer
-
     return train_tokenizer(run.data, model.vocab_size)
 
 
-def build_trainer(run: Any, model: Any) -> Any:
+def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     """Everything that can refuse the configuration, so that training starts only if nothing did."""
     from pipedraft.data_recipes.recipe import load_data
+    from pipedraft.models.hub import model_card
     from pipedraft.models.target import check_packable
-    from pipedraft.train.feature_reader import load_ends_of_target, open_features
+    from pipedraft.train.feature_reader import load_embedding_and_head, open_features
     from pipedraft.train.frozen_target import load_frozen_target, shard_target
     from pipedraft.train.launch import gather_together, make_accelerator
     from pipedraft.train.loop import Trainer, seed_everything
@@ -95,7 +106,7 @@ def build_trainer(run: Any, model: Any) -> Any:
             if run.features is None:
                 target = load_frozen_target(run, accelerator)
             else:
-                target = load_ends_of_target(run, objective_class, model, accelerator)
+                target = load_embedding_and_head(run, objective_class, model, accelerator)
             objective_class.check(model, target)
         side_file = run.output_dir / "bad_rows.jsonl" if accelerator.is_main_process else None
         data = load_data(run.data, tokenizer, side_file=side_file)
@@ -105,6 +116,7 @@ def build_trainer(run: Any, model: Any) -> Any:
         objective = objective_class(
             model, target, target_name=run.target, revision=run.target_revision, data=data
         )
+        objective.card = model_card
         if run.features is not None:
             objective.features = open_features(run, objective, tokenizer, data)
         if run.shard_target and accelerator.num_processes > 1:

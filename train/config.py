@@ -31,7 +31,7 @@ class OptimConfig:
     warmup_fraction: float = 0.03
     """Share of all optimizer steps in which the rate rises linearly from 0."""
     final_fraction: float = 0.0
-    """Where the rate ends, as a share of the peak: one step after the last one."""
+    """Final learning rate as a fraction of the peak, reached one step after the last."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0:

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -10,15 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models.documents import positions_of
-from pipedraft.models.draft import TargetReference
+from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig, EagleHead
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.ttt_attention import ttt_attention
 from pipedraft.train.losses import chunked_distillation
-from pipedraft.train.method import LossOutput
-from pipedraft.train.objective import DraftObjective
+from pipedraft.train.objective import DraftObjective, LossOutput
 
 # B batch, T positions, R rows (t = 0 .. T-2), H hidden, M counted rows
 
@@ -43,7 +41,7 @@ class EagleTrainConfig(EagleConfig):
         return EagleConfig(num_target_layers=num_target_layers)
 
 
-def counted_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
+def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
     """Rows t whose tokens t+1 .. t+1+depth are all of one assistant turn: bool [B, T-1].
 
     Row t is fed token t + 1 and predicts token t + 1 + depth with a chain of ``depth`` guesses.
@@ -115,26 +113,15 @@ class EagleObjective(DraftObjective):
     which the draft cannot change, so gradients are the paper's and values are comparable with SPD.
     """
 
-    def __init__(
-        self,
-        config: EagleTrainConfig,
-        target: Any,
-        *,
-        target_name: str,
-        revision: str | None,
-        data: TokenizedData,
-    ) -> None:
-        note = {"noise": config.noise, "distillation_weight": config.distillation_weight}
-        super().__init__(target, target_name=target_name, revision=revision, data=data, note=note)
-        self.config = config
-        self.adopt(self.make_draft(config, self.layer_config, self.reference))
+    draft_class: ClassVar[type[Draft]] = Eagle
+    noted: ClassVar[tuple[str, ...]] = ("noise", "distillation_weight")
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle:
         return Eagle(config.architecture(reference.fingerprint["num_layers"]), layer, reference)
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
-        return int(counted_rows(batch["loss_mask"]).sum())
+        return int(chain_rows(batch["loss_mask"]).sum())
 
     def forward(
         self,
@@ -157,7 +144,7 @@ class EagleObjective(DraftObjective):
         predicted_BRH = draft.causal_rows(
             ids_BT[:, 1:], states_BTH[:, :-1], row_lengths(document_lengths(batch))
         )
-        counted_BR = counted_rows(batch["loss_mask"])
+        counted_BR = chain_rows(batch["loss_mask"])
         predicted_MH = predicted_BRH[counted_BR]
         wanted_MH = features_BTH[:, 1:][counted_BR]
         regression = F.smooth_l1_loss(predicted_MH, wanted_MH, reduction="sum")
@@ -187,7 +174,7 @@ class EagleObjective(DraftObjective):
         num_rows, head_VH = features_BTH.shape[1] - 1, self.draft.head_weight
         sums: dict[str, Tensor] = {}
         for guess in range(2, depth + 1):
-            counted_BR = counted_rows(batch["loss_mask"], guess)
+            counted_BR = chain_rows(batch["loss_mask"], guess)
             wanted_MH = padded[:, guess : guess + num_rows][counted_BR]
             guessed_MH = unrolled[guess - 1][counted_BR].to(wanted_MH.dtype)
             result = chunked_distillation(guessed_MH, head_VH, wanted_MH, head_VH)

@@ -3,7 +3,7 @@
 # B batch, T positions, H hidden, M rows of one step or of all of them, L distinct labels, S steps
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -11,14 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models import cpu
-from pipedraft.models.draft import TargetReference
+from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.layers import LayerConfig
 from pipedraft.train.losses import chunked_distillation
-from pipedraft.train.method import LossOutput
-from pipedraft.train.objective import DraftObjective
+from pipedraft.train.objective import DraftObjective, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +67,12 @@ class Eagle3Objective(DraftObjective):
     the cross-entropy: KL differs from it by the target's entropy, which the draft cannot change.
     """
 
-    def __init__(
-        self,
-        config: Eagle3TrainConfig,
-        target: Any,
-        *,
-        target_name: str,
-        revision: str | None,
-        data: TokenizedData,
-    ) -> None:
-        note = {"loss": config.loss, "num_steps": config.num_steps, "step_decay": config.step_decay}
-        super().__init__(target, target_name=target_name, revision=revision, data=data, note=note)
-        self.config = config
-        draft = self.make_draft(config, self.layer_config, self.reference)
-        self.adopt(draft, config.draft_vocab_size)
+    draft_class: ClassVar[type[Draft]] = Eagle3
+    noted: ClassVar[tuple[str, ...]] = ("loss", "num_steps", "step_decay")
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        return self.config.draft_vocab_size
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle3:
@@ -130,16 +120,14 @@ class Eagle3Objective(DraftObjective):
             weights_M=self.config.step_decay ** step_M.double(),
         )
         sums = {"mass_outside": result.mass_outside_sum}
-        by_step_4S = result.rows_4M.new_zeros(4, num_steps).index_add(1, step_M, result.rows_4M)
-        _, acceptance_S, agreement_S, _ = by_step_4S
+        zeros_S = result.loss.new_zeros(num_steps)
+        acceptance_S = zeros_S.index_add(0, step_M, result.acceptance_M)
+        agreement_S = zeros_S.index_add(0, step_M, result.agreement_M)
         for step in range(num_steps):
             sums[f"count_{step + 1}"] = counts_S[step]
             sums[f"acceptance_{step + 1}"] = acceptance_S[step]
             sums[f"agreement_{step + 1}"] = agreement_S[step]
         return LossOutput(result.loss, counts_S[0], sums)
-
-    def evaluation_passes(self) -> list[dict[str, Any]]:
-        return [{}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         """Rates of every guess of a chain after right ones, and the tokens per round they give:

@@ -201,7 +201,7 @@ def needed_layers(draft: Any, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({*draft.taps, num_layers} - {0}))
 
 
-def load_ends_of_target(run: Any, objective_class: Any, config: Any, accelerator: Any) -> Any:
+def load_embedding_and_head(run: Any, objective_class: Any, config: Any, accelerator: Any) -> Any:
     """Embedding, final norm, LM head, and those layers that the draft starts as copies of.
 
     Raises:

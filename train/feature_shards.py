@@ -140,7 +140,7 @@ WHAT_DIFFERS = {"format": "another version of pipedraft", "tokenizer": "another 
 
 
 def difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """What is another one, by the first field in which two identities differ, and both values."""
+    """The first field in which two identities differ, with both values; None if they agree."""
     for name, value in wanted.items():
         if found.get(name) != value:
             side = "other data" if name.startswith(("train_", "valid_")) else "another target"

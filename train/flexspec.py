@@ -1,24 +1,21 @@
 """Training of FlexSpec's draft: regression of the target's final hidden state, and distillation."""
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, anchor_hash, check_anchor
+from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
 from pipedraft.models.layers import LayerConfig
 from pipedraft.train.eagle import EVALUATED_DEPTH
 from pipedraft.train.losses import DistillationLoss, chunked_distillation
-from pipedraft.train.method import LossOutput
-from pipedraft.train.next_token import counted_rows
-from pipedraft.train.objective import DraftObjective
+from pipedraft.train.objective import DraftObjective, LossOutput, labelled_rows
 
-# B batch, T positions, S rows (t = 0 .. T-2), E readings, H hidden, M counted rows
+# B batch, T positions, S rows (t = 0 .. T-2), E readings, H hidden, M labelled rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +50,26 @@ class FlexSpecTrainConfig(FlexSpecConfig):
         return FlexSpecConfig(**{f.name: getattr(self, f.name) for f in fields(FlexSpecConfig)})
 
 
-def prefix_survival(rates_M: Tensor, counted_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+def prefix_survival(rates_M: Tensor, labelled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Of the chains of 1 .. depth guesses below each row, how many are accepted as a whole.
 
     The text stands in for the guesses, as if all before had been accepted.
 
     Args:
         rates_M: probability that the guess after each counted row is accepted.
-        counted_BS: bool, the rows whose next token is of an assistant turn.
+        labelled_BS: bool, the rows whose next token is of an assistant turn.
 
     Returns:
         Sums [depth] of the products of 1 .. depth rates in a row, and the numbers [depth] of rows
         that have as many counted ones from themselves on.
     """
-    rates_BS = rates_M.new_zeros(counted_BS.shape).masked_scatter(counted_BS, rates_M)
-    alive_BS, inside_BS = torch.ones_like(rates_BS), torch.ones_like(counted_BS)
-    num_rows, sums, counts = counted_BS.shape[1], [], []
+    rates_BS = rates_M.new_zeros(labelled_BS.shape).masked_scatter(labelled_BS, rates_M)
+    alive_BS, inside_BS = torch.ones_like(rates_BS), torch.ones_like(labelled_BS)
+    num_rows, sums, counts = labelled_BS.shape[1], [], []
     for guess in range(depth):
         rows = slice(guess, guess + num_rows)
         alive_BS = alive_BS * F.pad(rates_BS, (0, depth))[:, rows]
-        inside_BS = inside_BS & F.pad(counted_BS, (0, depth))[:, rows]
+        inside_BS = inside_BS & F.pad(labelled_BS, (0, depth))[:, rows]
         sums.append(alive_BS.sum())
         counts.append(inside_BS.sum())
     return torch.stack(sums), torch.stack(counts)
@@ -86,27 +83,23 @@ class FlexSpecObjective(DraftObjective):
     continues. W_p is not a part of the draft.
     """
 
-    def __init__(
-        self,
-        config: FlexSpecTrainConfig,
-        target: Any,
-        *,
-        target_name: str,
-        revision: str | None,
-        data: TokenizedData,
-    ) -> None:
-        names = ("feature_weight", "distillation_weight", "distillation_temperature")
-        note = {name: getattr(config, name) for name in names}
-        super().__init__(target, target_name=target_name, revision=revision, data=data, note=note)
-        fingerprint = self.reference.fingerprint | {"anchor": anchor_hash(target)}
-        self.reference = replace(self.reference, fingerprint=fingerprint)
-        self.config = config
-        draft = self.make_draft(config, self.layer_config, self.reference)
-        self.adopt(draft, config.draft_vocab_size)
+    draft_class: ClassVar[type[Draft]] = FlexSpec
+    noted: ClassVar[tuple[str, ...]] = (
+        "feature_weight",
+        "distillation_weight",
+        "distillation_temperature",
+    )
+
+    def __init__(self, config: FlexSpecTrainConfig, target: Any, **origin: Any) -> None:
+        super().__init__(config, target, **origin)
         if config.feature_weight > 0:
             hidden = self.layer_config.hidden_size
             self.regressor = nn.Linear(hidden, hidden, bias=False)
             nn.init.eye_(self.regressor.weight)
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        return self.config.draft_vocab_size
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> FlexSpec:
@@ -119,9 +112,6 @@ class FlexSpecObjective(DraftObjective):
     @staticmethod
     def check(config: FlexSpecTrainConfig, target: Any) -> None:
         check_anchor(target)
-
-    def num_counted(self, batch: dict[str, Tensor]) -> int:
-        return int(counted_rows(batch).sum())
 
     def forward(
         self,
@@ -137,12 +127,11 @@ class FlexSpecObjective(DraftObjective):
             depth: evaluation: how long chains of 1 .. depth guesses survive.
         """
         config = self.config
-        counted_BS = counted_rows(batch)
+        labelled_BS = labelled_rows(batch)
         last_BTH = self.hidden(batch)[self.num_target_layers]
         states_BTEH = self.draft(batch["input_ids"], document_lengths(batch))
-        with torch.no_grad():
-            wanted_MH = self.target.get_decoder().norm(last_BTH[:, :-1][counted_BS])
-        hidden_MH = states_BTEH[:, :-1, -1][counted_BS]
+        wanted_MH = self.teacher(last_BTH, labelled_BS)
+        hidden_MH = states_BTEH[:, :-1, -1][labelled_BS]
         result = self._distil(hidden_MH, wanted_MH, config.distillation_temperature)
         loss = config.distillation_weight * config.distillation_temperature**2 * result.loss
         sums = {"kl": result.loss.detach(), "agreement": result.agreement_sum}
@@ -155,8 +144,8 @@ class FlexSpecObjective(DraftObjective):
         if config.distillation_temperature == 1:
             sums["acceptance"] = result.acceptance_sum
         if depth is not None:
-            sums |= self._survival(hidden_MH, wanted_MH, counted_BS, depth)
-        return LossOutput(loss, counted_BS.sum(), sums)
+            sums |= self._survival(hidden_MH, wanted_MH, labelled_BS, depth)
+        return LossOutput(loss, labelled_BS.sum(), sums)
 
     def _regression(self, hidden_MH: Tensor, wanted_MH: Tensor) -> Tensor:
         dtype = torch.promote_types(wanted_MH.dtype, torch.float32)
@@ -175,13 +164,13 @@ class FlexSpecObjective(DraftObjective):
         )
 
     def _survival(
-        self, hidden_MH: Tensor, wanted_MH: Tensor, counted_BS: Tensor, depth: int
+        self, hidden_MH: Tensor, wanted_MH: Tensor, labelled_BS: Tensor, depth: int
     ) -> dict[str, Tensor]:
         """Sums of chains of each length, greedy and at temperature 1, whatever the loss has."""
         result = self._distil(hidden_MH, wanted_MH, 1.0)
         sums = {"acceptance": result.acceptance_sum}
-        for key, rates_M in (("T0", result.rows_4M[2]), ("T1", result.rows_4M[1])):
-            survived, counts = prefix_survival(rates_M, counted_BS, depth)
+        for key, rates_M in (("T0", result.agreement_M), ("T1", result.acceptance_M)):
+            survived, counts = prefix_survival(rates_M, labelled_BS, depth)
             for guess in range(depth):
                 sums[f"survived_{key}_{guess + 1}"] = survived[guess]
                 sums[f"chains_{guess + 1}"] = counts[guess]

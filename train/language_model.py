@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     LlamaConfig,
@@ -23,7 +23,7 @@ from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.models.documents import positions_of
 from pipedraft.pretrained import load_model
 from pipedraft.train.lora import LoRAConfig, add_lora, merge_lora, save_adapter
-from pipedraft.train.method import LossOutput
+from pipedraft.train.objective import LossOutput, Objective
 
 # B batch, T positions, H hidden, V vocabulary, M counted rows, C of these in one chunk
 
@@ -103,7 +103,7 @@ def build_language_model(config: LanguageModelConfig, tokenizer: PreTrainedToken
     return model_class(shape)
 
 
-class LanguageModelObjective(nn.Module):
+class LanguageModelObjective(Objective):
     """Cross-entropy of the next token; rows count when the next token is inside the example."""
 
     def __init__(self, config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -166,9 +166,6 @@ class LanguageModelObjective(nn.Module):
         pairs = [checkpoint(compare, *x, use_reentrant=False) for x in chunks]
         losses, hits = zip(*pairs, strict=True)
         return torch.stack(losses).sum(), torch.stack(hits).sum()
-
-    def evaluation_passes(self) -> list[dict[str, Any]]:
-        return [{}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         loss = sums["loss"] / max(sums["count"], 1)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
+from datasets import Dataset
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -22,8 +23,8 @@ from pipedraft.models.cpu import tuned
 from pipedraft.train import checkpoint
 from pipedraft.train.bad_batch import BadBatches, save_bad_batches
 from pipedraft.train.config import RunConfig
-from pipedraft.train.method import LossOutput
-from pipedraft.train.metrics_log import MetricsLog, forget_later
+from pipedraft.train.metrics_log import MetricsLog, truncate_log
+from pipedraft.train.objective import LossOutput, Objective
 from pipedraft.train.optimizers import make_optimizers, rate_factor
 from pipedraft.train.state import PROGRESS, Progress, TrainingState
 from pipedraft.train.stopping import Stop, Stopping
@@ -42,7 +43,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        objective: Any,
+        objective: Objective,
         data: TokenizedData,
         *,
         pad_id: int,
@@ -88,7 +89,7 @@ class Trainer:
     # -- data -------------------------------------------------------------------------------
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:
-        """Of all processes; neighbours belong to different ones."""
+        """Batches of one epoch for all processes; batch i goes to process i mod world."""
         batches = packed_batches if self.config.packing else length_bucketed_batches
         return batches(
             self.lengths,
@@ -113,18 +114,18 @@ class Trainer:
             while progress.batch < len(batches):
                 chosen = batches[progress.batch : progress.batch + per_step]
                 progress.batch += len(chosen)
-                self._expect(batches[progress.batch : progress.batch + per_step])
+                self._prefetch(batches[progress.batch : progress.batch + per_step])
                 yield [self.load(self.data.train, rows) for rows in chosen[self.rank :: self.world]]
             progress.epoch, progress.batch = progress.epoch + 1, 0
 
-    def _expect(self, batches: list[list[int]]) -> None:
-        """Features of the step after the next one are fetched while that one is computed."""
-        if self.config.features is not None:
+    def _prefetch(self, batches: list[list[int]]) -> None:
+        """Announce the next step's batches so that their hidden states load during this step."""
+        if self.objective.features is not None:
             mine = batches[self.rank :: self.world]
             ids = [self.data.train[rows]["input_ids"] for rows in mine]
             self.objective.features.expect(list(zip(mine, ids, strict=True)))
 
-    def load(self, dataset: Any, rows: list[int]) -> dict[str, Tensor]:
+    def load(self, dataset: Dataset, rows: list[int]) -> dict[str, Tensor]:
         columns = dataset[rows]
         examples = [
             {"input_ids": ids, "loss_mask": mask}
@@ -332,10 +333,10 @@ class Trainer:
             self._regroup(group)
             self._say(f"resumed at step {self.progress.step} of {self.num_steps}")
         if self.accelerator.is_main_process:
-            forget_later(
+            truncate_log(
                 output_dir / "metrics.jsonl",
                 step=self.progress.step,
-                is_evaluated=not self.progress.owes_evaluation,
+                is_evaluated=not self.progress.evaluation_pending,
             )
 
     def _regroup(self, group: int) -> None:
@@ -390,7 +391,7 @@ class Trainer:
         )
         windows = self.windows()
         with self.stopping.signals(), bar:
-            if progress.owes_evaluation:
+            if progress.evaluation_pending:
                 self._evaluate_and_keep(log)
             self.stop = self._out_of_patience()
             while progress.step < self.num_steps and self.stop is None:
@@ -418,7 +419,7 @@ class Trainer:
                 self._evaluate_and_keep(log)
                 self.stop = None if done else self._out_of_patience()
             else:  # whoever sent a signal may not wait long enough for an evaluation
-                progress.owes_evaluation = True
+                progress.evaluation_pending = True
         if done or self.stop is not None or progress.step % config.save_every_steps == 0:
             self.save(progress.metrics)
 
@@ -426,7 +427,7 @@ class Trainer:
         """Validation metrics, and the network if they are the best."""
         progress = self.progress
         progress.metrics = metrics = self.evaluate()
-        progress.owes_evaluation = False
+        progress.evaluation_pending = False
         if metrics:
             log.write({f"valid/{key}": value for key, value in metrics.items()})
             shown = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())

@@ -27,28 +27,31 @@ class DistillationLoss:
 
     loss: Tensor
     """Weighted sum of the divergence; differentiable once."""
-    rows_4M: Tensor
-    """Of each row: divergence without its weight, and what the three sums below add up."""
+    divergence_M: Tensor
+    """Of each row, without its weight."""
+    acceptance_M: Tensor
+    """sum_v min(p_v, q_v) of each row, with the target's p over its whole vocabulary."""
+    agreement_M: Tensor
+    """1 where target and draft have the same most likely token, else 0."""
+    mass_outside_M: Tensor
+    """Target probability on tokens that the draft vocabulary lacks."""
 
     @property
     def count(self) -> int:
         """Rows M."""
-        return self.rows_4M.shape[1]
+        return len(self.divergence_M)
 
     @property
     def acceptance_sum(self) -> Tensor:
-        """Sum over rows of sum_v min(p_v, q_v), with the target's p over its whole vocabulary."""
-        return self.rows_4M[1].sum()
+        return self.acceptance_M.sum()
 
     @property
     def agreement_sum(self) -> Tensor:
-        """Rows where target and draft have the same most likely token."""
-        return self.rows_4M[2].sum()
+        return self.agreement_M.sum()
 
     @property
     def mass_outside_sum(self) -> Tensor:
-        """Target probability on tokens that the draft vocabulary lacks."""
-        return self.rows_4M[3].sum()
+        return self.mass_outside_M.sum()
 
 
 def chunked_distillation(
@@ -98,7 +101,14 @@ def chunked_distillation(
         (*teacher, teacher_index_M, teacher_rows_U),
         (kind, weights_M, chunk_rows, torch.is_grad_enabled()),
     )
-    return DistillationLoss(loss=loss, rows_4M=rows_4M)
+    divergence_M, acceptance_M, agreement_M, mass_outside_M = rows_4M
+    return DistillationLoss(
+        loss=loss,
+        divergence_M=divergence_M,
+        acceptance_M=acceptance_M,
+        agreement_M=agreement_M,
+        mass_outside_M=mass_outside_M,
+    )
 
 
 def _check(hidden_MH, head_weight_UH, teacher, kind, index_M, rows_U) -> None:
@@ -267,7 +277,7 @@ def _compare(
 
 
 def _divergence(target_3M: Tensor, draft_4M: Tensor, kind: Divergence) -> Tensor:
-    """rows_4M of the result."""
+    """Rows [4, M]: divergence, acceptance, agreement, and mass outside the draft vocabulary."""
     negentropy_M, inside_M, target_top_M = target_3M
     cross_entropy_M, overlap_M, accepted_M, top_M = draft_4M
     if kind == "kl":

@@ -5,12 +5,15 @@ import time
 import uuid
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
 from pipedraft.files import publish
+
+if TYPE_CHECKING:
+    from pipedraft.train.loop import Trainer
 
 HELD_PROCESS_GROUPS: list[Any] = []
 """Keeps gloo's group alive at exit: freeing it with the model can deadlock (torch 2.13)."""
@@ -26,7 +29,7 @@ class MetricsLog:
     evaluations and checkpoints included; for the others see ``throughput``.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: "Trainer") -> None:
         self.trainer, self.accelerator = trainer, trainer.accelerator
         self.path = trainer.config.output_dir / "metrics.jsonl"
         self.started, self.tokens = time.perf_counter(), trainer.progress.tokens
@@ -91,7 +94,7 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def forget_later(path: Path, *, step: int, is_evaluated: bool) -> None:
+def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
     """Drop what was logged after a checkpoint, and half a last line: it will be logged again.
 
     Args:

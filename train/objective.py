@@ -1,53 +1,121 @@
-"""What the objectives of all draft heads share: the frozen target, the draft, its vocabulary."""
+"""What a method brings to the training loop, and what the methods that train a draft share."""
 
+# B batch, T positions, M labelled rows, H hidden
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import Draft, TargetReference, draft_vocabulary, read_description
-from pipedraft.models.hub import CARD, model_card
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import target_fingerprint
-from pipedraft.train.feature_reader import Features
+from pipedraft.models.target import StagedTarget
+from pipedraft.train.losses import DistillationLoss, chunked_distillation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pipedraft.data_recipes.recipe import TokenizedData
+    from pipedraft.train.feature_reader import Features
 
 
-class DraftObjective(nn.Module):
-    """Base of the objectives that distil a frozen target into a draft.
+class LossOutput(NamedTuple):
+    """A tuple, so that ZeRO-3 finds the tensors in it."""
 
-    The target is held outside the module tree: no optimizer state, not saved, not broadcast.
-    A subclass calls ``adopt`` with its draft and implements ``make_draft`` and the loop's
-    ``Objective``.
+    loss: Tensor
+    """SUM over the counted tokens of this forward pass, differentiable."""
+    counted: Tensor
+    """Counted tokens of this forward pass, int64 scalar."""
+    sums: dict[str, Tensor]
+    """Detached sums for the metrics; ratios are computed after summing over processes."""
+
+
+class Objective(nn.Module, ABC):
+    """A module whose ``forward(batch, generator)`` is a method's ``LossOutput``.
+
+    Only networks that are trained are its submodules, so a frozen target inside gets no optimizer
+    state, is never saved and never broadcast.
     """
 
-    draft: Any
-    features: Features | None = None
+    features: "Features | None" = None
     """Hidden states computed before or elsewhere; the target then needs no layers."""
+
+    @abstractmethod
+    def num_counted(self, batch: dict[str, Tensor]) -> int:
+        """Tokens that ``forward`` will count, known without running it."""
+
+    @abstractmethod
+    def use_checkpointing(self) -> None:
+        """Keep of every layer its input alone, and compute the rest again in backward."""
+
+    def evaluation_passes(self) -> list[dict[str, Any]]:
+        """Keyword arguments of one validation pass each; their sums are prefixed by ``name``."""
+        return [{}]
+
+    @abstractmethod
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
+        """Metrics from summed sums; the key ``score`` (higher is better) selects the best."""
+
+    @abstractmethod
+    def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
+        """Write the network in the checkpoint format of its method.
+
+        Args:
+            weights: the module's whole state; the processes may hold a part of it each.
+        """
+
+
+def labelled_rows(batch: dict[str, Tensor]) -> Tensor:
+    """Rows whose NEXT token is an assistant token: bool [B, T-1]."""
+    return batch["loss_mask"][:, 1:].bool()
+
+
+class DraftObjective(Objective):
+    """Base of the objectives that distil a frozen target into a draft.
+
+    The target is held outside the module tree. A subclass names its draft class, implements
+    ``make_draft``, ``forward`` and ``summarize``, and overrides what differs from a loss on the
+    rows whose next token is the assistant's.
+    """
+
+    draft_class: ClassVar[type[Draft]]
+    noted: ClassVar[tuple[str, ...]] = ()
+    """Fields of the configuration that the checkpoint tells about its training."""
+    draft: Any
+    card: Callable[[dict[str, Any]], str] | None = None
+    """Makes the README.md of a checkpoint from its config.json."""
 
     def __init__(
         self,
-        target: Any,
+        config: Any,
+        target: "PreTrainedModel",
         *,
         target_name: str,
         revision: str | None,
-        data: TokenizedData,
-        note: dict[str, Any],
+        data: "TokenizedData",
     ) -> None:
-        """
-        Args:
-            note: what the checkpoint says about its training, besides data and metrics.
-        """
         super().__init__()
-        self._target, self._data = [target], data
+        self.config, self._target, self._data = config, [target], data
         self.layer_config = LayerConfig.from_target(target.get_decoder().config)
         self.reference = TargetReference(
-            name=target_name, revision=revision, fingerprint=target_fingerprint(target)
+            name=target_name,
+            revision=revision,
+            fingerprint=self.draft_class.fingerprint(target),
         )
+        note = {name: getattr(config, name) for name in self.noted}
         self.training_note = {"data": data.report.to_dict(), **note}
+        draft_ids = None
+        if (size := self.draft_vocab_size) is not None:
+            counts = label_counts(data, int(self.reference.fingerprint["vocab_size"]))
+            draft_ids = draft_vocabulary(counts, size)
+        self.draft = self.make_draft(config, self.layer_config, self.reference)
+        self.draft.initialise(target, draft_ids)
 
     @staticmethod
     def check(config: Any, target: Any) -> None:
@@ -64,6 +132,11 @@ class DraftObjective(nn.Module):
         return 0
 
     @property
+    def draft_vocab_size(self) -> int | None:
+        """Restricts the draft's LM head to the most frequent labels of the data."""
+        return None
+
+    @property
     def target(self) -> Any:
         return self._target[0]
 
@@ -71,21 +144,11 @@ class DraftObjective(nn.Module):
     def num_target_layers(self) -> int:
         return int(self.reference.fingerprint["num_layers"])
 
-    def adopt(self, draft: Any, draft_vocab_size: int | None = None) -> None:
-        """Make ``draft`` the module that is trained, started from the target.
-
-        Args:
-            draft_vocab_size: restrict its LM head to the most frequent labels of the data.
-        """
-        draft_ids = None
-        if draft_vocab_size is not None:
-            counts = label_counts(self._data, int(self.reference.fingerprint["vocab_size"]))
-            draft_ids = draft_vocabulary(counts, draft_vocab_size)
-        self.draft = draft
-        draft.initialise(self.target, draft_ids)
-
     def hidden(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
-        """Raw states [B, T, H] of the layers that the draft reads, and of the last, the teacher."""
+        """Raw hidden states [B, T, H] of the layers the draft reads, and of the last, the teacher.
+
+        From the target, or from a dump of it.
+        """
         ids_BT, layers = batch["input_ids"], {*self.draft.taps, self.num_target_layers}
         if self.features is None:
             return capture_hidden(self.target, ids_BT, layers, document_lengths(batch))
@@ -93,11 +156,16 @@ class DraftObjective(nn.Module):
         hidden = self.features.read(batch, layers - {0}, norm.weight.dtype)
         return hidden | ({0: self.target.get_input_embeddings()(ids_BT)} if 0 in layers else {})
 
+    def teacher(self, last_BTH: Tensor, labelled_BT: Tensor) -> Tensor:
+        """What the target's LM head reads on the labelled rows [M, H]; last is layer L, raw."""
+        with torch.no_grad():
+            return self.target.get_decoder().norm(last_BTH[:, :-1][labelled_BT])
+
     def use_checkpointing(self) -> None:
         self.draft.checkpointing = True
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
-        raise NotImplementedError
+        return int(labelled_rows(batch).sum())
 
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
         own = {
@@ -107,10 +175,54 @@ class DraftObjective(nn.Module):
         }
         note = {**self.training_note, "metrics": metrics}
         self.draft.save(folder, training=note, weights=own)
-        (folder / CARD).write_text(model_card(read_description(folder)))
+        if self.card is not None:
+            (folder / "README.md").write_text(self.card(read_description(folder)))
 
 
-def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:
+class NextTokenObjective(DraftObjective):
+    """Base for drafts of a target cut into stages, whose row t predicts the token at t + 1.
+
+    They have a norm and an LM head of their own. The configuration has the draft's fields,
+    ``loss``, and says by ``architecture()`` which are the draft's.
+    """
+
+    noted: ClassVar[tuple[str, ...]] = ("loss",)
+
+    @classmethod
+    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
+        num_layers = reference.fingerprint["num_layers"]
+        architecture = replace(config.architecture(), num_target_layers=num_layers)
+        return cls.draft_class(architecture, layer, reference)
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        return self.config.draft_vocab_size
+
+    @staticmethod
+    def check(config: Any, target: Any) -> None:
+        num_stages = StagedTarget(target, config.boundaries or config.num_stages).num_stages
+        if num_stages != config.num_stages:
+            raise ValueError(
+                f"model.boundaries: {list(config.boundaries)} make {num_stages} stages, "
+                f"model.num_stages is {config.num_stages}; give {config.num_stages + 1} numbers"
+            )
+
+    def distil(
+        self, stream_BTH: Tensor, labelled_BT: Tensor, teacher_MH: Tensor
+    ) -> DistillationLoss:
+        """Divergence of the draft's output rows from the teacher's, at temperature 1."""
+        draft = self.draft
+        return chunked_distillation(
+            draft.norm(stream_BTH[:, :-1][labelled_BT]),
+            draft.lm_head.weight,
+            teacher_MH,
+            self.target.get_output_embeddings().weight,
+            kind=self.config.loss,
+            teacher_rows_U=draft.draft_ids if self.config.draft_vocab_size else None,
+        )
+
+
+def label_counts(data: "TokenizedData", vocab_size: int) -> Tensor:
     """How often each token is an assistant token of the training rows: int64 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for start in range(0, len(data.train), 1000):

@@ -1,7 +1,7 @@
 """Training of PPSD's early-exit head: distillation, every row as it is in decoding."""
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -9,8 +9,7 @@ from torch import Tensor
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.models.ppsd import PPSD, PPSDConfig
-from pipedraft.train.method import LossOutput
-from pipedraft.train.next_token import NextTokenObjective, counted_rows
+from pipedraft.train.objective import LossOutput, NextTokenObjective, labelled_rows
 
 # B batch, T positions, H hidden
 
@@ -36,19 +35,16 @@ class PPSDObjective(NextTokenObjective):
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
     ) -> LossOutput:
         draft, last = self.draft, self.num_target_layers
-        counted_BT = counted_rows(batch)
+        labelled_BT = labelled_rows(batch)
         taps = self.hidden(batch)
         stream_BTH = draft(taps, document_lengths(batch))
-        result = self.distil(stream_BTH, counted_BT, self.teacher(taps[last], counted_BT))
+        result = self.distil(stream_BTH, labelled_BT, self.teacher(taps[last], labelled_BT))
         sums = {
             "acceptance": result.acceptance_sum,
             "agreement": result.agreement_sum,
             "mass_outside": result.mass_outside_sum,
         }
-        return LossOutput(result.loss, counted_BT.sum(), sums)
-
-    def evaluation_passes(self) -> list[dict[str, Any]]:
-        return [{}]
+        return LossOutput(result.loss, labelled_BT.sum(), sums)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         """Rates, and the L' that they give if guesses are accepted independently of each other."""

@@ -40,7 +40,7 @@ class Progress:
     """Evaluations in a row without a better score."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
-    owes_evaluation: bool = False
+    evaluation_pending: bool = False
     """The run was stopped at a step that ends with an evaluation, before it."""
     unlogged: list[dict[str, float]] = field(default_factory=list)
     """Metrics of the steps since the last record."""
