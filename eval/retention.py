@@ -32,11 +32,10 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models import load_draft
 from pipedraft.models.draft import CONFIG_FILE, resolve_folder
-from pipedraft.models.evolution import out_of_scope
 from pipedraft.models.fingerprint import fingerprint_mismatch
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.target import load_target, load_tokenizer
-from pipedraft.models.target_part import weights_identity
+from pipedraft.models.target_part import out_of_scope, weights_identity
 
 # P prompts, S the two targets that are compared (0 the base), A tokens of an answer, V vocabulary
 # counts_4P: accepted, tested, emitted, rounds of each prompt

@@ -90,7 +90,7 @@ def run_export(options: argparse.Namespace) -> None:
 
 
 def run_scope(options: argparse.Namespace) -> None:
-    from pipedraft.models.evolution import out_of_scope
+    from pipedraft.models.target_part import out_of_scope
 
     names = out_of_scope(options.base, options.target)
     if names:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipedraft.models.documents import document_slices, positions_of
+from pipedraft.models.layers import document_slices, positions_of
 
 aten = torch.ops.aten
 EVERY = slice(None)
@@ -307,3 +307,36 @@ def _fused_backward(
         no_dropout[:0],
         scale=scale,
     )
+
+
+# -- training-time test -----------------------------------------------------------------------
+
+# B batch, T rows, N query heads, J key heads, D head size
+
+
+def ttt_attention(
+    query_BNTD: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """Attention of step i, the last of the i + 1 steps whose keys are given.
+
+    out_t = softmax over {K_0[T'] : T' <= t} and {K_j[t] : 1 <= j <= i}         EAGLE-3
+            (arXiv:2503.01840), Section 3.2: causal attention plus i diagonals at distance 0
+
+    Row t of step i is a draft that has made i guesses after position t: it sees the rows made of
+    the target's features up to t, and of the guessed ones its own alone.
+    For memory order and dtypes see `banded_attention`.
+
+    Args:
+        keys: of steps 0 .. i, [B, J, T, D] each.
+        lengths: of the documents in a packed row.
+
+    Returns:
+        out_BNTD.
+    """
+    diagonals = tuple((step, 0) for step in range(1, len(keys)))
+    documents = None if lengths is None else tuple(lengths)
+    band = Band(Place(EVERY), Place(EVERY), diagonals, (0, 0), documents)
+    return banded_attention([band], query_BNTD, keys, values)

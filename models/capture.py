@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedraft.models.documents import packed_call
+from pipedraft.models.layers import packed_call
 from pipedraft.models.target import check_packable
 
 

@@ -19,14 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedraft.models.documents import causal_attention, positions_of
 from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import (
     DecoderLayer,
+    KeyValues,
     LayerConfig,
     RotaryEmbedding,
+    causal_attention,
     initialise_matrices,
+    positions_of,
 )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedraft.models.documents import positions_of
+from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import EagleHead
 from pipedraft.models.layers import (
@@ -21,9 +21,9 @@ from pipedraft.models.layers import (
     RMSNorm,
     RotaryEmbedding,
     initialise_matrices,
+    positions_of,
     rotate,
 )
-from pipedraft.models.ttt_attention import ttt_attention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,17 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedraft.models.causal import cached_layer, causal_layer
-from pipedraft.models.documents import positions_of
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.fingerprint import target_fingerprint, weights_hash
-from pipedraft.models.key_values import KeyValues
 from pipedraft.models.layers import (
     DecoderLayer,
+    KeyValues,
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
+    cached_layer,
+    causal_layer,
     initialise_matrices,
+    positions_of,
 )
 from pipedraft.models.target_part import load_target_part
 

@@ -6,12 +6,16 @@ second half, so that one set of weights serves training and decoding.
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, I intermediate size
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,3 +184,181 @@ def initialise_matrices(module: nn.Module, num_layers: int) -> None:
             is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
             scale = (2 * num_layers) ** -0.5 if is_output else 1.0
             nn.init.normal_(parameter, std=0.5 * scale * parameter.shape[1] ** -0.5)
+
+
+# -- packed documents -------------------------------------------------------------------------
+
+# B batch, T positions, N query heads, J key heads, D head size
+
+
+def document_slices(lengths: Sequence[int]) -> list[slice]:
+    """Where each document is in the row."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
+
+
+def positions_of(num_positions: int, lengths: Sequence[int] | None, device: Any) -> Tensor:
+    """Position of every token in its own text: int64 [T]."""
+    if lengths is None:
+        return torch.arange(num_positions, device=device)
+    return torch.cat([torch.arange(length, device=device) for length in lengths])
+
+
+def causal_attention(
+    query_BTND: Tensor, keys_BTJD: Tensor, values_BTJD: Tensor, lengths: Sequence[int] | None = None
+) -> Tensor:
+    """Every row sees the rows of its text up to itself; heads may be grouped. No mask.
+
+    Returns:
+        [B, T, N, D].
+    """
+    inputs = [x.transpose(1, 2) for x in (query_BTND, keys_BTJD, values_BTJD)]
+    options: dict[str, Any] = {"is_causal": True}
+    options["enable_gqa"] = query_BTND.shape[2] != keys_BTJD.shape[2]
+    attend: Any = F.scaled_dot_product_attention
+    if lengths is None:
+        attended_BNTD = attend(*inputs, **options)
+    else:
+        attended_BNTD = _attend_apart(attend, inputs, lengths, options)
+    return attended_BNTD.transpose(1, 2)
+
+
+class WithinDocuments(TorchFunctionMode):
+    """``with WithinDocuments(lengths):`` attention of a packed row, in a transformers model too, is
+    computed document by document: no pair of different ones, and no mask of the whole row.
+
+    For the forward pass only: what recomputes a layer later does not find the mode active.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__()
+        self.lengths = lengths
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return _attend_apart(func, args, self.lengths, kwargs)
+
+
+def _attend_apart(
+    attend: Any, inputs: Sequence[Tensor], lengths: Sequence[int], options: dict[str, Any]
+) -> Tensor:
+    """
+    Args:
+        options: an ``attn_mask`` over the whole row (a sliding window's) is cut up as well.
+    """
+    mask, outs = options.pop("attn_mask", None), []
+    parts = zip(*(x.split(list(lengths), 2) for x in inputs), strict=True)
+    for part, rows in zip(parts, document_slices(lengths), strict=True):
+        mask_of_part = None if mask is None else mask[..., rows, rows]
+        outs.append(attend(*part, attn_mask=mask_of_part, **options))
+    return torch.cat(outs, 2)
+
+
+def packed_call(
+    config: Any, input_ids_BT: Tensor, lengths: Sequence[int] | None
+) -> tuple[dict[str, Tensor], AbstractContextManager]:
+    """How to run a frozen transformers decoder on a packed row: more arguments, and a context.
+
+    Positions that restart make transformers build a mask [T, T], which its sdpa kernels then
+    compute in full. A padding mask without padding stops it, and the context does the work.
+    """
+    if lengths is None:
+        return {}, nullcontext()
+    positions_T = positions_of(input_ids_BT.shape[1], lengths, input_ids_BT.device)
+    options = {"position_ids": positions_T[None]}
+    if config._attn_implementation != "sdpa":
+        return options, nullcontext()
+    return {**options, "attention_mask": torch.ones_like(input_ids_BT)}, WithinDocuments(lengths)
+
+
+# -- decoding ---------------------------------------------------------------------------------
+
+# R rows of a call, P cached rows, N query heads, J key heads, D head size
+
+
+@dataclass
+class KeyValues:
+    """Keys and values of rows in order, [J, P, D] each; None before the first."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    def append(self, keys_JRD: Tensor, values_JRD: Tensor) -> None:
+        if self.keys is None or self.values is None:
+            self.keys, self.values = keys_JRD, values_JRD
+        else:
+            self.keys = torch.cat([self.keys, keys_JRD], 1)
+            self.values = torch.cat([self.values, values_JRD], 1)
+
+    def select(self, rows: list[int]) -> "KeyValues":
+        """A copy with some of the rows."""
+        if self.keys is None or self.values is None:
+            return KeyValues()
+        index = torch.tensor(rows, dtype=torch.int64, device=self.keys.device)
+        return KeyValues(self.keys[:, index], self.values[:, index])
+
+    def attend(self, query_RND: Tensor, visible_RP: Tensor) -> Tensor:
+        """Attention over the cached rows: [R, N, D].
+
+        Args:
+            visible_RP: bool, rows of the cache that each query may see.
+        """
+        assert self.keys is not None and self.values is not None
+        attended_NRD = F.scaled_dot_product_attention(
+            query_RND.transpose(0, 1)[None],
+            self.keys[None],
+            self.values[None],
+            attn_mask=visible_RP,
+            enable_gqa=query_RND.shape[1] != self.keys.shape[0],
+        )[0]
+        return attended_NRD.transpose(0, 1)
+
+
+# -- plain causal layers ----------------------------------------------------------------------
+
+# B batch, T positions, R rows of a decode call, C cached rows, H hidden, D head size
+
+
+def causal_layer(
+    layer: DecoderLayer,
+    stream_BTH: Tensor,
+    cos_T1D: Tensor,
+    sin_T1D: Tensor,
+    lengths: Sequence[int] | None,
+) -> Tensor:
+    """Rows of whole texts, each seeing those up to itself.
+
+    Args:
+        lengths: of the documents in a packed row [1, T].
+    """
+    normed_BTH, attention = layer.input_layernorm(stream_BTH), layer.self_attn
+    query_BTND = attention.query(normed_BTH, cos_T1D, sin_T1D)
+    keys_BTJD, values_BTJD = attention.key_value(normed_BTH, cos_T1D, sin_T1D)
+    attended_BTND = causal_attention(query_BTND, keys_BTJD, values_BTJD, lengths)
+    return layer.finish(stream_BTH, attended_BTND)
+
+
+def cached_layer(
+    layer: DecoderLayer,
+    stream_RH: Tensor,
+    cos_R1D: Tensor,
+    sin_R1D: Tensor,
+    *,
+    cache: KeyValues,
+    visible_RC: Tensor,
+) -> Tensor:
+    """Some more rows, whose keys and values are appended to the cache.
+
+    Args:
+        visible_RC: bool, rows of the cache (these R ones included) that each row may see.
+    """
+    normed_RH, attention = layer.input_layernorm(stream_RH), layer.self_attn
+    keys_RJD, values_RJD = attention.key_value(normed_RH, cos_R1D, sin_R1D)
+    cache.append(keys_RJD.transpose(0, 1), values_RJD.transpose(0, 1))
+    query_RND = attention.query(normed_RH, cos_R1D, sin_R1D)
+    return layer.finish(stream_RH, cache.attend(query_RND, visible_RC))

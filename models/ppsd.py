@@ -15,18 +15,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pipedraft.models.causal import cached_layer, causal_layer
-from pipedraft.models.documents import positions_of
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.key_values import KeyValues
+from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference
 from pipedraft.models.layers import (
     DecoderLayer,
+    KeyValues,
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
+    cached_layer,
+    causal_layer,
     initialise_matrices,
+    positions_of,
 )
-from pipedraft.models.staged_draft import StagedDraft, StagedDraftConfig
 
 
 @dataclass(frozen=True, kw_only=True)

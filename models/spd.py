@@ -19,17 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedraft.models.documents import positions_of
-from pipedraft.models.draft import TargetReference
+from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference
 from pipedraft.models.layers import (
     DecoderLayer,
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
     initialise_matrices,
+    positions_of,
     rotate,
 )
-from pipedraft.models.staged_draft import StagedDraft, StagedDraftConfig
 from pipedraft.models.structural import structural_attention
 
 

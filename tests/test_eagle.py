@@ -13,8 +13,7 @@ from pipedraft.models import load_draft
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig
-from pipedraft.models.key_values import KeyValues
-from pipedraft.models.layers import LayerConfig
+from pipedraft.models.layers import KeyValues, LayerConfig
 from pipedraft.models.target import target_fingerprint
 from pipedraft.train.eagle import (
     EVALUATED_DEPTH,

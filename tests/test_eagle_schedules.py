@@ -43,7 +43,7 @@ from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.capture import capture_hidden
-from pipedraft.models.key_values import KeyValues
+from pipedraft.models.layers import KeyValues
 
 
 @pytest.mark.parametrize(("kind", "num_stages"), [("eagle", 4), ("eagle3", 1), ("eagle3", 3)])

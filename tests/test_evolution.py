@@ -14,9 +14,9 @@ from train_runs import World, assert_equal_weights, logged, run_until, train, we
 from pipedraft.errors import UsageError
 from pipedraft.models import __main__ as command
 from pipedraft.models import load_draft
-from pipedraft.models.evolution import out_of_scope
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.target import load_target, load_tokenizer
+from pipedraft.models.target_part import out_of_scope
 from pipedraft.train import lora
 from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
 from pipedraft.train.lora import PROJECTIONS, LoRAConfig

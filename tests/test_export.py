@@ -32,8 +32,7 @@ from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.export import export, read_target, vocabulary_maps
-from pipedraft.models.key_values import KeyValues
-from pipedraft.models.layers import LayerConfig
+from pipedraft.models.layers import KeyValues, LayerConfig
 from pipedraft.models.target import target_fingerprint
 from pipedraft.train.__main__ import quieten
 

@@ -39,8 +39,7 @@ from pipedraft.inference.sources.flexspec import FlexSpecSource
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference, read_description
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
-from pipedraft.models.key_values import KeyValues
-from pipedraft.models.layers import LayerConfig
+from pipedraft.models.layers import KeyValues, LayerConfig
 from pipedraft.models.target import StagedTarget
 from pipedraft.models.target_part import load_target_part
 

@@ -33,7 +33,7 @@ from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.verify import RULES
 from pipedraft.models import load_draft
 from pipedraft.models.capture import capture_hidden
-from pipedraft.models.key_values import KeyValues
+from pipedraft.models.layers import KeyValues
 from pipedraft.models.ppsd import PPSDConfig
 from pipedraft.train.objective import labelled_rows
 

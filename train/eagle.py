@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.models.documents import positions_of
+from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig, EagleHead
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.ttt_attention import ttt_attention
+from pipedraft.models.layers import LayerConfig, positions_of
 from pipedraft.train.losses import chunked_distillation
 from pipedraft.train.objective import DraftObjective, LossOutput
 

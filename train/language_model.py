@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.models.documents import positions_of
+from pipedraft.models.layers import positions_of
 from pipedraft.pretrained import load_model
 from pipedraft.train.lora import LoRAConfig, add_lora, merge_lora, save_adapter
 from pipedraft.train.objective import LossOutput, Objective

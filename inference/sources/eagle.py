@@ -17,7 +17,7 @@ from torch import Tensor
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.key_values import KeyValues
+from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import Keep
 
 

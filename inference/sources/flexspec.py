@@ -11,7 +11,7 @@ from torch import Tensor
 from pipedraft.inference.sources.row_cache import TEXT, RowCache
 from pipedraft.inference.sources.text_source import TextSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.key_values import KeyValues
+from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import Keep
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipedraft.inference.sources import DraftSource, Growth, Sampling, add_layer, deepest_rows
 from pipedraft.inference.sources.row_cache import TEXT, RowCache
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.key_values import KeyValues
+from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import Keep
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.key_values import KeyValues
+from pipedraft.models.layers import KeyValues
 
 TEXT = sys.maxsize
 """Name of every row of the committed text; no tree has as many rows."""
