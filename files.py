@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent at any moment, and JSON that every program can read."""
+"""Files and folders that are whole or absent at any moment, and JSON for any reader."""
 
 import hashlib
 import json

@@ -1,10 +1,12 @@
 """The pre-norm decoder layer of every head: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
-Attention itself is not here: each head has its own pattern. A layer offers its projections and its
-second half, so that one set of weights serves training and decoding.
+A layer offers its projections and its second half, so that one set of weights serves training and
+decoding; each head has its own pattern of attention. Plain causal attention is here: over whole
+sequences, packed or not, and over cached rows.
 """
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, I intermediate size
+# B batch, T positions, R rows of a decode call, P cached rows, C with those
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -188,7 +190,8 @@ def initialise_matrices(module: nn.Module, num_layers: int) -> None:
 
 # -- packed documents -------------------------------------------------------------------------
 
-# B batch, T positions, N query heads, J key heads, D head size
+# A packed row [1, T] holds documents one after the other, without padding; ``lengths`` are their
+# tokens. None in place of lengths, everywhere: every row of the batch is one sequence.
 
 
 def document_slices(lengths: Sequence[int]) -> list[slice]:
@@ -274,8 +277,6 @@ def packed_call(
 
 # -- decoding ---------------------------------------------------------------------------------
 
-# R rows of a call, P cached rows, N query heads, J key heads, D head size
-
 
 @dataclass
 class KeyValues:
@@ -320,8 +321,6 @@ class KeyValues:
 
 
 # -- plain causal layers ----------------------------------------------------------------------
-
-# B batch, T positions, R rows of a decode call, C cached rows, H hidden, D head size
 
 
 def causal_layer(

@@ -17,9 +17,13 @@ from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import out_of_scope
-from pipedraft.train import lora
-from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
-from pipedraft.train.lora import PROJECTIONS, LoRAConfig
+from pipedraft.train import language_model
+from pipedraft.train.language_model import (
+    PROJECTIONS,
+    LanguageModelConfig,
+    LanguageModelObjective,
+    LoRAConfig,
+)
 
 LAST = 3
 LAST_MAPS = [
@@ -179,7 +183,7 @@ def test_the_merged_model_computes_what_the_adapters_do(world, tuned, name):
 
 
 def test_a_merge_with_another_scale_is_noticed(world, tmp_path, monkeypatch):
-    right = lora.merge_lora
+    right = language_model.merge_lora
 
     def mutant(model, state):
         half = {n: x / 2 if ".lora_B." in n else x for n, x in state.items()}
@@ -282,6 +286,6 @@ def test_bad_settings_are_refused_with_field_value_and_mend(world, tmp_path, opt
 
 
 def test_a_missing_peft_is_named(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    monkeypatch.setattr(language_model, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"model.lora: needs peft; pip install"):
         world.trainer("language_model", tmp_path, **tuning(world, {}))

@@ -14,7 +14,7 @@ from pipedraft.models.capture import capture_hidden
 from pipedraft.models.target import load_target
 from pipedraft.train.__main__ import methods
 from pipedraft.train.config import parse_run
-from pipedraft.train.frozen_target import quantization_config, resolve_dtype
+from pipedraft.train.launch import quantization_config, resolve_dtype
 
 
 def dtype_of(world: World, target: Path, mixed_precision: str, **changes) -> torch.dtype:

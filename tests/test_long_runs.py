@@ -3,6 +3,7 @@
 What resumes must end bit for bit where a run that nobody disturbed ends.
 """
 
+import json
 import math
 import os
 import random
@@ -10,11 +11,13 @@ import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save
 from train_runs import (
     Runs,
@@ -28,10 +31,10 @@ from train_runs import (
 )
 
 from pipedraft import files
-from pipedraft.train import checkpoint, stopping
-from pipedraft.train.bad_batch import load_bad_batches
+from pipedraft.train import checkpoint, launch
+from pipedraft.train.launch import Stopping
+from pipedraft.train.log import BadBatches
 from pipedraft.train.objective import LossOutput
-from pipedraft.train.stopping import Stopping
 
 pytestmark = pytest.mark.timeout(600)  # many processes, on a machine that may be busy
 
@@ -285,7 +288,7 @@ def test_a_signal_ends_the_run_after_its_step(runs, whole, tmp_path, step, numbe
 
 
 def test_a_later_second_signal_ends_the_run_at_once(monkeypatch):
-    monkeypatch.setattr(stopping, "REPEAT_S", 0.0)
+    monkeypatch.setattr(launch, "REPEAT_S", 0.0)
     before = signal.getsignal(signal.SIGINT)
     requests = Stopping(max_minutes=None, started=time.monotonic())
     with pytest.raises(KeyboardInterrupt), requests.signals():
@@ -365,6 +368,17 @@ def test_patience_without_validation_rows_is_refused(runs, tmp_path):
 
 
 # -- losses and gradients that are not finite -----------------------------------------------
+
+
+def load_bad_batches(path: Path) -> BadBatches:
+    with safe_open(path, "pt") as file:
+        metadata: Mapping[str, str] = file.metadata()
+        batches: dict[int, dict[str, torch.Tensor]] = {}
+        for key in file.keys():  # noqa: SIM118 (no mapping)
+            index, _, name = key.partition(".")
+            batches.setdefault(int(index), {})[name] = file.get_tensor(key)
+    losses = {int(index): float(loss) for index, loss in json.loads(metadata["losses"]).items()}
+    return BadBatches(int(metadata["step"]), int(metadata["rank"]), losses, batches)
 
 
 def poison(trainer: Any) -> int:

@@ -17,7 +17,7 @@ from train_runs import logged, train
 
 from pipedraft.data_recipes.batch import collate, document_lengths, pack, packed_batches
 from pipedraft.errors import UsageError
-from pipedraft.models import documents, structural
+from pipedraft.models import layers, structural
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.layers import GatedMLP, RotaryEmbedding
 from pipedraft.models.structural import structural_attention
@@ -312,8 +312,8 @@ def test_the_targets_positions_restart_and_a_mutant_is_caught(monkeypatch):
     apart = [capture_hidden(model, part[None], [4])[4] for part in ids.split(lengths)]
     expected = torch.cat(apart, 1)
     torch.testing.assert_close(capture_hidden(model, ids[None], [4], lengths)[4], expected)
-    plain = documents.positions_of
-    monkeypatch.setattr(documents, "positions_of", lambda T, _, device: plain(T, None, device))
+    plain = layers.positions_of
+    monkeypatch.setattr(layers, "positions_of", lambda T, _, device: plain(T, None, device))
     wrong = capture_hidden(model, ids[None], [4], lengths)[4]
     assert (wrong - expected).abs().max() > 1e-3
 
@@ -322,8 +322,8 @@ def test_the_targets_positions_restart_and_a_mutant_is_caught(monkeypatch):
 def test_attention_across_documents_is_caught_in_the_draft(name, monkeypatch):
     objective = make_objective(name)
     monkeypatch.setattr(structural._Examples, "lengths_of", lambda *_: None)
-    attend = documents.causal_attention
-    for module in ("causal", "eagle"):
+    attend = layers.causal_attention
+    for module in ("layers", "eagle"):
         monkeypatch.setattr(
             f"pipedraft.models.{module}.causal_attention",
             lambda query, keys, values, lengths: attend(query, keys, values),
@@ -356,7 +356,7 @@ def test_attention_across_documents_is_caught_in_the_target(name, monkeypatch):
     objective = make_objective(name)
     monkeypatch.setattr(
         "pipedraft.models.capture.packed_call",
-        lambda config, ids, lengths: documents.packed_call(config, ids, None),
+        lambda config, ids, lengths: layers.packed_call(config, ids, None),
     )
     assert differ(*packed_and_apart(objective, monkeypatch))
 

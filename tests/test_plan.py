@@ -9,8 +9,8 @@ from train_runs import World
 from pipedraft.errors import run_command
 from pipedraft.train.__main__ import main, methods, registry, take_plan
 from pipedraft.train.config import parse_run
+from pipedraft.train.log import flop_counter
 from pipedraft.train.plan import NARROW_TEXTS, all_counted, kept_bytes, measure, memory_bytes
-from pipedraft.train.throughput import flop_counter
 
 TOKENS = (64, 192)
 

@@ -30,7 +30,7 @@ from pipedraft.data_recipes.batch import collate
 from pipedraft.models import load_draft
 from pipedraft.train import checkpoint
 from pipedraft.train.config import OptimConfig
-from pipedraft.train.optimizers import rate_factor
+from pipedraft.train.launch import rate_factor
 from pipedraft.train.spd import sample_occupancy
 
 # -- resume ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from train_runs import train
 from pipedraft.models import cpu
 from pipedraft.models.cpu import tuned
 from pipedraft.train import launch, loop
-from pipedraft.train.throughput import Pace, flop_counter
+from pipedraft.train.log import Pace, flop_counter
 
 # -- throughput -----------------------------------------------------------------------------
 

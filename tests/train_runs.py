@@ -20,7 +20,7 @@ from pipedraft.data_recipes.recipe import DataConfig, Source
 from pipedraft.data_recipes.tokenizer import train_tokenizer
 from pipedraft.train.__main__ import build_trainer, main, methods, quieten
 from pipedraft.train.config import parse_run
-from pipedraft.train.metrics_log import CLOCK_METRICS
+from pipedraft.train.log import CLOCK_METRICS
 
 LAYERS = 4
 BY_HEART = {"optim__lr": 1e-2, "optim__schedule": "constant", "optim__warmup_fraction": 0.0}

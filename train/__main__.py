@@ -91,8 +91,12 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     from pipedraft.models.hub import model_card
     from pipedraft.models.target import check_packable
     from pipedraft.train.feature_reader import load_embedding_and_head, open_features
-    from pipedraft.train.frozen_target import load_frozen_target, shard_target
-    from pipedraft.train.launch import gather_together, make_accelerator
+    from pipedraft.train.launch import (
+        gather_together,
+        load_frozen_target,
+        make_accelerator,
+        shard_target,
+    )
     from pipedraft.train.loop import Trainer, seed_everything
 
     started = time.monotonic()

@@ -29,7 +29,7 @@ from pipedraft.train.feature_shards import (
     shard_damage,
     target_identity,
 )
-from pipedraft.train.frozen_target import resolve_dtype
+from pipedraft.train.launch import resolve_dtype
 
 
 class Source(Protocol):

@@ -106,8 +106,7 @@ def dump_features(own: Any, heads: list[tuple[str, Any, Any]], layers: tuple[int
     from pipedraft.train.feature_dump import Dump, States, make_plan, size_text
     from pipedraft.train.feature_reader import decoder_config
     from pipedraft.train.feature_shards import identity_of
-    from pipedraft.train.frozen_target import load_frozen_target
-    from pipedraft.train.launch import make_accelerator
+    from pipedraft.train.launch import load_frozen_target, make_accelerator
 
     _, run, model = heads[0]
     accelerator = make_accelerator(run)
@@ -153,8 +152,7 @@ def serve_states(own: Any, run: Any) -> None:
     from pipedraft.train.feature_reader import decoder_config
     from pipedraft.train.feature_server import FeatureServer
     from pipedraft.train.feature_shards import target_identity
-    from pipedraft.train.frozen_target import load_frozen_target
-    from pipedraft.train.launch import make_accelerator
+    from pipedraft.train.launch import load_frozen_target, make_accelerator
 
     accelerator, config = make_accelerator(run), decoder_config(run)
     pad_id = load_tokenizer_of(run, None).pad_token_id or 0

@@ -1,15 +1,27 @@
-"""The accelerator of one training process, after checking what the launcher really started."""
+"""What a run starts with: its accelerator, optimizers and target, and how it is asked to stop.
 
+The accelerator is made after checking what the launcher really started.
+"""
+
+import math
 import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from pipedraft.train.config import RunConfig
+from pipedraft.models.target import load_target, read_config
+from pipedraft.train.config import OptimConfig, RunConfig
 
 
 def resolve_precision(precision: str) -> str:
@@ -121,3 +133,175 @@ def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
     if _is_zero3(accelerator):  # small parameters that stay whole would be lost on resuming
         zero = plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
+
+
+# -- optimizers -------------------------------------------------------------------------------
+
+
+def make_optimizers(parameters: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> list[Any]:
+    """AdamW; or Muon for the matrices inside decoder layers and AdamW for the rest."""
+    parameters = [(name, p) for name, p in parameters if p.requires_grad]
+    is_hidden = {n: optim.name == "muon" and p.ndim == 2 and "layer" in n for n, p in parameters}
+    hidden = [p for n, p in parameters if is_hidden[n]]
+    matrices = [p for n, p in parameters if p.ndim >= 2 and not is_hidden[n]]
+    vectors = [p for n, p in parameters if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizers: list[Any] = []
+    if groups:
+        optimizers.append(torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True))
+    if hidden:
+        muon = torch.optim.Muon(
+            hidden, lr=optim.lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        optimizers.append(muon)
+    return optimizers
+
+
+def rate_factor(step: int, num_steps: int, optim: OptimConfig) -> float:
+    """Learning rate of optimizer step ``step`` (0-based) as a share of the peak."""
+    warmup = round(optim.warmup_fraction * num_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if optim.schedule == "constant":
+        return 1.0
+    done = (step - warmup) / max(num_steps - warmup, 1)
+    shape = 1 - done if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return optim.final_fraction + (1 - optim.final_fraction) * shape
+
+
+# -- being asked to stop ----------------------------------------------------------------------
+
+REPEAT_S = 2.0
+"""Launchers pass on a Ctrl-C that the terminal has already sent to every process: one within this
+time is the same one."""
+
+
+GO_ON = "everything is saved, the same command goes on from here"
+
+
+@dataclass(frozen=True)
+class Stop:
+    reason: str
+    status: int = 0
+    """Exit status: 128 + the number of the signal, 0 for an end that was configured."""
+
+
+class Stopping:
+    """What asks this run to end. SIGTERM and SIGINT are noted, and end the run after its step."""
+
+    def __init__(self, *, max_minutes: float | None, started: float) -> None:
+        """
+        Args:
+            started: ``time.monotonic()`` that ``max_minutes`` count from.
+        """
+        self.max_minutes, self.started = max_minutes, started
+        self.received: int | None = None
+        self.received_at = 0.0
+        self.agreed: Stop | None = None
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Note signals inside the ``with``. A second one acts as it would without this, and one
+        that the process was started to ignore (a background job's SIGINT) stays ignored."""
+        found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.previous = {n: handler for n, handler in found.items() if handler != signal.SIG_IGN}
+        for number in self.previous:
+            signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self.received_at = number, now
+        elif now - self.received_at > REPEAT_S:
+            self._restore()
+            signal.raise_signal(number)
+
+    def wishes(self) -> dict[str, float]:
+        """Of this process; the keys are always the same."""
+        minutes = (time.monotonic() - self.started) / 60
+        return {
+            "stop_sigterm": float(self.received == signal.SIGTERM),
+            "stop_sigint": float(self.received == signal.SIGINT),
+            "stop_time": float(self.max_minutes is not None and minutes >= self.max_minutes),
+        }
+
+    def agree(self, totals: Mapping[str, float]) -> None:
+        """Set ``agreed`` from the wishes summed over all processes."""
+        if totals["stop_sigterm"]:
+            self.agreed = Stop(f"SIGTERM; {GO_ON}", 128 + signal.SIGTERM)
+        elif totals["stop_sigint"]:
+            self.agreed = Stop(f"SIGINT; {GO_ON}", 128 + signal.SIGINT)
+        elif totals["stop_time"]:
+            self.agreed = Stop(f"max_minutes {self.max_minutes:g} are over; {GO_ON}")
+
+
+# -- the target -------------------------------------------------------------------------------
+
+
+def load_frozen_target(config: RunConfig, accelerator: Accelerator) -> Any:
+    """Load the target of a run of a draft onto this process's device.
+
+    Raises:
+        ValueError: nothing to load, or no library for its quantization.
+    """
+    assert config.target is not None
+    return load_target(
+        config.target,
+        revision=config.target_revision,
+        dtype=resolve_dtype(config, accelerator.mixed_precision),
+        device=accelerator.device,
+        quantization=quantization_config(config.target_quantization),
+    )
+
+
+def resolve_dtype(config: RunConfig, mixed_precision: str) -> torch.dtype:
+    """A target stored in bfloat16 stays so where it computes in it anyway: half the memory."""
+    if config.target_dtype != "auto":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.target_dtype]
+    assert config.target is not None
+    stored = read_config(config.target, config.target_revision)
+    stored = stored.get("text_config", stored)
+    name = stored.get("dtype") or stored.get("torch_dtype")
+    return torch.bfloat16 if (name, mixed_precision) == ("bfloat16", "bf16") else torch.float32
+
+
+def quantization_config(kind: str | None) -> Any:
+    """transformers' configuration of bitsandbytes."""
+    if kind is None:
+        return None
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"target_quantization: {kind!r} needs bitsandbytes; pip install "
+            "'pipedraft[quantization]', or leave it out"
+        )
+    from transformers import BitsAndBytesConfig
+
+    if kind == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+def shard_target(target: Any, accelerator: Accelerator) -> None:
+    """Leave each process a part of every decoder layer, gathered when the layer runs (FSDP2).
+
+    Embedding, final norm and LM head stay whole: the teacher reads them outside the model's
+    forward. Every process must then run the target as often as the others, which the loop does.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    for layer in target.get_decoder().layers:
+        fully_shard(layer, mesh=mesh)

@@ -21,14 +21,18 @@ from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.files import partial
 from pipedraft.models.cpu import tuned
 from pipedraft.train import checkpoint
-from pipedraft.train.bad_batch import BadBatches, save_bad_batches
+from pipedraft.train.checkpoint import PROGRESS, Progress, TrainingState
 from pipedraft.train.config import RunConfig
-from pipedraft.train.metrics_log import MetricsLog, truncate_log
+from pipedraft.train.launch import Stop, Stopping, make_optimizers, rate_factor
+from pipedraft.train.log import (
+    BadBatches,
+    MetricsLog,
+    Pace,
+    flop_counter,
+    save_bad_batches,
+    truncate_log,
+)
 from pipedraft.train.objective import LossOutput, Objective
-from pipedraft.train.optimizers import make_optimizers, rate_factor
-from pipedraft.train.state import PROGRESS, Progress, TrainingState
-from pipedraft.train.stopping import Stop, Stopping
-from pipedraft.train.throughput import Pace, flop_counter
 
 STATE = "training_state"
 """Folder of a checkpoint that only resuming needs."""

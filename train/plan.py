@@ -22,10 +22,9 @@ from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import layer_kinds
 from pipedraft.train.feature_reader import decoder_config, needed_layers, weightless_draft
 from pipedraft.train.feature_shards import bytes_per_token
-from pipedraft.train.frozen_target import resolve_dtype
-from pipedraft.train.launch import resolve_precision
+from pipedraft.train.launch import resolve_dtype, resolve_precision
+from pipedraft.train.log import flop_counter
 from pipedraft.train.losses import CHUNK_ROWS
-from pipedraft.train.throughput import flop_counter
 
 NARROW_HEAD_SIZES = (8, 16)
 NARROW_TOKENS = (64, 128)

@@ -1,13 +1,21 @@
-"""What a run tells: metrics.jsonl, the optional trackers, and the figures on the progress bar."""
+"""What a run tells: metrics.jsonl, trackers, the progress bar, speed, and batches that failed."""
 
 import json
 import time
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 from tqdm import tqdm
 
 from pipedraft.files import publish
@@ -113,3 +121,85 @@ def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
         ):
             kept.append(line + "\n")
     publish(path, lambda place: place.write_text("".join(kept)))
+
+
+# -- speed ------------------------------------------------------------------------------------
+
+
+def flop_counter() -> FlopCounterMode:
+    """``with flop_counter() as counter:``, then ``counter.get_total_flops()``."""
+
+    def linear(x: Any, weight: Any, *rest: Any, **more: Any) -> int:
+        return 2 * prod(x) * weight[0]
+
+    def attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+        return sdpa_backward_flop_count(grad, query, key, value)
+
+    aten = torch.ops.aten  # torch has no formula for what only CPUs run
+    formulas: dict[Any, Any] = {
+        torch.ops.mkldnn._linear_pointwise: linear,
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+class Pace:
+    """Sums over the steps since the last report: seconds until their batches were there, seconds in
+    all, FLOPs of all processes."""
+
+    def __init__(self) -> None:
+        self.waited_s = self.total_s = self.flops = self.flops_per_token = 0.0
+
+    def flops_of(self, num_tokens: int, counter: FlopCounterMode | None) -> float:
+        """FLOPs of a step of this process: those counted in it, or per token in an earlier one.
+
+        Args:
+            num_tokens: padding included.
+        """
+        if counter is not None:
+            self.flops_per_token = counter.get_total_flops() / num_tokens
+        return num_tokens * self.flops_per_token
+
+    def report(self, *, peak_tflops: float | None, num_processes: int) -> dict[str, float]:
+        """``data_share`` of the steps' time, and ``mfu`` if the peak is known; starts afresh."""
+        seconds = max(self.total_s, 1e-9)
+        figures = {"data_share": self.waited_s / seconds}
+        if peak_tflops is not None:
+            figures["mfu"] = self.flops / (seconds * num_processes * peak_tflops * 1e12)
+        self.waited_s = self.total_s = self.flops = 0.0
+        return figures
+
+
+# -- batches whose loss is not finite ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BadBatches:
+    """With the network of that step, ``trainer.module(batch, trainer.generator(step, place))`` is
+    the forward pass that failed."""
+
+    step: int
+    rank: int
+    losses: dict[int, float]
+    """Sum over the counted tokens by place in the step's window of all processes; all finite if
+    only the gradient was not."""
+    batches: dict[int, dict[str, Tensor]]
+    """Place in the window -> input_ids, loss_mask, lengths."""
+
+
+def save_bad_batches(output_dir: Path, bad: BadBatches) -> Path:
+    """Write bad_batch-step-S-rank-R.safetensors by one rename."""
+    path = output_dir / f"bad_batch-step-{bad.step:07d}-rank-{bad.rank}.safetensors"
+    tensors = {
+        f"{index}.{name}": value.cpu().contiguous()
+        for index, batch in bad.batches.items()
+        for name, value in batch.items()
+    }
+    losses = json.dumps({str(index): str(loss) for index, loss in bad.losses.items()})
+    metadata = {"step": str(bad.step), "rank": str(bad.rank), "losses": losses}
+    publish(path, lambda place: save_file(tensors, place, metadata=metadata))
+    return path
