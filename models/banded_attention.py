@@ -173,6 +173,7 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
     r, first = band.causal
     W, J = len(band.diagonals), keys[r].shape[1]
     T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
+    # Rows nearer than ``first`` to their document's start have no causal part: its weight is 0.
     for text in _texts(band, T):
         far, seen = slice(text.start + first, text.stop), slice(text.start, text.stop - first)
         lse_BTN[:, text.start : min(far.start, text.stop)] = -torch.inf
@@ -182,6 +183,7 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
             out_BTND[:, far] = fused[0].transpose(1, 2)
             lse_BTN[:, far] = fused[1].transpose(1, 2)
 
+    # Scores of the diagonals; where one leaves the document they stay -inf.
     probs_WBTN = out_BTND.new_full((W, *lse_BTN.shape), -torch.inf)
     if not W:
         return probs_WBTN
@@ -194,6 +196,7 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
         torch.sum(products_BTJGD[:, d:], -1, out=probs_WBTJG[w, :, d:])
     probs_WBTN *= scale
     _hide_other_documents(band, probs_WBTN)
+    # Both parts were normalized alone: each is scaled to the log-sum-exp of all scores.
     merged_BTN = torch.logaddexp(lse_BTN, probs_WBTN.logsumexp(0))
     out_BTND *= (lse_BTN - merged_BTN).exp_()[..., None]
     probs_WBTN.sub_(merged_BTN).exp_()
@@ -228,6 +231,7 @@ def _attend_backward(
     dquery_BNTD, dkeys, dvalues = gradients
     r, first = band.causal
     J, T, scale = keys[r].shape[1], query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
+    # The causal part: given the merged output and log-sum-exp, the kernel's P and delta are exact.
     for text in _texts(band, T):
         far, seen = slice(text.start + first, text.stop), slice(text.start, text.stop - first)
         if far.start >= far.stop:
@@ -245,6 +249,7 @@ def _attend_backward(
         dvalue += fused[2]
     if not band.diagonals:
         return
+    # delta = rowsum(dO O), once for all diagonals; its products' memory is used again below.
     q_BTJGD, grad_BTJGD, out_BTJGD = (_query_rows(x, J) for x in (query_BNTD, grad_BNTD, out_BNTD))
     grad_BTJGD = grad_BTJGD.to(probs_WBTN.dtype)
     dq_BTJGD = torch.zeros_like(grad_BTJGD)
@@ -258,8 +263,10 @@ def _attend_backward(
         )
         grad, probs = grad_BTJGD[:, d:], probs_WBTN.unflatten(3, (J, -1))[w, :, d:]
         products = torch.mul(grad, value, out=products_BTJGD[:, d:])
+        # dS = P (dP - delta), and from it the query's, the key's and the value's gradients.
         dscores = products.sum(-1).sub_(delta_BTJG[:, d:]).mul_(probs).mul_(scale)
         dq_BTJGD[:, d:].addcmul_(dscores[..., None], key)
+        # A group's G heads share a key row, and addcmul_ does not sum over a broadcast axis.
         for g in range(q_BTJGD.shape[3]):
             one = slice(g, g + 1)
             dkey.addcmul_(dscores[..., one, None], q_BTJGD[:, d:, :, one])

@@ -168,6 +168,7 @@ class Eagle3(EagleHead):
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         B, T, H = feature_BTH.shape
+        # Split [embedding; state] along H: the embedding's half does not depend on the step.
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         weight_CH, state_weight_CH = torch.cat([p.weight for p in projections]).split(H, 1)
         bias_C = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
@@ -180,6 +181,7 @@ class Eagle3(EagleHead):
         def advance(
             step: int, state_MH: Tensor, keys: list[Tensor], values: list[Tensor]
         ) -> tuple[Tensor, Tensor, Tensor]:
+            # Only counted rows are continued; the others' keys are seen by no row that counts.
             rows_M = rows[step]
             joint_MC = F.linear(layer.hidden_norm(state_MH), state_weight_CH)
             if step:
@@ -200,6 +202,7 @@ class Eagle3(EagleHead):
             residual_MH = state_MH if step else state_MH.index_select(0, rows_M)
             return self.finish(residual_MH, attended_MND), key_BJTD, value_BJTD
 
+        # Keys of all steps stay: step i sees those of step 0 causally and its own row's later ones.
         keys: list[Tensor] = []
         values: list[Tensor] = []
         state_MH, states = feature_BTH.flatten(0, 1), []

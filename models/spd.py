@@ -244,6 +244,7 @@ class SPD(StagedDraft):
             for layer in layers
             for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj)
         ]
+        # W (n * w) = (W w) n: norms without weights are the same for all layers.
         weight_AH = torch.cat([projection.weight * norm.weight for projection, norm in projections])
         bias_A = None
         if self.layer_config.has_attention_bias:
@@ -251,6 +252,7 @@ class SPD(StagedDraft):
         depths_of: dict[int, list[int]] = {}
         for depth in range(1, self.config.num_stages + 1):
             depths_of.setdefault(self.block_of_depth[depth], []).append(depth)
+        # Depths with the same features share a block; its rows are those of the deepest fill.
         keys: list[list[Tensor]] = [[] for _ in layers]
         values: list[list[Tensor]] = [[] for _ in layers]
         for depths in depths_of.values():
@@ -274,6 +276,7 @@ class SPD(StagedDraft):
         """Keys and values of one depth, layer after layer: 2 Ls of [B, J, T, D]."""
         attention, layers = self.layers[0].self_attn, self.decoder_layers
         shape = (2 * len(layers), attention.num_key_value_heads, attention.head_size)
+        # One norm and one product for the keys and values of every layer.
         rows_BTH = self.feature(taps, depth)
         cos, sin = (x[: rows_BTH.shape[1]] for x in rotation)
         normed_BTH = F.rms_norm(rows_BTH, rows_BTH.shape[-1:], None, self.norm.eps)

@@ -62,11 +62,13 @@ def structural_attention(
         ValueError: heads, occupancy, depth, blocks or dtype do not fit together.
     """
     keys, values = ([x] if isinstance(x, Tensor) else list(x) for x in (keys, values))
+    # Examples are rows of the batch, or documents along the positions of one packed row.
     axis = -4 if lengths is None else -2
     sizes = [size for x in keys for size in [x.shape[axis]] * (len(x) if x.ndim == 5 else 1)]
     blocks = tuple(range(len(sizes)) if block_of_depth is None else block_of_depth)
     _check(sizes, occupancy, depth, blocks, lengths)
     examples = _Examples(list(accumulate(lengths or [1] * len(occupancy), initial=0)), lengths)
+    # One band for each run of equal occupancy; the sequences of several depths follow one another.
     if isinstance(depth, int):
         bands = _bands(occupancy, depth, blocks, examples)
     else:
@@ -75,6 +77,7 @@ def structural_attention(
             size = sizes[blocks[d]]
             bands += _bands(occupancy[: examples.ends.index(size)], d, blocks, examples, first)
             first += size
+    # A block may lack the last examples: none of them may be asked for its keys.
     for band in bands:
         used = [r for r, _ in (*band.diagonals, band.causal)]
         stop = band.blocks[lengths is not None].stop

@@ -142,6 +142,7 @@ class _Distillation(torch.autograd.Function):
         x_MH, head_UH, teacher_x_LH, teacher_head_VH = _for_products(
             hidden_MH, head_weight_UH, *teacher
         )
+        # Products in the dtype of the inputs, everything summed or compared in at least float32.
         M, L = len(hidden_MH), len(teacher_x_LH)
         exact = torch.promote_types(hidden_MH.dtype, torch.float32)
         needs_hidden, needs_head = (differentiable and x for x in ctx.needs_input_grad[:2])
@@ -150,9 +151,11 @@ class _Distillation(torch.autograd.Function):
         target_3L = hidden_MH.new_zeros(3, L, dtype=exact)
         draft_4M = hidden_MH.new_zeros(4, M, dtype=exact)
         for first, stop, blocks in _chunks(M, L, index_M, chunk_rows):
+            # The teacher's distribution once, for every row of the draft that is compared with it.
             logits_CV = F.linear(teacher_x_LH[first:stop], teacher_head_VH).to(exact)
             p_CU, target_3L[:, first:stop] = _restrict(logits_CV, rows_U, kind)
             for rows in blocks:
+                # Logits become their gradient in place, which saves a tensor [C, U].
                 x_CH = x_MH[rows]
                 dlogits_CU = F.linear(x_CH, head_UH).to(exact)
                 chosen = rows if index_M is None else index_M[rows]
@@ -163,6 +166,7 @@ class _Distillation(torch.autograd.Function):
                     kind,
                 )
                 dlogits_CU = dlogits_CU.to(x_CH.dtype)
+                # Multiplied out at once, so that backward needs no logits, only a factor.
                 if needs_hidden:
                     dx_CH = F.linear(dlogits_CU, head_UH.t())
                     dhidden_MH[rows] = dx_CH * weights_M[rows, None]
