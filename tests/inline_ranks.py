@@ -9,7 +9,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.messages import Message, decode, encode
+from pipedraft.inference.transport.messages import CODEC, AnyMessage
 from pipedraft.inference.transport.ranks import Local
 from pipedraft.inference.transport.worker import StageWorker
 
@@ -17,8 +17,8 @@ from pipedraft.inference.transport.worker import StageWorker
 class Wire(Local):
     """A link that turns every message into bytes and back, as between processes."""
 
-    def send(self, message: Message) -> None:
-        super().send(decode(encode(message, 0.0)[0]))
+    def send(self, message: AnyMessage) -> None:
+        super().send(CODEC.decode(CODEC.encode(message).join()))
 
 
 class LateWire(Wire):
@@ -26,7 +26,7 @@ class LateWire(Wire):
 
     count = 0
 
-    def send(self, message: Message) -> None:
+    def send(self, message: AnyMessage) -> None:
         self.count += 1
         if self.count % 2:
             super().send(message)
@@ -115,7 +115,7 @@ class RanksInTurns:
         if haste is not None:
             self.workers[0].is_still_wanted = self.is_wanted
 
-    def cancel(self, message: Message) -> None:
+    def cancel(self, message: AnyMessage) -> None:
         for worker in self.workers[self.haste is not None :]:
             worker.first_live = max(worker.first_live, message.sequence + 1)
 
@@ -140,7 +140,7 @@ class Lazy(Wire):
         super().__init__()
         self.owner = owner
 
-    def receive(self) -> Message:
+    def receive(self) -> AnyMessage:
         while not self.has_arrived():
             self.owner.work()
         return super().receive()

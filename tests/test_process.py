@@ -1,7 +1,6 @@
-"""Stages as processes: frames, the controller's books, and real ranks that agree."""
+"""Stages as processes: the controller's books, and real ranks that agree."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from decode_runs import (
 from decode_runs import WAYS as EAGLE_WAYS
 from fork_server import ForkServer, rank_environments
 from inline_ranks import connect_in_turns, connect_inline, decode_both
+from msgspec.structs import replace
 from tiny_drafts import make_exit, make_head
 from torch.distributed import TCPStore
 
@@ -28,19 +28,8 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline, chrome_trace
-from pipedraft.inference.transport.messages import (
-    Cancel,
-    Close,
-    Message,
-    Prefill,
-    Result,
-    Step,
-    Text,
-    decode,
-    encode,
-)
+from pipedraft.inference.transport.messages import Step
 from pipedraft.inference.transport.worker import StageWorker
-from pipedraft.models.target import Keep, Segment
 from pipedraft.models.target_part import load_target_part
 
 SPD_WAYS = [
@@ -48,105 +37,6 @@ SPD_WAYS = [
     {"schedule": "spd"},
     {"schedule": "spd", "tree_width": 3},
 ]
-
-
-# -- frames ---------------------------------------------------------------------------------
-
-
-def segment(num_rows=3, num_columns=11, **payload) -> Segment:
-    visible = torch.rand(num_rows, num_columns) < 0.5
-    return Segment(positions=torch.arange(num_rows) + 70_000, visible=visible, **payload)
-
-
-MESSAGES: list[Message] = [
-    Prefill(
-        rows=torch.tensor([5, 9, 2]),
-        first_position=512,
-        is_last=True,
-        taps=(2, 7),
-        temperature=0.7,
-        rule="rejection",
-        seed=-(2**40),
-        prompt=2**31 - 1,
-        sequence=2**40,
-    ),
-    Prefill(
-        rows=torch.randn(2, 4, dtype=torch.bfloat16),
-        first_position=0,
-        is_last=False,
-        taps=(),
-        temperature=0.0,
-        rule="match",
-        seed=1,
-        prompt=0,
-    ),
-    Step(
-        keeps=[Keep((0, 2, 5), 2), Keep((), 0), Keep((0,), 1)],
-        segment=segment(ids=torch.tensor([1, 2, 3])),
-        sequence=3,
-    ),
-    Step(keeps=[], segment=segment(hidden=torch.randn(3, 8)), sequence=4),
-    Step(keeps=[Keep((1,), 0)], segment=segment(1, 1), is_cancelled=True),
-    Result(taps={4: torch.randn(2, 3), 8: torch.randn(2, 3)}, verdicts=torch.tensor([4, 7])),
-    Result(verdicts=torch.randn(2, 5)),
-    Result(),
-    Cancel(sequence=9),
-    Text(text='{"a": "\u00e9"}'),
-    Close(),
-]
-
-
-def same(a, b) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, Segment):
-        return same(vars(a), vars(b))
-    return a == b
-
-
-@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["inside", "apart"])
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_a_message_survives_its_frame(message, device):
-    frame, apart = encode(message, 12.5, device)
-    buffer = torch.zeros(len(frame) + 100, dtype=torch.uint8)  # a receive buffer is longer
-    buffer[: len(frame)] = frame
-    waiting = [array.clone() for array in apart]
-
-    def receive(shape, dtype):
-        array = waiting.pop(0)
-        assert (tuple(array.shape), array.dtype) == (shape, dtype)
-        return array
-
-    back = decode(buffer, receive)
-    assert not waiting and (device is not None or not apart)
-    buffer.zero_()  # the message owns its tensors
-    assert type(back) is type(message) and back.sent_at == 12.5
-    assert all(
-        same(value, vars(back)[key]) for key, value in vars(message).items() if key[0] != "s"
-    )
-    assert back.sequence == message.sequence
-
-
-def test_bytes_that_are_no_frame_are_refused():
-    with pytest.raises(ConnectionError, match="frame starts with"):
-        decode(torch.full((200,), 7, dtype=torch.uint8))
-    frame, _ = encode(Result(verdicts=torch.arange(4)), 0.0)
-    huge = frame.clone()
-    huge[8:16] = 255  # the length
-    with pytest.raises(ConnectionError, match="claims"):
-        decode(huge)
-    longer = frame.clone()
-    start = len(frame) - 32 - 8 - 2 * 14
-    for place in range(start, len(frame) - 32):
-        longer[place] = 120  # array sizes
-    with pytest.raises((ConnectionError, IndexError)):
-        decode(longer)
-    states = Result(taps={3: torch.zeros(2, 4)})
-    apart, _ = encode(states, 0.0, torch.device("cpu"))
-    with pytest.raises(ConnectionError, match="is not in it"):
-        decode(apart)
 
 
 # -- the controller's books ------------------------------------------------------------------
@@ -241,7 +131,7 @@ def test_a_keep_that_stays_behind_is_noticed(monkeypatch):
     handle = StageWorker._step
 
     def mutant(worker, step):
-        handle(worker, replace(step, keeps=step.keeps[:1] if step.sequence % 5 else []))
+        handle(worker, replace(step, kept=step.kept[:1] if step.sequence % 5 else ()))
 
     monkeypatch.setattr(StageWorker, "_step", mutant)
     with pytest.raises(AssertionError):

@@ -26,8 +26,8 @@ from process_failures import NUM_RANKS, Plan, run_forked_rank
 
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport import ranks
-from pipedraft.inference.transport.memory import is_out_of_memory
-from pipedraft.inference.transport.messages import Close, Result, encode
+from pipedraft.inference.transport.messages import CODEC, Close, Result
+from pipedraft.inference.transport.ranks import is_out_of_memory
 
 NAMES = ["rank 0 (controller)", "rank 1 (stage 0)", "rank 2 (stage 1)"]
 LIMIT_S = 10
@@ -250,8 +250,8 @@ def test_a_closed_link_awaits_nothing(monkeypatch):
             pass
 
     def receive_close(buffer, peer, *, tag):
-        frame, _ = encode(Close(), 0.0)
-        buffer[: len(frame)] = frame
+        frame = CODEC.encode(Close()).join()
+        buffer[: len(frame)] = torch.frombuffer(frame, dtype=torch.uint8)
         return Done()
 
     monkeypatch.setattr(dist, "irecv", receive_close)

@@ -9,15 +9,24 @@ back costs no time, and nothing but the next verdict is on the critical path.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from pipedraft.inference.pipelines.local import Ahead, Returned
 from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.inference.transport.messages import Cancel, Message, Prefill, Result, Step, Text
+from pipedraft.inference.transport.messages import (
+    AnyMessage,
+    Cancel,
+    Measure,
+    Prefill,
+    Report,
+    Result,
+    Step,
+)
 from pipedraft.inference.transport.ranks import Inbox, Outbox
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
@@ -150,9 +159,7 @@ class ProcessPipeline:
             is_last_chunk = sequence == self._sequence - 1
             if not self._layers(stage) and not (is_last_stage and is_last_chunk):
                 continue
-            result: Message = Message(sequence=-1)
-            while result.sequence != sequence:  # answers about the text before may come first
-                result = self._receive(stage)
+            result = self._receive_answer(stage, sequence)
             assert isinstance(result, Result)
             for layer, rows in result.taps.items():
                 parts[layer].append(rows)
@@ -195,7 +202,7 @@ class ProcessPipeline:
         assert flight.segment is not None
         flight.sequence, segment, keeps = self._sequence, flight.segment, self._keeps
         flight.segment, self._keeps = None, []
-        self._send(Step(keeps=keeps, segment=segment))
+        self._send(Step.of(keeps, segment))
 
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
         """One step of the lock-step pipeline; waits only for rows that come back in it.
@@ -347,14 +354,20 @@ class ProcessPipeline:
         last = self.num_stages - 1
         return [k for k in range(self.num_stages) if k == last or self._layers(k)]
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: AnyMessage) -> None:
         message.sequence = self._sequence
         self._sequence += 1
         self._first_stage.send(message)
 
-    def _receive(self, stage: int) -> Message:
+    def _receive(self, stage: int) -> AnyMessage:
         with self.timeline.span(WAIT):
             return self._answers[stage].receive()
+
+    def _receive_answer(self, stage: int, sequence: int) -> AnyMessage:
+        """The answer to one message; those about the sequence before may come first."""
+        while (message := self._receive(stage)).sequence != sequence:
+            pass
+        return message
 
     def _take_answer(self, stage: int) -> None:
         """Receive one answer and put it to its flight; the flight may be gone, pruned."""
@@ -384,14 +397,12 @@ class ProcessPipeline:
     def reports(self) -> list[dict[str, Any]]:
         """What every stage measured since the last ``clear``, in their order."""
         sequence = self._sequence
-        self._send(Text(text="report"))
+        self._send(Measure(action="report"))
         found = []
         for stage in range(self.num_stages):
-            message = Message(sequence=-1)
-            while message.sequence != sequence:
-                message = self._receive(stage)
-            assert isinstance(message, Text)
-            found.append(json.loads(message.text))
+            message = self._receive_answer(stage, sequence)
+            assert isinstance(message, Report)
+            found.append(json.loads(message.json))
         if found[0]["name"] == self.timeline.name:  # the first stage is in this process
             return found
         return [self.timeline.report(), *found]
@@ -399,4 +410,4 @@ class ProcessPipeline:
     def clear(self) -> None:
         """Start measuring anew, here and at every stage."""
         self.timeline.clear()
-        self._send(Text(text="clear"))
+        self._send(Measure(action="clear"))

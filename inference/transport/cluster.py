@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport import is_launched
-from pipedraft.inference.transport.messages import Cancel, Close, Message
+from pipedraft.inference.transport.messages import AnyMessage, Cancel, Close
 from pipedraft.inference.transport.ranks import (
     ANSWER,
     CANCEL,
@@ -257,7 +257,7 @@ class Cluster:
             worker.handle(message)
         thread.join()
 
-    def _next(self, inbox: Receiver, timeline: Timeline) -> Message:
+    def _next(self, inbox: Receiver, timeline: Timeline) -> AnyMessage:
         with timeline.span(WAIT):
             return inbox.receive()
 

@@ -1,253 +1,151 @@
-"""What travels between the ranks, and how a message becomes one frame of bytes.
-
-A frame is a fixed header, the shapes of its arrays, and the arrays. Nothing is pickled, and sizes
-are checked before anything is allocated. Arrays on an accelerator may travel apart from their
-frame, from device to device; the frame then has their shapes only.
-"""
+"""What a controller and the stages of a target say to each other."""
 
 # l rows of a segment, S mask columns, H hidden, R returned rows, V vocabulary
 
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Literal, Self, TypeAlias
 
-import numpy as np
 import torch
+from msgspec import Meta
 from torch import Tensor
 
-from pipedraft.inference.config import RULE_NAMES, RuleName
+from pipedraft.inference.config import RuleName
+from pipedraft.inference.transport.codec import Codec, Count, Message, check_tensor
 from pipedraft.models.target import Keep, Segment
 
-MAGIC = 0x50445246
-MAX_FRAME_BYTES = 1 << 30
-HEADER = struct.Struct("<IHHQ4iqdd")
-"""Magic, kind, arrays, bytes in all, four integers, sequence, a float, time of sending."""
-ARRAY = struct.Struct("<BB3i")
-"""Data type, axes, sizes (1 where there is no axis)."""
-APART = 0x80
-"""Added to the data type of an array that is not in the frame."""
-DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16)
+MAX_HEADER_BYTES = 1 << 25
+"""A report with its trace is the longest."""
+MAX_TENSOR_BYTES = 1 << 30
+MAX_ROWS = 1 << 16
+IDS = (torch.int64,)
+HIDDEN = (torch.float32, torch.bfloat16, torch.float16)
+
+Layer = Annotated[int, Meta(ge=0, le=10_000)]
+Layers = Annotated[tuple[Layer, ...], Meta(max_length=1000)]
+Rows = Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-@dataclass(kw_only=True)
-class Message:
-    sequence: int = 0
+class StageMessage(Message, kw_only=True):
+    sequence: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     """Number in the order of the controller's sending; an answer has that of its question."""
-    sent_at: float = 0.0
-    """time.monotonic() of the sender: one clock for all processes of a machine."""
 
 
-@dataclass(kw_only=True)
-class Prefill(Message):
-    """Rows of a prompt, and how the text after it is to be drawn."""
+class Prefill(StageMessage, tag="prefill"):
+    """Rows of a prompt, and how the tokens after it are to be drawn."""
 
     rows: Tensor
     """int64 [l] tokens for the first stage, [l, H] for the others."""
-    first_position: int
-    """0: a new text, everything before it is forgotten."""
+    first_position: Count
+    """0: a new sequence, everything before it is forgotten."""
     is_last: bool
-    taps: tuple[int, ...]
-    temperature: float
+    taps: Layers
+    temperature: Annotated[float, Meta(ge=0, le=1e6)]
     rule: RuleName
-    seed: int
-    prompt: int
+    seed: Int64
+    prompt: Count
+
+    def __post_init__(self) -> None:
+        check_rows("rows", self.rows, 1 if self.rows.dtype == torch.int64 else 2)
 
 
-@dataclass(kw_only=True)
-class Step(Message):
+class Step(StageMessage, tag="step"):
     """Keeps in the order of their making, then a segment."""
 
-    keeps: list[Keep]
-    segment: Segment
+    kept: Annotated[tuple[tuple[Rows, Count], ...], Meta(max_length=MAX_ROWS)]
+    """Of each Keep, the rows and how many of them are committed."""
+    positions: Tensor
+    """int64 [l]."""
+    visible: Tensor
+    """bool [l, S]."""
+    rows: Tensor | None
+    """int64 [l] tokens for the first stage, [l, H] for the others, None when cancelled."""
     is_cancelled: bool = False
     """No row of it is wanted any more: caches make room, nothing is computed."""
 
+    @classmethod
+    def of(cls, keeps: Sequence[Keep], segment: Segment, *, is_cancelled: bool = False) -> Self:
+        return cls(
+            kept=tuple((keep.rows, keep.num_committed) for keep in keeps),
+            positions=segment.positions,
+            visible=segment.visible,
+            rows=segment.hidden if segment.ids is None else segment.ids,
+            is_cancelled=is_cancelled,
+        )
 
-@dataclass(kw_only=True)
-class Result(Message):
-    """A stage's answer: states that the draft reads, and verdicts if it is the last stage."""
+    def __post_init__(self) -> None:
+        for rows, num_committed in self.kept:
+            if num_committed > len(rows) or any(i >= j for i, j in pairwise(rows)):
+                raise ValueError(f"kept: {num_committed} of {len(rows)} rows, or not ascending")
+        num_rows = check_rows("positions", self.positions, 1)
+        check_tensor("visible", self.visible, (torch.bool,), num_rows, None)
+        if self.visible.shape[1] < num_rows:
+            raise ValueError(f"visible: {self.visible.shape[1]} columns for {num_rows} rows")
+        if self.rows is not None:
+            axes = 1 if self.rows.dtype == torch.int64 else 2
+            if check_rows("rows", self.rows, axes) != num_rows:
+                raise ValueError(f"rows: {len(self.rows)} of them, {num_rows} positions")
 
-    taps: dict[int, Tensor] = field(default_factory=dict)
+    @property
+    def keeps(self) -> list[Keep]:
+        return [Keep(rows=rows, num_committed=count) for rows, count in self.kept]
+
+    @property
+    def segment(self) -> Segment:
+        has_ids = self.rows is not None and self.rows.dtype == torch.int64
+        return Segment(
+            positions=self.positions,
+            visible=self.visible,
+            ids=self.rows if has_ids else None,
+            hidden=None if has_ids else self.rows,
+        )
+
+
+class Result(StageMessage, tag="result"):
+    """A stage's answer: hidden states that the draft reads; verdicts if it is the last stage."""
+
+    taps: Annotated[dict[Layer, Tensor], Meta(max_length=1000)] = {}
+    """Layer index -> [l, H]."""
     verdicts: Tensor | None = None
+    """[R], or [R, V]."""
+
+    def __post_init__(self) -> None:
+        for layer, hidden_lH in self.taps.items():
+            check_tensor(f"taps {layer}", hidden_lH, HIDDEN, None, None)
+        if self.verdicts is not None and self.verdicts.ndim not in (1, 2):
+            raise ValueError(f"verdicts: {list(self.verdicts.shape)}; want one or two axes")
 
 
-@dataclass(kw_only=True)
-class Cancel(Message):
+class Cancel(StageMessage, tag="cancel"):
     """Segments up to this number need not be computed."""
 
 
-@dataclass(kw_only=True)
-class Text(Message):
-    """JSON: a question of the controller travelling down, or an answer to it."""
+class Measure(StageMessage, tag="measure"):
+    """A question of the controller that travels down the stages."""
 
-    text: str
+    action: Literal["report", "clear"]
 
 
-@dataclass(kw_only=True)
-class Close(Message):
+class Report(StageMessage, tag="report"):
+    """What a stage measured."""
+
+    json: str
+
+
+class Close(StageMessage, tag="close"):
     """The last message of a link."""
 
 
-KINDS: tuple[type[Message], ...] = (Prefill, Step, Result, Cancel, Text, Close)
-Content = tuple[tuple[int, ...], float, list[Tensor]]
+AnyMessage: TypeAlias = Prefill | Step | Result | Cancel | Measure | Report | Close
+CODEC: Codec[AnyMessage] = Codec(
+    AnyMessage, max_header_bytes=MAX_HEADER_BYTES, max_tensor_bytes=MAX_TENSOR_BYTES
+)
 
 
-def _int32(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def _content(message: Message) -> Content:
-    """Up to four integers, a float, and arrays: all there is in a message."""
-    match message:
-        case Prefill():
-            random = torch.tensor([message.seed, message.prompt])
-            numbers = (message.first_position, message.is_last, RULE_NAMES.index(message.rule))
-            return numbers, message.temperature, [message.rows, _int32(message.taps), random]
-        case Step():
-            segment = message.segment
-            plan = [n for k in message.keeps for n in (len(k.rows), k.num_committed, *k.rows)]
-            visible = np.packbits(segment.visible.numpy(force=True), axis=1)
-            arrays = [_int32(plan), segment.positions, torch.from_numpy(visible)]
-            payload = segment.hidden if segment.ids is None else segment.ids
-            numbers = (segment.hi, segment.ids is not None, message.is_cancelled)
-            return numbers, 0.0, arrays if payload is None else [*arrays, payload]
-        case Result():
-            arrays = [_int32(list(message.taps)), *message.taps.values()]
-            if message.verdicts is not None:
-                arrays.append(message.verdicts)
-            return (message.verdicts is not None,), 0.0, arrays
-        case Text():
-            text = bytearray(message.text.encode())
-            return (), 0.0, [torch.frombuffer(text, dtype=torch.uint8)]
-    return (), 0.0, []
-
-
-def _message(kind: int, numbers: tuple[int, ...], number: float, arrays: list[Tensor]) -> Message:
-    """The inverse of ``_content``."""
-    name = KINDS[kind]
-    if name is Prefill:
-        rows, taps, random = arrays
-        return Prefill(
-            rows=rows,
-            first_position=numbers[0],
-            is_last=bool(numbers[1]),
-            rule=RULE_NAMES[numbers[2]],
-            taps=tuple(taps.tolist()),
-            temperature=number,
-            seed=int(random[0]),
-            prompt=int(random[1]),
-        )
-    if name is Step:
-        plan, positions, packed, *payload = arrays
-        unpacked = np.unpackbits(packed.numpy(), axis=1, count=numbers[0]).view(bool)
-        segment = Segment(positions=positions, visible=torch.from_numpy(unpacked))
-        if payload and numbers[1]:
-            segment.ids = payload[0]
-        elif payload:
-            segment.hidden = payload[0]
-        return Step(keeps=_keeps(plan.tolist()), segment=segment, is_cancelled=bool(numbers[2]))
-    if name is Result:
-        layers = arrays[0].tolist()
-        tapped = dict(zip(layers, arrays[1:], strict=False))
-        return Result(taps=tapped, verdicts=arrays[-1] if numbers[0] else None)
-    if name is Text:
-        return Text(text=arrays[0].numpy().tobytes().decode())
-    return name()
-
-
-def _keeps(plan: list[int]) -> list[Keep]:
-    keeps, at = [], 0
-    while at < len(plan):
-        count, num_committed = plan[at : at + 2]
-        at += 2 + count
-        keeps.append(Keep(rows=tuple(plan[at - count : at]), num_committed=num_committed))
-    return keeps
-
-
-def encode(
-    message: Message, sent_at: float, device: torch.device | None = None
-) -> tuple[Tensor, list[Tensor]]:
-    """One frame, uint8 [bytes], and the arrays on ``device``, which are to be sent apart."""
-    numbers, number, arrays = _content(message)
-    apart = [array.device == device and array.numel() > 0 for array in arrays]
-    parts = [
-        array.detach() if is_apart else array.detach().to("cpu").contiguous()
-        for array, is_apart in zip(arrays, apart, strict=True)
-    ]
-    sizes = [
-        0 if is_apart else part.numel() * part.element_size()
-        for part, is_apart in zip(parts, apart, strict=True)
-    ]
-    start = _padded(HEADER.size + ARRAY.size * len(parts))
-    total = start + sum(map(_padded, sizes))
-    frame = torch.empty(total, dtype=torch.uint8)
-    view = frame.numpy().data
-    four = (*map(int, numbers), 0, 0, 0, 0)[:4]
-    kind = KINDS.index(type(message))
-    HEADER.pack_into(
-        view, 0, MAGIC, kind, len(parts), total, *four, message.sequence, number, sent_at
-    )
-    for index, part in enumerate(parts):
-        shape = (*part.shape, 1, 1, 1)[:3]
-        code = DTYPES.index(part.dtype) | (APART if apart[index] else 0)
-        ARRAY.pack_into(view, HEADER.size + index * ARRAY.size, code, part.ndim, *shape)
-    at = start
-    for part, size in zip(parts, sizes, strict=True):
-        if size:
-            frame[at : at + size] = part.flatten().view(torch.uint8)
-        at += _padded(size)
-    return frame, [part for part, is_apart in zip(parts, apart, strict=True) if is_apart]
-
-
-def _padded(size: int) -> int:
-    """Arrays start at multiples of 8 bytes."""
-    return (size + 7) // 8 * 8
-
-
-def frame_bytes(start: Tensor) -> int:
-    """Length of a frame of which at least the header is there.
-
-    Raises:
-        ConnectionError: these bytes are no frame of ours.
-    """
-    magic, _, _, total = struct.unpack_from("<IHHQ", start.numpy().data)
-    if magic != MAGIC or not HEADER.size <= total <= MAX_FRAME_BYTES:
-        raise ConnectionError(f"a frame starts with {magic:#x} and claims {total} bytes")
-    return total
-
-
-def decode(
-    frame: Tensor, receive: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None
-) -> Message:
-    """A message whose tensors are copies, so that the buffer is free again.
-
-    Args:
-        receive: fetches the next array that travels apart, of this shape and type.
-
-    Raises:
-        ConnectionError: the frame contradicts itself.
-    """
-    total = frame_bytes(frame)
-    data = frame[:total].clone()
-    view = data.numpy().data
-    _, kind, count, _, *four, sequence, number, sent_at = HEADER.unpack_from(view)
-    at = _padded(HEADER.size + ARRAY.size * count)
-    arrays = []
-    for index in range(count):
-        code, axes, *sizes = ARRAY.unpack_from(view, HEADER.size + index * ARRAY.size)
-        dtype = DTYPES[code & ~APART]
-        num_items = sizes[0] * sizes[1] * sizes[2]
-        size = num_items * dtype.itemsize
-        limit = MAX_FRAME_BYTES if code & APART else total - at
-        if min(sizes) < 0 or size > limit:
-            raise ConnectionError(f"array {index} of a frame claims {sizes}, which is too long")
-        if code & APART:
-            if receive is None:
-                raise ConnectionError(f"array {index} of a frame is not in it")
-            arrays.append(receive(tuple(sizes[:axes]), dtype))
-            continue
-        arrays.append(data[at : at + size].view(dtype).view(sizes[:axes]))
-        at += _padded(size)
-    message = _message(kind, tuple(four), number, arrays)
-    message.sequence, message.sent_at = sequence, sent_at
-    return message
+def check_rows(name: str, tensor: Tensor, axes: int) -> int:
+    """Tokens [l] or hidden states [l, H]; returns l."""
+    check_tensor(name, tensor, IDS if axes == 1 else HIDDEN, None, *([None] * (axes - 1)))
+    if not 0 < len(tensor) <= MAX_ROWS:
+        raise ValueError(f"{name}: {len(tensor)}; want 1 to {MAX_ROWS}")
+    return len(tensor)

@@ -5,7 +5,6 @@ and sends return at once. A frame that does not fit a static buffer comes in two
 rank has an accelerator of its own, hidden states go from device to device beside their frame.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,13 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.memory import is_out_of_memory
-from pipedraft.inference.transport.messages import Close, Message, decode, encode, frame_bytes
+from pipedraft.inference.transport.messages import CODEC, AnyMessage, Close
 
 BUFFER_BYTES = 1 << 18
 NUM_BUFFERS = 2
 MAX_UNSENT = 64
 """Sends under way at most; beyond them a send waits for the oldest."""
+MEMORY_SIGNS = (
+    "can't allocate memory",  # torch's CPU allocator
+    "not enough memory",  # the same on Windows
+    "bad_alloc",  # any other C++ code under torch
+    "ALLOC_FAILED",  # cuBLAS and cuDNN workspaces
+    "CUDA error: out of memory",  # CUDA itself, past torch's allocator
+)
 FORWARD, ANSWER, CANCEL = range(3)
 """Channels: links between the same two ranks that do not wait for each other."""
 DAY = timedelta(days=1)
@@ -36,13 +41,13 @@ class Inbox(Protocol):
     """Where messages come from: a ``Receiver``, or a ``Local`` link."""
 
     def has_arrived(self) -> bool: ...
-    def receive(self) -> Message: ...
+    def receive(self) -> AnyMessage: ...
 
 
 class Outbox(Protocol):
     """Where messages go: a ``Sender``, or a ``Local`` link."""
 
-    def send(self, message: Message) -> None: ...
+    def send(self, message: AnyMessage) -> None: ...
 
 
 class LostLink(ConnectionError):
@@ -53,11 +58,18 @@ class LostLink(ConnectionError):
         self.peer = peer
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's allocator and Python's raise types of their own, all others a ``RuntimeError``."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in MEMORY_SIGNS)
+
+
 @contextmanager
 def _naming(peer: int) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ConnectionError) as error:
+    except (RuntimeError, ConnectionError, ValueError) as error:
         if is_out_of_memory(error):
             raise
         reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
@@ -100,16 +112,17 @@ class Sender:
         self._apart: deque[tuple[dist.Work, Tensor]] = deque()
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: AnyMessage) -> None:
         with self.timeline.span("send"), _naming(self.peer):
             link = self.device_link
             device = None if link is None else link.device
-            frame, apart = encode(message, time.monotonic(), device)
+            encoded = CODEC.encode(message, device)
+            frame = torch.frombuffer(encoded.join(), dtype=torch.uint8)
             self.num_sent += 1
             self._post(frame[:BUFFER_BYTES], 2 * self.channel)
             if len(frame) > BUFFER_BYTES:
                 self._post(frame[BUFFER_BYTES:], 2 * self.channel + 1)
-            for array in apart:
+            for array in encoded.apart:
                 assert link is not None
                 if len(self._apart) == MAX_UNSENT:
                     self._apart.popleft()[0].wait()
@@ -156,7 +169,7 @@ class Receiver:
         except IndexError:  # closed, perhaps by another thread in this moment
             return False
 
-    def receive(self) -> Message:
+    def receive(self) -> AnyMessage:
         """The next message; waits for it.
 
         Raises:
@@ -165,10 +178,10 @@ class Receiver:
         with _naming(self.peer):
             return self._receive()
 
-    def _receive(self) -> Message:
+    def _receive(self) -> AnyMessage:
         work, buffer = self._posted.popleft()
         work.wait(DAY)
-        total = frame_bytes(buffer)
+        total = CODEC.frame_bytes(buffer.numpy().data)
         frame = buffer
         if total > BUFFER_BYTES:
             rest = torch.empty(total - BUFFER_BYTES, dtype=torch.uint8)
@@ -178,7 +191,7 @@ class Receiver:
             frame = torch.cat([buffer, rest])
         link = self.device_link
         fetch = None if link is None else partial(link.receive, peer=self.peer)
-        message = decode(frame, fetch)
+        message = CODEC.decode(frame.numpy().data, fetch)
         self.num_received += 1
         if isinstance(message, Close):
             while self._posted:  # one Close for each posted receive
@@ -193,12 +206,11 @@ class Receiver:
 class Local:
     """A link inside one process: what is sent is handled, or waits to be received."""
 
-    def __init__(self, handle: Callable[[Message], None] | None = None) -> None:
+    def __init__(self, handle: Callable[[AnyMessage], None] | None = None) -> None:
         self._handle = handle
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[AnyMessage] = deque()
 
-    def send(self, message: Message) -> None:
-        message.sent_at = time.monotonic()
+    def send(self, message: AnyMessage) -> None:
         if self._handle is None:
             self._waiting.append(message)
         else:
@@ -207,5 +219,5 @@ class Local:
     def has_arrived(self) -> bool:
         return bool(self._waiting)
 
-    def receive(self) -> Message:
+    def receive(self) -> AnyMessage:
         return self._waiting.popleft()

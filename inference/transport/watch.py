@@ -22,8 +22,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.memory import is_out_of_memory
-from pipedraft.inference.transport.ranks import LostLink, Receiver, Sender
+from pipedraft.inference.transport.ranks import LostLink, Receiver, Sender, is_out_of_memory
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 BEAT_S = 0.25

@@ -2,12 +2,19 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.messages import Message, Prefill, Result, Step, Text
+from pipedraft.inference.transport.messages import (
+    AnyMessage,
+    Measure,
+    Prefill,
+    Report,
+    Result,
+    Step,
+)
 from pipedraft.inference.transport.ranks import Outbox
 from pipedraft.inference.verify import (
     RULES,
@@ -46,13 +53,13 @@ class StageWorker:
         self._taps: tuple[int, ...] = ()
         self._verifier: Verifier | None = None
 
-    def handle(self, message: Message) -> None:
+    def handle(self, message: AnyMessage) -> None:
         match message:
             case Step():
                 self._step(message)
             case Prefill():
                 self._prefill(message)
-            case Text():
+            case Measure():
                 self._report(message)
 
     def _step(self, step: Step) -> None:
@@ -73,7 +80,7 @@ class StageWorker:
             self._skip(step)
             return
         taps, output.taps = output.taps, {}
-        self._pass_on(Step(keeps=step.keeps, segment=output), step)
+        self._pass_on(Step.of(step.keeps, output), step)
         result = Result(taps=taps)
         if self.following is None:
             assert output.hidden is not None and self._verifier is not None
@@ -87,8 +94,7 @@ class StageWorker:
         """Caches make room here and further on; nothing is computed."""
         with self.timeline.span("skip", step.segment.num_rows):
             self.stage.skip(step.segment)
-        skipped = replace(step.segment, ids=None, hidden=None)
-        self._pass_on(Step(keeps=step.keeps, segment=skipped, is_cancelled=True), step)
+        self._pass_on(replace(step, rows=None, is_cancelled=True), step)
         if self._taps or self.following is None:
             self._answer(Result(), step)
 
@@ -112,18 +118,18 @@ class StageWorker:
         if taps or result.verdicts is not None:
             self._answer(result, prefill)
 
-    def _report(self, question: Text) -> None:
-        self._pass_on(Text(text=question.text), question)
-        if question.text == "clear":
+    def _report(self, question: Measure) -> None:
+        self._pass_on(question, question)
+        if question.action == "clear":
             self.timeline.clear()
         else:
-            self._answer(Text(text=json.dumps(self.timeline.report())), question)
+            self._answer(Report(json=json.dumps(self.timeline.report())), question)
 
-    def _pass_on(self, message: Message, cause: Message) -> None:
+    def _pass_on(self, message: AnyMessage, cause: AnyMessage) -> None:
         if self.following is not None:
             message.sequence = cause.sequence
             self.following.send(message)
 
-    def _answer(self, message: Message, cause: Message) -> None:
+    def _answer(self, message: AnyMessage, cause: AnyMessage) -> None:
         message.sequence = cause.sequence
         self.controller.send(message)

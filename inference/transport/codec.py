@@ -1,0 +1,279 @@
+"""Messages as bytes: a typed header, then the raw bytes of its tensors.
+
+A message set is a union of ``Message`` classes, whose fields declare types, sizes and ranges, and
+may be tensors. A ``Codec`` turns one message into one frame:
+
+    prefix   magic, bytes of the header, bytes of the tensors
+    header   msgpack: dtype and shape of every tensor, then the message; padded to 8 bytes
+    tensors  each padded to 8 bytes; bool as packed bits
+
+Nothing is pickled. Frames are judged before memory is taken for them, and what is read from a
+stream takes memory as its bytes come, not on the word of a header. On an accelerator tensors may
+travel apart, from device to device; the frame then has their shapes only.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Fill: TypeAlias = Callable[[memoryview], None]
+"""Waits for as many bytes as fit, or raises."""
+Fetch: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Receives the next tensor that travels apart, of this shape and dtype."""
+
+PREFIX = struct.Struct("<IIQ")
+MAGIC = 0x50444631
+"""Its first byte on the wire is not 0: by it a posted buffer tells whether a frame has come."""
+PIECE_BYTES = 1 << 16
+"""Memory taken for a frame before any byte of it is there."""
+MAX_AXES = 3
+MAX_TENSORS = 4096
+MAX_REASON = 200
+DtypeName: TypeAlias = Literal[
+    "bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"
+]
+NAMES: dict[torch.dtype, DtypeName] = {
+    **{torch.bool: "bool", torch.uint8: "uint8", torch.int8: "int8", torch.int32: "int32"},
+    **{torch.int64: "int64", torch.float16: "float16", torch.bfloat16: "bfloat16"},
+    **{torch.float32: "float32", torch.float64: "float64"},
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Fields in the order of declaration; the tag comes first.
+
+    A rule between fields belongs into ``__post_init__``, as a ``ValueError``.
+    """
+
+
+class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    dtype: DtypeName
+    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_AXES)]
+    is_apart: bool
+
+    @property
+    def num_bytes(self) -> int:
+        num_bits = math.prod(self.shape)
+        if self.dtype != "bool":
+            num_bits *= 8 * DTYPES[self.dtype].itemsize
+        return -(-num_bits // 8)
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    tensors: Annotated[list[TensorHeader], Meta(max_length=MAX_TENSORS)]
+    message: msgspec.Raw
+
+
+_headers = msgspec.msgpack.Decoder(Header)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A message ready to be sent."""
+
+    buffers: list[Buffer]
+    apart: list[Tensor]
+    """Tensors to be sent beside it, in this order."""
+
+    def join(self) -> bytearray:
+        return bytearray().join(self.buffers)
+
+
+M = TypeVar("M", bound=Message)
+Decoded = TypeVar("Decoded")
+
+
+class Codec(Generic[M]):
+    """Frames of one message set. Whatever is refused is a ``ValueError`` of one line."""
+
+    def __init__(
+        self, messages: UnionType | type[M], *, max_header_bytes: int, max_tensor_bytes: int
+    ) -> None:
+        """
+        Args:
+            max_tensor_bytes: of one message, those that travel apart included.
+        """
+        self.messages = messages
+        self.max_header_bytes, self.max_tensor_bytes = max_header_bytes, max_tensor_bytes
+
+    def encode(self, message: M, device: torch.device | None = None) -> Frame:
+        """
+        Args:
+            device: tensors on it travel apart.
+        """
+        tensors: list[Tensor] = []
+
+        def place(value: object) -> int:
+            assert isinstance(value, Tensor), f"{type(value).__name__} is no field of a message"
+            tensors.append(value.detach())
+            return len(tensors) - 1
+
+        body = msgspec.msgpack.encode(message, enc_hook=place)
+        heads, raw, apart = [], [], []
+        for tensor in tensors:
+            is_apart = tensor.device == device and tensor.numel() > 0
+            heads.append(TensorHeader(NAMES[tensor.dtype], tuple(tensor.shape), is_apart))
+            if is_apart:
+                apart.append(tensor)
+            else:
+                raw.append(_raw(tensor))
+        header = msgspec.msgpack.encode(Header(heads, msgspec.Raw(body)))
+        buffers = [piece for part in (header, *raw) for piece in (part, bytes(-len(part) % 8))]
+        sizes = len(header), sum(map(len, buffers[2:]))
+        self._check(*sizes, self.max_tensor_bytes)
+        return Frame([PREFIX.pack(MAGIC, *sizes), *buffers], apart)
+
+    def decode(self, frame: Buffer, fetch: Fetch | None = None) -> M:
+        """The message at the start of ``frame``; its tensors are copies."""
+        view = memoryview(frame)
+
+        def take(size: int) -> bytearray:
+            nonlocal view
+            if size > len(view):
+                raise ValueError(f"frame: {len(view)} bytes, where {size} are claimed")
+            piece, view = bytearray(view[:size]), view[size:]
+            return piece
+
+        return self._decode(take, self.max_tensor_bytes, fetch)
+
+    def read(self, fill: Fill, max_tensor_bytes: int | None = None) -> M:
+        """The next message of a stream.
+
+        Args:
+            max_tensor_bytes: of this message, if fewer than usual are due.
+        """
+        limit = self.max_tensor_bytes if max_tensor_bytes is None else max_tensor_bytes
+        return self._decode(lambda size: _read(fill, size), limit, None)
+
+    def frame_bytes(self, start: Buffer) -> int:
+        """Length of a frame whose first bytes are ``start``."""
+        header_bytes, tensor_bytes = self._sizes(start, self.max_tensor_bytes)
+        return PREFIX.size + _padded(header_bytes) + tensor_bytes
+
+    def _decode(
+        self, take: Callable[[int], bytearray], max_tensor_bytes: int, fetch: Fetch | None
+    ) -> M:
+        header_bytes, tensor_bytes = self._sizes(take(PREFIX.size), max_tensor_bytes)
+        data = memoryview(take(_padded(header_bytes)))[:header_bytes]
+        header = self._judged(lambda: _headers.decode(data))
+        inside = sum(_padded(head.num_bytes) for head in header.tensors if not head.is_apart)
+        apart = [head.num_bytes for head in header.tensors if head.is_apart]
+        if inside != tensor_bytes:
+            raise ValueError(f"frame: claims {tensor_bytes} bytes of tensors, describes {inside}")
+        if apart and fetch is None:
+            raise ValueError(f"frame: {len(apart)} of its tensors are not in it")
+        self._check(header_bytes, inside + sum(apart), max_tensor_bytes)
+        tensors, content, at = [], take(tensor_bytes), 0
+        for head in header.tensors:
+            if head.is_apart:
+                assert fetch is not None
+                tensors.append(fetch(head.shape, DTYPES[head.dtype]))
+            else:
+                tensors.append(_tensor(head, content, at))
+                at += _padded(head.num_bytes)
+        waiting = iter(enumerate(tensors))
+
+        def tensor_at(kind: type, place: object) -> Tensor:
+            index, tensor = next(waiting, (None, None))
+            if tensor is None or type(place) is not int or place != index:
+                raise ValueError(f"{place!r} is not the place of the next tensor"[:MAX_REASON])
+            return tensor
+
+        message: M = self._judged(
+            lambda: msgspec.msgpack.decode(header.message, type=self.messages, dec_hook=tensor_at)
+        )
+        if next(waiting, None) is not None:
+            raise ValueError("frame: has more tensors than its message")
+        return message
+
+    def _sizes(self, start: Buffer, max_tensor_bytes: int) -> tuple[int, int]:
+        magic, header_bytes, tensor_bytes = PREFIX.unpack_from(start)
+        if magic != MAGIC:
+            raise ValueError(f"frame: starts with {magic:#x}; want a peer of this version")
+        self._check(header_bytes, tensor_bytes, max_tensor_bytes)
+        return header_bytes, tensor_bytes
+
+    def _check(self, header: int, tensors: int, max_tensors: int) -> None:
+        if header > self.max_header_bytes or tensors > max_tensors:
+            raise ValueError(
+                f"frame: claims {header} bytes of header and {tensors} of tensors; this side "
+                f"takes {self.max_header_bytes} and {max_tensors}"
+            )
+
+    def _judged(self, decode: Callable[[], Decoded]) -> Decoded:
+        try:
+            return decode()
+        except (ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:MAX_REASON]  # it may quote what came
+            raise ValueError(
+                f"message: not one of this protocol ({reason}); want a peer of this version"
+            ) from error
+
+
+def check_tensor(
+    name: str, tensor: Tensor, dtypes: Collection[torch.dtype], *shape: int | None
+) -> None:
+    """For ``__post_init__`` of a message.
+
+    Args:
+        shape: None for an axis of any size.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    fits = len(shape) == tensor.ndim and all(
+        size is None or size == found for size, found in zip(shape, tensor.shape, strict=True)
+    )
+    if tensor.dtype not in dtypes or not fits:
+        wanted = ["any" if size is None else size for size in shape]
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name}: {tensor.dtype} {list(tensor.shape)}; want {kinds} of shape {wanted}"
+        )
+
+
+def _read(fill: Fill, size: int) -> bytearray:
+    """As many bytes of a stream, in pieces that double: memory follows what has come."""
+    data = bytearray()
+    while len(data) < size:
+        piece = bytearray(min(size - len(data), max(len(data), PIECE_BYTES)))
+        fill(memoryview(piece))
+        data += piece
+    return data
+
+
+def _raw(tensor: Tensor) -> Buffer:
+    if tensor.dtype == torch.bool:
+        return np.packbits(tensor.numpy(force=True)).tobytes()
+    flat = tensor.to("cpu").contiguous().flatten()
+    return flat.view(torch.uint8).numpy().data if len(flat) else b""
+
+
+def _tensor(head: TensorHeader, data: bytearray, at: int) -> Tensor:
+    """A view of ``data``, which it keeps alive; bool is unpacked."""
+    num_items = math.prod(head.shape)
+    if num_items == 0:
+        return torch.empty(head.shape, dtype=DTYPES[head.dtype])
+    if head.dtype == "bool":
+        packed = np.frombuffer(data, np.uint8, head.num_bytes, at)
+        bits = np.unpackbits(packed, count=num_items).view(np.bool_)
+        return torch.from_numpy(bits).view(head.shape)
+    flat = torch.frombuffer(data, dtype=DTYPES[head.dtype], count=num_items, offset=at)
+    return flat.view(head.shape)
+
+
+def _padded(size: int) -> int:
+    """Tensors start at multiples of 8 bytes."""
+    return -(-size // 8) * 8
