@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,12 +19,16 @@ from safetensors.torch import load_file, save_file
 from train_runs import (
     LAYERS,
     World,
+    assert_equal_weights,
     logged,
     train,
+    weights,
 )
 
+from pipedraft.inference.transport.codec import MAGIC, PREFIX
 from pipedraft.train import feature_link
 from pipedraft.train import features as command
+from pipedraft.train.checkpoint import step_folders
 from pipedraft.train.feature_shards import INDEX
 
 world = feature_runs.world
@@ -193,16 +197,19 @@ def test_a_server_refuses_what_its_target_cannot_answer_and_goes_on(world, tmp_p
 
 
 def test_what_is_no_frame_ends_the_link_and_not_the_server(world, tmp_path):
+    ids_M, lengths_R = torch.arange(3, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    question = feature_link.Question(ids_M, lengths_R, [4])
     with served(world) as (address, _):
         host, port = address.split(":")
         for junk in (
             b"GET / HTTP/1.1" + bytes(20),
-            feature_link.HEADER.pack(feature_link.MAGIC, feature_link.ASK, 1 << 60),
-            feature_link.HEADER.pack(feature_link.MAGIC, feature_link.ASK, 8)[:-1],
+            PREFIX.pack(MAGIC, 1 << 10, 1 << 60),
+            PREFIX.pack(MAGIC, 1 << 10, 1 << 20),
+            bytes(feature_link.QUESTIONS.encode(question).join())[:-1],
         ):
             with socket.create_connection((host, int(port)), timeout=20) as link:
-                kind, _ = feature_link.receive_frame(link, 10_000, begin_s=20)
-                assert kind == feature_link.HELLO
+                hello = feature_link.ANSWERS.read(feature_link.filling(link, 20))
+                assert isinstance(hello, feature_link.Hello) and hello.dtype == "bf16"
                 link.settimeout(20)
                 with suppress(ConnectionError, OSError):  # reset: it did not read all of it
                     link.sendall(junk)
@@ -212,15 +219,78 @@ def test_what_is_no_frame_ends_the_link_and_not_the_server(world, tmp_path):
         assert trainer.objective.features.source.fetch([0], [[1, 2]])["layer.4"].shape == (2, 32)
 
 
+def test_links_that_claim_much_and_send_little_take_no_memory(world):
+    """Sixteen bytes each, as much as a question may have."""
+    with served(world) as (address, pid), ExitStack() as stack:
+        host, port = address.split(":")
+        before = resident_bytes(pid)
+        for _ in range(100):
+            link = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            feature_link.ANSWERS.read(feature_link.filling(link, 20))
+            link.sendall(PREFIX.pack(MAGIC, 1 << 10, feature_link.MAX_QUESTION_BYTES))
+        assert resident_bytes(pid) - before < 100 << 20
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_an_answer_that_claims_too_much_is_not_allocated():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(feature_link.HEADER.pack(feature_link.MAGIC, feature_link.STATES, 1 << 40))
-        with pytest.raises(ConnectionError, match="claims 1099511627776 bytes"):
-            feature_link.receive_frame(ours, 10_000, begin_s=5)
+        theirs.sendall(PREFIX.pack(MAGIC, 8, 1 << 40))
+        with pytest.raises(ValueError, match="claims 8 bytes of header and 1099511627776 of tenso"):
+            feature_link.ANSWERS.read(feature_link.filling(ours, 5), max_tensor_bytes=10_000)
         theirs.close()
         with pytest.raises(ConnectionError, match="closed the link"):
-            feature_link.receive_frame(ours, 10_000, begin_s=5)
+            feature_link.ANSWERS.read(feature_link.filling(ours, 5), max_tensor_bytes=10_000)
+
+
+def test_states_of_another_shape_than_asked_for_are_refused(world, tmp_path, monkeypatch):
+    with served(world, "--dtype", "int8") as (address, _):
+        trainer = world.trainer("eagle", tmp_path, **METHODS["eagle"], features=address)
+        source = trainer.objective.features.source
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "_dtype", "fp32")
+            with pytest.raises(feature_link.FeaturesLost, match="'layer.4.scale'.; want .'layer.4"):
+                source.fetch([0], [[1, 2, 3]])
+        assert source.fetch([0], [[1, 2, 3]])["layer.4.scale"].shape == (3,)
+
+
+def test_a_port_that_cannot_be_is_refused_at_once(world, tmp_path):
+    for port in (0, 99_999):
+        with pytest.raises(ValueError, match=f"features: '127.0.0.1:{port}': port {port} is not"):
+            world.trainer("eagle", tmp_path, **METHODS["eagle"], features=f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("when", ["step", "evaluation"])
+def test_a_run_that_loses_its_server_saves_and_goes_on_later(world, tmp_path, when, monkeypatch):
+    """To the same weights as a run that lost nothing."""
+    changes = METHODS["eagle"] | {"max_steps": 6, "evaluation__every_steps": 3, "accumulation": 2}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    fetch = feature_link.RemoteStates.fetch
+    asked = []
+    with served(world) as (address, pid):
+        arguments = world.arguments("eagle", whole, **changes, features=address)
+        train(arguments, monkeypatch)
+        num_train = len(world.trainer("eagle", cut, **changes, features=address).data.train)
+
+        def lose(source, rows, ids):
+            asked.append(rows)
+            if len(asked) > 4 and (when == "step" or max(rows) >= num_train):
+                os.kill(pid, signal.SIGKILL)
+            return fetch(source, rows, ids)
+
+        monkeypatch.setattr(feature_link.RemoteStates, "fetch", lose)
+        monkeypatch.setattr(feature_link, "CONNECT_S", 0.2)
+        with pytest.raises(SystemExit) as ended:
+            train(world.arguments("eagle", cut, **changes, features=address), monkeypatch)
+        assert ended.value.code == 1 and step_folders(cut)
+    monkeypatch.setattr(feature_link.RemoteStates, "fetch", fetch)
+    with served(world) as (address, _):
+        train(world.arguments("eagle", cut, **changes, features=address), monkeypatch)
+    assert logged(cut) == logged(whole)
+    assert_equal_weights(weights(cut / "best"), weights(whole / "best"))
 
 
 def test_a_server_of_another_target_is_refused(world, tmp_path):

@@ -1,34 +1,33 @@
-"""Hidden states on demand, the trainer's side: questions to a server that holds the target.
+"""Hidden states on demand: trainers ask a server, which holds the frozen target.
 
-A frame is a header and a payload. The payload of a question is a safetensors file with ``ids``
-(int32 [M]), ``lengths`` (int32 [R]) and ``layers`` (int32 [K]); that of an answer is one as in a
-shard (see ``feature_shards``). Nothing is pickled, and the size of a frame is checked before
-anything is allocated. There is no authentication: listen where only trainers can reach.
+Questions and answers are frames of a ``Codec``: typed headers and raw tensors of bounded size.
+There is no authentication: listen where only trainers can reach.
 """
 
-# M positions of texts, R rows of tokens, K layers
+# M tokens of all rows, R rows of tokens, K layers
 
-import json
 import re
 import socket
-import struct
+import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import torch
-from safetensors.torch import load, save
+from msgspec import Meta
 from torch import Tensor
 
-from pipedraft.train.feature_shards import bytes_per_token, difference
+from pipedraft.inference.transport.codec import Codec, Fill, Message, check_tensor
+from pipedraft.train.feature_shards import DTYPES, bytes_per_token, difference, encode
 
-HEADER = struct.Struct("<IIQ")
-MAGIC = 0x50444653
-HELLO, ASK, STATES, REFUSAL = range(4)
-MAX_QUESTION = 1 << 24
-SLACK = 1 << 16
-"""Bytes of a safetensors header."""
+if TYPE_CHECKING:
+    from pipedraft.train.feature_dump import States
+
+MAX_HEADER_BYTES = 1 << 18
+MAX_QUESTION_BYTES = 1 << 24
+MAX_ANSWER_BYTES = 1 << 36
+"""Of any target; each answer is held to the size of its question."""
 FRAME_S = 60.0
 """How long the bytes of a frame may stop before its link counts as lost."""
 ANSWER_S = 120.0
@@ -37,67 +36,106 @@ CONNECT_S = 60.0
 """How long a trainer tries to reach a server that is not there (yet, or any more)."""
 ADDRESS = re.compile(r"(?P<host>[\w.-]+):(?P<port>\d+)")
 
-
-# -- frames ---------------------------------------------------------------------------------
-
-
-def send_frame(link: socket.socket, kind: int, payload: bytes) -> None:
-    link.sendall(HEADER.pack(MAGIC, kind, len(payload)))
-    link.sendall(payload)
+Name: TypeAlias = Annotated[str, Meta(max_length=64)]
+Value: TypeAlias = Annotated[str, Meta(max_length=256)] | int
+Layer: TypeAlias = Annotated[int, Meta(ge=0, le=10_000)]
 
 
-def receive_frame(
-    link: socket.socket, max_bytes: int, *, begin_s: float | None
-) -> tuple[int, bytes]:
+class Hello(Message, tag="hello"):
+    """The server's first message: the identity of its target, and how states are stored."""
+
+    identity: Annotated[dict[Name, Value], Meta(max_length=16)]
+    dtype: Literal["fp32", "bf16", "fp16", "int8"]
+
+
+class Question(Message, tag="question"):
+    ids: Tensor
+    """int32 [M]: tokens, row after row."""
+    lengths: Tensor
+    """int32 [R]: tokens of each row."""
+    layers: Annotated[list[Layer], Meta(max_length=1000)]
+
+    def __post_init__(self) -> None:
+        check_tensor("ids", self.ids, (torch.int32,), None)
+        check_tensor("lengths", self.lengths, (torch.int32,), None)
+
+
+class Answer(Message, tag="answer"):
+    tensors: Annotated[dict[Name, Tensor], Meta(max_length=2000)]
+    """Named and stored as in a shard: see ``feature_shards``."""
+
+
+class Refusal(Message, tag="refusal"):
+    reason: Annotated[str, Meta(max_length=1000)]
+
+
+QUESTIONS: Codec[Question] = Codec(
+    Question, max_header_bytes=MAX_HEADER_BYTES, max_tensor_bytes=MAX_QUESTION_BYTES
+)
+ANSWERS: Codec[Hello | Answer | Refusal] = Codec(
+    Hello | Answer | Refusal, max_header_bytes=MAX_HEADER_BYTES, max_tensor_bytes=MAX_ANSWER_BYTES
+)
+
+
+def filling(link: socket.socket, begin_s: float | None) -> Fill:
     """
     Args:
-        begin_s: how long to wait for its first byte; None: for ever.
-
-    Raises:
-        ConnectionError: the link is lost, or what comes is no frame of at most ``max_bytes``.
+        begin_s: how long to wait for the first byte; None: for ever. Then it is ``FRAME_S``.
     """
-    link.settimeout(begin_s)
-    header = _receive(link, 1)
-    link.settimeout(FRAME_S)
-    magic, kind, size = HEADER.unpack(header + _receive(link, HEADER.size - 1))
-    if magic != MAGIC or size > max_bytes:
-        raise ConnectionError(f"a frame starts with {magic:#x} and claims {size} bytes")
-    return kind, bytes(_receive(link, size))
+    patience_s = begin_s
 
+    def fill(view: memoryview) -> None:
+        nonlocal patience_s
+        while view:
+            link.settimeout(patience_s)
+            try:
+                count = link.recv_into(view)
+            except TimeoutError as error:
+                raise ConnectionError(f"nothing came for {patience_s:g} s") from error
+            if not count:
+                raise ConnectionError("the other side closed the link")
+            patience_s, view = FRAME_S, view[count:]
 
-def _receive(link: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, at = memoryview(data), 0
-    while at < size:
-        try:
-            count = link.recv_into(view[at:])
-        except TimeoutError as error:
-            raise ConnectionError("the other side stopped in the middle of a frame") from error
-        if not count:
-            raise ConnectionError("the other side closed the link")
-        at += count
-    return data
+    return fill
 
 
 # -- the trainer's side ---------------------------------------------------------------------
 
 
-def is_address(text: str) -> bool:
-    return ADDRESS.fullmatch(text) is not None
+class FeaturesLost(ValueError):
+    """The server does not give what a run that has begun with it needs; start one, then go on."""
+
+
+def address_of(features: str) -> tuple[str, int] | None:
+    """Host and port; None for a folder.
+
+    Raises:
+        ValueError: no such port.
+    """
+    found = ADDRESS.fullmatch(features)
+    if found is None:
+        return None
+    port = int(found["port"])
+    if not 0 < port < 2**16:
+        raise ValueError(f"features: {features!r}: port {port} is not in 1..65535; give another")
+    return found["host"], port
 
 
 class RemoteStates:
     """A ``Source`` that asks a server; connects again if the link is lost."""
 
-    def __init__(self, address: str, identity: dict[str, Any], layers: Collection[int]) -> None:
+    def __init__(
+        self, place: tuple[str, int], identity: dict[str, int | str], layers: Collection[int]
+    ) -> None:
         """
         Args:
             identity: of the run's target; see ``target_identity``.
 
         Raises:
-            ValueError: nobody listens there, or another target is served.
+            FeaturesLost: nobody listens there, or another target is served.
         """
-        self.address, self.identity, self.layers = address, identity, sorted(layers)
+        self.place, self.identity, self.layers = place, identity, sorted(layers)
+        self.address = f"{place[0]}:{place[1]}"
         self._turn = threading.Lock()
         self._link: socket.socket | None = None
         self._dtype = "fp32"
@@ -105,65 +143,179 @@ class RemoteStates:
             self._connect(CONNECT_S)
 
     def _connect(self, patience_s: float) -> socket.socket:
-        found = ADDRESS.fullmatch(self.address)
-        assert found
-        place = (found["host"], int(found["port"]))
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                link = socket.create_connection(place, timeout=FRAME_S)
-                kind, payload = receive_frame(link, MAX_QUESTION, begin_s=FRAME_S)
+                link = socket.create_connection(self.place, timeout=FRAME_S)
+                hello = ANSWERS.read(filling(link, FRAME_S), max_tensor_bytes=0)
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise ValueError(
+                    raise FeaturesLost(
                         f"features: nobody serves states at {self.address} ({error}); start "
                         "python -m pipedraft.train.features serve there"
                     ) from error
                 time.sleep(0.5)
-        hello = json.loads(payload) if kind == HELLO else {}
-        other = difference(hello, self.identity)
+            except ValueError as error:
+                link.close()
+                raise FeaturesLost(f"features: no server at {self.address} ({error})") from error
+        other: str | None = "no target"
+        if isinstance(hello, Hello):
+            other = difference(hello.identity, self.identity)
+            self._dtype = hello.dtype
         if other is not None:
             link.close()
-            raise ValueError(
+            raise FeaturesLost(
                 f"features: {self.address} serves {other}; start a server with the target of this "
                 "run"
             )
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._link, self._dtype = link, hello["dtype"]
+        self._link = link
         return link
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """
         Raises:
-            ValueError: the server refuses the question, or is gone.
+            FeaturesLost: the server refuses the question, or is gone.
         """
-        lengths = [len(row) for row in ids]
-        question = save(
-            {
-                "ids": torch.tensor([token for row in ids for token in row], dtype=torch.int32),
-                "lengths": torch.tensor(lengths, dtype=torch.int32),
-                "layers": torch.tensor(self.layers, dtype=torch.int32),
-            }
+        question = Question(
+            ids=torch.tensor([token for row in ids for token in row], dtype=torch.int32),
+            lengths=torch.tensor([len(row) for row in ids], dtype=torch.int32),
+            layers=self.layers,
         )
         with self._turn:
             try:
-                kind, payload = self._ask(self._link or self._connect(CONNECT_S), question, lengths)
+                return self._ask(question)
             except OSError:
                 self._disconnect()
-                kind, payload = self._ask(self._connect(CONNECT_S), question, lengths)
-        if kind == REFUSAL:
-            raise ValueError(f"features: {self.address} refuses: {payload.decode()}")
-        return load(payload)
+            try:
+                return self._ask(question)
+            except OSError as error:
+                self._disconnect()
+                raise FeaturesLost(
+                    f"features: {self.address} was lost twice in one question ({error}); look why "
+                    "it ends, and start it again"
+                ) from error
 
-    def _ask(
-        self, link: socket.socket, question: bytes, lengths: Sequence[int]
-    ) -> tuple[int, bytes]:
-        per_token = bytes_per_token(len(self.layers), self.identity["hidden_size"], self._dtype)
-        send_frame(link, ASK, question)
-        return receive_frame(link, sum(lengths) * per_token + SLACK, begin_s=ANSWER_S)
+    def _ask(self, question: Question) -> dict[str, Tensor]:
+        link = self._link or self._connect(CONNECT_S)
+        num_tokens, hidden_size = len(question.ids), int(self.identity["hidden_size"])
+        per_token = bytes_per_token(len(self.layers), hidden_size, self._dtype)
+        padding = 2 * 8 * len(self.layers)
+        link.settimeout(FRAME_S)
+        for buffer in QUESTIONS.encode(question).buffers:
+            link.sendall(buffer)
+        try:
+            limit = num_tokens * per_token + padding
+            answer = ANSWERS.read(filling(link, ANSWER_S), max_tensor_bytes=limit)
+            if isinstance(answer, Answer):
+                self._check(answer.tensors, num_tokens, hidden_size)
+                return answer.tensors
+        except ValueError as error:
+            self._disconnect()
+            raise FeaturesLost(f"features: {self.address} sends no states ({error})") from error
+        reason = answer.reason if isinstance(answer, Refusal) else "it only greets"
+        raise FeaturesLost(f"features: {self.address} refuses: {reason}")
+
+    def _check(self, tensors: Mapping[str, Tensor], num_tokens: int, hidden_size: int) -> None:
+        wanted = {f"layer.{layer}" for layer in self.layers}
+        scales = {f"{name}.scale" for name in wanted} if self._dtype == "int8" else set()
+        if tensors.keys() != wanted | scales:
+            raise ValueError(f"tensors: {sorted(tensors)}; want {sorted(wanted | scales)}")
+        for name in wanted:
+            check_tensor(name, tensors[name], (DTYPES[self._dtype],), num_tokens, hidden_size)
+        for name in scales:
+            check_tensor(name, tensors[name], (torch.float32,), num_tokens)
 
     def _disconnect(self) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None
+
+
+# -- the server's side ----------------------------------------------------------------------
+
+
+class FeatureServer:
+    """Answers one question after another, whichever trainer asks."""
+
+    def __init__(
+        self,
+        states: "States",
+        hello: Hello,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        max_positions: int,
+    ) -> None:
+        """
+        Args:
+            max_tokens: padded tokens of one question.
+        """
+        self.states, self.hello = states, hello
+        self.vocab_size, self.max_tokens = vocab_size, max_tokens
+        self.max_positions = max_positions
+        self._turn = threading.Lock()
+
+    def listen(self, host: str, port: int, ready: Callable[[str, int], None]) -> None:
+        """Serve until the process ends.
+
+        Args:
+            ready: called with the address, once it can be connected to.
+        """
+        try:
+            server = socket.create_server((host, port))
+        except (OSError, OverflowError) as error:
+            raise ValueError(
+                f"port: {host}:{port} cannot be listened on ({error}); give another"
+            ) from error
+        with server:
+            ready(*server.getsockname()[:2])
+            while True:
+                link, _ = server.accept()
+                threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+
+    def _serve(self, link: socket.socket) -> None:
+        with link:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                self._send(link, self.hello)
+                while True:
+                    question = QUESTIONS.read(filling(link, None))
+                    try:
+                        answer: Answer | Refusal = Answer(self.answer(question))
+                    except ValueError as error:
+                        answer = Refusal(str(error)[:1000])
+                    self._send(link, answer)
+            except (OSError, ValueError) as error:  # this trainer is gone; others may come
+                print(f"link ended: {error}", file=sys.stderr)
+
+    def _send(self, link: socket.socket, message: Hello | Answer | Refusal) -> None:
+        link.settimeout(FRAME_S)
+        for buffer in ANSWERS.encode(message).buffers:
+            link.sendall(buffer)
+
+    def answer(self, question: Question) -> dict[str, Tensor]:
+        """
+        Raises:
+            ValueError: tokens or layers that the target does not have, or too many.
+        """
+        ids_M, layers, lengths = question.ids, question.layers, question.lengths.tolist()
+        if not lengths or min(lengths) < 1 or sum(lengths) != len(ids_M):
+            raise ValueError(f"lengths: {sum(lengths)} tokens in rows, {len(ids_M)} came")
+        if max(lengths) > self.max_positions or len(lengths) * max(lengths) > self.max_tokens:
+            raise ValueError(
+                f"batch: {len(lengths)} rows of up to {max(lengths)} tokens; this server takes "
+                f"{self.max_positions} tokens in a row and {self.max_tokens} in a batch"
+            )
+        if int(ids_M.min()) < 0 or int(ids_M.max()) >= self.vocab_size:
+            raise ValueError(f"ids: not all in [0, {self.vocab_size}), the target's vocabulary")
+        if not layers or not all(1 <= layer <= self.states.num_layers for layer in layers):
+            raise ValueError(f"layers: {layers} are not all in 1..{self.states.num_layers}")
+        rows = [part.tolist() for part in ids_M.split(lengths)]
+        stored: dict[str, Tensor] = {}
+        with self._turn:
+            for layer, hidden_MH in self.states.of(rows, layers).items():
+                stored |= encode(hidden_MH, self.hello.dtype, layer)
+        return stored

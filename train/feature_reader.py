@@ -18,7 +18,7 @@ from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import check_family
 from pipedraft.models.target_part import load_target_part
 from pipedraft.pretrained import load_config, read_config
-from pipedraft.train.feature_link import RemoteStates, is_address
+from pipedraft.train.feature_link import FeaturesLost, RemoteStates, address_of
 from pipedraft.train.feature_shards import (
     decode,
     difference,
@@ -55,6 +55,11 @@ class Features:
         self._executor = ThreadPoolExecutor(1)
         self._expected: deque[tuple[list[int], Any]] = deque()
         self._under_way: tuple[list[int], Future] | None = None
+        self._ready: tuple[list[int], dict[str, Tensor]] | None = None
+
+    @property
+    def may_be_lost(self) -> bool:
+        return isinstance(self.source, RemoteStates)
 
     def expect(self, batches: Sequence[tuple[list[int], Any]]) -> None:
         """The batches that will be read after those announced before: rows, and their tokens."""
@@ -70,9 +75,8 @@ class Features:
         """
         lengths, ids_BT = batch["lengths"].tolist(), batch["input_ids"]
         B, T = ids_BT.shape
-        is_packed = B == 1 and len(lengths) > 1
-        starts = [0, *np.cumsum(lengths)[:-1].tolist()] if is_packed else range(0, B * T, T)
-        order, stored = self._fetched(batch, list(starts))
+        starts = _starts(batch)
+        order, stored = self._fetched(batch)
         length_of = dict(zip(batch["rows"].tolist(), lengths, strict=True))
         place_of = dict(zip(batch["rows"].tolist(), starts, strict=True))
         places_M = torch.cat(
@@ -87,21 +91,39 @@ class Features:
             read[layer] = hidden_PH.index_copy_(0, places_M, kept_MH).view(B, T, -1)
         return read
 
-    def _fetched(
-        self, batch: dict[str, Tensor], starts: list[int]
-    ) -> tuple[list[int], dict[str, Tensor]]:
+    def wait_for(self, batch: dict[str, Tensor]) -> FeaturesLost | None:
+        """Fetch what ``read`` will return for this batch; why not, if its server is lost."""
+        try:
+            self._ready = self._fetched(batch)
+        except FeaturesLost as lost:
+            return lost
+        return None
+
+    def _fetched(self, batch: dict[str, Tensor]) -> tuple[list[int], dict[str, Tensor]]:
         """The rows of a batch in some order, and their states in this order."""
         wanted, under_way = batch["rows"].tolist(), self._under_way
+        ready, self._ready = self._ready, None
+        if ready is not None and sorted(ready[0]) == sorted(wanted):
+            return ready
         if under_way is not None and sorted(under_way[0]) == sorted(wanted):
             found, self._under_way = (under_way[0], under_way[1].result()), None
         else:
             ids_P, lengths = batch["input_ids"].flatten().tolist(), batch["lengths"].tolist()
-            ids = [ids_P[at : at + size] for at, size in zip(starts, lengths, strict=True)]
+            places = zip(_starts(batch), lengths, strict=True)
+            ids = [ids_P[at : at + size] for at, size in places]
             found = wanted, self.source.fetch(wanted, ids)
         if self._under_way is None and self._expected:
             rows, ids = self._expected.popleft()
             self._under_way = rows, self._executor.submit(self.source.fetch, rows, ids)
         return found
+
+
+def _starts(batch: dict[str, Tensor]) -> list[int]:
+    """Where each row of tokens begins in the flattened batch, padded or packed."""
+    lengths, (B, T) = batch["lengths"].tolist(), batch["input_ids"].shape
+    if B == 1 and len(lengths) > 1:
+        return [0, *np.cumsum(lengths)[:-1].tolist()]
+    return list(range(0, B * T, T))
 
 
 class ShardFolder:
@@ -216,6 +238,7 @@ def load_embedding_and_head(run: Any, objective_class: Any, config: Any, acceler
                 f"{name}: {value} with features, for which no layer of the target runs; leave out "
                 "one of the two"
             )
+    address_of(run.features)
     draft = weightless_draft(objective_class, config, decoder_config(run))
     return load_target_part(
         run.target,
@@ -241,8 +264,9 @@ def open_features(run: Any, objective: Any, tokenizer: Any, data: TokenizedData)
     """
     config = objective.target.get_decoder().config
     layers = needed_layers(objective.draft, config.num_hidden_layers)
-    if is_address(run.features):
-        return Features(RemoteStates(run.features, target_identity(run, config), layers))
+    place = address_of(run.features)
+    if place is not None:
+        return Features(RemoteStates(place, target_identity(run, config), layers))
     identity = identity_of(run, config, tokenizer, data)
     lengths = row_lengths(data.train) + row_lengths(data.valid)
     return Features(ShardFolder(Path(run.features), identity, layers, lengths))

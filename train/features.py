@@ -149,8 +149,8 @@ def serve_states(own: Any, run: Any) -> None:
     """Run the target for trainers until the process ends."""
     from pipedraft.train.__main__ import load_tokenizer_of
     from pipedraft.train.feature_dump import States
+    from pipedraft.train.feature_link import FeatureServer, Hello
     from pipedraft.train.feature_reader import decoder_config
-    from pipedraft.train.feature_server import FeatureServer
     from pipedraft.train.feature_shards import target_identity
     from pipedraft.train.launch import load_frozen_target, make_accelerator
 
@@ -159,8 +159,7 @@ def serve_states(own: Any, run: Any) -> None:
     states = States(load_frozen_target(run, accelerator), pad_id, accelerator)
     server = FeatureServer(
         states,
-        {**target_identity(run, config), "dtype": own.dtype},
-        dtype=own.dtype,
+        Hello(target_identity(run, config), own.dtype),
         vocab_size=config.vocab_size,
         max_tokens=2 * max(run.batch_tokens, 8 * run.data.max_length),
         max_positions=config.max_position_embeddings,

@@ -23,7 +23,8 @@ from pipedraft.models.cpu import tuned
 from pipedraft.train import checkpoint
 from pipedraft.train.checkpoint import PROGRESS, Progress, TrainingState
 from pipedraft.train.config import RunConfig
-from pipedraft.train.launch import Stop, Stopping, make_optimizers, rate_factor
+from pipedraft.train.feature_link import FeaturesLost
+from pipedraft.train.launch import GO_ON, Stop, Stopping, make_optimizers, rate_factor
 from pipedraft.train.log import (
     BadBatches,
     MetricsLog,
@@ -184,6 +185,18 @@ class Trainer:
         metrics = self.objective.summarize(totals)
         return {**metrics, "grad_norm": norm, "lr": rate}
 
+    def _wait_for_features(self, batch: dict[str, Tensor]) -> None:
+        """
+        Raises:
+            FeaturesLost: by every process, when one of them has lost its feature server.
+        """
+        if self.config.features is None or not self.objective.features.may_be_lost:
+            return
+        lost = self.objective.features.wait_for(batch)
+        count = torch.tensor(float(lost is not None), device=self.accelerator.device)
+        if float(self.accelerator.reduce(count, "sum")):
+            raise lost or FeaturesLost("features: another process has lost its server")
+
     def _set_rate(self) -> float:
         """Before the backward pass, because DeepSpeed takes its step in there."""
         optim = self.config.optim
@@ -204,6 +217,7 @@ class Trainer:
         sums: dict[str, Tensor] = {}
         losses: list[Tensor] = []
         for index, batch in enumerate(window):
+            self._wait_for_features(batch)
             generator = self.generator(self.progress.step, index * self.world + self.rank)
             sync = _sync(accelerator, self.module, index == len(window) - 1)
             with tuned(accelerator.device), accelerator.autocast(), sync:
@@ -267,6 +281,7 @@ class Trainer:
                 # Sharded networks make every process run as often as the others: one that is left
                 # without rows runs one that does not count.
                 batch = self.load(self.data.valid, mine or rows[:1])
+                self._wait_for_features(batch)
                 with tuned(self.accelerator.device), self.accelerator.autocast():
                     output = self.module(batch, self.generator(0, start), **options)
                 add_sums(sums, output, prefix=options.get("name", ""), weight=bool(mine))
@@ -397,12 +412,18 @@ class Trainer:
         with self.stopping.signals(), bar:
             if progress.evaluation_pending:
                 self._evaluate_and_keep(log)
-            self.stop = self._out_of_patience()
+            self.stop = self.stop or self._out_of_patience()
             while progress.step < self.num_steps and self.stop is None:
-                began = time.perf_counter()
+                began, place = time.perf_counter(), (progress.epoch, progress.batch)
                 window = next(windows)
                 loaded = time.perf_counter()
-                values = self.optimize(window)
+                try:
+                    values = self.optimize(window)
+                except FeaturesLost as lost:
+                    progress.epoch, progress.batch = place
+                    self.save(progress.metrics)
+                    self.stop = Stop(f"{lost}; {GO_ON}", 1)
+                    break
                 self.pace.waited_s += loaded - began
                 self.pace.total_s += time.perf_counter() - began
                 log.add(values, bar)
@@ -421,7 +442,7 @@ class Trainer:
         if done or (every and progress.step % every == 0):
             if self.stop is None:
                 self._evaluate_and_keep(log)
-                self.stop = None if done else self._out_of_patience()
+                self.stop = self.stop or (None if done else self._out_of_patience())
             else:  # whoever sent a signal may not wait long enough for an evaluation
                 progress.evaluation_pending = True
         if done or self.stop is not None or progress.step % config.save_every_steps == 0:
@@ -430,7 +451,11 @@ class Trainer:
     def _evaluate_and_keep(self, log: MetricsLog) -> None:
         """Validation metrics, and the network if they are the best."""
         progress = self.progress
-        progress.metrics = metrics = self.evaluate()
+        try:
+            progress.metrics = metrics = self.evaluate()
+        except FeaturesLost as lost:
+            progress.evaluation_pending, self.stop = True, Stop(f"{lost}; {GO_ON}", 1)
+            return
         progress.evaluation_pending = False
         if metrics:
             log.write({f"valid/{key}": value for key, value in metrics.items()})
