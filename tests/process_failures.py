@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.transport import KEY
 from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.transport.watch import Limits
+from pipedraft.inference.transport.watch import FAILED_KEY, Limits
 
 NUM_STAGES, NUM_RANKS = 2, 3
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # of Linux; Python's socket module does not name them
@@ -39,6 +41,8 @@ class Plan:
     failing_rank: int = -1
     failure: Callable[[Path], None] | None = None
     """Called with ``folder`` in the failing rank soon after its first steps."""
+    key: str = ""
+    """That signs what ranks put into the store."""
 
 
 class PlainTokenizer:
@@ -70,7 +74,8 @@ def run_forked_rank(rank: int, port: int, plan: Plan) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        KEY: plan.key,
     }
     os.dup2(os.open(plan.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     run_rank(plan)
@@ -102,6 +107,13 @@ def exhaust_memory(folder: Path) -> None:
             pieces.append(torch.empty(PIECE_BYTES, dtype=torch.uint8))
     except RuntimeError:
         threading.Event().wait()  # holds them
+
+
+def forge_cause(folder: Path) -> None:
+    """As anybody could who reaches the store."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    store.set(FAILED_KEY, "rank 7 (nobody): pay here")
 
 
 def reset_links(folder: Path, *, peer: int) -> None:

@@ -4,21 +4,22 @@ Rank 0 is the controller and holds the draft. With one rank more than stages the
 1..n; with as many ranks as stages the first stage lives on rank 0, too.
 """
 
-import json
 import os
+import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.inference.transport import is_launched
+from pipedraft.inference.transport import checked, is_launched, sign
+from pipedraft.inference.transport.codec import DTYPES, NAMES, DtypeName
 from pipedraft.inference.transport.messages import AnyMessage, Cancel, Close
 from pipedraft.inference.transport.ranks import (
     ANSWER,
@@ -44,14 +45,13 @@ LOAD_TIMEOUT = timedelta(hours=2)
 CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What rank 0 tells the others."""
 
     target: str
     revision: str | None
     boundaries: tuple[int, ...]
-    dtype: str
+    dtype: DtypeName
     traces: bool
 
     @property
@@ -98,6 +98,9 @@ class Cluster:
 
     def __enter__(self) -> Self:
         self.watch.start()
+        loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        if loopback and os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # nobody is elsewhere
         dist.init_process_group("gloo", timeout=CONNECT_TIMEOUT)
         if self._links == "device" or (self._links == "auto" and self._have_own_devices()):
             self._open_device_links()
@@ -182,11 +185,11 @@ class Cluster:
             target=os.path.abspath(name) if os.path.isdir(name) else name,
             revision=revision,
             boundaries=cut,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=NAMES[dtype],
             traces=traces,
         )
         self._name_ranks(job)
-        self.watch.store.set(JOB_KEY, json.dumps(asdict(job)))
+        self.watch.store.set(JOB_KEY, sign(JOB_KEY, msgspec.json.encode(job).decode()))
         self.job = job
         return self._load_part(job, has_embedding=True, has_head=True)
 
@@ -233,8 +236,7 @@ class Cluster:
         """Hold a stage until the controller closes the pipeline."""
         store = self.watch.store
         store.wait([JOB_KEY], LOAD_TIMEOUT)
-        fields = json.loads(store.get(JOB_KEY))
-        job = Job(**{**fields, "boundaries": tuple(fields["boundaries"])})
+        job = msgspec.json.decode(checked(JOB_KEY, store.get(JOB_KEY)), type=Job)
         self._name_ranks(job)
         index = self.rank - self._first_rank(job)
         last = job.num_stages - 1
@@ -289,7 +291,7 @@ class Cluster:
             has_embedding=has_embedding,
             has_head=has_head,
             revision=job.revision,
-            dtype=getattr(torch, job.dtype),
+            dtype=DTYPES[job.dtype],
             device=self.device,
         )
 

@@ -7,7 +7,6 @@ needs the main thread, and the first thread nothing of the second. The process i
 the line on stderr and status 1.
 """
 
-import json
 import os
 import signal
 import sys
@@ -19,9 +18,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
 
+import msgspec
 import torch.distributed as dist
 
 from pipedraft.inference.timeline import Timeline
+from pipedraft.inference.transport import checked, sign
 from pipedraft.inference.transport.ranks import LostLink, Receiver, Sender, is_out_of_memory
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -41,6 +42,14 @@ class Limits:
     """After a rank says it sent a message that did not come."""
     step_s: float = 8.0
     """One forward pass of a stage or of the draft. Raise it for targets that need longer."""
+
+
+class Beat(msgspec.Struct, forbid_unknown_fields=True):
+    """A sign of life of one rank."""
+
+    beats: int
+    sent: dict[str, int]
+    """"peer:channel" -> messages sent on this link."""
 
 
 @dataclass
@@ -122,7 +131,8 @@ class Watch:
         """Let every other rank end."""
         self._failure = line
         if threading.current_thread() is self._outward:
-            with suppress(RuntimeError, MemoryError):  # which may be why this rank leaves
+            # Any of these may be why this rank leaves.
+            with suppress(RuntimeError, MemoryError, ConnectionError):
                 self._exchange_causes()
         else:
             self._wake.set()
@@ -137,7 +147,7 @@ class Watch:
     def _see_through(self, loop: Callable[[], None]) -> None:
         try:
             loop()
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, ConnectionError, ValueError) as error:
             if not self._stopping.is_set():
                 self.fail_with(error)
 
@@ -176,7 +186,9 @@ class Watch:
 
     def _exchange_causes(self) -> None:
         """Tell this rank's failure, and leave if another one's came first."""
-        cause = self.store.compare_set(FAILED_KEY, "", self._failure).decode()
+        mine = sign(FAILED_KEY, self._failure) if self._failure else ""
+        found = self.store.compare_set(FAILED_KEY, "", mine)
+        cause = checked(FAILED_KEY, found) if found else ""
         if cause and not cause.startswith(f"rank {self.rank} ("):
             self._leave(f"{self.name}: stopped, because {cause}")
         if cause:
@@ -185,20 +197,20 @@ class Watch:
     def _check_others(self) -> None:
         self._beats += 1
         sent = {f"{link.peer}:{link.channel}": link.num_sent for link in self.sent}
-        beat = {"beats": self._beats, "sent": sent}
-        self.store.set(f"pipedraft/beat/{self.rank}", json.dumps(beat))
+        key, beat = f"pipedraft/beat/{self.rank}", Beat(self._beats, sent)
+        self.store.set(key, sign(key, msgspec.json.encode(beat).decode()))
         now = time.monotonic()
         for rank in range(self.world_size):
             key = f"pipedraft/beat/{rank}"
             if rank == self.rank or not self.store.check([key]):
                 continue
-            beat = json.loads(self.store.get(key))
+            beat = msgspec.json.decode(checked(key, self.store.get(key)), type=Beat)
             beats, since = self._seen.get(rank, (-1, now))
-            if beat["beats"] != beats:
-                self._seen[rank] = (beat["beats"], now)
+            if beat.beats != beats:
+                self._seen[rank] = (beat.beats, now)
             elif now - since > self.limits.silence_s:
                 self.fail(f"rank {rank} ({self.names[rank]}) is silent for {now - since:.0f} s")
-            self._check_delivery(rank, beat["sent"], now)
+            self._check_delivery(rank, beat.sent, now)
 
     def _check_delivery(self, rank: int, sent: dict[str, int], now: float) -> None:
         for link in self.received:
