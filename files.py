@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors import SafetensorError
 
 from pipedraft.errors import Failure, UsageError, make_folder
@@ -81,6 +82,8 @@ def to_json(content: Any) -> bytes:
 
 def _without_nan(value: Any) -> Any:
     """JSON has no NaN: a value that does not exist is null."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.to_builtins(value)
     if isinstance(value, dict):
         return {key: _without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

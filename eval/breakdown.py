@@ -4,9 +4,9 @@
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from pipedraft.eval.metrics import (
     CONFIDENCE,
@@ -15,13 +15,18 @@ from pipedraft.eval.metrics import (
     ratio,
     student_quantile,
 )
+from pipedraft.eval.record import (
+    AcceptanceLength,
+    CategoryRecord,
+    EntropyRecord,
+    Interval,
+    PromptRecord,
+)
 from pipedraft.inference.result import DecodeResult
 
 ENTROPY_EDGES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
 """Nats. Each bin reaches from one to below the next, the last one to infinity; fixed, so that runs
 can be compared bin by bin."""
-Row = dict[str, Any]
-"""One entry of "per_prompt" in results.json."""
 
 
 def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[float, float]:
@@ -64,55 +69,55 @@ def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[flo
 
 
 def acceptance_by_category(
-    rows: Sequence[Row], *, num_stages: int, seed: int = 0
-) -> dict[str, dict[str, Any]]:
+    rows: Sequence[PromptRecord], *, num_stages: int, seed: int = 0
+) -> dict[str, CategoryRecord]:
     """Rates and L' of each category of prompt; "benchmark/category" where several are pooled.
 
     Args:
         seed: of the bootstrap of L'.
     """
-    several = len({row["benchmark"] for row in rows}) > 1
-    groups: dict[str, list[Row]] = {}
+    several = len({row.benchmark for row in rows}) > 1
+    groups: dict[str, list[PromptRecord]] = {}
     for row in rows:
-        name = f"{row['benchmark']}/{row['category']}" if several else row["category"]
+        name = f"{row.benchmark}/{row.category}" if several else row.category
         groups.setdefault(name, []).append(row)
     return {name: _describe(group, num_stages, seed) for name, group in groups.items()}
 
 
-def _describe(rows: Sequence[Row], num_stages: int, seed: int) -> dict[str, Any]:
-    tests_P = np.array([sum(row["position_tests"]) for row in rows])
-    accepts_P = np.array([sum(row["position_accepts"]) for row in rows])
-    decoded = [(num_stages * row["tokens"], row["steps"]) for row in rows if row["steps"]]
+def _describe(rows: Sequence[PromptRecord], num_stages: int, seed: int) -> CategoryRecord:
+    tests_P = np.array([sum(row.position_tests) for row in rows])
+    accepts_P = np.array([sum(row.position_accepts) for row in rows])
+    decoded = [(num_stages * row.tokens, row.steps) for row in rows if row.steps]
     numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
-    return {
-        "prompts": len(rows),
-        "tests": int(tests_P.sum()),
-        "accepts": int(accepts_P.sum()),
-        "draft_acceptance_rate": ratio(int(accepts_P.sum()), int(tests_P.sum())),
-        "draft_acceptance_rate_ci95": list(wilson_over_prompts(accepts_P, tests_P)),
-        "equivalent_acceptance_length": {
-            "pooled": ratio(float(numerator_P.sum()), float(denominator_P.sum())),
-            "ci95": bootstrap_ratio(numerator_P, denominator_P, seed=seed).tolist(),
-        },
-    }
+    return CategoryRecord(
+        prompts=len(rows),
+        tests=int(tests_P.sum()),
+        accepts=int(accepts_P.sum()),
+        draft_acceptance_rate=ratio(int(accepts_P.sum()), int(tests_P.sum())),
+        draft_acceptance_rate_ci95=wilson_over_prompts(accepts_P, tests_P),
+        equivalent_acceptance_length=AcceptanceLength(
+            pooled=ratio(float(numerator_P.sum()), float(denominator_P.sum())),
+            ci95=tuple(bootstrap_ratio(numerator_P, denominator_P, seed=seed).tolist()),
+        ),
+    )
 
 
-def _table(rows: Sequence[Row], field: str) -> np.ndarray:
+def _table(counts: Sequence[Sequence[int]]) -> np.ndarray:
     """Counts of each prompt, shorter lists filled up with 0."""
-    table = np.zeros((len(rows), max((len(row[field]) for row in rows), default=0)))
-    for line, row in zip(table, rows, strict=True):
-        line[: len(row[field])] = row[field]
+    table = np.zeros((len(counts), max(map(len, counts), default=0)))
+    for line, row in zip(table, counts, strict=True):
+        line[: len(row)] = row
     return table
 
 
-def acceptance_intervals_by_position(rows: Sequence[Row]) -> list[list[float]]:
+def acceptance_intervals_by_position(rows: Sequence[PromptRecord]) -> list[Interval]:
     """Entry j: interval of "acceptance_by_position"[j]."""
-    tests_PJ = _table(rows, "position_tests")
+    tests_PJ = _table([row.position_tests for row in rows])
     accepts_PJ = np.zeros_like(tests_PJ)
-    found_PJ = _table(rows, "position_accepts")
+    found_PJ = _table([row.position_accepts for row in rows])
     accepts_PJ[:, : found_PJ.shape[1]] = found_PJ
     pairs = zip(accepts_PJ.T, tests_PJ.T, strict=True)
-    return [list(wilson_over_prompts(accepts_P, tests_P)) for accepts_P, tests_P in pairs]
+    return [wilson_over_prompts(accepts_P, tests_P) for accepts_P, tests_P in pairs]
 
 
 def guessed_tokens(result: DecodeResult) -> Iterator[tuple[int, bool]]:
@@ -145,21 +150,19 @@ def count_by_entropy(
     return tests, accepts
 
 
-def acceptance_by_entropy(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def acceptance_by_entropy(rows: Sequence[PromptRecord]) -> list[EntropyRecord]:
     """One entry for each bin, empty ones included; none where no entropies were counted."""
-    rows = [row for row in rows if "entropy_tests" in row]
-    if not rows:
-        return []
-    tests_PE, accepts_PE = _table(rows, "entropy_tests"), _table(rows, "entropy_accepts")
+    tests_PE = _table([row.entropy_tests for row in rows if row.entropy_tests is not UNSET])
+    accepts_PE = _table([row.entropy_accepts for row in rows if row.entropy_accepts is not UNSET])
     edges = zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], math.inf], strict=True)
     return [
-        {
-            "entropy_from": low,
-            "entropy_to": high,
-            "tests": int(tests_P.sum()),
-            "accepts": int(accepts_P.sum()),
-            "draft_acceptance_rate": ratio(int(accepts_P.sum()), int(tests_P.sum())),
-            "draft_acceptance_rate_ci95": list(wilson_over_prompts(accepts_P, tests_P)),
-        }
-        for (low, high), tests_P, accepts_P in zip(edges, tests_PE.T, accepts_PE.T, strict=True)
+        EntropyRecord(
+            entropy_from=low,
+            entropy_to=high,
+            tests=int(tests_P.sum()),
+            accepts=int(accepts_P.sum()),
+            draft_acceptance_rate=ratio(int(accepts_P.sum()), int(tests_P.sum())),
+            draft_acceptance_rate_ci95=wilson_over_prompts(accepts_P, tests_P),
+        )
+        for (low, high), tests_P, accepts_P in zip(edges, tests_PE.T, accepts_PE.T, strict=False)
     ]

@@ -3,15 +3,13 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+from pipedraft.eval.record import RunRecord, number_or_nan
 from pipedraft.inference.clock import CostModel
-
-Run = dict[str, Any]
 
 
 def read_cost(path: Path) -> CostModel:
@@ -24,7 +22,7 @@ def read_cost(path: Path) -> CostModel:
         ) from error
 
 
-def fit_cost(runs: Sequence[Run]) -> CostModel:
+def fit_cost(runs: Sequence[RunRecord]) -> CostModel:
     """Fit the cost model to what a comparison measured.
 
     - A target pass is the stages' mean time for one row, added up, in plain decoding.
@@ -42,21 +40,21 @@ def fit_cost(runs: Sequence[Run]) -> CostModel:
     Raises:
         ValueError: plain decoding emitted nothing to measure.
     """
-    runs = [run for run in runs if run["benchmark"] == OVERALL] or list(runs)
-    plain = next(run for run in runs if run["schedule"] == AUTOREGRESSIVE)
-    if not plain["tokens"]:
+    runs = [run for run in runs if run.benchmark == OVERALL] or list(runs)
+    plain = next(run for run in runs if run.schedule == AUTOREGRESSIVE)
+    if not plain.tokens:
         raise ValueError("--calibrate: plain decoding emitted one token a text; give longer texts")
-    num_stages = plain["stages"]
-    one_row = _total(plain, "seconds", "stage") / plain["tokens"]
-    names = [process["name"] for process in plain["processes"]]
+    num_stages = plain.stages
+    one_row = _total(plain, "seconds", "stage") / plain.tokens
+    names = [process.name for process in plain.processes]
     is_asynchronous = len(names) > 1
-    verify = _total(plain, "seconds", "verify") / plain["tokens"]
+    verify = _total(plain, "seconds", "verify") / plain.tokens
     waits = 0.0
     if is_asynchronous:
-        per_token = 1.0 / plain["wallclock"]["tokens_per_s"]
+        per_token = 1.0 / _tokens_per_s(plain)
         waits = max(per_token - one_row - verify, 0.0) / (num_stages + 1)
-    forwards = sum(run["draft_forwards"] for run in runs)
-    drafting = sum(_total(run, "seconds", "draft") for run in runs if run["draft_forwards"])
+    forwards = sum(run.draft_forwards for run in runs)
+    drafting = sum(_total(run, "seconds", "draft") for run in runs if run.draft_forwards)
     row, sharing = _row_and_sharing(runs)
     return CostModel(
         row=row,
@@ -69,11 +67,16 @@ def fit_cost(runs: Sequence[Run]) -> CostModel:
     )
 
 
-def _total(run: Run, quantity: str, kind: str) -> float:
-    return sum(process[quantity].get(kind, 0.0) for process in run["processes"])
+def _total(run: RunRecord, quantity: str, kind: str) -> float:
+    return sum(getattr(process, quantity).get(kind, 0.0) for process in run.processes)
 
 
-def _row_and_sharing(runs: Sequence[Run]) -> tuple[float, float]:
+def _tokens_per_s(run: RunRecord) -> float:
+    assert run.wallclock is not None
+    return number_or_nan(run.wallclock.tokens_per_s)
+
+
+def _row_and_sharing(runs: Sequence[RunRecord]) -> tuple[float, float]:
     """Extra time of a further row, and beside a further busy process, over the time of the first.
 
     Non-negative least squares; a column that does not vary is left out.
@@ -95,10 +98,10 @@ def _row_and_sharing(runs: Sequence[Run]) -> tuple[float, float]:
     return (times.get(1, 0.0) / first, times.get(2, 0.0) / first) if first > 0 else (0.0, 0.0)
 
 
-def _others_busy(run: Run) -> float:
+def _others_busy(run: RunRecord) -> float:
     """Processes that computed beside a busy one on average, while the run lasted."""
-    if not run["wallclock"] or len(run["processes"]) == 1:
+    if run.wallclock is None or len(run.processes) == 1:
         return 0.0
     kinds = ("stage", "verify", "draft")
     busy = sum(_total(run, "seconds", kind) for kind in kinds)
-    return max(busy * run["wallclock"]["tokens_per_s"] / run["tokens"] - 1.0, 0.0)
+    return max(busy * _tokens_per_s(run) / run.tokens - 1.0, 0.0)

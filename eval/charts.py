@@ -20,7 +20,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from pipedraft.eval.tables import Table, is_known
+from pipedraft.eval.record import is_known
+from pipedraft.eval.tables import Table
 
 # (light, dark). Text has a contrast of 4.5 or more against paper and panel, marks 3 or more; series
 # differ by 20 or more in CIELAB for color-blind readers too (tests/test_eval_html_look.py).

@@ -3,7 +3,6 @@
 Reads the "per_prompt" rows of results.json; the statistics are those of paired.py.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +21,15 @@ from pipedraft.eval.paired import (
     compare_paired,
     variance_parts,
 )
+from pipedraft.eval.provenance import fact
 from pipedraft.eval.quantities import (
     BY_ENTROPY,
     QUANTITIES,
     WALLCLOCK,
-    Entry,
     Quantity,
-    Row,
     has,
 )
+from pipedraft.eval.record import PromptRecord, RunRecord, parse, read_bytes, read_results
 from pipedraft.eval.tables import align_columns
 from pipedraft.files import to_json, write_atomically
 
@@ -58,8 +57,6 @@ LIKENESS = (
     ("schedule",),
     (),
 )
-ENTRY_FIELDS = (*LIKENESS[0], "benchmark", "temperature", "per_prompt")
-ROW_FIELDS = ("benchmark", "id", "tokens", "steps")
 # What makes numbers hard to compare if it differs, by its place in manifest.json.
 CONDITIONS = {
     "target": ("target", "fingerprint", "hash"),
@@ -76,98 +73,69 @@ MACHINE = {
 
 
 @dataclass(frozen=True)
-class Run:
+class Evaluated:
     """A folder that an evaluation wrote."""
 
     folder: Path
-    entries: list[Entry]
+    entries: list[RunRecord]
     manifest: dict[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> "Run":
-        where = str(folder / "results.json")
-        results = _read_json(folder, "results.json")
-        entries = [*_list(where, results, "runs"), *_list(where, results, "overall")]
+    def read(cls, folder: Path) -> "Evaluated":
+        where = f"RUN: {str(folder / 'results.json')!r}"
+        entries = read_results("RUN", folder).entries
         for entry in entries:
-            _require(where, entry, ENTRY_FIELDS)
-            names = []
-            for row in _list(where, entry, "per_prompt"):
-                _require(where, row, ROW_FIELDS)
-                names.append((row["benchmark"], row["id"]))
-            for (benchmark, name), times in Counter(names).items():
+            if not entry.per_prompt:
+                raise UsageError(
+                    f"{where} has an entry without 'per_prompt'; run the evaluation again"
+                )
+            names = Counter((row.benchmark, row.id) for row in entry.per_prompt)
+            for (benchmark, name), times in names.items():
                 if times > 1:
                     raise UsageError(
-                        f"RUN: {where!r} has {times} prompts of {benchmark} with the id {name!r}; "
+                        f"{where} has {times} prompts of {benchmark} with the id {name!r}; "
                         "give every row of the benchmark's file an id of its own"
                     )
-        return cls(folder, entries, _read_json(folder, "manifest.json"))
+        path = folder / "manifest.json"
+        return cls(folder, entries, parse(read_bytes("RUN", path), dict, f"RUN: {str(path)!r}"))
 
     def fact(self, path: Sequence[str]) -> Any:
         """A value of the manifest; None where a run of another version did not record it."""
-        value: Any = self.manifest
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
+        return fact(self.manifest, *path)
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    path = folder / name
-    if not path.is_file():
-        raise UsageError(
-            f"RUN: {str(folder)!r} has no {name}; give the --out folder of python -m pipedraft.eval"
-        )
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise UsageError(f"RUN: {str(path)!r} is not JSON ({error}); evaluate again") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"RUN: {str(path)!r} is not an object; evaluate again")
-    return content
-
-
-def _require(where: str, record: Any, fields: Sequence[str]) -> None:
-    """The fields that every version wrote."""
-    for field in fields:
-        if not isinstance(record, dict) or field not in record:
-            raise UsageError(
-                f"RUN: {where!r} has an entry without {field!r}; run the evaluation again"
-            )
-
-
-def _list(where: str, record: dict[str, Any], field: str) -> list[Any]:
-    _require(where, record, (field,))
-    if not isinstance(record[field], list):
-        raise UsageError(f"RUN: {where!r}: {field} is no list; run the evaluation again")
-    return record[field]
-
-
-def _rows_by_id(entry: Entry) -> dict[tuple[str, str], Row]:
-    return {(row["benchmark"], row["id"]): row for row in entry["per_prompt"]}
+def _rows_by_id(entry: RunRecord) -> dict[tuple[str, str], PromptRecord]:
+    return {(row.benchmark, row.id): row for row in entry.per_prompt}
 
 
 @dataclass(frozen=True)
 class Line:
     """One quantity of a method in one run against one in the baseline."""
 
-    baseline: Entry
-    compared: Entry
+    baseline: RunRecord
+    compared: RunRecord
     quantity: Quantity
     left_out: int
     """Prompts that only one of the two has."""
     result: PairedComparison
 
 
-def _counts(quantity: Quantity, entry: Entry, keys: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+def _counts(
+    quantity: Quantity, entry: RunRecord, keys: Sequence[Any]
+) -> tuple[np.ndarray, np.ndarray]:
     rows = _rows_by_id(entry)
-    factor = entry["stages"] if quantity.times_stages else 1
-    return (
-        np.array([factor * quantity.counts(rows[key])[0] for key in keys], dtype=np.float64),
-        np.array([quantity.counts(rows[key])[1] for key in keys], dtype=np.float64),
-    )
+    factor = entry.stages if quantity.times_stages else 1
+    pairs = np.array([quantity.counts(rows[key]) for key in keys], dtype=np.float64)
+    numerator_P, denominator_P = pairs.reshape(-1, 2).T
+    return factor * numerator_P, denominator_P
+
+
+def _setting(entry: RunRecord, fields: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(getattr(entry, field) for field in fields)
 
 
 def compare_entries(
-    baseline: Entry, compared: Entry, quantities: Sequence[Quantity] = QUANTITIES
+    baseline: RunRecord, compared: RunRecord, quantities: Sequence[Quantity] = QUANTITIES
 ) -> Iterator[Line]:
     """Every quantity that both recorded, on the prompts that both have.
 
@@ -178,7 +146,7 @@ def compare_entries(
     keys = [key for key in _rows_by_id(baseline) if key in shared]
     left_out = len(_rows_by_id(baseline).keys() ^ shared)
     for quantity in quantities:
-        if compared["schedule"] == AUTOREGRESSIVE and quantity is not WALLCLOCK:
+        if compared.schedule == AUTOREGRESSIVE and quantity is not WALLCLOCK:
             continue
         if not (has(quantity, baseline) and has(quantity, compared)):
             continue
@@ -189,25 +157,26 @@ def compare_entries(
             yield Line(baseline, compared, quantity, left_out, result)
 
 
-def counterparts(entry: Entry, candidates: Sequence[Entry]) -> list[Entry]:
+def counterparts(entry: RunRecord, candidates: Sequence[RunRecord]) -> list[RunRecord]:
     """The baseline's entries most like ``entry``: namesakes if there are any."""
     place = ("benchmark", "temperature")
-    is_plain = entry["schedule"] == AUTOREGRESSIVE
+    is_plain = entry.schedule == AUTOREGRESSIVE
     candidates = [
         other
         for other in candidates
-        if all(other[field] == entry[field] for field in place)
-        and (other["schedule"] == AUTOREGRESSIVE) == is_plain
+        if _setting(other, place) == _setting(entry, place)
+        and (other.schedule == AUTOREGRESSIVE) == is_plain
     ]
     for fields in LIKENESS:
-        alike = [c for c in candidates if all(c[field] == entry[field] for field in fields)]
+        wanted = _setting(entry, fields)
+        alike = [c for c in candidates if _setting(c, fields) == wanted]
         if alike:
             return alike
     return []
 
 
 def compare_runs(
-    baseline: Run, compared: Run, quantities: Sequence[Quantity] = QUANTITIES
+    baseline: Evaluated, compared: Evaluated, quantities: Sequence[Quantity] = QUANTITIES
 ) -> list[Line]:
     lines = [
         line
@@ -217,9 +186,9 @@ def compare_runs(
     ]
     if not lines:
 
-        def places(run: Run) -> str:
+        def places(run: Evaluated) -> str:
             return ", ".join(
-                dict.fromkeys(f"{e['benchmark']} at T = {e['temperature']:g}" for e in run.entries)
+                dict.fromkeys(f"{e.benchmark} at T = {e.temperature:g}" for e in run.entries)
             )
 
         raise UsageError(
@@ -230,11 +199,11 @@ def compare_runs(
     return lines
 
 
-def find_warnings(baseline: Run, compared: Run, lines: Sequence[Line]) -> list[str]:
+def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line]) -> list[str]:
     """What a reader must know before believing the numbers."""
     found = []
-    for benchmark in dict.fromkeys(line.compared["benchmark"] for line in lines):
-        left_out = max(x.left_out for x in lines if x.compared["benchmark"] == benchmark)
+    for benchmark in dict.fromkeys(line.compared.benchmark for line in lines):
+        left_out = max(x.left_out for x in lines if x.compared.benchmark == benchmark)
         first, second = (run.fact(("prompts", benchmark, "sha256")) for run in (baseline, compared))
         if first != second:
             found.append(
@@ -251,11 +220,11 @@ def find_warnings(baseline: Run, compared: Run, lines: Sequence[Line]) -> list[s
         if first != second:
             found.append(f"{name} differs: {_short(first)} and {_short(second)}")
     for line in lines:
-        is_plain = line.compared["schedule"] == AUTOREGRESSIVE
+        is_plain = line.compared.schedule == AUTOREGRESSIVE
         if is_plain and line.result.p_value <= 1 - CONFIDENCE:
             found.append(
-                f"the machine was not equally fast: plain decoding of {line.compared['benchmark']} "
-                f"at T = {line.compared['temperature']:g} ran at {line.result.ratio:.2f} times the "
+                f"the machine was not equally fast: plain decoding of {line.compared.benchmark} "
+                f"at T = {line.compared.temperature:g} ran at {line.result.ratio:.2f} times the "
                 "baseline's tokens/s, and so differ other methods' tokens/s"
             )
     for run in (baseline, compared):
@@ -281,7 +250,7 @@ def _short(value: Any) -> str:
 class Noise:
     """Repeats of one method: the same tokens and steps, other wall-clock times."""
 
-    entry: Entry
+    entry: RunRecord
     folders: list[str]
     parts: VarianceParts
     """Of the prompts' tokens per second."""
@@ -289,17 +258,15 @@ class Noise:
     """Tokens per second of each run."""
 
 
-def find_noise(runs: Sequence[Run]) -> list[Noise]:
+def find_noise(runs: Sequence[Evaluated]) -> list[Noise]:
     """One per method and benchmark that two runs or more decoded in the same steps."""
-    groups: dict[tuple, list[tuple[Run, Entry]]] = {}
+    groups: dict[tuple, list[tuple[Evaluated, RunRecord]]] = {}
     for run in runs:
         for entry in run.entries:
             if not has(WALLCLOCK, entry):
                 continue
-            counts = sorted(
-                (*key, r["tokens"], r["steps"]) for key, r in _rows_by_id(entry).items()
-            )
-            setting = tuple(entry[f] for f in ("benchmark", "temperature", *LIKENESS[0]))
+            counts = sorted((*key, r.tokens, r.steps) for key, r in _rows_by_id(entry).items())
+            setting = _setting(entry, ("benchmark", "temperature", *LIKENESS[0]))
             groups.setdefault((setting, tuple(counts)), []).append((run, entry))
     found = []
     for repeats in groups.values():
@@ -323,13 +290,12 @@ def find_noise(runs: Sequence[Run]) -> list[Noise]:
     return found
 
 
-def _setting(entry: Entry) -> str:
-    shape = entry["tree"] or f"W={entry['tree_width']}"
-    return f"{entry['method']}, n={entry['stages']}, {shape}"
+def _described(entry: RunRecord) -> str:
+    return f"{entry.method}, n={entry.stages}, {entry.shape}"
 
 
 def _name(line: Line) -> str:
-    first, second = _setting(line.baseline), _setting(line.compared)
+    first, second = _described(line.baseline), _described(line.compared)
     return second if first == second else f"{first} -> {second}"
 
 
@@ -343,8 +309,8 @@ def _whole(value: int | None) -> str:
 
 
 COLUMNS: dict[str, Callable[[Line], str]] = {
-    "benchmark": lambda line: line.compared["benchmark"],
-    "T": lambda line: f"{line.compared['temperature']:g}",
+    "benchmark": lambda line: line.compared.benchmark,
+    "T": lambda line: f"{line.compared.temperature:g}",
     "method": _name,
     "of": lambda line: line.quantity.label,
     "prompts": lambda line: str(line.result.num_prompts),
@@ -376,8 +342,8 @@ def format_noise(noises: Sequence[Noise]) -> str:
     for noise in noises:
         parts, pooled = noise.parts, ", ".join(f"{value:.2f}" for value in noise.pooled)
         lines.append(
-            f"  {noise.entry['benchmark']}, T={noise.entry['temperature']:g}, "
-            f"{_setting(noise.entry)}, {parts.num_repeats} runs of {parts.num_prompts} prompts: "
+            f"  {noise.entry.benchmark}, T={noise.entry.temperature:g}, "
+            f"{_described(noise.entry)}, {parts.num_repeats} runs of {parts.num_prompts} prompts: "
             f"mean {parts.mean:.2f}, between prompts {parts.between_prompts**0.5:.2f}, between "
             f"repeats {parts.between_repeats**0.5:.2f}, beyond both {parts.residual**0.5:.2f} (the "
             f"last two are {parts.repeat_share:.0%} of the variance); pooled {pooled}"
@@ -385,15 +351,15 @@ def format_noise(noises: Sequence[Noise]) -> str:
     return "\n".join(lines)
 
 
-def _line_record(line: Line, baseline: Run, compared: Run) -> dict[str, Any]:
-    def side(run: Run, entry: Entry) -> dict[str, Any]:
-        return {"run": str(run.folder)} | {field: entry[field] for field in LIKENESS[0]}
+def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[str, Any]:
+    def side(run: Evaluated, entry: RunRecord) -> dict[str, Any]:
+        return {"run": str(run.folder)} | {field: getattr(entry, field) for field in LIKENESS[0]}
 
     result = asdict(line.result)
     needed = result.pop("prompts_for_relative")
     return {
-        "benchmark": line.compared["benchmark"],
-        "temperature": line.compared["temperature"],
+        "benchmark": line.compared.benchmark,
+        "temperature": line.compared.temperature,
         "quantity": line.quantity.name,
         "of_baseline": side(baseline, line.baseline),
         "of_compared": side(compared, line.compared),
@@ -408,7 +374,7 @@ def _line_record(line: Line, baseline: Run, compared: Run) -> dict[str, Any]:
 def _noise_record(noise: Noise) -> dict[str, Any]:
     fields = ("benchmark", "temperature", *LIKENESS[0])
     return {
-        **{field: noise.entry[field] for field in fields},
+        **{field: getattr(noise.entry, field) for field in fields},
         "runs": noise.folders,
         **asdict(noise.parts),
         "repeat_share": noise.parts.repeat_share,
@@ -437,7 +403,9 @@ def build_parser() -> Parser:
 def run(argv: Sequence[str]) -> None:
     """The whole subcommand; bad input raises ValueError."""
     arguments = build_parser().parse_args(argv)
-    baseline, *others = [Run.read(folder) for folder in (arguments.baseline, *arguments.others)]
+    baseline, *others = [
+        Evaluated.read(folder) for folder in (arguments.baseline, *arguments.others)
+    ]
     if arguments.json is not None:
         if arguments.json.is_dir():
             raise UsageError(

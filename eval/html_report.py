@@ -5,20 +5,30 @@ files; the page is report.html.jinja, its charts are in plots.py.
 """
 
 import hashlib
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from jinja2 import Environment, StrictUndefined
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from pipedraft.errors import Parser, UsageError, make_folder
 from pipedraft.eval import compare, plots, provenance, tables
 from pipedraft.eval.charts import THEMES, Chart, Span
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.tables import Run, Table
+from pipedraft.eval.record import (
+    LatencyRecord,
+    RunRecord,
+    is_known,
+    parse,
+    parse_results,
+    read_bytes,
+)
+from pipedraft.eval.tables import Table
 from pipedraft.files import write_atomically
 
 EXAMPLE = """\
@@ -33,62 +43,6 @@ A results.json may also hold, or hold alone, times of edge-cloud decoding:
   {"latency": [{"method": "picospec", "network": "4g", "temperature": 0, "ms_per_token": 31.5,
                 "ci95": [30.1, 33.0]}]}          ci95: null where there is no interval
 """
-Kind = Callable[[Any], bool]
-
-
-def _is(*kinds: type) -> Kind:
-    return lambda value: isinstance(value, kinds)
-
-
-def _is_list_of(kind: Kind) -> Kind:
-    return lambda value: isinstance(value, list) and all(map(kind, value))
-
-
-_is_number = _is(int, float)
-_may_be_number = _is(int, float, type(None))
-
-
-def _is_interval(value: Any) -> bool:
-    return _is_list_of(_may_be_number)(value) and len(value) == 2
-
-
-# What every entry has, and what it must be.
-FIELDS: dict[str, Kind] = {
-    "method": _is(str),
-    "schedule": _is(str),
-    "benchmark": _is(str),
-    "stages": _is(int),
-    "temperature": _is_number,
-    "tree_width": _is(int),
-    "tree": _is(str, type(None)),
-    "prompts": _is(int),
-    "tokens": _is(int),
-    "steps": _is(int),
-    "rounds": _is(int),
-    "equivalent_acceptance_length": _is(dict),
-    "equivalent_acceptance_length.pooled": _may_be_number,
-    "equivalent_acceptance_length.mean": _may_be_number,
-    "equivalent_acceptance_length.ci95": _is_interval,
-    "mean_acceptance_length": _may_be_number,
-    "draft_acceptance_rate": _may_be_number,
-    "theoretical_speedup": _may_be_number,
-    "wallclock": _is(dict, type(None)),
-    "lossless.checked": _is(int),
-    "lossless.mismatches": _is(int),
-    "acceptance_histogram": _is_list_of(_is(int)),
-    "acceptance_by_position": _is_list_of(_may_be_number),
-    "position_tests": _is_list_of(_is(int)),
-    "position_accepts": _is_list_of(_is(int)),
-}
-LATENCY_FIELDS: dict[str, Kind] = {
-    "method": _is(str),
-    "network": _is(str),
-    "temperature": _is_number,
-    "ms_per_token": _is_number,
-    "ci95": lambda value: value is None or _is_interval(value),
-}
-
-
 # Not allowed in XML, or able to turn the reading direction of what follows.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
@@ -99,6 +53,8 @@ def printable(value: Any) -> Any:
     """The same with a replacement character for each character that no page can hold."""
     if isinstance(value, str):
         return _UNPRINTABLE.sub("\ufffd", value)
+    if isinstance(value, msgspec.Struct):
+        return msgspec.convert(printable(msgspec.to_builtins(value)), type(value))
     if isinstance(value, dict):
         return {printable(key): printable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -111,10 +67,10 @@ class Source:
     """What one folder holds."""
 
     name: str
-    entries: list[Run]
+    entries: list[RunRecord]
     manifest: dict[str, Any] | None = None
     """None: there is none."""
-    latency: list[dict[str, Any]] = field(default_factory=list)
+    latency: list[LatencyRecord] = field(default_factory=list)
     digest: str
     """SHA-256 of results.json."""
 
@@ -145,29 +101,28 @@ class Comparison:
     """None: nothing can be compared; the warnings say why."""
 
 
-def _summary(pooled: Sequence[Run]) -> dict[str, Any]:
+def _summary(pooled: Sequence[RunRecord]) -> dict[str, Any]:
     """The one number of every method, and where its interval lies between 0 and the largest."""
-    drafted = [run for run in pooled if run["schedule"] != AUTOREGRESSIVE and run["steps"]]
-    lengths = [run["equivalent_acceptance_length"] for run in drafted]
-    known = [v for x in lengths for v in (x["pooled"], *x["ci95"]) if tables.is_known(v)]
+    drafted = [run for run in pooled if run.schedule != AUTOREGRESSIVE and run.steps]
+    lengths = [run.equivalent_acceptance_length for run in drafted]
+    known = [v for x in lengths for v in (x.pooled, *x.ci95) if is_known(v)]
     scale = max(1.0, *known) * 1.05 if known else 1.0
 
     def percent(value: float | None) -> str | None:
-        return f"{100 * value / scale:.2f}" if tables.is_known(value) else None
+        return f"{100 * value / scale:.2f}" if is_known(value) else None
 
     rows = []
     for run, length in zip(drafted, lengths, strict=True):
-        low, high = map(percent, length["ci95"])
-        shape = run["tree"] or f"W={run['tree_width']}"
+        low, high = map(percent, length.ci95)
         rows.append(
             {
                 "method": ", ".join(
-                    filter(None, (run["method"], f"n={run['stages']}", shape, run.get("run")))
+                    filter(None, (run.method, f"n={run.stages}", run.shape, run.folder))
                 ),
-                "temperature": f"{run['temperature']:g}",
-                "length": tables.number(length["pooled"]),
-                "interval": tables.bounds(length["ci95"]),
-                "point": percent(length["pooled"]),
+                "temperature": f"{run.temperature:g}",
+                "length": tables.number(length.pooled),
+                "interval": tables.bounds(length.ci95),
+                "point": percent(length.pooled),
                 "low": low if high is not None else None,
                 "high": high,
                 "lossless": tables.lossless_share(run),
@@ -176,10 +131,10 @@ def _summary(pooled: Sequence[Run]) -> dict[str, Any]:
     return {"summary": rows, "scale": f"{scale:.1f}", "one": percent(1.0)}
 
 
-def _losses(runs: Sequence[Run]) -> str:
-    drafted = [r for r in runs if r["benchmark"] != OVERALL and r["schedule"] != AUTOREGRESSIVE]
-    checked = sum(run["lossless"]["checked"] for run in drafted)
-    wrong = sum(run["lossless"]["mismatches"] for run in drafted)
+def _losses(runs: Sequence[RunRecord]) -> str:
+    drafted = [r for r in runs if r.benchmark != OVERALL and r.schedule != AUTOREGRESSIVE]
+    checked = sum(run.lossless.checked for run in drafted)
+    wrong = sum(run.lossless.mismatches for run in drafted)
     if not checked:
         return "No output was compared with the target's own."
     if wrong:
@@ -187,21 +142,21 @@ def _losses(runs: Sequence[Run]) -> str:
     return f"All {checked} greedy outputs that were checked equal the target's own."
 
 
-def _overview(sources: Sequence[Source], runs: Sequence[Run]) -> list[tuple[str, str]]:
+def _overview(sources: Sequence[Source], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """What was measured, on which target."""
 
     def listed(values: Any) -> str:
         return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
-    prompts = {(run["benchmark"], run["prompts"]) for run in runs if run["benchmark"] != OVERALL}
+    prompts = {(run.benchmark, run.prompts) for run in runs if run.benchmark != OVERALL}
     manifests = [source.manifest or {} for source in sources]
     fact = provenance.fact
     found = {
         "target": listed(fact(manifest, "target", "name") for manifest in manifests),
-        "methods": listed(r["method"] for r in runs if r["schedule"] != AUTOREGRESSIVE),
+        "methods": listed(r.method for r in runs if r.schedule != AUTOREGRESSIVE),
         "benchmarks": ", ".join(f"{name} ({count} prompts)" for name, count in sorted(prompts)),
-        "stages": listed(sorted({run["stages"] for run in runs})),
-        "temperatures": listed(f"{t:g}" for t in sorted({run["temperature"] for run in runs})),
+        "stages": listed(sorted({run.stages for run in runs})),
+        "temperatures": listed(f"{t:g}" for t in sorted({run.temperature for run in runs})),
         "dtype": listed(fact(manifest, "dtype") for manifest in manifests),
         "machine": listed(fact(manifest, "hardware", "processor") for manifest in manifests),
         "runs": ", ".join(source.name for source in sources) if len(sources) > 1 else "",
@@ -223,7 +178,7 @@ def _disagreements(sources: Sequence[Source]) -> list[str]:
     return lines
 
 
-def _legend(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def _legend(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """The Markdown legend as terms; entries begin with a bold one."""
     plain = " ".join(re.sub(r"[*`]", "", tables.legend(runs)).split())
     entries = [entry.strip() for entry in plain.removeprefix("- ").split(" - ")]
@@ -244,17 +199,17 @@ def build_page(
     several = len(sources) > 1
     runs, pooled, latency = [], [], []
     for source in sources:
-        name = {"run": source.name} if several else {}
-        entries = [printable(entry | name) for entry in source.entries]
+        name = source.name if several else UNSET
+        entries = [printable(replace(entry, run=name)) for entry in source.entries]
         runs += entries
         pooled += tables.pooled_runs(entries)
-        latency += [printable(row | name) for row in source.latency]
+        latency += [printable(replace(row, run=name)) for row in source.latency]
     charts = plots.all_charts(runs, pooled, latency)
     charts += [plots.time_line(name, tracks) for name, tracks in (traces or {}).items()]
     if not traces:
         reason = "no trace was given (--trace)"
         charts.append(Chart(title="Time line", caption="", panels={}, axis="ms", missing=reason))
-    repeated = [run for run in pooled if run.get("repeats")]
+    repeated = [run for run in pooled if run.repeats is not UNSET]
     summary = _summary(pooled)
     sections = {
         "Summary": summary["summary"],
@@ -288,55 +243,23 @@ def build_page(
     return printable(page).encode()
 
 
-def _read_json(option: str, path: Path) -> tuple[Any, bytes]:
-    try:
-        content = path.read_bytes()
-        return printable(json.loads(content)), content
-    except OSError as error:
-        raise UsageError(
-            f"{option}: {str(path)!r} cannot be read ({error.strerror}); give the --out folder of "
-            "python -m pipedraft.eval"
-        ) from error
-    except ValueError as error:
-        raise UsageError(
-            f"{option}: {str(path)!r} is not JSON ({error}); write it again"
-        ) from error
-
-
-def _rows(path: Path, content: Run, key: str, fields: dict[str, Kind]) -> list[Run]:
-    """A list of objects; an absent one is empty."""
-    rows = content.get(key, [])
-    for row in rows if isinstance(rows, list) else [rows]:
-        for name, is_right in fields.items():
-            value = provenance.fact(row, *name.split("."))
-            if not is_right(value):
-                raise UsageError(
-                    f"OUT: {str(path)!r}: {name!r} in {key!r} is {str(value)[:60]!r}; run the "
-                    "evaluation again"
-                )
-    return rows
-
-
 def read_source(folder: Path, name: str) -> Source:
     """
     Args:
         name: what the page calls it.
     """
-    path = folder / "results.json"
-    content, raw = _read_json("OUT", path)
-    if not isinstance(content, dict):
-        raise UsageError(f"OUT: {str(path)!r} is not an object; run the evaluation again")
+    path, about = folder / "results.json", folder / "manifest.json"
+    content = read_bytes("OUT", path)
+    results = parse_results(content, f"OUT: {str(path)!r}")
     manifest = None
-    if (folder / "manifest.json").is_file():
-        manifest, _ = _read_json("OUT", folder / "manifest.json")
+    if about.is_file():
+        manifest = printable(parse(read_bytes("OUT", about), dict, f"OUT: {str(about)!r}"))
     return Source(
         name=printable(name),
-        entries=[
-            entry for key in ("runs", "overall") for entry in _rows(path, content, key, FIELDS)
-        ],
-        manifest=manifest if isinstance(manifest, dict) else None,
-        latency=_rows(path, content, "latency", LATENCY_FIELDS),
-        digest=hashlib.sha256(raw).hexdigest(),
+        entries=results.entries,
+        manifest=manifest,
+        latency=results.latency or [],
+        digest=hashlib.sha256(content).hexdigest(),
     )
 
 
@@ -354,7 +277,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 def read_trace(path: Path) -> dict[str, list[Span]]:
     """Process -> its spans, of a Chrome trace as ``--trace`` writes it."""
-    content, _ = _read_json("--trace", path)
+    content = printable(parse(read_bytes("--trace", path), dict, f"--trace: {str(path)!r}"))
     try:
         events = content["traceEvents"]
         names = {
@@ -382,7 +305,7 @@ def compare_folders(folders: Sequence[Path], names: Sequence[str]) -> list[Compa
     for folder, name in zip(folders[1:], names[1:], strict=True):
         title = f"{name} compared with {names[0]}"
         try:
-            baseline, other = compare.Run.read(folders[0]), compare.Run.read(folder)
+            baseline, other = compare.Evaluated.read(folders[0]), compare.Evaluated.read(folder)
             lines = compare.compare_runs(baseline, other)
         except UsageError as error:
             reason = f"Not compared: {str(error).removeprefix('RUN: ')}."

@@ -10,12 +10,12 @@ target's margin between the two tokens at the first of them is within the noise,
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.teacher_forcing import text_logits
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.result import DecodeResult
@@ -125,13 +125,13 @@ class Check:
             margins=self.margins + other.margins,
         )
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> LosslessRecord:
         """For results.json."""
-        found = {"checked": self.checked, "mismatches": self.mismatches}
         if self.noise is None:
-            return found
-        details = {k: v for k, v in asdict(self).items() if k not in found}
-        return found | details | {"ties": self.mismatches - self.faults}
+            return LosslessRecord(checked=self.checked, mismatches=self.mismatches)
+        margins = list(self.margins)
+        ties = self.mismatches - self.faults
+        return LosslessRecord(**(vars(self) | {"margins": margins, "ties": ties}))
 
 
 class GreedyReference:

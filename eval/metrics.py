@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from pipedraft.eval.record import AcceptanceLength, LosslessRecord, RunRecord, WallClockRecord
 from pipedraft.inference.result import DecodeResult
 
 AUTOREGRESSIVE = "autoregressive"
@@ -248,66 +249,35 @@ def summarize(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunLabel:
-    """What was run; the part of a results.json entry that is not measured."""
-
-    method: str
-    schedule: str
-    benchmark: str
-    temperature: float
-    tree_width: int
-    tree: str | None = None
-    """Shape of the draft tree or micro-batch, for schedules that grow these."""
-    checkpoint: str | None = None
-    verifier: str = "match"
-    """The rule that was applied, not "auto"."""
-    seed: int = 0
-    max_new_tokens: int | None = None
-
-
 def run_record(
-    label: RunLabel,
-    summary: Summary,
-    *,
-    autoregressive: Summary | None = None,
-    lossless: dict[str, int] | None = None,
-) -> dict[str, Any]:
+    summary: Summary, *, autoregressive: Summary | None = None, **fields: Any
+) -> RunRecord:
     """One entry of results.json. Values that do not exist are NaN here and null in the file.
 
     Args:
         autoregressive: the baseline of the same benchmark and temperature in the same process,
             for the wall-clock speedup.
-        lossless: {"checked", "mismatches"} of the greedy check; None: nothing was checked.
+        fields: of the record, what was run among them, and what is not of the summary.
     """
-    wallclock: dict[str, float] | None = None
+    wallclock = None
     if summary.wallclock is not None:
-        wallclock = dict(vars(summary.wallclock), speedup=math.nan)
+        speedup = math.nan
         if autoregressive is not None and autoregressive.wallclock is not None:
-            wallclock["speedup"] = ratio(
-                summary.wallclock.tokens_per_s, autoregressive.wallclock.tokens_per_s
-            )
-    return {
-        "method": label.method,
-        "schedule": label.schedule,
-        "benchmark": label.benchmark,
+            speedup = ratio(summary.wallclock.tokens_per_s, autoregressive.wallclock.tokens_per_s)
+        wallclock = WallClockRecord(**vars(summary.wallclock), speedup=speedup)
+    known: dict[str, Any] = {
         "stages": summary.num_stages,
-        "temperature": label.temperature,
-        "tree_width": label.tree_width,
-        "tree": label.tree,
         "prompts": summary.num_prompts,
         "tokens": summary.num_tokens,
         "steps": summary.num_steps,
-        "equivalent_acceptance_length": {
-            "pooled": summary.pooled,
-            "mean": summary.mean,
-            "ci95": list(summary.ci95),
-        },
+        "equivalent_acceptance_length": AcceptanceLength(
+            pooled=summary.pooled, mean=summary.mean, ci95=summary.ci95
+        ),
         "mean_acceptance_length": summary.mean_acceptance_length,
         "draft_acceptance_rate": summary.draft_acceptance_rate,
         "theoretical_speedup": summary.theoretical_speedup,
         "wallclock": wallclock,
-        "lossless": lossless or {"checked": 0, "mismatches": 0},
+        "lossless": LosslessRecord(checked=0, mismatches=0),
         "turns": summary.num_turns,
         "rounds": summary.num_rounds,
         "acceptance_histogram": summary.acceptance_histogram,
@@ -316,8 +286,5 @@ def run_record(
         "position_accepts": summary.position_accepts,
         "drafted": summary.num_drafted,
         "draft_forwards": summary.num_draft_forwards,
-        "checkpoint": label.checkpoint,
-        "verifier": label.verifier,
-        "seed": label.seed,
-        "max_new_tokens": label.max_new_tokens,
     }
+    return RunRecord(**({"tree": None} | known | fields))

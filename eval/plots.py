@@ -14,7 +14,17 @@ from pipedraft.eval.charts import (
     SpanChart,
 )
 from pipedraft.eval.metrics import AUTOREGRESSIVE, ratio
-from pipedraft.eval.tables import Run, Table
+from pipedraft.eval.record import (
+    CategoryRecord,
+    DriftRecord,
+    EntropyRecord,
+    LatencyRecord,
+    RetentionRecord,
+    RunRecord,
+    is_known,
+    number_or_nan,
+)
+from pipedraft.eval.tables import Table
 
 MIN_TESTS = 20
 """Positions tested less often are not drawn: their acceptance is noise."""
@@ -28,16 +38,16 @@ Series = dict[str, dict[Any, Estimate]]
 """label -> place -> estimate."""
 
 
-def drafted_series(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def drafted_series(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Entries of each method and setting by label; the baseline is a line, not a method.
 
     A label has method and n; temperature, width, tree and run only where labels need them.
     """
-    series: dict[tuple, list[Run]] = {}
+    series: dict[tuple, list[RunRecord]] = {}
     for run in runs:
-        if run["schedule"] != AUTOREGRESSIVE:
-            setting = run["method"], run["stages"], run["temperature"], run["tree_width"]
-            series.setdefault((*setting, run["tree"], run.get("run")), []).append(run)
+        if run.schedule != AUTOREGRESSIVE:
+            setting = run.method, run.stages, run.temperature, run.tree_width
+            series.setdefault((*setting, run.tree, run.folder), []).append(run)
     varies = [len({key[i] for key in series}) > 1 for i in range(5)]
     names_run = len({key[:-1] for key in series}) < len(series)
     labelled = {}
@@ -50,32 +60,30 @@ def drafted_series(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return labelled
 
 
-def shape(run: Run) -> str:
-    return run["tree"] or f"W={run['tree_width']}"
-
-
 def _by_temperature(
-    runs: Sequence[Run], values: Callable[[list[Run]], dict[Any, Estimate]]
+    runs: Sequence[RunRecord], values: Callable[[list[RunRecord]], dict[Any, Estimate]]
 ) -> dict[str, Series]:
     """A panel for each temperature, in it every series that has values."""
     drafted = tables.drafted_runs(runs)
-    temperatures = sorted({run["temperature"] for run in drafted})
+    temperatures = sorted({run.temperature for run in drafted})
     panels = {}
     for temperature in temperatures:
-        alike = [run for run in drafted if run["temperature"] == temperature]
+        alike = [run for run in drafted if run.temperature == temperature]
         series = {label: values(entries) for label, entries in drafted_series(alike).items()}
         if series := {label: found for label, found in series.items() if found}:
             panels[f"T = {temperature:g}" * (len(temperatures) > 1)] = series
     return panels
 
 
-def _length(run: Run) -> Estimate:
-    length = run["equivalent_acceptance_length"]
-    return Estimate(length["pooled"], *length["ci95"])
+def _length(run: RunRecord) -> Estimate:
+    length = run.equivalent_acceptance_length
+    return Estimate(number_or_nan(length.pooled), *length.ci95)
 
 
-def _rate(counted: Mapping[str, Any]) -> Estimate:
-    return Estimate(counted["draft_acceptance_rate"], *counted["draft_acceptance_rate_ci95"])
+def _rate(counted: CategoryRecord | EntropyRecord) -> Estimate:
+    return Estimate(
+        number_or_nan(counted.draft_acceptance_rate), *counted.draft_acceptance_rate_ci95
+    )
 
 
 def _numbers(series: Series, place: str, value: str, digits: int = 3) -> Table:
@@ -88,11 +96,11 @@ def _numbers(series: Series, place: str, value: str, digits: int = 3) -> Table:
     return Table(["method", place, value, "95 % CI"], rows)
 
 
-def lengths_by_benchmark(runs: Sequence[Run]) -> Chart:
+def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
     return IntervalChart(
         title="L' by benchmark",
         caption=f"Pooled over prompts, with 95 % intervals. {PLAIN}",
-        panels=_by_temperature(runs, lambda own: {run["benchmark"]: _length(run) for run in own}),
+        panels=_by_temperature(runs, lambda own: {run.benchmark: _length(run) for run in own}),
         axis="equivalent acceptance length L'",
         reference=1,
         missing="no entry has a draft",
@@ -100,17 +108,17 @@ def lengths_by_benchmark(runs: Sequence[Run]) -> Chart:
 
 
 def _against(
-    runs: Sequence[Run],
-    place: Callable[[Run], float | None],
-    name: Callable[[Run], str],
-    value: Callable[[Run], Estimate],
+    runs: Sequence[RunRecord],
+    place: Callable[[RunRecord], float | None],
+    name: Callable[[RunRecord], str],
+    value: Callable[[RunRecord], Estimate],
 ) -> Series:
     """Values of entries that differ in ``place`` alone, where there are several of them.
 
     Entries of different folders may make a line. Where folders hold the same place twice, the
     second ones make another line, in the order of the folders; labels then name these.
     """
-    lines: dict[str, list[dict[float, Run]]] = {}
+    lines: dict[str, list[dict[float, RunRecord]]] = {}
     for run in runs:
         if (x := place(run)) is None:
             continue
@@ -123,17 +131,17 @@ def _against(
     for label, alike in lines.items():
         for line in (line for line in alike if len(line) > 1):
             ordered = dict(sorted(line.items()))
-            folders = ", ".join(dict.fromkeys(run.get("run", "") for run in ordered.values()))
+            folders = ", ".join(dict.fromkeys(run.folder for run in ordered.values()))
             several = f"{label} ({folders})" if len(alike) > 1 else label
             found[several] = {x: value(run) for x, run in ordered.items()}
     return found
 
 
-def lengths_by_stages(pooled: Sequence[Run]) -> Chart:
+def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
     series = _against(
         tables.drafted_runs(pooled),
-        lambda run: run["stages"],
-        lambda run: f"{run['method']}, T={run['temperature']:g}, {shape(run)}",
+        lambda run: run.stages,
+        lambda run: f"{run.method}, T={run.temperature:g}, {run.shape}",
         _length,
     )
     return LineChart(
@@ -149,22 +157,22 @@ def lengths_by_stages(pooled: Sequence[Run]) -> Chart:
     )
 
 
-def _draft_length(run: Run) -> float | None:
+def _draft_length(run: RunRecord) -> float | None:
     """Draft tokens on the longest path of what is drafted at once; None if it has no bound."""
-    _, _, sizes = (run["tree"] or "").partition(":")
+    _, _, sizes = (run.tree or "").partition(":")
     first = sizes.partition(":")[0]
     return int(first) if first.isdecimal() else None
 
 
-def speedup_by_draft_length(pooled: Sequence[Run]) -> Chart:
+def speedup_by_draft_length(pooled: Sequence[RunRecord]) -> Chart:
     series = _against(
-        [run for run in tables.drafted_runs(pooled) if tables.is_known(run["theoretical_speedup"])],
+        [run for run in tables.drafted_runs(pooled) if is_known(run.theoretical_speedup)],
         _draft_length,
         lambda run: (
-            f"{run['method']}, n={run['stages']}, T={run['temperature']:g}, "
-            + (run["tree"] or "").partition(":")[0]
+            f"{run.method}, n={run.stages}, T={run.temperature:g}, "
+            + (run.tree or "").partition(":")[0]
         ),
-        lambda run: Estimate(run["theoretical_speedup"]),
+        lambda run: Estimate(number_or_nan(run.theoretical_speedup)),
     )
     return LineChart(
         title="S against draft length",
@@ -178,21 +186,21 @@ def speedup_by_draft_length(pooled: Sequence[Run]) -> Chart:
     )
 
 
-def _position_rates(entries: Sequence[Run]) -> dict[int, Estimate]:
+def _position_rates(entries: Sequence[RunRecord]) -> dict[int, Estimate]:
     """Share accepted by position from 1 up, entries pooled, where it was tested often enough."""
     # Intervals are those of one entry; several have none in common.
-    intervals = entries[0].get("acceptance_by_position_ci95", ()) if len(entries) == 1 else ()
+    intervals = entries[0].acceptance_by_position_ci95 if len(entries) == 1 else ()
     rates = {}
-    for j in range(min(MAX_POSITIONS, max(len(run["position_tests"]) for run in entries))):
-        counted = [run for run in entries if j < len(run["position_tests"])]
-        tests = sum(run["position_tests"][j] for run in counted)
+    for j in range(min(MAX_POSITIONS, max(len(run.position_tests) for run in entries))):
+        counted = [run for run in entries if j < len(run.position_tests)]
+        tests = sum(run.position_tests[j] for run in counted)
         if tests >= MIN_TESTS:
-            rate = sum(run["position_accepts"][j] for run in counted) / tests
+            rate = sum(run.position_accepts[j] for run in counted) / tests
             rates[j + 1] = Estimate(rate, *intervals[j] if j < len(intervals) else ())
     return rates
 
 
-def acceptance_by_position(pooled: Sequence[Run]) -> Chart:
+def acceptance_by_position(pooled: Sequence[RunRecord]) -> Chart:
     return LineChart(
         title="Acceptance by position",
         caption="Share accepted of the draft tokens tested at each of the first "
@@ -207,15 +215,15 @@ def acceptance_by_position(pooled: Sequence[Run]) -> Chart:
     )
 
 
-def acceptance_by_category(runs: Sequence[Run]) -> Chart:
+def acceptance_by_category(runs: Sequence[RunRecord]) -> Chart:
     varied = [run for run in runs if tables.has_categories(run)]
-    benchmarks = list(dict.fromkeys(run["benchmark"] for run in varied))
+    benchmarks = list(dict.fromkeys(run.benchmark for run in varied))
     series = {
         label: {
-            f"{run['benchmark']}/{name}" if len(benchmarks) > 1 else name: _rate(counted)
+            f"{run.benchmark}/{name}" if len(benchmarks) > 1 else name: _rate(counted)
             for run in entries
-            for name, counted in run["acceptance_by_category"].items()
-            if tables.is_known(counted["draft_acceptance_rate"])
+            for name, counted in run.acceptance_by_category.items()
+            if is_known(counted.draft_acceptance_rate)
         }
         for label, entries in drafted_series(varied).items()
     }
@@ -231,14 +239,14 @@ def acceptance_by_category(runs: Sequence[Run]) -> Chart:
     )
 
 
-def acceptance_by_entropy(pooled: Sequence[Run]) -> Chart:
-    counted = [run for run in tables.drafted_runs(pooled) if run.get("acceptance_by_entropy")]
+def acceptance_by_entropy(pooled: Sequence[RunRecord]) -> Chart:
+    counted = [run for run in tables.drafted_runs(pooled) if run.acceptance_by_entropy]
     series = {
         label: {
             tables.entropy_range(found): _rate(found)
             for run in entries
-            for found in run["acceptance_by_entropy"]
-            if found["tests"]
+            for found in run.acceptance_by_entropy
+            if found.tests
         }
         for label, entries in drafted_series(counted).items()
     }
@@ -254,16 +262,16 @@ def acceptance_by_entropy(pooled: Sequence[Run]) -> Chart:
     )
 
 
-def _length_shares(entries: Sequence[Run]) -> dict[int, Estimate]:
+def _length_shares(entries: Sequence[RunRecord]) -> dict[int, Estimate]:
     counts = [0] * (MAX_LENGTH + 1)
     for run in entries:
-        for length, count in enumerate(run["acceptance_histogram"][1:]):
+        for length, count in enumerate(run.acceptance_histogram[1:]):
             counts[min(length, MAX_LENGTH)] += count
     last = max((j for j, count in enumerate(counts) if count), default=0)
     return {j + 1: Estimate(ratio(counts[j], sum(counts))) for j in range(last + 1)}
 
 
-def tokens_per_round(pooled: Sequence[Run]) -> Chart:
+def tokens_per_round(pooled: Sequence[RunRecord]) -> Chart:
     return LineChart(
         title="Tokens per round",
         caption="Share of rounds that emitted so many tokens, the target's own one included; "
@@ -283,14 +291,14 @@ def _end_to_end(seconds: Mapping[str, float]) -> list[Span]:
     return spans
 
 
-def seconds_by_process(pooled: Sequence[Run]) -> Chart:
-    timed = [run for run in pooled if run.get("processes")]
+def seconds_by_process(pooled: Sequence[RunRecord]) -> Chart:
+    timed = [run for run in pooled if run.processes]
     panels = {}
     for run in timed:
-        label = ", ".join(filter(None, (run["method"], f"n={run['stages']}", run.get("run"))))
-        label += f", T={run['temperature']:g}"
-        label += f", {shape(run)}" * (run["schedule"] != AUTOREGRESSIVE)
-        panels[label] = {p["name"]: _end_to_end(p["seconds"]) for p in run["processes"]}
+        label = ", ".join(filter(None, (run.method, f"n={run.stages}", run.folder)))
+        label += f", T={run.temperature:g}"
+        label += f", {run.shape}" * (run.schedule != AUTOREGRESSIVE)
+        panels[label] = {p.name: _end_to_end(p.seconds) for p in run.processes}
     every = [span for tracks in panels.values() for spans in tracks.values() for span in spans]
     return SpanChart(
         title="Where the time went",
@@ -335,26 +343,21 @@ def time_line(name: str, tracks: Mapping[str, Sequence[Span]]) -> Chart:
     )
 
 
-def latencies(rows: Sequence[Mapping[str, Any]]) -> Chart:
-    """Time of a token on links.
-
-    Args:
-        rows: {"method", "network", "temperature", "ms_per_token", "ci95"}, and "caveat" where the
-            output is not the target's own.
-    """
+def latencies(rows: Sequence[LatencyRecord]) -> Chart:
+    """Time of a token on links."""
     panels: dict[str, Series] = {}
-    for row in sorted(rows, key=lambda row: row["temperature"]):
-        label = ", ".join(filter(None, (row["method"], row.get("run"))))
-        label += " *" * bool(row.get("caveat"))
-        series = panels.setdefault(f"T = {row['temperature']:g}", {})
-        estimate = Estimate(row["ms_per_token"], *(row["ci95"] or ()))
-        series.setdefault(label, {})[row["network"]] = estimate
+    for row in sorted(rows, key=lambda row: row.temperature):
+        label = ", ".join(filter(None, (row.method, row.folder)))
+        label += " *" * bool(row.caveat)
+        series = panels.setdefault(f"T = {row.temperature:g}", {})
+        estimate = Estimate(number_or_nan(row.ms_per_token), *(row.ci95 or ()))
+        series.setdefault(label, {})[row.network] = estimate
     numbers = [
         [panel.removeprefix("T = "), *cells]
         for panel, series in panels.items()
         for cells in _numbers(series, "network", "ms per token", digits=1).rows
     ]
-    caveats = dict.fromkeys(row["caveat"] for row in rows if row.get("caveat"))
+    caveats = dict.fromkeys(row.caveat for row in rows if row.caveat)
     return IntervalChart(
         title="Latency against network",
         caption="Time of a token on simulated links, with 95 % intervals over prompts."
@@ -367,7 +370,7 @@ def latencies(rows: Sequence[Mapping[str, Any]]) -> Chart:
 
 
 def all_charts(
-    runs: Sequence[Run], pooled: Sequence[Run], latency: Sequence[Mapping[str, Any]]
+    runs: Sequence[RunRecord], pooled: Sequence[RunRecord], latency: Sequence[LatencyRecord]
 ) -> list[Chart]:
     """Charts of a page, empty ones too.
 
@@ -388,19 +391,14 @@ def all_charts(
     ]
 
 
-def plot_retention(targets: Sequence[dict[str, Any]], drafts: Sequence[dict[str, Any]]) -> bytes:
-    """Acceptance of every draft on every target with its interval, by the target's drift.
-
-    Args:
-        targets: entries of a retention report: domain, target, kl.
-        drafts: domain, target, draft, alpha, alpha_ci95.
-    """
-    drift = {(entry["domain"], entry["target"]): entry["kl"] for entry in targets}
+def plot_retention(targets: Sequence[DriftRecord], drafts: Sequence[RetentionRecord]) -> bytes:
+    """Acceptance of every draft on every target with its interval, by the target's drift."""
+    drift = {(entry.domain, entry.target): number_or_nan(entry.kl) for entry in targets}
     panels: dict[str, Series] = {}
     for entry in drafts:
-        series = panels.setdefault(entry["domain"], {}).setdefault(entry["draft"], {})
-        place = drift[entry["domain"], entry["target"]]
-        series[place] = Estimate(entry["alpha"], *entry["alpha_ci95"])
+        series = panels.setdefault(entry.domain, {}).setdefault(entry.draft, {})
+        place = drift[entry.domain, entry.target]
+        series[place] = Estimate(number_or_nan(entry.alpha), *entry.alpha_ci95)
     chart = LineChart(
         title="Retention",
         caption="",

@@ -1,12 +1,11 @@
 """What runs are compared by: ratios of sums over prompts, read from the rows of results.json."""
 
 from dataclasses import dataclass
-from typing import Any
+
+from msgspec import UNSET
 
 from pipedraft.eval.breakdown import ENTROPY_EDGES
-
-Entry = dict[str, Any]
-Row = dict[str, Any]
+from pipedraft.eval.record import PromptRecord, RunRecord
 
 
 @dataclass(frozen=True)
@@ -21,9 +20,12 @@ class Quantity:
     place: int | None = None
     """In the fields, where these are lists."""
 
-    def counts(self, row: Row) -> tuple[float, float]:
-        fields = (row[self.numerator], row[self.denominator])
-        return fields if self.place is None else tuple(field[self.place] for field in fields)
+    def counts(self, row: PromptRecord) -> tuple[float, float] | None:
+        """None: this prompt did not record it."""
+        fields = getattr(row, self.numerator), getattr(row, self.denominator)
+        if UNSET in fields:
+            return None
+        return fields if self.place is None else (fields[0][self.place], fields[1][self.place])
 
 
 QUANTITIES = (
@@ -44,10 +46,7 @@ BY_ENTROPY = tuple(
 )
 
 
-def has(quantity: Quantity, entry: Entry) -> bool:
+def has(quantity: Quantity, entry: RunRecord) -> bool:
     """Whether every prompt recorded it, and anything was counted."""
-    rows = entry["per_prompt"]
-    fields = (quantity.numerator, quantity.denominator)
-    if not all(field in row for row in rows for field in fields):
-        return False
-    return sum(quantity.counts(row)[1] for row in rows) > 0
+    counts = [quantity.counts(row) for row in entry.per_prompt]
+    return None not in counts and sum(count[1] for count in counts if count) > 0

@@ -7,13 +7,14 @@ docs/evaluation.md.
 
 # M repeats, P conversations
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pipedraft.eval.metrics import ratio
 from pipedraft.eval.paired import variance_parts
+from pipedraft.eval.record import PromptRecord, RepeatsRecord
 from pipedraft.inference.result import DecodeResult
 
 
@@ -41,27 +42,27 @@ def unequal_turns(repeats: Sequence[Mapping[Any, DecodeResult]]) -> int:
 
 
 def repeats_record(
-    rows: Sequence[dict[str, Any]], repeats: Sequence[Mapping[Any, DecodeResult]]
-) -> dict[str, Any]:
+    rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Any, DecodeResult]]
+) -> RepeatsRecord:
     """Variance components of the conversations' tokens per second, for results.json.
 
     Args:
-        rows: with "tokens", and "decode_s_repeats" of length M.
+        rows: with ``decode_s_repeats`` of length M.
         repeats: the turns by name, M times.
 
     Returns:
         Without components where fewer than two conversations took any time.
     """
-    tokens_P = np.array([row["tokens"] for row in rows], dtype=np.float64)
-    seconds_MP = np.array([row["decode_s_repeats"] for row in rows], dtype=np.float64).T
-    found: dict[str, Any] = {
-        "repeats": len(repeats),
-        "unequal_turns": unequal_turns(repeats),
-        "tokens_per_s": [ratio(float(tokens_P.sum()), float(s.sum())) for s in seconds_MP],
-    }
+    tokens_P = np.array([row.tokens for row in rows], dtype=np.float64)
+    seconds_MP = np.array([row.decode_s_repeats for row in rows], dtype=np.float64).T
+    found = RepeatsRecord(
+        repeats=len(repeats),
+        unequal_turns=unequal_turns(repeats),
+        tokens_per_s=[ratio(float(tokens_P.sum()), float(s.sum())) for s in seconds_MP],
+    )
     timed_P = (seconds_MP > 0).all(0)
     if timed_P.sum() < 2:
         return found
     parts = variance_parts(tokens_P[timed_P] / seconds_MP[:, timed_P])
-    components = {k: v for k, v in asdict(parts).items() if k != "num_repeats"}
-    return found | components | {"repeat_share": parts.repeat_share}
+    components = {k: v for k, v in vars(parts).items() if k != "num_repeats"}
+    return msgspec.structs.replace(found, **components, repeat_share=parts.repeat_share)

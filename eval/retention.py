@@ -23,6 +23,7 @@ from pipedraft.errors import UsageError, make_folder
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.metrics import bootstrap_ratio, ratio
 from pipedraft.eval.paired import paired_intervals
+from pipedraft.eval.record import AcceptedPerPrompt, DriftRecord, RetentionRecord
 from pipedraft.eval.retention_report import write_retention
 from pipedraft.eval.run import Record, draft_hash, evaluate
 from pipedraft.eval.tasks import Prompt, load_tasks
@@ -179,10 +180,15 @@ def count(records: Sequence[Record], num_prompts: int) -> np.ndarray:
     return counts_4P
 
 
-def describe(counts_4P: np.ndarray, base_4P: np.ndarray, seed: int) -> dict[str, Any]:
+def describe(
+    counts_4P: np.ndarray, base_4P: np.ndarray, *, seed: int, **fields: Any
+) -> RetentionRecord:
     """alpha, tau and the share of the base's alpha that is left, with intervals over prompts.
 
     The share is of the same prompts, resampled together, though each target writes its own text.
+
+    Args:
+        fields: what was decoded: domain, target, draft, loads.
     """
     accepted_P, tested_P, emitted_P, rounds_P = counts_4P
     numerator_SP, denominator_SP = np.stack([base_4P, counts_4P], 1)[:2]
@@ -190,19 +196,20 @@ def describe(counts_4P: np.ndarray, base_4P: np.ndarray, seed: int) -> dict[str,
         ratio(a, t) for a, t in zip(numerator_SP.sum(-1), denominator_SP.sum(-1), strict=True)
     )
     _, retained = paired_intervals(numerator_SP, denominator_SP, seed=seed)
-    return {
-        "alpha": alpha,
-        "alpha_ci95": bootstrap_ratio(accepted_P, tested_P, seed=seed).tolist(),
-        "tau": ratio(emitted_P.sum(), rounds_P.sum()),
-        "tau_ci95": bootstrap_ratio(emitted_P, rounds_P, seed=seed).tolist(),
-        "retained": ratio(alpha, base_alpha),
-        "retained_ci95": retained.tolist(),
-        "accepted": int(accepted_P.sum()),
-        "tested": int(tested_P.sum()),
-        "emitted": int(emitted_P.sum()),
-        "rounds": int(rounds_P.sum()),
-        "per_prompt": {"accepted": accepted_P.tolist(), "tested": tested_P.tolist()},
-    }
+    return RetentionRecord(
+        **fields,
+        alpha=float(alpha),
+        alpha_ci95=tuple(bootstrap_ratio(accepted_P, tested_P, seed=seed).tolist()),
+        tau=float(ratio(emitted_P.sum(), rounds_P.sum())),
+        tau_ci95=tuple(bootstrap_ratio(emitted_P, rounds_P, seed=seed).tolist()),
+        retained=float(ratio(alpha, base_alpha)),
+        retained_ci95=tuple(retained.tolist()),
+        accepted=int(accepted_P.sum()),
+        tested=int(tested_P.sum()),
+        emitted=int(emitted_P.sum()),
+        rounds=int(rounds_P.sum()),
+        per_prompt=AcceptedPerPrompt(accepted=accepted_P.tolist(), tested=tested_P.tolist()),
+    )
 
 
 @torch.inference_mode()
@@ -237,7 +244,7 @@ def drift(
         sums_2P[:, record.conversation[1]] += divergence(base, evolved, record.result)
     divergence_P, rows_P = sums_2P
     return {
-        "kl": ratio(divergence_P.sum(), rows_P.sum()),
+        "kl": float(ratio(divergence_P.sum(), rows_P.sum())),
         "kl_ci95": bootstrap_ratio(divergence_P, rows_P, seed=seed).tolist(),
     }
 
@@ -263,10 +270,10 @@ class Retention:
     base: Any
     tokenizer: Any
 
-    def run(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def run(self) -> tuple[list[DriftRecord], list[RetentionRecord]]:
         """Entries of results.json: one for each domain and target, one for each draft on these."""
-        targets: list[dict[str, Any]] = []
-        drafts: list[dict[str, Any]] = []
+        targets: list[DriftRecord] = []
+        drafts: list[RetentionRecord] = []
         for name, domain in self.config.domains.items():
             for target, measured in self._domain(name, domain):
                 targets.append(target)
@@ -280,7 +287,7 @@ class Retention:
 
     def _domain(
         self, name: str, domain: Domain
-    ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    ) -> Iterator[tuple[DriftRecord, list[RetentionRecord]]]:
         seed, prompts = self.config.seed, self.prompts(domain)
         num_prompts = len(prompts)
         base = self._decode(f"{name}, {BASE}", self.base, self.config.base, prompts)
@@ -292,19 +299,26 @@ class Retention:
                 model = self._load(folder)
                 decoded = self._decode(f"{name}, {target}", model, folder, prompts)
                 scope = out_of_scope(self.config.base, folder)
-            where = {"domain": name, "target": target}
-            facts = {"checkpoint": folder, "weights": weights_identity(folder)}
+            turns, same = _agreement(decoded.values())
+            where: dict[str, Any] = {"domain": name, "target": target}
             yield (
-                where
-                | drift(self.base, model, answers, num_prompts, seed)
-                | {"out_of_scope": scope, **_agreement(decoded.values()), **facts},
+                DriftRecord(
+                    **where,
+                    **drift(self.base, model, answers, num_prompts, seed),
+                    out_of_scope=scope,
+                    turns=turns,
+                    same_text=same,
+                    checkpoint=folder,
+                    weights=weights_identity(folder),
+                ),
                 [
-                    where
-                    | {"draft": draft, "loads": found.loads}
-                    | describe(
+                    describe(
                         count(found.records, num_prompts),
                         count(base[draft].records, num_prompts),
-                        seed,
+                        seed=seed,
+                        **where,
+                        draft=draft,
+                        loads=found.loads,
                     )
                     for draft, found in decoded.items()
                 ],
@@ -354,11 +368,11 @@ class Retention:
         return found
 
 
-def _agreement(decoded: Iterable[Decoded]) -> dict[str, int]:
-    """Turns that every draft gave the same text, which greedy decoding does for all of them."""
+def _agreement(decoded: Iterable[Decoded]) -> tuple[int, int]:
+    """Turns, and those that every draft gave the same text, as greedy decoding does to all."""
     texts = zip(*([r.result.token_ids for r in found.records] for found in decoded), strict=True)
     same = [all(text == turn[0] for text in turn) for turn in texts]
-    return {"turns": len(same), "same_text": sum(same)}
+    return len(same), sum(same)
 
 
 def run(argv: Sequence[str]) -> None:

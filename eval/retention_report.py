@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from pipedraft.eval.plots import plot_retention
+from pipedraft.eval.record import DriftRecord, Results, RetentionRecord
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.files import to_json, write_atomically
 
-Entry = dict[str, Any]
 PLOT = "retention.png"
 MEASURES = {
     "alpha": "Acceptance rate alpha",
@@ -26,30 +26,34 @@ LEGEND = """\
 """
 
 
-def cell(entry: Entry, measure: str) -> str:
-    star = "" if entry["loads"] else " *"
-    return f"{number(entry[measure])} {bounds(entry[f'{measure}_ci95'], 2)}{star}"
+def cell(entry: RetentionRecord, measure: str) -> str:
+    star = "" if entry.loads else " *"
+    return f"{number(getattr(entry, measure))} {bounds(getattr(entry, f'{measure}_ci95'), 2)}{star}"
 
 
-def retention_table(targets: Sequence[Entry], drafts: Sequence[Entry], measure: str) -> Table:
+def retention_table(
+    targets: Sequence[DriftRecord], drafts: Sequence[RetentionRecord], measure: str
+) -> Table:
     """One line for each target, one column for each draft."""
-    names = list(dict.fromkeys(entry["draft"] for entry in drafts))
-    found = {(e["domain"], e["target"], e["draft"]): cell(e, measure) for e in drafts}
+    names = list(dict.fromkeys(entry.draft for entry in drafts))
+    found = {(e.domain, e.target, e.draft): cell(e, measure) for e in drafts}
     rows = []
     for target in targets:
-        where = target["domain"], target["target"]
-        changed = len(target["out_of_scope"])
-        drift = f"{number(target['kl'])} {bounds(target['kl_ci95'], 2)}"
+        where = target.domain, target.target
+        changed = len(target.out_of_scope)
+        drift = f"{number(target.kl)} {bounds(target.kl_ci95, 2)}"
         scope = f"out: {changed}" if changed else "in"
         rows.append([*where, drift, scope, *(found[*where, name] for name in names)])
     return Table(["domain", "target", "KL", "scope", *names], rows)
 
 
 def format_retention(
-    targets: Sequence[Entry], drafts: Sequence[Entry], manifest: dict[str, Any]
+    targets: Sequence[DriftRecord], drafts: Sequence[RetentionRecord], manifest: dict[str, Any]
 ) -> str:
     """report.md."""
-    turns, same = (sum(target[key] for target in targets) for key in ("turns", "same_text"))
+    turns, same = (
+        sum(getattr(target, key) for target in targets) for key in ("turns", "same_text")
+    )
     parts = [
         "# Retention",
         f"Base target `{manifest['target']['name']}` ({manifest['dtype']}), seed "
@@ -63,7 +67,10 @@ def format_retention(
 
 
 def write_retention(
-    out_dir: Path, targets: Sequence[Entry], drafts: Sequence[Entry], manifest: dict[str, Any]
+    out_dir: Path,
+    targets: Sequence[DriftRecord],
+    drafts: Sequence[RetentionRecord],
+    manifest: dict[str, Any],
 ) -> str:
     """Write everything into an existing folder.
 
@@ -75,7 +82,7 @@ def write_retention(
     report = format_retention(targets, drafts, manifest)
     write_atomically(out_dir / "report.md", report.encode())
     # Last: whoever finds results.json finds the rest.
-    results = {"targets": list(targets), "drafts": list(drafts)}
+    results = Results(targets=list(targets), drafts=list(drafts))
     write_atomically(out_dir / "results.json", to_json(results))
     table = retention_table(targets, drafts, "alpha")
     return align_columns(table.header, table.rows)

@@ -2,11 +2,13 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import transformers
+from msgspec import UNSET, UnsetType
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,13 +23,13 @@ from pipedraft.eval.lossless import Check, GreedyReference
 from pipedraft.eval.metrics import (
     AUTOREGRESSIVE,
     OVERALL,
-    RunLabel,
     Summary,
     WallClock,
     run_record,
     sum_lists,
     summarize,
 )
+from pipedraft.eval.record import ProcessRecord, PromptRecord, RepeatsRecord, RunRecord
 from pipedraft.eval.repeats import decode_seconds, repeats_record
 from pipedraft.eval.scores import Score, Scorer, summarize_scores
 from pipedraft.eval.tasks import Prompt, encode_turn
@@ -144,53 +146,53 @@ def summarize_records(records: Sequence[Record], *, seed: int = 0) -> Summary:
     )
 
 
-def _per_prompt(repeats: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
+def _per_prompt(repeats: Sequence[Sequence[Record]]) -> list[PromptRecord]:
     """Counts of each conversation, from which two reports can be compared prompt by prompt.
 
     Counts are the first repeat's, seconds the mean of all.
     """
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    turns: dict[tuple[str, int], list[Record]] = {}
+    for record in repeats[0]:
+        turns.setdefault(record.conversation, []).append(record)
     seconds = [
         decode_seconds([r.conversation for r in records], [r.result for r in records])
         for records in repeats
     ]
-    for record in repeats[0]:
-        own_s = [of_repeat[record.conversation] for of_repeat in seconds]
-        row = rows.setdefault(
-            record.conversation,
-            {
-                "benchmark": record.prompt.task,
-                "id": record.prompt.id,
-                "category": record.prompt.category,
-                "turns": 0,
-                "tokens": 0,
-                "steps": 0,
-                "rounds": 0,
-                "virtual_time": 0.0,
-                "virtual_time_autoregressive": 0.0,
-                "decode_s": sum(own_s) / len(own_s),
-                "decode_s_repeats": own_s,
-                "position_tests": [],
-                "position_accepts": [],
-            },
-        )
-        result = record.result
-        row["turns"] += 1
-        row["tokens"] += result.num_tokens
-        row["steps"] += result.num_steps
-        row["rounds"] += len(result.round_lengths)
-        row["virtual_time"] += result.virtual_time
-        row["virtual_time_autoregressive"] += result.virtual_time_autoregressive
-        row["position_tests"] = sum_lists([row["position_tests"], result.position_tests])
-        row["position_accepts"] = sum_lists([row["position_accepts"], result.position_accepts])
-        if record.entropies is not None:
-            tests, accepts = count_by_entropy(result, record.entropies)
-            row["entropy_tests"] = sum_lists([row.get("entropy_tests", []), tests])
-            row["entropy_accepts"] = sum_lists([row.get("entropy_accepts", []), accepts])
-        if record.score is not None:
-            row["score"] = int(record.score.passed)
-            row["outcome"] = record.score.outcome
-    return list(rows.values())
+    return [
+        _of_conversation(records, [of_repeat[conversation] for of_repeat in seconds])
+        for conversation, records in turns.items()
+    ]
+
+
+def _of_conversation(records: Sequence[Record], seconds: list[float]) -> PromptRecord:
+    """
+    Args:
+        seconds: of each repeat.
+    """
+    prompt, results = records[0].prompt, [record.result for record in records]
+    by_entropy = [
+        count_by_entropy(r.result, r.entropies) for r in records if r.entropies is not None
+    ]
+    score = records[-1].score
+    return PromptRecord(
+        benchmark=prompt.task,
+        id=prompt.id,
+        category=prompt.category,
+        turns=len(records),
+        tokens=sum(result.num_tokens for result in results),
+        steps=sum(result.num_steps for result in results),
+        rounds=sum(len(result.round_lengths) for result in results),
+        virtual_time=sum((r.virtual_time for r in results), 0.0),
+        virtual_time_autoregressive=sum((r.virtual_time_autoregressive for r in results), 0.0),
+        decode_s=sum(seconds) / len(seconds),
+        decode_s_repeats=seconds,
+        position_tests=sum_lists([result.position_tests for result in results]),
+        position_accepts=sum_lists([result.position_accepts for result in results]),
+        entropy_tests=sum_lists([tests for tests, _ in by_entropy]) if by_entropy else UNSET,
+        entropy_accepts=sum_lists([right for _, right in by_entropy]) if by_entropy else UNSET,
+        score=UNSET if score is None else int(score.passed),
+        outcome=UNSET if score is None else score.outcome,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +203,8 @@ class _Decoded:
     """At least one; they differ in their times alone."""
     lossless: Check | None
     num_turns: int
-    processes: list[dict[str, Any]]
-    """What each process measured in the first repeat: seconds, counts and rows by kind of work,
-    peak memory."""
+    processes: list[ProcessRecord]
+    """What each process measured in the first repeat."""
 
     @property
     def records(self) -> list[Record]:
@@ -215,43 +216,41 @@ class _Decoded:
         summary = summarize_records(self.records, seed=seed)
         return replace(summary, wallclock=WallClock.measure(times))
 
-    def entry(self, method: Method, benchmark: str, baseline: "_Decoded") -> dict[str, Any]:
+    def entry(self, method: Method, benchmark: str, baseline: "_Decoded") -> RunRecord:
         config = method.config
-        label = RunLabel(
+        rows = _per_prompt(self.repeats)
+        repeats: RepeatsRecord | UnsetType = UNSET
+        if len(self.repeats) > 1:
+            turns = [{(r.conversation, r.turn): r.result for r in rs} for rs in self.repeats]
+            repeats = repeats_record(rows, turns)
+        # Different tasks have no common score.
+        score = UNSET if benchmark == OVERALL else summarize_scores(self.records)
+        return run_record(
+            self.summary(config.seed),
+            autoregressive=baseline.summary(config.seed),
             method=method.name,
             schedule=config.schedule.name,
             benchmark=benchmark,
             temperature=config.temperature,
             tree_width=config.schedule.width,
             tree=config.schedule.label,
+            lossless=(self.lossless or Check()).record(),
             checkpoint=method.checkpoint,
             verifier=config.rule,
             seed=config.seed,
             max_new_tokens=config.max_new_tokens,
+            skipped_turns=self.num_turns - len(self.records),
+            processes=self.processes,
+            stop_reasons=dict(Counter(r.result.stop_reason for r in self.records)),
+            repeats=repeats,
+            acceptance_by_category=acceptance_by_category(
+                rows, num_stages=config.num_stages, seed=config.seed
+            ),
+            acceptance_by_position_ci95=acceptance_intervals_by_position(rows),
+            acceptance_by_entropy=acceptance_by_entropy(rows),
+            score=score,
+            per_prompt=rows,
         )
-        entry = run_record(
-            label,
-            self.summary(config.seed),
-            autoregressive=baseline.summary(config.seed),
-            lossless=None if self.lossless is None else self.lossless.record(),
-        )
-        entry["skipped_turns"] = self.num_turns - len(self.records)
-        entry["processes"] = self.processes
-        entry["stop_reasons"] = dict(Counter(r.result.stop_reason for r in self.records))
-        rows = _per_prompt(self.repeats)
-        if len(self.repeats) > 1:
-            turns = [{(r.conversation, r.turn): r.result for r in rs} for rs in self.repeats]
-            entry["repeats"] = repeats_record(rows, turns)
-        entry["acceptance_by_category"] = acceptance_by_category(
-            rows, num_stages=config.num_stages, seed=config.seed
-        )
-        entry["acceptance_by_position_ci95"] = acceptance_intervals_by_position(rows)
-        entry["acceptance_by_entropy"] = acceptance_by_entropy(rows)
-        score = summarize_scores(self.records)
-        if score is not None and benchmark != OVERALL:  # different tasks have no common score
-            entry["score"] = score
-        entry["per_prompt"] = rows
-        return entry
 
 
 def _pool(parts: Sequence[_Decoded]) -> _Decoded:
@@ -265,14 +264,19 @@ def _pool(parts: Sequence[_Decoded]) -> _Decoded:
     )
 
 
-def _add_up(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
     """One process on several benchmarks."""
-    total: dict[str, Any] = {"name": reports[0]["name"]}
-    for quantity in ("seconds", "counts", "rows"):
-        counters = [Counter(report[quantity]) for report in reports]
-        total[quantity] = dict(sum(counters, Counter()))
-    total["peak_rss_mb"] = max(report["peak_rss_mb"] for report in reports)
-    return total
+
+    def total(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        return dict(sum(map(Counter, counts), Counter()))
+
+    return ProcessRecord(
+        name=reports[0].name,
+        seconds=total(report.seconds for report in reports),
+        counts=total(report.counts for report in reports),
+        rows=total(report.rows for report in reports),
+        peak_rss_mb=max(report.peak_rss_mb or 0.0 for report in reports),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,10 +308,10 @@ class Comparison:
         prompts = {name: self.traces.mine(found) for name, found in self.benchmarks.items()}
         mine = replace(self, benchmarks={name: found for name, found in prompts.items() if found})
         entries = mine.run(methods) if mine.benchmarks else []
-        parts = [entry for entry in entries if entry["benchmark"] != OVERALL]
-        return sum(row["turns"] for entry in parts for row in entry["per_prompt"])
+        parts = [entry for entry in entries if entry.benchmark != OVERALL]
+        return sum(row.turns for entry in parts for row in entry.per_prompt)
 
-    def run(self, methods: Sequence[Method]) -> list[dict[str, Any]]:
+    def run(self, methods: Sequence[Method]) -> list[RunRecord]:
         """Entries of results.json: per temperature the baseline first, then each method.
 
         The autoregressive baseline is decoded once per temperature, on the smallest number of
@@ -394,7 +398,7 @@ class Comparison:
 
     def _decode_once(
         self, method: Method, engine: Engine, repeat: int
-    ) -> dict[str, tuple[list[Record], list[dict[str, Any]]]]:
+    ) -> dict[str, tuple[list[Record], list[ProcessRecord]]]:
         """Every benchmark: its turns, and what each process measured meanwhile."""
         traces = self._open_traces(method, engine, repeat)
         again = f" repeat {repeat + 1}" if repeat else ""
@@ -410,7 +414,8 @@ class Comparison:
                 progress=self.progress,
                 traces=traces,
             )
-            found[name] = records, engine.pipeline.reports()
+            reports = [msgspec.convert(r, ProcessRecord) for r in engine.pipeline.reports()]
+            found[name] = records, reports
         return found
 
     def _with_entropies(

@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from msgspec import UNSET, UnsetType
 from tqdm import tqdm
 
 from pipedraft.eval.answers import Check, NumberCheck, ProgramCheck, build_program, find_number
 from pipedraft.eval.metrics import CONFIDENCE
+from pipedraft.eval.record import ScoreRecord
 from pipedraft.eval.sandbox import PASSED, check_sandbox, isolation, run_program
 
 if TYPE_CHECKING:
@@ -120,23 +122,22 @@ def _score_program(check: ProgramCheck, answer: str) -> Score:
     return Score(outcome == PASSED, outcome, PASS_AT_1)
 
 
-def summarize_scores(records: Sequence["Record"]) -> dict[str, Any] | None:
-    """``score`` of an entry of results.json; None if nothing was scored."""
+def summarize_scores(records: Sequence["Record"]) -> ScoreRecord | UnsetType:
+    """``score`` of an entry of results.json; unset if nothing was scored."""
     scored = [(record, record.score) for record in records if record.score is not None]
     if not scored:
-        return None
+        return UNSET
     passed = sum(score.passed for _, score in scored)
     kind = scored[0][1].kind
-    return {
-        "kind": kind,
-        "scored": len(scored),
-        "passed": passed,
-        "mean": passed / len(scored),
-        "ci95": list(wilson_interval(passed, len(scored))),
-        # Answers that ran into --max-new-tokens or the context: most of these cannot be right.
-        "cut": sum(record.result.stop_reason != "eos" for record, _ in scored),
-        "isolated": bool(isolation()) if kind == PASS_AT_1 else None,
-    }
+    return ScoreRecord(
+        kind=kind,
+        scored=len(scored),
+        passed=passed,
+        mean=passed / len(scored),
+        ci95=wilson_interval(passed, len(scored)),
+        cut=sum(record.result.stop_reason != "eos" for record, _ in scored),
+        isolated=bool(isolation()) if kind == PASS_AT_1 else None,
+    )
 
 
 def add_score_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,15 +1,15 @@
 """What the entries of results.json say, as tables of text: report.md and report.html show these."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+
+from msgspec import UNSET, UnsetType
 
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+from pipedraft.eval.record import EntropyRecord, LatencyRecord, RunRecord, is_known
 from pipedraft.eval.scores import NOT_ISOLATED
 
-Run = dict[str, Any]
-"""One entry. Where entries of several folders are shown together, "run" names the folder."""
+Column = Callable[[RunRecord], str]
 HISTOGRAM_LENGTHS = 8
 NUM_POSITIONS = 6
 LEGEND = """\
@@ -78,12 +78,7 @@ def markdown(table: Table) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def is_known(value: float | None) -> TypeGuard[float]:
-    """Whether it exists; what does not is NaN in memory and null in a file."""
-    return value is not None and math.isfinite(value)
-
-
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None | UnsetType, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if is_known(value) else "-"
 
 
@@ -92,103 +87,103 @@ def bounds(interval: Sequence[float | None], digits: int = 3) -> str:
     return f"[{low:.{digits}f}, {high:.{digits}f}]" if is_known(low) and is_known(high) else "-"
 
 
-def _interval(run: Run) -> str:
-    return bounds(run["equivalent_acceptance_length"]["ci95"])
+def _interval(run: RunRecord) -> str:
+    return bounds(run.equivalent_acceptance_length.ci95)
 
 
-def _wallclock(run: Run, key: str, digits: int) -> str:
-    return number(run["wallclock"][key], digits) if run["wallclock"] is not None else "-"
+def _wallclock(run: RunRecord, key: str, digits: int) -> str:
+    return "-" if run.wallclock is None else number(getattr(run.wallclock, key), digits)
 
 
-def lossless_share(run: Run) -> str:
-    checked = run["lossless"]["checked"]
-    return f"{checked - run['lossless']['mismatches']}/{checked}" if checked else "-"
+def lossless_share(run: RunRecord | LatencyRecord) -> str:
+    checked = run.lossless.checked
+    return f"{checked - run.lossless.mismatches}/{checked}" if checked else "-"
 
 
-def _score(run: Run) -> str:
-    score = run.get("score")
-    return f"{number(score['mean'])} {bounds(score['ci95'], 2)}" if score else "-"
+def _score(run: RunRecord) -> str:
+    score = run.score
+    return "-" if score is UNSET else f"{number(score.mean)} {bounds(score.ci95, 2)}"
 
 
-RUN_COLUMN: dict[str, Callable[[Run], str]] = {"run": lambda run: run["run"]}
-SETTING_COLUMNS: dict[str, Callable[[Run], str]] = {
-    "method": lambda run: run["method"],
-    "n": lambda run: str(run["stages"]),
-    "T": lambda run: f"{run['temperature']:g}",
-    "W": lambda run: str(run["tree_width"]),
-    "tree": lambda run: run["tree"] or "-",
+RUN_COLUMN: dict[str, Column] = {"run": lambda run: run.folder}
+SETTING_COLUMNS: dict[str, Column] = {
+    "method": lambda run: run.method,
+    "n": lambda run: str(run.stages),
+    "T": lambda run: f"{run.temperature:g}",
+    "W": lambda run: str(run.tree_width),
+    "tree": lambda run: run.tree or "-",
 }
 """Columns that name an entry within its benchmark."""
-COLUMNS: dict[str, Callable[[Run], str]] = {
+COLUMNS: dict[str, Column] = {
     **SETTING_COLUMNS,
-    "prompts": lambda run: str(run["prompts"]),
-    "N": lambda run: str(run["tokens"]),
-    "K": lambda run: str(run["steps"]),
-    "alpha": lambda run: number(run["draft_acceptance_rate"]),
-    "tau": lambda run: number(run["mean_acceptance_length"]),
-    "L' pooled": lambda run: number(run["equivalent_acceptance_length"]["pooled"]),
+    "prompts": lambda run: str(run.prompts),
+    "N": lambda run: str(run.tokens),
+    "K": lambda run: str(run.steps),
+    "alpha": lambda run: number(run.draft_acceptance_rate),
+    "tau": lambda run: number(run.mean_acceptance_length),
+    "L' pooled": lambda run: number(run.equivalent_acceptance_length.pooled),
     "95 % CI": _interval,
-    "L' mean": lambda run: number(run["equivalent_acceptance_length"]["mean"]),
-    "S": lambda run: number(run["theoretical_speedup"]),
+    "L' mean": lambda run: number(run.equivalent_acceptance_length.mean),
+    "S": lambda run: number(run.theoretical_speedup),
     "tokens/s": lambda run: _wallclock(run, "tokens_per_s", 1),
     "speed-up": lambda run: _wallclock(run, "speedup", 2),
     "lossless": lossless_share,
 }
-SCORE_COLUMN: dict[str, Callable[[Run], str]] = {"score": _score}
+SCORE_COLUMN: dict[str, Column] = {"score": _score}
 TEXT_COLUMNS = {"benchmark", "method", "category", "of", "run", "network", "process"}
 TEXT_COLUMNS |= {"domain", "target", "scope"}
 """The other columns hold numbers."""
 
 
-def _is_scored(runs: Sequence[Run]) -> bool:
-    return any("score" in run for run in runs)
+def _is_scored(runs: Sequence[RunRecord]) -> bool:
+    return any(run.score is not UNSET for run in runs)
 
 
-def legend(runs: Sequence[Run]) -> str:
+def legend(runs: Sequence[RunRecord]) -> str:
     return LEGEND + (SCORE_LEGEND if _is_scored(runs) else "")
 
 
-def _named(runs: Sequence[Run], columns: dict[str, Callable[[Run], str]]) -> dict[str, Any]:
-    return (RUN_COLUMN if any("run" in run for run in runs) else {}) | columns
+def _named(runs: Sequence[RunRecord], columns: dict[str, Column]) -> dict[str, Column]:
+    return (RUN_COLUMN if any(run.folder for run in runs) else {}) | columns
 
 
-def _setting(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+def _setting(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
     """Header and cells of what names each entry."""
     columns = _named(runs, SETTING_COLUMNS)
     return list(columns), [[cell(run) for cell in columns.values()] for run in runs]
 
 
-def results_table(runs: Sequence[Run], *, with_benchmark: bool = False) -> Table:
+def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) -> Table:
     """
     Args:
         with_benchmark: for entries of several benchmarks.
     """
     columns = COLUMNS | (SCORE_COLUMN if _is_scored(runs) else {})
     if with_benchmark:
-        columns = {"benchmark": lambda run: run["benchmark"], **columns}
+        columns = {"benchmark": lambda run: run.benchmark, **columns}
     columns = _named(runs, columns)
     return Table(list(columns), [[cell(run) for cell in columns.values()] for run in runs])
 
 
-def histogram_table(runs: Sequence[Run]) -> Table:
+def histogram_table(runs: Sequence[RunRecord]) -> Table:
     """Share of rounds that emitted j tokens."""
     lengths = [str(j) for j in range(HISTOGRAM_LENGTHS + 1)] + [f"> {HISTOGRAM_LENGTHS}"]
     header, rows = _setting(runs)
     for row, run in zip(rows, runs, strict=True):
-        counts = run["acceptance_histogram"]
+        counts = run.acceptance_histogram
         head = counts[: HISTOGRAM_LENGTHS + 1]
         head = head + [0] * (HISTOGRAM_LENGTHS + 1 - len(head))
-        row += [f"{n / run['rounds']:.3f}" for n in (*head, sum(counts[HISTOGRAM_LENGTHS + 1 :]))]
+        row += [f"{n / run.rounds:.3f}" for n in (*head, sum(counts[HISTOGRAM_LENGTHS + 1 :]))]
     return Table(header + lengths, rows)
 
 
-def position_table(runs: Sequence[Run]) -> Table:
+def position_table(runs: Sequence[RunRecord]) -> Table:
     """Share accepted of the tokens tested as first, second, ... of their round."""
     header, rows = _setting(runs)
     for row, run in zip(rows, runs, strict=True):
-        rates = run["acceptance_by_position"][:NUM_POSITIONS]
+        rates = run.acceptance_by_position[:NUM_POSITIONS]
         # Absent from results that were written before there were intervals.
-        intervals = run.get("acceptance_by_position_ci95", [(None, None)] * len(rates))
+        intervals = run.acceptance_by_position_ci95 or [(None, None)] * len(rates)
         row += [
             f"{number(rate, 2)} {bounds(interval, 2)}".removesuffix(" -")
             for rate, interval in zip(rates, intervals, strict=False)
@@ -197,56 +192,58 @@ def position_table(runs: Sequence[Run]) -> Table:
     return Table(header + [str(j + 1) for j in range(NUM_POSITIONS)], rows)
 
 
-def has_categories(run: Run) -> bool:
+def has_categories(run: RunRecord) -> bool:
     """What is pooled over benchmarks is shown by benchmark already."""
-    drafted = run["schedule"] != AUTOREGRESSIVE and run["benchmark"] != OVERALL
-    return drafted and len(run.get("acceptance_by_category", ())) > 1
+    drafted = run.schedule != AUTOREGRESSIVE and run.benchmark != OVERALL
+    return drafted and len(run.acceptance_by_category) > 1
 
 
-def category_table(runs: Sequence[Run]) -> Table:
+def category_table(runs: Sequence[RunRecord]) -> Table:
     header, settings = _setting(runs)
     rows = []
     for setting, run in zip(settings, runs, strict=True):
-        for name, category in run["acceptance_by_category"].items():
-            length = category["equivalent_acceptance_length"]
+        for name, category in run.acceptance_by_category.items():
+            length = category.equivalent_acceptance_length
             rows.append(
                 setting
-                + [name, str(category["prompts"]), number(category["draft_acceptance_rate"])]
-                + [bounds(category["draft_acceptance_rate_ci95"]), number(length["pooled"])]
-                + [bounds(length["ci95"])]
+                + [name, str(category.prompts), number(category.draft_acceptance_rate)]
+                + [bounds(category.draft_acceptance_rate_ci95), number(length.pooled)]
+                + [bounds(length.ci95)]
             )
     return Table([*header, "category", "prompts", "alpha", "95 % CI", "L' pooled", "95 % CI"], rows)
 
 
-def entropy_range(entropy_bin: dict[str, Any]) -> str:
-    low, high = entropy_bin["entropy_from"], entropy_bin["entropy_to"]
+def entropy_range(entropy_bin: EntropyRecord) -> str:
+    low, high = entropy_bin.entropy_from, entropy_bin.entropy_to
     return f"{low:g} to {high:g}" if is_known(high) else f"{low:g} up"
 
 
-def entropy_table(runs: Sequence[Run]) -> Table:
+def entropy_table(runs: Sequence[RunRecord]) -> Table:
     """Acceptance where the target's distribution has so many nats."""
     header, settings = _setting(runs)
     rows = [
-        [*setting, entropy_range(found), str(found["tests"])]
-        + [number(found["draft_acceptance_rate"]), bounds(found["draft_acceptance_rate_ci95"])]
+        [*setting, entropy_range(found), str(found.tests)]
+        + [number(found.draft_acceptance_rate), bounds(found.draft_acceptance_rate_ci95)]
         for setting, run in zip(settings, runs, strict=True)
-        for found in run["acceptance_by_entropy"]
+        for found in run.acceptance_by_entropy
     ]
     return Table([*header, "nats", "tests", "alpha", "95 % CI"], rows)
 
 
-def repeats_table(runs: Sequence[Run]) -> Table:
+def repeats_table(runs: Sequence[RunRecord]) -> Table:
     """Where the variance of tokens/s comes from."""
     header, settings = _setting(runs)
     parts = {"prompts": "between_prompts", "repeats": "between_repeats", "beyond": "residual"}
     rows = []
     for setting, run in zip(settings, runs, strict=True):
-        found = run["repeats"]
-        deviations = [found[field] ** 0.5 if field in found else None for field in parts.values()]
-        pooled = " ".join(number(speed, 2) for speed in found["tokens_per_s"])
+        found = run.repeats
+        assert found is not UNSET
+        variances = [getattr(found, field) for field in parts.values()]
+        deviations = [value**0.5 if is_known(value) else None for value in variances]
+        pooled = " ".join(number(speed, 2) for speed in found.tokens_per_s)
         rows.append(
-            [*setting, str(found["repeats"]), pooled, *(number(sd, 2) for sd in deviations)]
-            + [number(found.get("repeat_share")), str(found["unequal_turns"])]
+            [*setting, str(found.repeats), pooled, *(number(sd, 2) for sd in deviations)]
+            + [number(found.repeat_share), str(found.unequal_turns)]
         )
     return Table(
         [*header, "repeats", "tokens/s of each", *(f"sd {name}" for name in parts)]
@@ -255,56 +252,58 @@ def repeats_table(runs: Sequence[Run]) -> Table:
     )
 
 
-def process_table(runs: Sequence[Run]) -> Table:
+def process_table(runs: Sequence[RunRecord]) -> Table:
     """Seconds that each process spent on each kind of work."""
     header, settings = _setting(runs)
-    kinds = list(dict.fromkeys(k for run in runs for p in run["processes"] for k in p["seconds"]))
+    kinds = list(dict.fromkeys(k for run in runs for p in run.processes for k in p.seconds))
     rows = [
-        [*setting, process["name"], *(number(process["seconds"].get(kind), 2) for kind in kinds)]
-        + [number(process["peak_rss_mb"], 0)]
+        [*setting, process.name, *(number(process.seconds.get(kind), 2) for kind in kinds)]
+        + [number(process.peak_rss_mb, 0)]
         for setting, run in zip(settings, runs, strict=True)
-        for process in run["processes"]
+        for process in run.processes
     ]
     return Table([*header, "process", *(f"{kind} s" for kind in kinds), "peak MB"], rows)
 
 
-def pooled_runs(runs: Sequence[Run]) -> list[Run]:
+def pooled_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """The entries over all benchmarks: "overall", or the only benchmark's own."""
-    return [run for run in runs if run["benchmark"] == OVERALL] or list(runs)
+    return [run for run in runs if run.benchmark == OVERALL] or list(runs)
 
 
-def drafted_runs(runs: Sequence[Run]) -> list[Run]:
+def drafted_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Those that say something about a draft."""
-    return [run for run in runs if run["schedule"] != AUTOREGRESSIVE and run["rounds"]]
+    return [run for run in runs if run.schedule != AUTOREGRESSIVE and run.rounds]
 
 
-def warnings(runs: Sequence[Run]) -> list[str]:
+def warnings(runs: Sequence[RunRecord]) -> list[str]:
     """What a reader must know before believing the numbers."""
     lines = []
-    for run in (run for run in runs if run["benchmark"] != OVERALL):
-        where = f"{run['benchmark']}, {run['method']}, T={run['temperature']:g}"
-        mismatches = run["lossless"]["mismatches"]
+    for run in (run for run in runs if run.benchmark != OVERALL):
+        where = f"{run.benchmark}, {run.method}, T={run.temperature:g}"
+        mismatches = run.lossless.mismatches
         # Counted in half precision alone: in float32 every difference is a fault.
-        faults = run["lossless"].get("faults", mismatches)
+        faults = mismatches if run.lossless.faults is UNSET else run.lossless.faults
         if faults:
             lines.append(f"Not lossless ({where}): {lossless_share(run)} turns agree.")
         if mismatches > faults:
             lines.append(
                 f"{where}: {mismatches - faults} texts differ from the target's own where rounding "
-                f"alone decides (margins within {run['lossless']['noise']:.2g} nats; so close are "
-                f"{run['lossless']['near_ties']} of {run['lossless']['positions']} places)."
+                f"alone decides (margins within {run.lossless.noise:.2g} nats; so close are "
+                f"{run.lossless.near_ties} of {run.lossless.positions} places)."
             )
-        if run.get("skipped_turns"):
+        if run.skipped_turns:
             lines.append(
-                f"{where}: {run['skipped_turns']} turns left out, their prompt is longer than "
+                f"{where}: {run.skipped_turns} turns left out, their prompt is longer than "
                 "the target's context allows."
             )
-        score = run.get("score")
-        if score and score["cut"]:
+        score = run.score
+        if score is UNSET:
+            continue
+        if score.cut:
             lines.append(
-                f"{where}: {score['cut']} of {score['scored']} scored answers did not end before "
+                f"{where}: {score.cut} of {score.scored} scored answers did not end before "
                 "--max-new-tokens or the target's context."
             )
-        if score and score["isolated"] is False:
+        if score.isolated is False:
             lines.append(f"{where}: programs ran {NOT_ISOLATED}.")
     return lines

@@ -1,6 +1,7 @@
 """Evaluations for tests: a stub engine, made-up results, questions."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from pipedraft.eval.__main__ import run
 from pipedraft.eval.breakdown import acceptance_by_category, acceptance_intervals_by_position
 from pipedraft.eval.html_report import Source
 from pipedraft.eval.lossless import generate_greedy
-from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, RunLabel, run_record, summarize
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, run_record, summarize
+from pipedraft.eval.record import LosslessRecord, PromptRecord, RunRecord, parse_results
 from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.language_model import LanguageModelDraft
@@ -180,20 +182,24 @@ def draw_result(rng: np.random.Generator, stages: int, alpha: float) -> DecodeRe
     )
 
 
-def make_row(benchmark: str, result: DecodeResult, index: int) -> dict:
+def prompt_record(**fields) -> PromptRecord:
+    return PromptRecord(**({"benchmark": "b", "id": "0", "tokens": 0, "steps": 0} | fields))
+
+
+def make_row(benchmark: str, result: DecodeResult, index: int) -> PromptRecord:
     """Two categories in mt_bench, one elsewhere."""
-    return {
-        "benchmark": benchmark,
-        "id": str(index),
-        "category": ("writing", "math")[index % 2] if benchmark == "mt_bench" else "all",
-        "tokens": result.num_tokens,
-        "steps": result.num_steps,
-        "position_tests": result.position_tests,
-        "position_accepts": result.position_accepts,
-    }
+    return PromptRecord(
+        benchmark=benchmark,
+        id=str(index),
+        category=("writing", "math")[index % 2] if benchmark == "mt_bench" else "all",
+        tokens=result.num_tokens,
+        steps=result.num_steps,
+        position_tests=result.position_tests,
+        position_accepts=result.position_accepts,
+    )
 
 
-def make_runs(benchmarks=("mt_bench", "gsm8k", "humaneval"), stages=(4, 8, 16)) -> list[dict]:
+def make_runs(benchmarks=("mt_bench", "gsm8k", "humaneval"), stages=(4, 8, 16)) -> list[RunRecord]:
     rng = np.random.default_rng(0)
     runs = []
     settings = [(AUTOREGRESSIVE, stages[0], 0.0)] + [("spd", n, 0.7) for n in stages]
@@ -202,28 +208,38 @@ def make_runs(benchmarks=("mt_bench", "gsm8k", "humaneval"), stages=(4, 8, 16)) 
         if len(parts) > 1:
             parts[OVERALL] = [result for results in parts.values() for result in results]
         for name, results in parts.items():
-            label = RunLabel(
-                method=method, schedule=method, benchmark=name, temperature=0.0, tree_width=1
-            )
-            check = {"checked": len(results), "mismatches": 0}
-            entry = run_record(label, summarize(results), lossless=check)
             rows = [make_row(name, result, index) for index, result in enumerate(results)]
             runs.append(
-                entry
-                | {"skipped_turns": 0, "stop_reasons": {}, "per_prompt": rows}
-                | {"acceptance_by_category": acceptance_by_category(rows, num_stages=n)}
-                | {"acceptance_by_position_ci95": acceptance_intervals_by_position(rows)}
+                run_record(
+                    summarize(results),
+                    method=method,
+                    schedule=method,
+                    benchmark=name,
+                    temperature=0.0,
+                    tree_width=1,
+                    lossless=LosslessRecord(checked=len(results), mismatches=0),
+                    acceptance_by_category=acceptance_by_category(rows, num_stages=n),
+                    acceptance_by_position_ci95=acceptance_intervals_by_position(rows),
+                    per_prompt=rows,
+                )
             )
     return runs
 
 
-def read_back(entries: list[dict]) -> list[dict]:
+def read_back(entries: list[RunRecord]) -> list[dict]:
     """As results.json holds them."""
     return json.loads(to_json(entries))
 
 
-def source(entries: list[dict], name: str = "a", **more) -> Source:
-    return Source(name=name, entries=read_back(entries), digest="0" * 64, **more)
+def source(entries: list, name: str = "a", *, latency: Sequence[dict] = (), **more) -> Source:
+    """
+    Args:
+        entries: records, or what ``read_back`` made of them.
+    """
+    content = to_json({"runs": entries, "latency": list(latency)})
+    found = parse_results(content, "results.json")
+    digest = "0" * 64
+    return Source(name=name, entries=found.entries, latency=found.latency, digest=digest, **more)
 
 
 def first_layer(model) -> LanguageModelDraft:

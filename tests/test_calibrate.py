@@ -1,8 +1,11 @@
 """The cost model: what an asynchronous pipeline pays, and its recovery from measured times."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from pipedraft.eval.calibrate import fit_cost
+from pipedraft.eval.record import ProcessRecord, WallClockRecord
 from pipedraft.inference.clock import CostModel, VirtualClock
 
 CUT = (0, 3, 8)
@@ -32,26 +35,27 @@ def test_further_rows_make_the_busiest_stage_longer():
 
 
 def run(schedule, processes, *, tokens=100, forwards=0, seconds_per_token=0.0):
-    return {
-        "schedule": schedule,
-        "benchmark": "overall",
-        "stages": 2,
-        "tokens": tokens,
-        "draft_forwards": forwards,
-        "wallclock": {"tokens_per_s": 1 / seconds_per_token} if seconds_per_token else None,
-        "processes": processes,
-    }
+    wallclock = WallClockRecord(tokens_per_s=1 / seconds_per_token) if seconds_per_token else None
+    return SimpleNamespace(
+        schedule=schedule,
+        benchmark="overall",
+        stages=2,
+        tokens=tokens,
+        draft_forwards=forwards,
+        wallclock=wallclock,
+        processes=processes,
+    )
 
 
 def process(name, *, calls, rows, first, more, verify=0.0, draft=0.0):
     """A stage whose first row takes ``first`` and every further one ``more`` seconds."""
     stage = calls * first + (rows - calls) * more
-    return {
-        "name": name,
-        "seconds": {"stage": stage, "verify": verify, "draft": draft},
-        "counts": {"stage": calls},
-        "rows": {"stage": rows},
-    }
+    return ProcessRecord(
+        name=name,
+        seconds={"stage": stage, "verify": verify, "draft": draft},
+        counts={"stage": calls},
+        rows={"stage": rows},
+    )
 
 
 def test_a_known_cost_model_is_recovered():
@@ -101,7 +105,7 @@ def test_the_slowness_of_shared_cores_is_recovered():
             process(name, calls=100, rows=rows, first=0.01 * slower, more=0.002)
             for name in ("rank 0", "rank 1")
         ]
-        busy = sum(part["seconds"]["stage"] for part in parts)
+        busy = sum(part.seconds["stage"] for part in parts)
         methods.append(run(schedule, parts, seconds_per_token=busy / (1 + others) / 100))
     cost = fit_cost(methods)
     assert (cost.row, cost.sharing) == (pytest.approx(0.2), pytest.approx(0.4))

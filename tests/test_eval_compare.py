@@ -4,12 +4,14 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from eval_runs import status
 
-from pipedraft.eval.compare import Run, compare_runs, counterparts, find_noise, find_warnings
+from pipedraft.eval.compare import Evaluated, compare_runs, counterparts, find_noise, find_warnings
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+from pipedraft.eval.record import RunRecord
 
 NUM_PROMPTS = 16
 
@@ -36,9 +38,15 @@ def make_rows(
 
 
 def make_entry(rows: list[dict], **fields) -> dict:
+    """As results.json holds it, with what every version wrote."""
     entry = {
         "method": "spd", "schedule": "spd", "benchmark": "b", "stages": 4, "temperature": 0.0,
-        "tree_width": 1, "tree": None, "per_prompt": rows,
+        "tree_width": 1, "tree": None, "prompts": len(rows), "tokens": 0, "steps": 0, "rounds": 0,
+        "equivalent_acceptance_length": {"pooled": None, "mean": None, "ci95": [None, None]},
+        "mean_acceptance_length": None, "draft_acceptance_rate": None, "wallclock": None,
+        "theoretical_speedup": None, "lossless": {"checked": 0, "mismatches": 0},
+        "acceptance_histogram": [], "acceptance_by_position": [], "position_tests": [],
+        "position_accepts": [], "per_prompt": rows,
     }  # fmt: skip
     return entry | fields
 
@@ -64,11 +72,11 @@ def write(folder: Path, *entries: dict, **manifest) -> str:
     return str(folder)
 
 
-def read(folder: Path, *entries: dict, **manifest) -> Run:
-    return Run.read(Path(write(folder, *entries, **manifest)))
+def read(folder: Path, *entries: dict, **manifest) -> Evaluated:
+    return Evaluated.read(Path(write(folder, *entries, **manifest)))
 
 
-def slow_and_fast(tmp_path: Path) -> tuple[Run, Run]:
+def slow_and_fast(tmp_path: Path) -> tuple[Evaluated, Evaluated]:
     slow = make_entry(make_rows(stages=4, rejection=0.5))
     fast = make_entry(make_rows(stages=4, rejection=0.3, seed=5))
     return read(tmp_path / "slow", slow), read(tmp_path / "fast", fast)
@@ -77,8 +85,9 @@ def slow_and_fast(tmp_path: Path) -> tuple[Run, Run]:
 def test_values_are_the_pooled_ones_and_the_better_draft_is_seen(tmp_path) -> None:
     slow, fast = slow_and_fast(tmp_path)
     length, speedup, per_second = compare_runs(slow, fast)
-    rows = [run.entries[0]["per_prompt"] for run in (slow, fast)]
-    tokens, steps = ([sum(r[key] for r in side) for side in rows] for key in ("tokens", "steps"))
+    rows = [run.entries[0].per_prompt for run in (slow, fast)]
+    tokens = [sum(row.tokens for row in side) for side in rows]
+    steps = [sum(row.steps for row in side) for side in rows]
     assert length.result.baseline == pytest.approx(4 * tokens[0] / steps[0])
     assert length.result.compared == pytest.approx(4 * tokens[1] / steps[1])
     assert speedup.result.compared == pytest.approx(length.result.compared)
@@ -121,8 +130,9 @@ def test_conditions_that_differ_are_said(tmp_path) -> None:
 
 
 def test_entries_meet_their_namesakes_else_the_most_alike() -> None:
-    def entry(method: str, schedule: str, **fields) -> dict:
-        return make_entry([], method=method, schedule=schedule, **fields)
+    def entry(method: str, schedule: str, **fields) -> RunRecord:
+        fields = make_entry([], method=method, schedule=schedule, **fields)
+        return msgspec.convert(fields, RunRecord)
 
     baseline = [
         entry(AUTOREGRESSIVE, AUTOREGRESSIVE),
@@ -165,16 +175,18 @@ def test_a_machine_that_was_slower_for_one_run_is_said(tmp_path) -> None:
 def test_runs_without_times_of_prompts_are_compared_by_their_length_and_it_is_said(
     tmp_path,
 ) -> None:
-    slow, fast = slow_and_fast(tmp_path)
-    for row in slow.entries[0]["per_prompt"]:
+    rows = make_rows(stages=4, rejection=0.5)
+    for row in rows:
         del row["virtual_time"], row["decode_s"]
+    slow = read(tmp_path / "slow", make_entry(rows))
+    fast = read(tmp_path / "fast", make_entry(make_rows(stages=4, rejection=0.3, seed=5)))
     lines = compare_runs(slow, fast)
     assert [line.quantity.label for line in lines] == ["L'"]
     (warning,) = find_warnings(slow, fast, lines)
     assert "slow/results.json has no S nor tokens/s" in warning
 
 
-def repeats(tmp_path: Path, *seeds: int) -> list[Run]:
+def repeats(tmp_path: Path, *seeds: int) -> list[Evaluated]:
     """The same tokens and steps; seconds 10 % up or down from prompt to prompt."""
     runs = []
     for seed in seeds:
@@ -268,11 +280,11 @@ def test_a_single_prompt_has_no_interval_in_table_or_file(tmp_path, capsys) -> N
 
 
 BAD = {
-    "absent": ["RUN", "absent", "no results.json", "give the --out folder"],
-    "broken": ["RUN", "broken", "not JSON", "evaluate again"],
-    "listed": ["RUN", "listed", "not an object", "evaluate again"],
+    "absent": ["RUN", "absent", "results.json", "No such file", "give the --out folder"],
+    "broken": ["RUN", "broken", "not JSON", "run the evaluation again"],
+    "listed": ["RUN", "listed", "Expected `object`", "run the evaluation again"],
     "old": ["RUN", "old", "without 'per_prompt'", "run the evaluation again"],
-    "shape": ["RUN", "shape", "runs is no list", "run the evaluation again"],
+    "shape": ["RUN", "shape", "runs: Expected `array", "run the evaluation again"],
     "twice": ["RUN", "twice", "2 prompts of b with the id '0'", "an id of its own"],
     "other": ["RUN", "other", "gsm8k at T = 0", "b at T = 0", "same --benchmarks"],
     "disjoint": ["RUN", "disjoint", "share no prompt", "same --benchmarks"],

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import byte_tokenizer, tiny_llama
 from decode_runs import CHAIN, SMALL, PlainTokenizer
+from eval_runs import prompt_record
 from tiny_drafts import noisy_copy
 
 from pipedraft.eval import teacher_forcing
@@ -101,15 +102,15 @@ def test_tests_fall_into_the_bins_of_their_entropies() -> None:
     found = [9.0, -1e-9, 0.05, 0.19, 9.0, 3.0, 9.0, 50.0]
     tests, accepts = count_by_entropy(result, found)
     assert tests == [1, 2, 0, 0, 0, 0, 2] and accepts == [1, 1, 0, 0, 0, 0, 2]
-    rows = [{"entropy_tests": tests, "entropy_accepts": accepts}] * 2 + [{"no": "draft"}]
+    rows = [prompt_record(entropy_tests=tests, entropy_accepts=accepts)] * 2 + [prompt_record()]
     bins = acceptance_by_entropy(rows)
-    assert [b["entropy_from"] for b in bins] == list(ENTROPY_EDGES)
-    assert [b["entropy_to"] for b in bins] == [*ENTROPY_EDGES[1:], math.inf]
-    assert [b["tests"] for b in bins] == [2, 4, 0, 0, 0, 0, 4]
-    assert bins[1]["draft_acceptance_rate"] == 0.5 and math.isnan(bins[2]["draft_acceptance_rate"])
+    assert [b.entropy_from for b in bins] == list(ENTROPY_EDGES)
+    assert [b.entropy_to for b in bins] == [*ENTROPY_EDGES[1:], math.inf]
+    assert [b.tests for b in bins] == [2, 4, 0, 0, 0, 0, 4]
+    assert bins[1].draft_acceptance_rate == 0.5 and math.isnan(bins[2].draft_acceptance_rate)
     expected = wilson_over_prompts(np.array([1, 1]), np.array([2, 2]))
-    assert bins[1]["draft_acceptance_rate_ci95"] == list(expected)
-    assert acceptance_by_entropy([{"no": "draft"}]) == []
+    assert bins[1].draft_acceptance_rate_ci95 == expected
+    assert acceptance_by_entropy([prompt_record()]) == []
 
 
 def test_a_certain_target_is_guessed_better_and_entries_say_so(tmp_path) -> None:
@@ -133,16 +134,16 @@ def test_a_certain_target_is_guessed_better_and_entries_say_so(tmp_path) -> None
 
     found = entries(model)
     for entry in found:
-        bins = entry["acceptance_by_entropy"]
-        assert sum(b["tests"] for b in bins) == sum(entry["position_tests"])
-        assert sum(b["accepts"] for b in bins) == sum(entry["position_accepts"])
-        assert bool(bins) == (entry["schedule"] != AUTOREGRESSIVE)
-    overall = found[-1]["acceptance_by_entropy"]
-    parts = [entry["acceptance_by_entropy"] for entry in found[3:5]]
+        bins = entry.acceptance_by_entropy
+        assert sum(b.tests for b in bins) == sum(entry.position_tests)
+        assert sum(b.accepts for b in bins) == sum(entry.position_accepts)
+        assert bool(bins) == (entry.schedule != AUTOREGRESSIVE)
+    overall = found[-1].acceptance_by_entropy
+    parts = [entry.acceptance_by_entropy for entry in found[3:5]]
     for pooled, first, second in zip(overall, *parts, strict=True):
-        assert pooled["tests"] == first["tests"] + second["tests"]
-    print([(b["tests"], b["accepts"]) for b in overall])
-    sure = [sum(b[f] for b in overall[:4]) for f in ("accepts", "tests")]
-    torn = [sum(b[f] for b in overall[4:]) for f in ("accepts", "tests")]
+        assert pooled.tests == first.tests + second.tests
+    print([(b.tests, b.accepts) for b in overall])
+    sure = [sum(getattr(b, f) for b in overall[:4]) for f in ("accepts", "tests")]
+    torn = [sum(getattr(b, f) for b in overall[4:]) for f in ("accepts", "tests")]
     assert sure[0] / sure[1] > torn[0] / torn[1]
-    assert all(entry["acceptance_by_entropy"] == [] for entry in entries(None))
+    assert all(entry.acceptance_by_entropy == [] for entry in entries(None))

@@ -132,7 +132,7 @@ def test_every_reference_inside_the_page_has_its_one_target(text) -> None:
 
 
 def test_one_number_of_every_method_stands_first(text) -> None:
-    runs = [run for run in make_runs() if run["benchmark"] == "overall"]
+    runs = [run for run in read_back(make_runs()) if run["benchmark"] == "overall"]
     summary = text.partition('id="Summary"')[2].partition('id="Results"')[0]
     rows = re.findall(r"<strong>(.*?)</strong>.*?\[(.*?), (.*?)\].*?cx=\"(.*?)%\"", summary, re.S)
     drafted = [run["equivalent_acceptance_length"] for run in runs if run["method"] == "spd"]
@@ -162,7 +162,9 @@ def test_points_of_a_plot_lie_where_the_numbers_are(text) -> None:
     mark = r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill: var\(--series-1\); stroke'
     marks = re.findall(mark, svg)
     points = np.array(marks[:-1], dtype=float)  # the last one is the legend's
-    runs = [r for r in make_runs() if r["benchmark"] == "overall" and r["method"] == "spd"]
+    runs = [
+        r for r in read_back(make_runs()) if r["benchmark"] == "overall" and r["method"] == "spd"
+    ]
     lengths = np.array([run["equivalent_acceptance_length"]["pooled"] for run in runs])
     assert len(points) == 3
     steps = np.diff(points, axis=0)
@@ -202,7 +204,7 @@ def test_what_is_left_out_is_said_with_the_reason(text) -> None:
 
 
 def test_a_baseline_alone_has_no_empty_plot() -> None:
-    runs = [run for run in make_runs(("gsm8k",)) if run["method"] == AUTOREGRESSIVE]
+    runs = [run for run in read_back(make_runs(("gsm8k",))) if run["method"] == AUTOREGRESSIVE]
     alone = build_page([source(runs)]).decode()
     assert Page(alone).count("figure") == 0
     assert left_out(alone)["L' by benchmark"] == "no entry has a draft"
@@ -210,7 +212,7 @@ def test_a_baseline_alone_has_no_empty_plot() -> None:
 
 
 def test_one_prompt_has_points_without_intervals() -> None:
-    runs = make_runs(("gsm8k",), stages=(4,))
+    runs = read_back(make_runs(("gsm8k",), stages=(4,)))
     for run in runs:
         run["equivalent_acceptance_length"]["ci95"] = [float("nan")] * 2
     alone = build_page([source(runs)]).decode()
@@ -223,7 +225,7 @@ def test_names_from_files_stay_text(shift: int) -> None:
     """Eight names in eight fields, each in two of them."""
     names = [HOSTILE[(index + shift) % len(HOSTILE)] for index in range(len(HOSTILE))]
     method, benchmark, tree, category, process, kind, network, other = names
-    runs = make_runs(("mt_bench", "gsm8k"), stages=(4, 8))
+    runs = read_back(make_runs(("mt_bench", "gsm8k"), stages=(4, 8)))
     for run in runs:
         run |= {"processes": [{"name": process, "seconds": {kind: 1.0}, "peak_rss_mb": 1}]}
         run["acceptance_by_category"] = {
@@ -255,7 +257,7 @@ def test_the_same_results_give_the_same_bytes(text) -> None:
 
 def test_many_runs_stay_below_two_megabytes() -> None:
     """And more lines than can be told apart are said to be in the table alone."""
-    runs = make_runs()
+    runs = read_back(make_runs())
     page = build_page([source(runs, f"run {index}") for index in range(5)]).decode()
     assert len(page) < 2e6
     assert "The first 12 of 15 are drawn." in figures(page)["L' by benchmark"]
@@ -349,7 +351,7 @@ def test_latencies_alone_make_a_page(tmp_path) -> None:
 
 
 def test_repeats_are_a_table() -> None:
-    runs = make_runs(("gsm8k",), stages=(4,))
+    runs = read_back(make_runs(("gsm8k",), stages=(4,)))
     parts = {"between_prompts": 4.0, "between_repeats": 1.0, "residual": 0.25}
     record = {"repeats": 2, "unequal_turns": 0, "tokens_per_s": [40.5, 41.5]}
     runs[1]["repeats"] = record | parts | {"repeat_share": 0.238}
@@ -359,7 +361,7 @@ def test_repeats_are_a_table() -> None:
 
 
 def test_entropies_have_a_row_for_each_bin_with_tests() -> None:
-    runs = make_runs(("gsm8k",), stages=(4,))
+    runs = read_back(make_runs(("gsm8k",), stages=(4,)))
     bins = [(0.0, 0.5, 90, 100), (0.5, None, 20, 80), (9.0, 10.0, 0, 0)]
     runs[1]["acceptance_by_entropy"] = [
         {
@@ -383,13 +385,16 @@ def test_entropies_have_a_row_for_each_bin_with_tests() -> None:
     [
         (None, ["OUT", "results.json", "No such file", "--out folder"]),
         ("{", ["not JSON"]),
-        ("[]", ["not an object"]),
-        ({"runs": [{}]}, ["'method' in 'runs'", "None", "again"]),
-        ({"runs": 3}, ["'method' in 'runs'"]),
-        ({"stages": "<b>"}, ["'stages' in 'runs'", "<b>"]),
-        ({"position_tests": ["x"]}, ["'position_tests'"]),
-        ({"equivalent_acceptance_length": {}}, ["equivalent_acceptance_length.ci95"]),
-        ({"latency": [{"method": "a"}]}, ["'network' in 'latency'"]),
+        ("[]", ["Expected `object`"]),
+        ({"runs": [{}]}, ["runs[0]", "field `method`", "{}", "again"]),
+        ({"runs": 3}, ["runs: Expected `array", "got `int`: 3"]),
+        ({"stages": "<b>"}, ["runs[0].stages: Expected `int`", "<b>"]),
+        ({"position_tests": ["x"]}, ["runs[0].position_tests[0]"]),
+        (
+            {"equivalent_acceptance_length": {}},
+            ["runs[0].equivalent_acceptance_length", "`pooled`"],
+        ),
+        ({"latency": [{"method": "a"}]}, ["latency[0]", "`network`"]),
     ],
 )
 def test_bad_results_are_one_line_and_status_two(tmp_path, capsys, change, words) -> None:

@@ -7,7 +7,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from eval_runs import MANIFEST, make_runs, source
+from eval_runs import MANIFEST, make_runs, read_back, source
 
 from pipedraft.eval.charts import THEMES, Span
 from pipedraft.eval.html_report import build_page
@@ -96,7 +96,7 @@ onload = () => { document.title = [frames[0], frames[1]].map(probe).join(" | ");
 
 def everything() -> bytes:
     """A page with every plot there is, of two folders."""
-    runs = make_runs()
+    runs = read_back(make_runs())
     for run in runs:
         kinds = {"stage": 3.0, "draft": 1.0, "verify": 0.5, "send": 0.2, "wait": 2.0}
         names = ("rank 0 (controller and stage 0)", "rank 1 (stage 1)")
@@ -107,6 +107,7 @@ def everything() -> bytes:
                 "entropy_from": low,
                 "entropy_to": low + 1,
                 "tests": 50,
+                "accepts": 40,
                 "draft_acceptance_rate": 0.9 - 0.2 * low,
                 "draft_acceptance_rate_ci95": [0.85 - 0.2 * low, 0.95 - 0.2 * low],
             }

@@ -7,6 +7,7 @@ from decode_runs import SMALL, engine_for
 from eval_runs import first_layer
 
 from pipedraft.eval.lossless import BestFew, Check, GreedyReference, generate_greedy
+from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.result import DecodeResult
 
@@ -55,7 +56,7 @@ def test_half_precision_differs_by_ties_alone(dtype, seed) -> None:
     assert check.noise is not None and 0 < check.noise < 1
     assert all(margin <= max(check.noise, 0.1) for margin in check.margins)
     assert check.near_ties is not None and check.mismatches <= check.near_ties
-    assert check.record()["ties"] == check.mismatches
+    assert check.record().ties == check.mismatches
 
 
 def test_a_planted_fault_is_found_among_ties(half, monkeypatch) -> None:
@@ -88,11 +89,11 @@ def test_a_single_precision_target_has_no_ties() -> None:
     target = tiny_llama(layers=4, hidden=16, vocab=16)
     reference = GreedyReference(target, NEW_TOKENS)
     check = reference.check(decode(target, PROMPTS[:4], schedule="spd"))
-    assert check.record() == {"checked": 4, "mismatches": 0}
+    assert check.record() == LosslessRecord(checked=4, mismatches=0)
     tokens = reference.text(PROMPTS[0]).tokens
     wrong = [*tokens[:-1], (tokens[-1] + 1) % 16]
     check = reference.check([as_result(PROMPTS[0], wrong)])
-    assert check.record() == {"checked": 1, "mismatches": 1} and check.faults == 1
+    assert check.record() == LosslessRecord(checked=1, mismatches=1) and check.faults == 1
 
 
 def test_reference_texts_are_kept_with_their_margins(half, tmp_path, monkeypatch) -> None:
@@ -111,4 +112,4 @@ def test_checks_of_benchmarks_add_up() -> None:
     both = one + two
     assert (both.checked, both.mismatches, both.faults, both.near_ties) == (4, 2, 1, 5)
     assert (both.positions, both.noise, both.margins) == (39, 0.2, (0.05, 2.0))
-    assert (Check(checked=1) + Check(checked=2)).record() == {"checked": 3, "mismatches": 0}
+    assert (Check(checked=1) + Check(checked=2)).record() == LosslessRecord(checked=3, mismatches=0)

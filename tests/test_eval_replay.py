@@ -19,6 +19,7 @@ from pipedraft.eval.run import Comparison, Method
 from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.trace_reading import Recording, read_recordings, recorded_draft
 from pipedraft.eval.traces import Traces
+from pipedraft.files import to_json
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -266,7 +267,7 @@ def evaluated(tmp_path_factory):
         8: comparison().run(methods(8, chain)),
     }
     return folder, {
-        stages: {(entry["method"], entry["benchmark"]): entry for entry in found}
+        stages: {(entry.method, entry.benchmark): entry for entry in found}
         for stages, found in entries.items()
     }
 
@@ -283,13 +284,14 @@ def test_command_reads_shards_and_agrees_with_real_runs(evaluated, tmp_path, cap
     }
     for found in spd:
         entry = real[found["stages"]]["spd", found["benchmark"]]
-        expected = {(row["benchmark"], row["id"]): row["steps"] for row in entry["per_prompt"]}
+        expected = {(row.benchmark, row.id): row.steps for row in entry.per_prompt}
         assert {(r["benchmark"], r["id"]): r["steps"] for r in found["per_prompt"]} == expected
-        assert (found["tokens"], found["steps"]) == (entry["tokens"], entry["steps"])
+        assert (found["tokens"], found["steps"]) == (entry.tokens, entry.steps)
         length = found["equivalent_acceptance_length"]
         same = ("pooled", "ci95") if found["benchmark"] != "two" else ("pooled",)  # of one prompt
-        assert all(length[key] == entry["equivalent_acceptance_length"][key] for key in same)
-        assert found["theoretical_speedup"] == pytest.approx(entry["theoretical_speedup"])
+        expected = json.loads(to_json(entry.equivalent_acceptance_length))
+        assert all(length[key] == expected[key] for key in same)
+        assert found["theoretical_speedup"] == pytest.approx(entry.theoretical_speedup)
         assert found["how"] == ("recorded" if found["stages"] == 4 else "exact")
     plain = [r for r in written["replays"] if r["schedule"] == "autoregressive"]
     assert plain and all(r["steps"] == r["stages"] * r["tokens"] for r in plain)

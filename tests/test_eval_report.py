@@ -7,8 +7,10 @@ import re
 import numpy as np
 import pytest
 from eval_runs import MANIFEST, make_runs
+from msgspec.structs import replace
 
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.report import format_table, write_report
 from pipedraft.files import to_json, write_atomically
 
@@ -62,7 +64,7 @@ def test_plot_is_a_picture_with_ink(written, name: str) -> None:
 
 
 def test_baseline_alone_still_makes_a_report(tmp_path) -> None:
-    runs = [run for run in make_runs(("gsm8k",)) if run["method"] == AUTOREGRESSIVE]
+    runs = [run for run in make_runs(("gsm8k",)) if run.method == AUTOREGRESSIVE]
     write_report(tmp_path, runs, MANIFEST)
     assert json.loads((tmp_path / "results.json").read_text())["overall"] == []
     assert "Tokens per round" not in (tmp_path / "report.md").read_text()
@@ -70,8 +72,8 @@ def test_baseline_alone_still_makes_a_report(tmp_path) -> None:
 
 def test_mismatches_and_left_out_turns_are_said_in_the_report(tmp_path) -> None:
     runs = make_runs(("gsm8k",), stages=(4,))
-    runs[1]["lossless"]["mismatches"] = 3
-    runs[1]["skipped_turns"] = 2
+    lossless = LosslessRecord(checked=16, mismatches=3)
+    runs[1] = replace(runs[1], lossless=lossless, skipped_turns=2)
     write_report(tmp_path, runs, MANIFEST)
     report = (tmp_path / "report.md").read_text()
     assert "**Not lossless** (gsm8k, spd, T=0): 13/16 turns agree" in report

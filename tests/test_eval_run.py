@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from pipedraft.eval.lossless import GreedyReference, generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.run import Comparison, Method, evaluate, prompt_seed
 from pipedraft.eval.tasks import Prompt
 from pipedraft.inference.config import DecodeConfig
@@ -91,71 +92,71 @@ def test_baseline_is_decoded_once_per_temperature_on_the_smallest_n(
         for w in (1, 4)
     ]
     entries = compare(target, tokenizer, methods, lossless=False)
-    baselines = [e for e in entries if e["schedule"] == AUTOREGRESSIVE and e["benchmark"] == "one"]
-    assert [(e["temperature"], e["stages"], e["tree_width"]) for e in baselines] == [
+    baselines = [e for e in entries if e.schedule == AUTOREGRESSIVE and e.benchmark == "one"]
+    assert [(e.temperature, e.stages, e.tree_width) for e in baselines] == [
         (0.0, 4, 1),
         (1.0, 4, 1),
     ]
-    assert all(e["equivalent_acceptance_length"]["pooled"] == 1 for e in baselines)
+    assert all(e.equivalent_acceptance_length.pooled == 1 for e in baselines)
     assert len(entries) == 3 * (2 + len(methods))
 
 
 def test_asking_for_the_baseline_by_name_gives_it_once(target, tokenizer, engine) -> None:
     entries = compare(target, tokenizer, [make_method(schedule=AUTOREGRESSIVE)], lossless=False)
-    assert [e["benchmark"] for e in entries] == ["one", "two", OVERALL]
+    assert [e.benchmark for e in entries] == ["one", "two", OVERALL]
 
 
 def test_overall_pools_the_counts_of_the_benchmarks(target, tokenizer, engine) -> None:
-    entries = [e for e in compare(target, tokenizer, [make_method()]) if e["method"] == "spd"]
+    entries = [e for e in compare(target, tokenizer, [make_method()]) if e.method == "spd"]
     one, two, overall = entries
-    assert overall["benchmark"] == OVERALL
+    assert overall.benchmark == OVERALL
     for key in ("prompts", "turns", "tokens", "steps", "rounds"):
-        assert overall[key] == one[key] + two[key]
-    assert (one["prompts"], one["turns"]) == (2, 4)
-    pooled = 4 * overall["tokens"] / overall["steps"]
-    assert overall["equivalent_acceptance_length"]["pooled"] == pytest.approx(pooled)
-    assert overall["lossless"] == {"checked": 7, "mismatches": 0}
-    assert sum(row["tokens"] for row in overall["per_prompt"]) == overall["tokens"]
-    assert overall["wallclock"]["speedup"] == pytest.approx(2)
+        assert getattr(overall, key) == getattr(one, key) + getattr(two, key)
+    assert (one.prompts, one.turns) == (2, 4)
+    pooled = 4 * overall.tokens / overall.steps
+    assert overall.equivalent_acceptance_length.pooled == pytest.approx(pooled)
+    assert overall.lossless == LosslessRecord(checked=7, mismatches=0)
+    assert sum(row.tokens for row in overall.per_prompt) == overall.tokens
+    assert overall.wallclock.speedup == pytest.approx(2)
 
 
 def test_rows_of_single_prompts_add_up_to_the_entry(target, tokenizer, engine) -> None:
     for entry in compare(target, tokenizer, [make_method()]):
-        rows = entry["per_prompt"]
+        rows = entry.per_prompt
         for key in ("tokens", "steps", "rounds", "turns"):
-            assert sum(row[key] for row in rows) == entry[key]
-        seconds = sum(row["decode_s"] for row in rows)
-        assert entry["tokens"] / seconds == pytest.approx(entry["wallclock"]["tokens_per_s"])
-        modelled = sum(row["virtual_time_autoregressive"] for row in rows)
-        modelled /= sum(row["virtual_time"] for row in rows)
-        assert modelled == pytest.approx(entry["theoretical_speedup"])
+            assert sum(getattr(row, key) for row in rows) == getattr(entry, key)
+        seconds = sum(row.decode_s for row in rows)
+        assert entry.tokens / seconds == pytest.approx(entry.wallclock.tokens_per_s)
+        modelled = sum(row.virtual_time_autoregressive for row in rows)
+        modelled /= sum(row.virtual_time for row in rows)
+        assert modelled == pytest.approx(entry.theoretical_speedup)
         for field in ("position_tests", "position_accepts"):
-            assert sum(sum(row[field]) for row in rows) == sum(entry[field])
-        assert len(entry["acceptance_by_position_ci95"]) == len(entry["acceptance_by_position"])
-        by_category = entry["acceptance_by_category"].values()
-        assert sum(category["prompts"] for category in by_category) == entry["prompts"]
+            assert sum(sum(getattr(row, field)) for row in rows) == sum(getattr(entry, field))
+        assert len(entry.acceptance_by_position_ci95) == len(entry.acceptance_by_position)
+        by_category = entry.acceptance_by_category.values()
+        assert sum(category.prompts for category in by_category) == entry.prompts
 
 
 def test_a_single_benchmark_has_no_overall_entry(target, tokenizer, engine) -> None:
     prompts = {"two": make_prompts("two", ["what"])}
     entries = compare(target, tokenizer, [make_method()], prompts=prompts)
-    assert [e["benchmark"] for e in entries] == ["two", "two"]
+    assert [e.benchmark for e in entries] == ["two", "two"]
 
 
 def test_greedy_check_finds_a_wrong_last_token(target, tokenizer, engine, monkeypatch) -> None:
     """Known-bad engine."""
     monkeypatch.setattr(StubEngine, "wrong_last_token", True)
     entries = compare(target, tokenizer, [make_method()])
-    assert [e["lossless"] for e in entries if e["benchmark"] == "two"] == [
-        {"checked": 3, "mismatches": 0},
-        {"checked": 3, "mismatches": 3},
+    assert [e.lossless for e in entries if e.benchmark == "two"] == [
+        LosslessRecord(checked=3, mismatches=0),
+        LosslessRecord(checked=3, mismatches=3),
     ]
 
 
 def test_sampled_texts_are_not_compared_with_greedy_ones(target, tokenizer, engine) -> None:
     entries = compare(target, tokenizer, [make_method(temperature=1.0)])
-    assert all(e["lossless"] == {"checked": 0, "mismatches": 0} for e in entries)
-    assert entries[-1]["verifier"] == "rejection"
+    assert all(e.lossless == LosslessRecord(checked=0, mismatches=0) for e in entries)
+    assert entries[-1].verifier == "rejection"
 
 
 def test_turns_that_do_not_fit_the_context_are_left_out_and_counted(
@@ -163,7 +164,7 @@ def test_turns_that_do_not_fit_the_context_are_left_out_and_counted(
 ) -> None:
     prompts = {"one": make_prompts("one", ["short"], ["short", "long " * 60, "never"])}
     entries = compare(target, tokenizer, [make_method()], prompts=prompts)
-    assert [(e["turns"], e["skipped_turns"]) for e in entries] == [(2, 2), (2, 2)]
+    assert [(e.turns, e.skipped_turns) for e in entries] == [(2, 2), (2, 2)]
     with pytest.raises(ValueError, match="too few for any prompt of one; lower it"):
         compare(target, tokenizer, [make_method(max_new_tokens=250)], prompts=prompts)
 
@@ -209,9 +210,9 @@ def test_a_text_cut_by_the_context_is_compared_as_far_as_it_goes(target) -> None
     text = greedy_by_hand(target, [5, 6], 8)
     result = DecodeResult([5, 6], text[:5], "", "max_length", 4)
     reference = GreedyReference(target, 8)
-    assert reference.check([result]).record() == {"checked": 1, "mismatches": 0}
+    assert reference.check([result]).record() == LosslessRecord(checked=1, mismatches=0)
     result.stop_reason = "max_new_tokens"
-    assert reference.check([result]).record() == {"checked": 1, "mismatches": 1}
+    assert reference.check([result]).record() == LosslessRecord(checked=1, mismatches=1)
 
 
 def test_command_writes_every_file_and_prints_the_table(folders, engine, capsys) -> None:

@@ -12,6 +12,7 @@ import eval_runs
 import pytest
 from conftest import write_rows
 from eval_runs import OFFICIAL, AnyDraft, StubEngine, needs_official, question, status
+from msgspec import UNSET
 from scipy.stats import binomtest
 
 from pipedraft.eval import sandbox
@@ -314,16 +315,16 @@ def run_scored(target, tokenizer, folder: Path, **settings) -> list[dict]:
 @linux
 def test_every_methods_own_texts_are_scored(target, tokenizer, benchmarks) -> None:
     runs = run_scored(target, tokenizer, benchmarks, scorer=Scorer(run_programs=True))
-    scores = {(run["method"], run["benchmark"]): run.get("score") for run in runs}
+    scores = {(run.method, run.benchmark): run.score for run in runs}
     plain = scores["autoregressive", "gsm8k"]
-    assert (plain["kind"], plain["passed"], plain["scored"]) == ("accuracy", 1, 2)
-    assert plain["ci95"] == pytest.approx(wilson_interval(1, 2))
-    assert scores["spd", "gsm8k"]["mean"] == 0
-    assert scores["autoregressive", "humaneval"]["kind"] == "pass@1"
-    assert scores["autoregressive", "humaneval"]["mean"] == 1
-    assert scores["spd", "mt_bench"] is None and scores["spd", OVERALL] is None
-    rows = next(run for run in runs if run["benchmark"] == "gsm8k")["per_prompt"]
-    assert [(row["score"], row["outcome"]) for row in rows] == [(1, "passed"), (0, "7 for 6")]
+    assert (plain.kind, plain.passed, plain.scored) == ("accuracy", 1, 2)
+    assert plain.ci95 == pytest.approx(wilson_interval(1, 2))
+    assert scores["spd", "gsm8k"].mean == 0
+    assert scores["autoregressive", "humaneval"].kind == "pass@1"
+    assert scores["autoregressive", "humaneval"].mean == 1
+    assert scores["spd", "mt_bench"] is UNSET and scores["spd", OVERALL] is UNSET
+    rows = next(run for run in runs if run.benchmark == "gsm8k").per_prompt
+    assert [(row.score, row.outcome) for row in rows] == [(1, "passed"), (0, "7 for 6")]
     assert "score" in format_table(runs).splitlines()[0]
 
 
@@ -332,13 +333,13 @@ def test_programs_are_not_run_unless_that_is_allowed(
 ) -> None:
     monkeypatch.setattr("pipedraft.eval.scores.run_program", lambda sources: 1 / 0)
     runs = run_scored(target, tokenizer, benchmarks, scorer=Scorer(run_programs=False))
-    assert {run["benchmark"] for run in runs if "score" in run} == {"gsm8k"}
+    assert {run.benchmark for run in runs if run.score is not UNSET} == {"gsm8k"}
 
 
 def test_without_a_scorer_nothing_is_scored(target, tokenizer, benchmarks) -> None:
     runs = run_scored(target, tokenizer, benchmarks)
-    assert not any("score" in run for run in runs)
-    assert not any("score" in row for run in runs for row in run["per_prompt"])
+    assert not any(run.score is not UNSET for run in runs)
+    assert not any(row.score is not UNSET for run in runs for row in run.per_prompt)
     assert "score" not in format_table(runs)
 
 

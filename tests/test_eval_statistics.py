@@ -10,6 +10,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from eval_runs import prompt_record
 
 from pipedraft.eval import paired
 from pipedraft.eval.breakdown import (
@@ -27,6 +28,7 @@ from pipedraft.eval.paired import (
     prompts_needed,
     variance_parts,
 )
+from pipedraft.eval.record import AcceptanceLength
 
 # E experiments, S the two runs, P prompts, U turns, M repeats
 STAGES = 4
@@ -355,11 +357,11 @@ def test_acceptance_interval_does_not_shrink_to_a_point_where_all_was_accepted()
     assert all(map(math.isnan, wilson_over_prompts(tests[:1], tests[:1])))
 
 
-def make_row(category: str, tests: list[int], accepts: list[int], benchmark: str = "b") -> dict:
-    return {
-        "benchmark": benchmark, "category": category, "tokens": 12, "steps": 24,
-        "position_tests": tests, "position_accepts": accepts,
-    }  # fmt: skip
+def make_row(category: str, tests: list[int], accepts: list[int], benchmark: str = "b"):
+    return prompt_record(
+        benchmark=benchmark, category=category, tokens=12, steps=24,
+        position_tests=tests, position_accepts=accepts,
+    )  # fmt: skip
 
 
 def test_categories_and_positions_pool_the_prompts_that_belong_to_them() -> None:
@@ -371,15 +373,15 @@ def test_categories_and_positions_pool_the_prompts_that_belong_to_them() -> None
     found = acceptance_by_category(rows, num_stages=4)
     assert list(found) == ["writing", "math"]
     writing = found["writing"]
-    assert (writing["prompts"], writing["tests"], writing["accepts"]) == (2, 10, 5)
-    assert writing["draft_acceptance_rate"] == 0.5
-    low, high = writing["draft_acceptance_rate_ci95"]
+    assert (writing.prompts, writing.tests, writing.accepts) == (2, 10, 5)
+    assert writing.draft_acceptance_rate == 0.5
+    low, high = writing.draft_acceptance_rate_ci95
     assert 0 <= low < 0.5 < high <= 1
-    assert writing["equivalent_acceptance_length"] == {"pooled": 2.0, "ci95": [2.0, 2.0]}
-    assert math.isnan(found["math"]["draft_acceptance_rate_ci95"][0])
+    assert writing.equivalent_acceptance_length == AcceptanceLength(pooled=2.0, ci95=(2.0, 2.0))
+    assert math.isnan(found["math"].draft_acceptance_rate_ci95[0])
     first, second, third = acceptance_intervals_by_position(rows)
-    assert first == list(wilson_over_prompts(np.array([2, 3, 1]), np.array([4, 3, 4])))
-    assert second == list(wilson_over_prompts(np.array([2, 3]), np.array([2, 3])))
+    assert first == wilson_over_prompts(np.array([2, 3, 1]), np.array([4, 3, 4]))
+    assert second == wilson_over_prompts(np.array([2, 3]), np.array([2, 3]))
     assert all(map(math.isnan, third))
 
 

@@ -57,19 +57,22 @@ def test_turns_of_a_prompt_add_up_and_a_prompt_without_any_counts_nothing():
     assert counts_4P.tolist() == [[3, 0, 0], [4, 0, 4], [6, 0, 4], [3, 0, 4]]
 
 
+WHERE = {"seed": 0, "domain": "d", "target": "t", "draft": "x", "loads": True}
+
+
 def test_rates_are_of_pooled_counts_and_the_share_is_paired():
     base_4P = np.array([[8, 5, 9, 6], [10, 10, 10, 10], [9, 6, 10, 7], [3, 5, 2, 4]], float)
-    same = describe(base_4P, base_4P, 0)
-    assert same["alpha"] == 28 / 40 and same["tau"] == 32 / 14
-    assert same["retained"] == 1 and same["retained_ci95"] == [1, 1]
-    assert same["alpha_ci95"][0] < 28 / 40 < same["alpha_ci95"][1]
+    same = describe(base_4P, base_4P, **WHERE)
+    assert same.alpha == 28 / 40 and same.tau == 32 / 14
+    assert same.retained == 1 and same.retained_ci95 == (1, 1)
+    assert same.alpha_ci95[0] < 28 / 40 < same.alpha_ci95[1]
     half_4P = base_4P * [[0.5], [1], [1], [1]]
-    half = describe(half_4P, base_4P, 0)
+    half = describe(half_4P, base_4P, **WHERE)
     # Every prompt lost the same share: resampled together, nothing varies.
-    assert half["alpha"] == 14 / 40 and half["retained"] == 0.5
-    assert half["retained_ci95"] == pytest.approx([0.5, 0.5])
-    uneven = describe(half_4P[:, ::-1], base_4P, 0)
-    assert uneven["retained"] == 0.5 and uneven["retained_ci95"][0] < 0.45
+    assert half.alpha == 14 / 40 and half.retained == 0.5
+    assert half.retained_ci95 == pytest.approx([0.5, 0.5])
+    uneven = describe(half_4P[:, ::-1], base_4P, **WHERE)
+    assert uneven.retained == 0.5 and uneven.retained_ci95[0] < 0.45
 
 
 def expected_divergence(base, evolved, result) -> float:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from pipedraft.eval.lossless import GreedyReference
 from pipedraft.eval.metrics import WallClock, bootstrap_ratio, ratio
+from pipedraft.eval.record import LatencyRecord, LosslessRecord
 from pipedraft.eval.run import prompt_seed
 from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.eval.teacher_forcing import text_logits
@@ -19,6 +20,7 @@ from pipedraft.inference.edge_cloud.methods import METHODS, Decoded, Scene, deco
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.verify import probabilities, top_k_bias
 
+UNCHECKED = LosslessRecord(checked=0, mismatches=0)
 SAME_TEXT_RULES = ("match", "gumbel")
 """Whose text does not depend on the guesses: the same random numbers give the same text."""
 
@@ -81,7 +83,7 @@ def _converse(name: str, scene: Scene, prompt: Prompt, tokenizer: Any) -> list[D
     return turns
 
 
-def measure(texts: Sequence[Texts], reference: Any | None, *, seed: int) -> list[dict[str, Any]]:
+def measure(texts: Sequence[Texts], reference: Any | None, *, seed: int) -> list[LatencyRecord]:
     """One row of results.json for each method, network and temperature.
 
     Args:
@@ -93,12 +95,12 @@ def measure(texts: Sequence[Texts], reference: Any | None, *, seed: int) -> list
     for mine in texts:
         alone = plain.get((mine.network, mine.scene.temperature))
         row = _latency(mine, alone, seed=seed) | _traffic(mine) | _acceptance(mine)
-        row["lossless"] = {"checked": 0, "mismatches": 0}
+        lossless = UNCHECKED
         if reference is not None:
             length = mine.scene.max_new_tokens
             greedy = checks.setdefault(length, GreedyReference(reference, length))
-            row["lossless"] = _lossless(mine, alone, greedy)
-        rows.append(row)
+            lossless = _lossless(mine, alone, greedy)
+        rows.append(LatencyRecord(**row, lossless=lossless))
     return rows
 
 
@@ -123,7 +125,7 @@ def _latency(mine: Texts, alone: Texts | None, *, seed: int) -> dict[str, Any]:
         "prompts": len(mine.conversations),
         "tokens": int(tokens_P.sum()),
         "ms_per_token": ratio(1e3 * float(seconds_P.sum()), float(tokens_P.sum())),
-        "ci95": [float(low), float(high)],
+        "ci95": (float(low), float(high)),
         "ms_per_token_p50": float(np.quantile(each_P, 0.5)) if len(each_P) else float("nan"),
         "ms_per_token_p99": float(np.quantile(each_P, 0.99)) if len(each_P) else float("nan"),
         "tokens_per_s": ratio(float(tokens_P.sum()), float(seconds_P.sum())),
@@ -204,18 +206,18 @@ def _top_k_bias(scene: Scene, result: DecodeResult) -> float:
     return ratio(total, result.num_tokens)
 
 
-def _lossless(mine: Texts, alone: Texts | None, greedy: GreedyReference) -> dict[str, Any]:
+def _lossless(mine: Texts, alone: Texts | None, greedy: GreedyReference) -> LosslessRecord:
     """Greedy: against transformers. Sampled by a rule that guesses do not touch: against the cloud
     alone with the same random numbers. Other rules keep the law, not the text."""
     if METHODS[mine.method].caveat:
-        return {"checked": 0, "mismatches": 0}
+        return UNCHECKED
     if not mine.scene.temperature:
         return greedy.check(mine.results).record()
     rule = mine.scene.rule_for(METHODS[mine.method])
     if alone is None or alone is mine or rule not in SAME_TEXT_RULES:
-        return {"checked": 0, "mismatches": 0}
+        return UNCHECKED
     if alone.scene.rule_for(METHODS["cloud"]) != rule:
-        return {"checked": 0, "mismatches": 0}
+        return UNCHECKED
     pairs = list(zip(mine.results, alone.results, strict=True))
     differ = sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
-    return {"checked": len(pairs), "mismatches": differ}
+    return LosslessRecord(checked=len(pairs), mismatches=differ)

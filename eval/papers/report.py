@@ -5,7 +5,8 @@ from typing import Any
 
 from pipedraft.eval.papers.declarations import Measure, PaperRow, PaperTable
 from pipedraft.eval.papers.runs import Outcome, Value
-from pipedraft.eval.tables import Table, align_columns, bounds, is_known, number
+from pipedraft.eval.record import is_known
+from pipedraft.eval.tables import Table, align_columns, bounds, number
 
 EMBEDDED = "assets/target"
 NOT_AVAILABLE = "not available here"

@@ -12,6 +12,7 @@ from typing import Any
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.papers.checkpoints import Drafts
 from pipedraft.eval.papers.declarations import BASE, PaperRow, PaperTable, read_roles
+from pipedraft.eval.record import LatencyRecord, Results, RunRecord
 from pipedraft.eval.tables import lossless_share
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -53,21 +54,21 @@ class World:
 class Finished:
     outcomes: list[Outcome]
     """Of the table's rows, in their order."""
-    results: dict[str, Any]
+    results: Results | None
     """The entries behind them, as the other evaluations write them into results.json."""
 
 
 # -- pipelines ------------------------------------------------------------------------------
 
-PIPELINE_QUANTITIES: dict[str, Callable[[dict[str, Any]], Value]] = {
+PIPELINE_QUANTITIES: dict[str, Callable[[RunRecord], Value]] = {
     "L'": lambda run: (
-        run["equivalent_acceptance_length"]["pooled"],
-        run["equivalent_acceptance_length"]["ci95"],
+        run.equivalent_acceptance_length.pooled,
+        run.equivalent_acceptance_length.ci95,
     ),
-    "L' mean": lambda run: (run["equivalent_acceptance_length"]["mean"], None),
-    "tau": lambda run: (run["mean_acceptance_length"], None),
-    "alpha": lambda run: (run["draft_acceptance_rate"], None),
-    "S": lambda run: (run["theoretical_speedup"], None),
+    "L' mean": lambda run: (run.equivalent_acceptance_length.mean or None, None),
+    "tau": lambda run: (run.mean_acceptance_length, None),
+    "alpha": lambda run: (run.draft_acceptance_rate, None),
+    "S": lambda run: (run.theoretical_speedup, None),
 }
 
 
@@ -110,7 +111,7 @@ def run_pipeline(table: PaperTable, world: World) -> Finished:
         outcome.stages = config.num_stages
         methods[index] = Method(name=row.name, config=config, draft=draft, checkpoint=folder)
     if not methods:
-        return Finished(outcomes, {})
+        return Finished(outcomes, None)
     arguments = argparse.Namespace(out=options.out, fresh=False, backend="local", shard=None)
     comparison = Comparison(
         target=world.target,
@@ -125,19 +126,19 @@ def run_pipeline(table: PaperTable, world: World) -> Finished:
         own = {
             _benchmark(run, world): run
             for run in runs
-            if (run["method"], run["temperature"]) == (name, method.config.temperature)
+            if (run.method, run.temperature) == (name, method.config.temperature)
         }
         outcomes[index].texts = lossless_share(own[None])
         outcomes[index].values = {
             benchmark: {q: get(run) for q, get in PIPELINE_QUANTITIES.items()}
             for benchmark, run in own.items()
         }
-    return Finished(outcomes, {"runs": runs})
+    return Finished(outcomes, Results(runs=runs))
 
 
-def _benchmark(run: dict[str, Any], world: World) -> str | None:
+def _benchmark(run: RunRecord, world: World) -> str | None:
     alone = len(world.benchmarks) == 1
-    return None if alone or run["benchmark"] == OVERALL else run["benchmark"]
+    return None if alone or run.benchmark == OVERALL else run.benchmark
 
 
 def _runnable(table: PaperTable) -> list[PaperRow]:
@@ -155,15 +156,15 @@ def _found(row: PaperRow, world: World) -> Outcome:
 
 # -- links ----------------------------------------------------------------------------------
 
-EDGE_QUANTITIES: dict[str, Callable[[dict[str, Any]], Value]] = {
-    "ms/token": lambda row: (row["ms_per_token"], row["ci95"]),
-    "tokens/s": lambda row: (row["tokens_per_s"], None),
-    "alpha": lambda row: (row["draft_acceptance_rate"], None),
-    "tau": lambda row: (row["mean_acceptance_length"], None),
-    "drafted per token": lambda row: (row["drafted_per_token"], None),
-    "TTFT ms": lambda row: (row["ttft_ms"], None),
-    "bytes per token": lambda row: (row["wire_bytes_per_token"], None),
-    "J per token": lambda row: (row["joules_per_token"], None),
+EDGE_QUANTITIES: dict[str, Callable[[LatencyRecord], Value]] = {
+    "ms/token": lambda row: (row.ms_per_token, row.ci95),
+    "tokens/s": lambda row: (row.tokens_per_s, None),
+    "alpha": lambda row: (row.draft_acceptance_rate, None),
+    "tau": lambda row: (row.mean_acceptance_length, None),
+    "drafted per token": lambda row: (row.drafted_per_token, None),
+    "TTFT ms": lambda row: (row.ttft_ms, None),
+    "bytes per token": lambda row: (row.wire_bytes_per_token, None),
+    "J per token": lambda row: (row.joules_per_token, None),
 }
 
 
@@ -228,7 +229,7 @@ def run_edge(table: PaperTable, world: World) -> Finished:
     for outcome, entry in zip(tried, measured, strict=True):
         outcome.values = {None: {q: get(entry) for q, get in EDGE_QUANTITIES.items()}}
         outcome.texts = lossless_share(entry)
-    return Finished(outcomes, {"latency": measured})
+    return Finished(outcomes, Results(latency=measured))
 
 
 def _method(name: str) -> Any:
@@ -272,7 +273,7 @@ def run_retention(table: PaperTable, world: World) -> Finished:
         assert row.draft is not None
         drafts[row.draft] = str(world.drafts.folders[row.draft])
     if not drafts:
-        return Finished(outcomes, {})
+        return Finished(outcomes, None)
     options = world.options
     kinds = world.drafts.places.roles
     config = RetentionConfig(
@@ -289,19 +290,21 @@ def run_retention(table: PaperTable, world: World) -> Finished:
     )
     retention = Retention(config, options.out, world.target, world.tokenizer)
     targets, measured = retention.run()
-    drift = {(e["domain"], e["target"]): (e["kl"], e["kl_ci95"]) for e in targets}
-    entries = {(e["domain"], e["target"], e["draft"]): e for e in measured}
+    drift = {(e.domain, e.target): (e.kl, e.kl_ci95) for e in targets}
+    entries = {(e.domain, e.target, e.draft): e for e in measured}
     for row, outcome in zip(table.rows, outcomes, strict=True):
         if outcome.remark:
             continue
         settings = table.settings(row)
         where = settings["benchmark"], settings["target"]
+        assert row.draft is not None
         entry = entries[*where, row.draft]
         values: dict[str, Value] = {
-            name: (entry[name], entry[f"{name}_ci95"]) for name in ("alpha", "tau", "retained")
+            name: (getattr(entry, name), getattr(entry, f"{name}_ci95"))
+            for name in ("alpha", "tau", "retained")
         }
         outcome.values = {None: values | {"KL": drift[where]}}
-    return Finished(outcomes, {"targets": targets, "drafts": measured, "config": asdict(config)})
+    return Finished(outcomes, Results(targets=targets, drafts=measured, config=asdict(config)))
 
 
 def _target_folder(name: str, world: World) -> Path | None:

@@ -111,7 +111,7 @@ def _make(options: argparse.Namespace, table: PaperTable, argv: Sequence[str]) -
     logging.disable_progress_bar()
     world = _world(options, table)
     finished = KINDS[table.kind].run(table, world)
-    if not finished.results:
+    if finished.results is None:
         reasons = dict.fromkeys(outcome.remark for outcome in finished.outcomes)
         raise ValueError(
             f"--checkpoints: nothing of {options.name} can be run: {'; '.join(reasons)}"
@@ -177,7 +177,7 @@ def _write(
 
     out: Path = options.out
     if table.kind == "pipeline":
-        write_report(out, finished.results["runs"], manifest)
+        write_report(out, finished.results.runs, manifest)
     else:
         write_atomically(out / "manifest.json", to_json(manifest))
         write_atomically(out / "results.json", to_json(finished.results))

@@ -1,0 +1,399 @@
+"""results.json as types: what an evaluation writes, and how every reader gets it.
+
+A field has the name and place of its key. Keys that a reader does not know are skipped, and those
+that older versions did not write have a default. A number that does not exist (a rate of nothing)
+is null in a file and None once read; until it is written it may be NaN: see ``is_known``. Unset
+fields are left out of the file.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, TypeGuard, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from pipedraft.errors import UsageError
+
+MAX_BYTES = 2**29
+"""Of a file: some hundred thousand prompts by ten methods."""
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Counts = Annotated[list[Count], Meta(max_length=1_000_000)]
+Amount = Annotated[float, Meta(ge=0)]
+Figure = float | None
+Interval = tuple[Figure, Figure]
+Name = Annotated[str, Meta(max_length=100_000)]
+T = TypeVar("T")
+
+
+def is_known(value: float | None | UnsetType) -> TypeGuard[float]:
+    """Whether it exists; what does not is NaN in memory and null in a file."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def number_or_nan(value: Figure) -> float:
+    """For arithmetic and plots, which leave NaN out."""
+    return math.nan if value is None else value
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the tables."""
+
+    run: Name | UnsetType = UNSET
+    """Folder, where entries of several are shown together; not in a file."""
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder in labels; "" where there is one alone."""
+        return self.run or ""  # type: ignore[return-value]  # an unset field is false
+
+
+class AcceptanceLength(msgspec.Struct, frozen=True, kw_only=True):
+    """L' = n N / K."""
+
+    pooled: Figure
+    mean: Figure | UnsetType = UNSET
+    """Over conversations; unset for a category."""
+    ci95: Interval
+
+
+class WallClockRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured in one process; see ``metrics.WallClock``."""
+
+    tokens_per_s: Figure
+    ttft_ms: Figure = None
+    itl_ms_p50: Figure = None
+    itl_ms_p99: Figure = None
+    speedup: Figure = None
+    """Over the autoregressive tokens per second of the same process."""
+
+
+class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Greedy sequences compared with the reference's; the rest is of half precision alone, see
+    ``lossless.Check``."""
+
+    checked: Count
+    mismatches: Count
+    faults: Count | UnsetType = UNSET
+    near_ties: Count | None | UnsetType = UNSET
+    positions: Count | UnsetType = UNSET
+    noise: Figure | UnsetType = UNSET
+    margins: list[Figure] | UnsetType = UNSET
+    ties: Count | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if self.mismatches > self.checked:
+            raise ValueError(f"mismatches {self.mismatches} of {self.checked} checked")
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process measured, by kind of work."""
+
+    name: Name
+    seconds: dict[Name, Amount]
+    counts: dict[Name, Count] = {}
+    rows: dict[Name, Count] = {}
+    peak_rss_mb: Figure = None
+
+
+class CategoryRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One category of prompts."""
+
+    prompts: Count
+    tests: Count
+    accepts: Count
+    draft_acceptance_rate: Figure
+    draft_acceptance_rate_ci95: Interval
+    equivalent_acceptance_length: AcceptanceLength
+
+
+class EntropyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Draft tokens tested where the target's entropy is from ``entropy_from`` to below
+    ``entropy_to`` nats."""
+
+    entropy_from: float
+    entropy_to: Figure
+    """None: no upper end."""
+    tests: Count
+    accepts: Count
+    draft_acceptance_rate: Figure
+    draft_acceptance_rate_ci95: Interval
+
+
+class RepeatsRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the variance of tokens/s comes from; see ``paired.VarianceParts``."""
+
+    repeats: Count
+    unequal_turns: Count
+    """Turns whose tokens or steps differ between repeats: 0 unless something is broken."""
+    tokens_per_s: list[Figure]
+    num_prompts: Count | UnsetType = UNSET
+    mean: Figure | UnsetType = UNSET
+    between_prompts: Figure | UnsetType = UNSET
+    between_repeats: Figure | UnsetType = UNSET
+    residual: Figure | UnsetType = UNSET
+    repeat_share: Figure | UnsetType = UNSET
+
+
+class ScoreRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Right answers."""
+
+    kind: Name
+    scored: Count
+    passed: Count
+    mean: Figure
+    ci95: Interval
+    cut: Count
+    """Answers that ran into --max-new-tokens or the context: most of these cannot be right."""
+    isolated: bool | None
+    """Whether programs ran without a network; None: none ran."""
+
+
+class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of one conversation, by which two runs are compared prompt by prompt."""
+
+    benchmark: Name
+    id: Name
+    category: Name = "all"
+    turns: Count = 0
+    tokens: Count
+    steps: Count
+    rounds: Count = 0
+    virtual_time: Amount | UnsetType = UNSET
+    virtual_time_autoregressive: Amount | UnsetType = UNSET
+    decode_s: Amount | UnsetType = UNSET
+    """Mean of the repeats."""
+    decode_s_repeats: list[Amount] = []
+    position_tests: Counts = []
+    position_accepts: Counts = []
+    entropy_tests: Counts | UnsetType = UNSET
+    entropy_accepts: Counts | UnsetType = UNSET
+    score: Count | UnsetType = UNSET
+    """1 or 0; unset where nothing was scored."""
+    outcome: Name | UnsetType = UNSET
+
+
+class RunRecord(Entry, frozen=True, kw_only=True):
+    """One method on one benchmark, or on all of them ("overall")."""
+
+    method: Name
+    schedule: Name
+    benchmark: Name
+    stages: Annotated[int, Meta(ge=1, lt=2**31)]
+    temperature: Amount
+    tree_width: Count
+    tree: Name | None
+    """Shape of the draft tree or micro-batch; None: layers of ``tree_width``."""
+    prompts: Count
+    tokens: Count
+    """N, the prefill tokens excluded."""
+    steps: Count
+    """K, idle and rejecting steps included."""
+    equivalent_acceptance_length: AcceptanceLength
+    mean_acceptance_length: Figure
+    draft_acceptance_rate: Figure
+    theoretical_speedup: Figure
+    wallclock: WallClockRecord | None
+    lossless: LosslessRecord
+    turns: Count = 0
+    rounds: Count
+    acceptance_histogram: Counts
+    """Entry j: rounds that emitted j tokens."""
+    acceptance_by_position: list[Figure]
+    position_tests: Counts
+    position_accepts: Counts
+    drafted: Count = 0
+    draft_forwards: Count = 0
+    checkpoint: Name | None = None
+    """Place of the draft; None for plain decoding."""
+    verifier: Name = "match"
+    seed: int = 0
+    max_new_tokens: Count | None = None
+    skipped_turns: Count = 0
+    processes: list[ProcessRecord] = []
+    stop_reasons: dict[Name, Count] = {}
+    repeats: RepeatsRecord | UnsetType = UNSET
+    acceptance_by_category: dict[Name, CategoryRecord] = {}
+    acceptance_by_position_ci95: list[Interval] = []
+    acceptance_by_entropy: list[EntropyRecord] = []
+    score: ScoreRecord | UnsetType = UNSET
+    per_prompt: list[PromptRecord] = []
+
+    def __post_init__(self) -> None:
+        if len(self.position_accepts) != len(self.position_tests):
+            raise ValueError(
+                f"position_accepts has {len(self.position_accepts)} entries, position_tests "
+                f"{len(self.position_tests)}"
+            )
+
+    @property
+    def shape(self) -> str:
+        """What is drafted at once, for labels."""
+        return self.tree or f"W={self.tree_width}"
+
+
+class LatencyRecord(Entry, frozen=True, kw_only=True):
+    """One method of edge-cloud decoding on one link."""
+
+    method: Name
+    network: Name
+    temperature: Amount
+    rule: Name | None = None
+    caveat: Name = ""
+    """Why the output is not the target's own; "" where it is."""
+    prompts: Count = 0
+    tokens: Count = 0
+    ms_per_token: Figure
+    ci95: Interval | None
+    ms_per_token_p50: Figure = None
+    ms_per_token_p99: Figure = None
+    tokens_per_s: Figure = None
+    speedup: Figure = None
+    ttft_ms: Figure = None
+    itl_ms_p50: Figure = None
+    itl_ms_p99: Figure = None
+    up_bytes_per_token: Figure = None
+    down_bytes_per_token: Figure = None
+    messages_per_token: Figure = None
+    wire_bytes_per_token: Figure = None
+    joules_per_token: Figure = None
+    joules_by_cause: dict[Name, Figure] = {}
+    draft_acceptance_rate: Figure = None
+    mean_acceptance_length: Figure = None
+    drafted_per_token: Figure = None
+    total_variation_bound: Figure = None
+    lossless: LosslessRecord = LosslessRecord(checked=0, mismatches=0)
+
+
+class DriftRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One target of a retention report, on the prompts of one domain."""
+
+    domain: Name
+    target: Name
+    kl: Figure
+    """Mean KL(base || target) per token of the base's answers, in nats."""
+    kl_ci95: Interval
+    out_of_scope: list[Name]
+    """Modules that differ from the base's where a draft relies on them."""
+    turns: Count
+    same_text: Count
+    """Turns to which every draft gave the same output."""
+    checkpoint: Name
+    weights: Any
+
+
+class AcceptedPerPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    accepted: list[Amount]
+    tested: list[Amount]
+
+
+class RetentionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One draft on one target of a retention report."""
+
+    domain: Name
+    target: Name
+    draft: Name
+    loads: bool
+    """Whether the check of its fingerprint accepts this target."""
+    alpha: Figure
+    alpha_ci95: Interval
+    tau: Figure
+    tau_ci95: Interval
+    retained: Figure
+    """alpha over the same draft's alpha on the base."""
+    retained_ci95: Interval
+    accepted: Count
+    tested: Count
+    emitted: Count
+    rounds: Count
+    per_prompt: AcceptedPerPrompt
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """The file. An evaluation writes runs and overall, edge-cloud decoding latency and times, a
+    retention report targets and drafts."""
+
+    runs: list[RunRecord] | UnsetType = UNSET
+    overall: list[RunRecord] | UnsetType = UNSET
+    """The same, pooled over the benchmarks; empty with a single one."""
+    latency: list[LatencyRecord] | UnsetType = UNSET
+    times: dict[str, float] | UnsetType = UNSET
+    targets: list[DriftRecord] | UnsetType = UNSET
+    drafts: list[RetentionRecord] | UnsetType = UNSET
+    config: dict[str, Any] | UnsetType = UNSET
+
+    @property
+    def entries(self) -> list[RunRecord]:
+        """Runs, then what is pooled over them."""
+        return [*(self.runs or ()), *(self.overall or ())]
+
+
+def parse_results(content: bytes, where: str) -> Results:
+    """
+    Args:
+        where: option and file, for messages.
+
+    Raises:
+        UsageError: one line with the field and its value.
+    """
+    return parse(content, Results, where)
+
+
+def parse(content: bytes, kind: type[T], where: str) -> T:
+    """Bytes of a JSON file as ``kind``; see ``parse_results``."""
+    try:
+        found = json.loads(content, parse_constant=lambda _: None)  # NaN, as others write it
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).rpartition(" - at `")
+        if not text:
+            raise UsageError(f"{where}: {error}; run the evaluation again") from error
+        place = place.rstrip("`")
+        value = json.dumps(_value_at(found, place))[:60]
+        raise UsageError(
+            f"{where}: {place.removeprefix('$.')}: {text}: {value}; run the evaluation again"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{where} is not JSON ({error}); run the evaluation again") from error
+    except RecursionError as error:
+        raise UsageError(f"{where} is nested too deeply; run the evaluation again") from error
+
+
+def _value_at(content: Any, place: str) -> Any:
+    """What a path of msgspec names, as $.runs[0].stages; [...] is any entry of an object."""
+    for key, index in re.findall(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]", place):
+        if index == "...":
+            return content
+        content = content[int(index)] if index else content[key]
+    return content
+
+
+def read_bytes(option: str, path: Path) -> bytes:
+    """A file of bounded size.
+
+    Raises:
+        UsageError: ``option`` named a folder without it, or one that is too large.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UsageError(
+                f"{option}: {str(path)!r} has more than {MAX_BYTES >> 20} MiB; evaluate in parts"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{option}: {str(path)!r} cannot be read ({error.strerror}); give the --out folder of "
+            "python -m pipedraft.eval"
+        ) from error
+
+
+def read_results(option: str, folder: Path) -> Results:
+    """results.json of an evaluation's folder.
+
+    Raises:
+        UsageError: one line with the file, the field and its value.
+    """
+    path = folder / "results.json"
+    return parse_results(read_bytes(option, path), f"{option}: {str(path)!r}")
