@@ -5,23 +5,26 @@ import difflib
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedraft.errors import UsageError, make_folder, run_command
-from pipedraft.eval.arguments import DEFAULT_STAGES, build_parser
+from pipedraft.eval.arguments import build_parser
 from pipedraft.eval.scores import make_scorer
-from pipedraft.eval.traces import traces_of
+from pipedraft.eval.traces import traces_folder, traces_of
 from pipedraft.inference.arguments import backend_of, settings_grid
+
+if TYPE_CHECKING:
+    from pipedraft.eval.spec import Spec
 
 SUBCOMMANDS = {
     "compare": "pipedraft.eval.compare",
     "edge": "pipedraft.eval.edge.command",
     "replay": "pipedraft.eval.replay",
     "report": "pipedraft.eval.html_report",
-    "table": "pipedraft.eval.papers.tables",
+    "table": "pipedraft.eval.table_command",
 }
 """First word of the command line -> module whose ``run`` gets the words after it."""
 
@@ -69,74 +72,57 @@ def _method_name(folder: Path, drafts: dict[Path, dict[str, Any]]) -> str:
     return draft_type if alone else f"{draft_type} ({folder.parent.name}/{folder.name})"
 
 
-@dataclass(frozen=True)
-class _Draft:
-    name: str
-    """Of the method."""
-    kind: str
-    place: str
-    network: Any
-
-
 def _load_drafts(
-    arguments: argparse.Namespace,
-    drafts: dict[Path, dict[str, Any]],
-    target: Any,
-    tokenizer: Any,
-) -> list[_Draft]:
+    arguments: argparse.Namespace, drafts: dict[Path, dict[str, Any]], target: Any, tokenizer: Any
+) -> dict[str, tuple[str, Any]]:
+    """Name of each draft -> its place and network."""
     from pipedraft.models import load_draft
     from pipedraft.models.language_model import load_draft_model
 
     if arguments.draft_model is not None:
         network = load_draft_model(arguments.draft_model, target, tokenizer)
-        return [_Draft("draft model", network.draft_type, arguments.draft_model, network)]
-    return [
-        _Draft(
-            _method_name(folder, drafts),
-            description["draft_type"],
+        return {"draft model": (arguments.draft_model, network)}
+    return {
+        _method_name(folder, drafts): (
             str(folder),
             load_draft(str(folder), target).to(target.device, target.dtype),
         )
-        for folder, description in drafts.items()
-    ]
+        for folder in drafts
+    }
 
 
-def _make_methods(
-    arguments: argparse.Namespace, drafts: Sequence[_Draft], target: "_Target", cost: Any
-) -> list[Any]:
+def _spec(
+    arguments: argparse.Namespace, target: str, drafts: Mapping[str, tuple[str, Any]]
+) -> "Spec":
     """Every draft x schedule x temperature x setting of the schedule."""
-    from pipedraft.eval.run import Method
-    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.eval.spec import Row, Spec
     from pipedraft.inference.sources import default_schedule
 
-    methods = []
-    for draft in drafts:
-        name, network = draft.name, draft.network
-        schedules = arguments.schedule or [default_schedule(draft.kind)]
+    rows = []
+    for name, (_, network) in drafts.items():
+        schedules = arguments.schedule or [default_schedule(network.draft_type)]
         grid = settings_grid(arguments, schedules)
         for schedule, ways in zip(schedules, grid, strict=True):
-            methods += [
-                Method(
-                    # One draft may run under several schedules; its type alone would hide which.
-                    name=name if len(schedules) == 1 else f"{name}: {schedule}",
-                    draft=network,
-                    checkpoint=draft.place,
-                    config=DecodeConfig.of(
-                        schedule,
-                        num_stages=network.num_stages or target.num_stages or DEFAULT_STAGES,
-                        boundaries=target.boundaries,
-                        cost=cost,
-                        temperature=temperature,
-                        verifier=arguments.verifier,
-                        seed=arguments.seed,
-                        max_new_tokens=arguments.max_new_tokens,
-                        **settings,
-                    ),
-                )
-                for temperature in arguments.temperature
-                for settings in ways
+            # One draft may run under several schedules; its type alone would hide which.
+            label = name if len(schedules) == 1 else f"{name}: {schedule}"
+            rows += [
+                Row(name=label, draft=name, run={"schedule": schedule, "temperature": t, **way})
+                for t in arguments.temperature
+                for way in ways
             ]
-    return methods
+    return Spec(
+        title="Evaluation",
+        target=target,
+        rows=rows,
+        run={"verifier": arguments.verifier},
+        drafts={name: place for name, (place, _) in drafts.items()},
+        benchmarks=arguments.benchmarks,
+        data_dir=arguments.data_dir,
+        limit=arguments.limit,
+        max_new_tokens=arguments.max_new_tokens,
+        seed=arguments.seed,
+        dtype=arguments.dtype,
+    )
 
 
 def _device(name: str) -> Any:
@@ -220,9 +206,6 @@ def run(argv: Sequence[str]) -> None:
     if argv and not argv[0].startswith("-"):
         _subcommand(argv[0])(argv[1:])
         return
-    if any(word.partition("=")[0] == "--retention" for word in argv):
-        importlib.import_module("pipedraft.eval.retention").run(argv)
-        return
     arguments = build_parser().parse_args(argv)
     with backend_of(arguments) as cluster:
         if cluster is None or cluster.is_controller:
@@ -237,7 +220,7 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
     from pipedraft.eval.calibrate import fit_cost, read_cost
     from pipedraft.eval.manifest import build_manifest
     from pipedraft.eval.report import format_table, write_report
-    from pipedraft.eval.run import Comparison
+    from pipedraft.eval.run import Comparison, Method
     from pipedraft.eval.tasks import load_tasks
     from pipedraft.inference.clock import CostModel
     from pipedraft.models.target import load_tokenizer
@@ -249,6 +232,7 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
     target_name, revision, drafts = _read_drafts(arguments)
     cost = CostModel() if arguments.cost is None else read_cost(arguments.cost)
     make_folder("--out", arguments.out)
+    traces_folder(arguments.out, fresh=arguments.fresh and not arguments.calibrate)
     tokenizer = load_tokenizer(target_name, revision=revision)
     target = _load_target(arguments, target_name, revision, drafts.values(), cluster)
     comparison = Comparison(
@@ -261,12 +245,25 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
         repeats=arguments.repeats,
         traces=None
         if arguments.calibrate
-        else traces_of(arguments, target.model, target_name, revision),
+        else traces_of(
+            arguments.out,
+            target.model,
+            target_name,
+            revision,
+            backend=arguments.backend,
+            shard=arguments.shard,
+        ),
     )
     for line in lines:
         print(line)
     loaded = _load_drafts(arguments, drafts, target.model, tokenizer)
-    methods = _make_methods(arguments, loaded, target, cost)
+    spec = _spec(arguments, target_name, loaded)
+    machine = {"boundaries": target.boundaries, "num_stages": target.num_stages, "cost": cost}
+    methods = [
+        replace(Method.of(spec, row, network, **machine), checkpoint=place)
+        for row in spec.rows
+        for place, network in [loaded[str(row.draft)]]
+    ]
     if arguments.shard is not None:
         turns = comparison.decode_shard(methods)
         print(f"{turns} decoded turns of this share are in {arguments.out}/traces")
@@ -278,7 +275,7 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
         tokenizer=tokenizer,
         benchmarks=benchmarks,
         checkpoints=list(drafts),
-        draft_model=loaded[0].network.model if arguments.draft_model is not None else None,
+        draft_model=loaded["draft model"][1].model if arguments.draft_model else None,
         config=settings | {"target": target_name, "device": str(target.model.device)},
         argv=["python", "-m", "pipedraft.eval", *argv],
         seed=arguments.seed,

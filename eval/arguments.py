@@ -31,8 +31,8 @@ small prompt files are used; --data-dir hub: downloads the published benchmarks.
   python -m pipedraft.eval report out/eval out/other     one HTML page of runs; see its --help
   python -m pipedraft.eval replay out/eval --stages 2,8  other pipelines from OUT/traces
   python -m pipedraft.eval edge --help                   drafts on one side of a link
-  python -m pipedraft.eval table NAME --out OUT          a paper's table, ours beside it; --list
-  python -m pipedraft.eval --retention CONFIG --out OUT  drafts on fine-tuned targets; add --help
+  python -m pipedraft.eval table NAME --out OUT          a paper's table, ours beside it, or a
+                                                         YAML file, as drafts on tuned targets
 """
 DEFAULT_STAGES = 4
 

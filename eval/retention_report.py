@@ -66,23 +66,18 @@ def format_retention(
     return "\n\n".join([*parts, LEGEND, f"![acceptance against drift]({PLOT})"]) + "\n"
 
 
-def write_retention(
-    out_dir: Path,
-    targets: Sequence[DriftRecord],
-    drafts: Sequence[RetentionRecord],
-    manifest: dict[str, Any],
-) -> str:
+def write_retention(out_dir: Path, results: Results, manifest: dict[str, Any]) -> str:
     """Write everything into an existing folder.
 
     Returns:
         The table of alpha, for the terminal.
     """
+    targets, drafts = results.targets or [], results.drafts or []
     write_atomically(out_dir / PLOT, plot_retention(targets, drafts))
     write_atomically(out_dir / "manifest.json", to_json(manifest))
     report = format_retention(targets, drafts, manifest)
     write_atomically(out_dir / "report.md", report.encode())
     # Last: whoever finds results.json finds the rest.
-    results = Results(targets=list(targets), drafts=list(drafts))
     write_atomically(out_dir / "results.json", to_json(results))
     table = retention_table(targets, drafts, "alpha")
     return align_columns(table.header, table.rows)

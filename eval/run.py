@@ -32,6 +32,7 @@ from pipedraft.eval.metrics import (
 from pipedraft.eval.record import ProcessRecord, PromptRecord, RepeatsRecord, RunRecord
 from pipedraft.eval.repeats import decode_seconds, repeats_record
 from pipedraft.eval.scores import Score, Scorer, summarize_scores
+from pipedraft.eval.spec import Row, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.eval.teacher_forcing import TextEntropies
 from pipedraft.eval.trace_reading import recorded_draft
@@ -55,6 +56,21 @@ class Method:
     config: DecodeConfig
     draft: nn.Module | None
     checkpoint: str | None = None
+
+    @classmethod
+    def of(cls, spec: Spec, row: Row, draft: Any, **settings: Any) -> "Method":
+        """
+        Args:
+            draft: the row's, loaded; None where it needs none.
+            settings: of decoding that the machine decides: cost, boundaries, num_stages.
+        """
+        config = decode_config(
+            spec.settings(row) | settings,
+            draft_stages=None if draft is None else draft.num_stages,
+            seed=spec.seed,
+            max_new_tokens=spec.max_new_tokens,
+        )
+        return cls(name=row.name, config=config, draft=draft)
 
 
 @dataclass(frozen=True, kw_only=True)

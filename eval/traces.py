@@ -142,25 +142,39 @@ def code_hash() -> str:
 
 
 def traces_of(
-    arguments: argparse.Namespace, target: PreTrainedModel, name: str, revision: str | None
+    out: Path,
+    target: PreTrainedModel,
+    name: str,
+    revision: str | None = None,
+    *,
+    backend: str = "local",
+    shard: tuple[int, int] | None = None,
 ) -> Traces:
-    """The traces of a command line; with --fresh none yet.
+    """The traces of an evaluation.
 
     Args:
+        out: folder of its results.
         name: folder or Hub name of the target.
     """
-    folder = arguments.out / "traces"
-    if arguments.fresh:
-        shutil.rmtree(folder, ignore_errors=True)
     identity = {
         "target": weights_identity(name, revision),
         "dtype": str(target.dtype),
         "device": target.device.type,
-        "backend": arguments.backend,
+        "backend": backend,
         "versions": [version(name) for name in ("torch", "transformers")],
         "code": code_hash(),
     }
-    return Traces(folder, identity, arguments.shard or WHOLE)
+    return Traces(traces_folder(out), identity, shard or WHOLE)
+
+
+def traces_folder(out: Path, *, fresh: bool = False) -> Path:
+    """
+    Args:
+        fresh: what is in there is removed.
+    """
+    if fresh:
+        shutil.rmtree(out / "traces", ignore_errors=True)
+    return out / "traces"
 
 
 def _shard(text: str) -> tuple[int, int]:

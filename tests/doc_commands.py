@@ -183,10 +183,6 @@ def read(module: str, words: list[str]) -> None:
 
         parser = build_parser()
         parser.instantiate(parser.parse_args(words))
-    elif module == "pipedraft.eval" and "--retention" in words:
-        from pipedraft.eval.retention import parse
-
-        parse(words)
     else:
         with stopping_after_the_parser(), pytest.raises(Parsed):
             run_module(module, words)

@@ -20,7 +20,7 @@ from eval_runs import PROMPTS
 from transformers import AutoTokenizer
 
 from pipedraft.benchmarks import measurement
-from pipedraft.eval.papers.declarations import read_roles
+from pipedraft.eval.spec import read_roles
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 PAGE_NAMES = sorted({command.page for command in COMMANDS})
@@ -191,9 +191,7 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
     words = [stand_ins.get(word, word) for word in command.arguments]
     module, first = command.module, (words or [""])[0]
     smaller = SMALLER.get(module, [])
-    if module == "pipedraft.eval" and first == "--retention":
-        smaller = ["--limit=1", "--max_new_tokens=2"]
-    elif module == "pipedraft.eval" and first == "table":
+    if module == "pipedraft.eval" and first == "table":
         smaller = SMALL_EVALUATION
     elif module == "pipedraft.eval" and first != "edge" and not first.startswith("-"):
         smaller = []  # reads what an evaluation wrote
@@ -206,7 +204,7 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
 
 def folders_of(words: list[str]) -> list[str]:
     """Files and folders that a command names, itself or in its configuration."""
-    if "--retention" in words:
+    if words[:1] == ["table"] and words[1].endswith(".yaml"):
         return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(words[1]).read_text()]))
     if words[:1] == ["table"] and "--list" not in words:
         text = Path(f"configs/papers/{words[1]}.yaml").read_text()

@@ -14,12 +14,13 @@ from eval_runs import PROMPTS
 from tiny_drafts import make_draft, make_exit, make_head, make_module
 from train_runs import make_world
 
+from pipedraft.errors import UsageError
 from pipedraft.eval import __main__ as command
-from pipedraft.eval.papers import tables as paper_tables
-from pipedraft.eval.papers.checkpoints import Drafts, Places
-from pipedraft.eval.papers.declarations import FOLDER, Measure, read_roles, read_table, table_names
-from pipedraft.eval.papers.report import NOT_AVAILABLE, measured, paper_table
-from pipedraft.eval.papers.runs import KINDS
+from pipedraft.eval import table_command
+from pipedraft.eval.checkpoints import CheckpointSearch, Drafts
+from pipedraft.eval.published import NOT_AVAILABLE, measured, paper_table
+from pipedraft.eval.runner import KINDS, check
+from pipedraft.eval.spec import FOLDER, Measure, read_roles, read_spec, table_names
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.train.__main__ import quieten
 
@@ -39,8 +40,8 @@ def test_the_tables_of_the_papers_are_there():
 
 @pytest.mark.parametrize("name", table_names())
 def test_a_table_names_what_exists_and_where_its_numbers_are_from(name):
-    table = read_table(name)
-    paper_tables.check(name, table)
+    table = read_spec(name)
+    check(name, table)
     assert table.sources and all(source.strip() for source in table.sources.values())
     used = {column for row in table.rows for column in row.published}
     unused = set(table.sources) - used
@@ -66,7 +67,7 @@ def planted(tmp_path: Path, name: str, edit) -> None:
     content = yaml.safe_load((folder / f"{name}.yaml").read_text())
     edit(content)
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
-    paper_tables.check(name, read_table(name, folder))
+    check(name, read_spec(name, folder))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,11 @@ def planted(tmp_path: Path, name: str, edit) -> None:
         ("spd1", lambda t: t["rows"][0]["run"].update(depth=3), "depth"),
         ("spd1", lambda t: t["rows"][0].update(draft="eagle4"), "did you mean eagle"),
         ("spd1", lambda t: t["rows"][0].update(draft=None), "draft None"),
-        ("spd1", lambda t: t["rows"][0].update(colour="red"), "unknown field `colour`"),
+        (
+            "spd1",
+            lambda t: t["rows"][0].update(colour="red"),
+            "unknown field `colour`.*give one of",
+        ),
         ("spd1", lambda t: t["rows"][0]["published"].update(x=1.0), "'x' has no source"),
         ("spd1", lambda t: t["rows"].append(t["rows"][0]), "there are two"),
         ("spd1", lambda t: t["measures"].append("speed"), "'speed' is none of a pipeline table"),
@@ -95,6 +100,26 @@ def test_a_fault_in_a_declaration_is_refused(tmp_path, name, edit, expected):
     with pytest.raises(ValueError, match=expected) as caught:
         planted(tmp_path, name, edit)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("titel: x", "did you mean title"),
+        ("title: x\nrows: [{name: a, drafts: b}]", "did you mean draft"),
+        ("title: x\nlimit: 0", "limit"),
+        ("title: x\nkind: pipelin", "kind"),
+        ("title: x", "name one, or the drafts"),
+        ("title: [", "no YAML"),
+        ("- 1", "Expected `object`"),
+        ("title: x" + "y" * 2**20, "more than 1 MiB"),
+    ],
+)
+def test_a_file_that_is_no_specification_is_one_line(tmp_path, text, expected):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(UsageError, match=expected) as caught:
+        read_spec(str(tmp_path / "mine.yaml"))
+    assert "\n" not in str(caught.value) and "mine.yaml" in str(caught.value)
 
 
 def test_a_measure_is_a_quantity_a_row_and_a_benchmark():
@@ -154,11 +179,11 @@ def make(place):
     @cache
     def made(name: str):
         out = place / "made" / name
-        options = paper_tables.build_parser().parse_args(words(place, name, out)[1:])
-        table = read_table(name)
+        options = table_command.build_parser().parse_args(words(place, name, out)[1:])
+        table = table_command.read_options(options)
         if table.kind != "retention" and name not in ALL_BENCHMARKS:
             table = msgspec.structs.replace(table, benchmarks=["gsm8k"])
-        finished = KINDS[table.kind].run(table, paper_tables._world(options, table))
+        finished = KINDS[table.kind].run(table, table_command.load(options, table))
         return table, finished.outcomes, paper_table(table, finished.outcomes)
 
     return made
@@ -193,7 +218,7 @@ def test_a_table_runs_and_says_why_a_row_does_not(make, name):
 def test_drafts_are_found_by_what_they_are_and_belong_to_the_target(place, tmp_path):
     target, tokenizer = load_target(str(place / "target")), load_tokenizer(str(place / "target"))
     roles = read_roles()
-    drafts = Drafts(Places([str(place / "runs")], roles), target, tokenizer)
+    drafts = Drafts(CheckpointSearch([str(place / "runs")], roles), target, tokenizer)
     assert drafts.find("spd_n4").config.query == "newest"
     assert drafts.find("spd_n4_all").config.query == "all"
     assert drafts.folders["spd_n4_all"].parts[-2:] == ("another_name", "best")
@@ -202,18 +227,20 @@ def test_drafts_are_found_by_what_they_are_and_belong_to_the_target(place, tmp_p
     )
     stranger = load_target(str(place / "runs" / "evolve" / "maths_lora_strong"))
     stranger.lm_head.weight.data.add_(1.0)
-    drafts = Drafts(Places([str(place / "runs")], roles), stranger, tokenizer)
+    drafts = Drafts(CheckpointSearch([str(place / "runs")], roles), stranger, tokenizer)
     assert drafts.find("eagle3") is None and "does not match this draft" in drafts.missing("eagle3")
 
 
 def test_a_file_of_roles_decides(place, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"eagle3: {place / 'runs' / 'eagle3'}\n")
     target, tokenizer = load_target(str(place / "target")), load_tokenizer(str(place / "target"))
-    drafts = Drafts(Places([str(tmp_path / "mine.yaml")], read_roles()), target, tokenizer)
+    drafts = Drafts(
+        CheckpointSearch([str(tmp_path / "mine.yaml")], read_roles()), target, tokenizer
+    )
     assert drafts.find("eagle3") is not None and drafts.find("eagle") is None
     (tmp_path / "mine.yaml").write_text("eagle4: x\n")
     with pytest.raises(ValueError, match="no table asks for 'eagle4'"):
-        Places([str(tmp_path / "mine.yaml")], read_roles())
+        CheckpointSearch([str(tmp_path / "mine.yaml")], read_roles())
 
 
 @pytest.mark.parametrize("name", ["pipeinfer_parts", "picospec2", "flexspec5"])
@@ -221,7 +248,7 @@ def test_the_command_writes_the_table_and_what_it_rests_on(place, tmp_path, name
     out = tmp_path / "out"
     command.run(words(place, name, out))
     printed, text = capsys.readouterr().out, (out / "table.md").read_text()
-    table, content = read_table(name), json.loads((out / "table.json").read_text())
+    table, content = read_spec(name), json.loads((out / "table.json").read_text())
     assert table.title in printed and f"# {table.title}" in text
     assert "differs: " in printed and "- differs: " in text
     for source in table.sources.values():
@@ -266,6 +293,7 @@ def test_a_ratio_is_of_rows_at_the_same_temperature(make):
         ([], "NAME: missing"),
         (["spd9", "--out", "x"], "NAME: 'spd9' is no table; did you mean spd"),
         (["spd1"], "--out: missing"),
+        (["nowhere.yaml", "--out", "x"], "there is no file 'nowhere.yaml'"),
         (["spd1", "--checkpoints", "nowhere"], "--checkpoints: there is no folder or file"),
         (["spd1", "--checkpoints", "EMPTY"], "nothing of spd1 can be run: no checkpoint; train it"),
         (["spd1", "--limit", "0"], "--limit"),

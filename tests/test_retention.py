@@ -14,11 +14,11 @@ from conftest import tiny_llama
 from tiny_drafts import make_draft
 from train_runs import make_world
 
-from pipedraft.errors import UsageError
 from pipedraft.eval import __main__ as command
-from pipedraft.eval import retention
-from pipedraft.eval.retention import RetentionConfig, count, describe, divergence
+from pipedraft.eval.retention import count, describe, divergence
 from pipedraft.eval.retention_report import MEASURES
+from pipedraft.eval.runner import check
+from pipedraft.eval.spec import read_spec
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
@@ -131,11 +131,12 @@ def place(tmp_path_factory) -> Path:
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     targets = {"inner": str(folder / "inner"), "outer": str(folder / "run")}
     config = {
-        "base": str(base),
-        "drafts": {"head": str(folder / "flexspec")},
-        "draft_models": {"twin": str(folder / "twin")},
+        "title": "Kept",
+        "kind": "retention",
+        "target": str(base),
+        "drafts": {"head": str(folder / "flexspec"), "twin": str(folder / "twin")},
         "domains": {"sums": {"benchmarks": [str(folder / "sums.jsonl")], "targets": targets}},
-        "tree": "chain:3",
+        "run": {"tree": "chain:3"},
         "max_new_tokens": 12,
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -147,9 +148,19 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def evaluate(place: Path, out: Path, *words: str) -> dict:
-    argv = ["--retention", str(place / "config.yaml"), "--out", str(out), *words]
-    command.run(argv)
+def evaluate(place: Path, out: Path, *words: str, **changes) -> dict:
+    """
+    Args:
+        changes: of the specification.
+    """
+    spec = place / "config.yaml"
+    if changes:
+        out.mkdir(exist_ok=True)
+        (out / "changed.yaml").write_text(
+            yaml.safe_dump(yaml.safe_load(spec.read_text()) | changes)
+        )
+        spec = out / "changed.yaml"
+    command.run(["table", str(spec), "--checkpoints", str(place), "--out", str(out), *words])
     return json.loads((out / "results.json").read_text())
 
 
@@ -216,7 +227,9 @@ def test_the_report_has_a_table_for_each_measure_and_a_plot(place, results):
     assert all(f"## {title}" in text for title in MEASURES.values())
     assert (place / "out" / "retention.png").read_bytes().startswith(b"\x89PNG")
     manifest = json.loads((place / "out" / "manifest.json").read_text())
-    assert manifest["config"]["tree"] == "chain:3" and manifest["prompts"]["sums"]["count"] == 3
+    assert (
+        manifest["config"]["run"]["tree"] == "chain:3" and manifest["prompts"]["sums"]["count"] == 3
+    )
 
 
 def test_what_was_decoded_is_not_decoded_again(place, results, monkeypatch):
@@ -226,58 +239,52 @@ def test_what_was_decoded_is_not_decoded_again(place, results, monkeypatch):
     monkeypatch.setattr(Engine, "decode", refuse)
     assert evaluate(place, place / "out") == results
     with pytest.raises(AssertionError, match="decoded"):
-        evaluate(place, place / "out", "--max_new_tokens", "11")
+        evaluate(place, place / "out", "--max-new-tokens", "11")
 
 
 def test_missing_checkpoints_are_named_in_one_line(place, monkeypatch, capsys, tmp_path):
     text = (place / "config.yaml").read_text()
     text = text.replace(str(place / "inner"), "out/absent").replace(str(place / "flexspec"), "gone")
     (tmp_path / "config.yaml").write_text(text)
-    words = ["--retention", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out")]
+    words = ["table", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out")]
+    words += ["--checkpoints", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["eval", *words])
     with pytest.raises(SystemExit) as stop:
         command.main()
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1
-    assert "gone (drafts.head), out/absent (domains.sums.targets.inner); train them" in said
+    assert "gone (head), out/absent (domains.sums.targets.inner); train them" in said
 
 
 def test_a_draft_of_another_target_is_refused_on_the_base(place, tmp_path):
     stranger = make_draft(load_target(str(place / "run" / "best")))
     stranger.save(made(tmp_path / "stranger"))
-    words = ["--drafts", json.dumps({"head": str(tmp_path / "stranger")})]
     with pytest.raises(ValueError, match="target: does not match this draft, .* anchor: "):
-        evaluate(place, tmp_path / "out", *words)
+        evaluate(place, tmp_path / "out", drafts={"head": str(tmp_path / "stranger")})
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("changes", "expected"),
     [
-        (["--tree", "bush"], "tree: 'bush'"),
-        (["--max_new_tokens", "many"], "max_new_tokens"),
-        (["--drafts", "{}", "--draft_models", "{}"], "name at least one draft"),
-        (["--draft_models", '{"head": "x"}'], "'head' is the name of a draft"),
-        (["--domains", "{}"], "domains: {}"),
-        (["--domain", "{}"], "domain"),
-        (["--max_new_tokens", "500"], "500 leaves no room for any prompt of sums, base"),
+        ({"run": {"tree": "bush"}}, "tree: 'bush'"),
+        ({"run": {"tree": "chain:3", "width": 2}}, "'width' is no setting"),
+        ({"max_new_tokens": "many"}, "max_new_tokens"),
+        ({"drafts": {}}, "name one, or the drafts and domains"),
+        ({"domains": {}}, "name one, or the drafts and domains"),
+        ({"domains": {"sums": {"benchmarks": [], "targets": {"base": "x"}}}}, "'base' is the base"),
+        ({"domain": {}}, "did you mean domains"),
+        ({"max_new_tokens": 500}, "500 leaves no room for any prompt of sums, base"),
     ],
     ids=str,
 )
-def test_bad_settings_are_refused(place, tmp_path, words, expected):
-    with pytest.raises((ValueError, UsageError), match=expected) as caught:
-        evaluate(place, tmp_path, *words)
+def test_bad_settings_are_refused(place, tmp_path, changes, expected):
+    with pytest.raises(ValueError, match=expected) as caught:
+        evaluate(place, tmp_path, **changes)
     assert "\n" not in str(caught.value)
 
 
-def test_help_has_an_example(capsys):
-    with pytest.raises(SystemExit) as stop:
-        command.run(["--retention", "x", "--help"])
-    assert stop.value.code == 0
-    assert "--retention configs/retention/tiny.yaml --limit 8" in capsys.readouterr().out
-
-
-def test_the_shipped_configuration_parses(repository):
-    path = repository / "configs" / "retention" / "tiny.yaml"
-    config, _ = retention.parse(["--retention", str(path), "--out", "x"])
-    assert isinstance(config, RetentionConfig)
-    assert {len(domain.targets) for domain in config.domains.values()} == {4}
+@pytest.mark.parametrize("name", ["retention", "retention_far"])
+def test_the_shipped_specifications_are_whole(repository, name):
+    spec = read_spec(str(repository / "configs" / "eval" / f"{name}.yaml"))
+    check(name, spec)
+    assert spec.kind == "retention" and set(spec.domains) == {"code", "maths"}

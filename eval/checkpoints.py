@@ -1,13 +1,14 @@
-"""The checkpoints that a paper's table needs, among the folders that a user has."""
+"""The checkpoints that a specification needs, among the folders that a user has."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipedraft.eval.papers.declarations import Role
+from pipedraft.errors import UsageError
+from pipedraft.eval.spec import Role
 from pipedraft.models.draft import CONFIG_FILE, resolve_folder
 
 LANGUAGE_MODEL, TARGET = "language_model", "target"
@@ -21,11 +22,21 @@ def _folder_of(path: Path) -> Path | None:
     return None
 
 
-def _describes(folder: Path, role: Role) -> bool:
+def _description(folder: Path) -> dict[str, Any]:
+    """Empty for a file of something else."""
     try:
-        description = json.loads((folder / CONFIG_FILE).read_text())
-    except ValueError:  # a file of something else
-        return False
+        found = json.loads((folder / CONFIG_FILE).read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_model(folder: Path) -> bool:
+    return "model_type" in _description(folder)
+
+
+def _describes(folder: Path, role: Role) -> bool:
+    description = _description(folder)
     if role.kind in (LANGUAGE_MODEL, TARGET):
         return "model_type" in description
     if description.get("draft_type") != role.kind:
@@ -34,19 +45,33 @@ def _describes(folder: Path, role: Role) -> bool:
     return all(architecture.get(name) == value for name, value in role.architecture.items())
 
 
-class Places:
+class CheckpointSearch:
     """Where to look, in the order of the command line."""
 
-    def __init__(self, places: Sequence[str], roles: dict[str, Role]) -> None:
+    def __init__(
+        self,
+        places: Sequence[str],
+        roles: Mapping[str, Role],
+        given: Mapping[str, str] | None = None,
+    ) -> None:
         """
         Args:
             places: folders to search, and YAML files of role: checkpoint.
+            given: name -> folder of what a specification names itself.
 
         Raises:
-            ValueError: a file that names no role, or a place that is neither.
+            UsageError: a file that names no role, a place that is neither, or a folder that a
+                specification names without a checkpoint in it; all of these at once.
         """
         self.roles = roles
-        self.given: dict[str, Path] = {}
+        found = {name: _folder_of(Path(place)) for name, place in (given or {}).items()}
+        missing = [f"{given[name]} ({name})" for name, path in found.items() if given and not path]
+        if missing:
+            raise UsageError(
+                f"drafts, targets: no {CONFIG_FILE} in {', '.join(missing)}; train them, or take "
+                "them out of the specification"
+            )
+        self.given: dict[str, Path] = {name: path for name, path in found.items() if path}
         self.folders: list[Path] = []
         for place in places:
             path = Path(place)
@@ -79,10 +104,10 @@ class Places:
 
         A language model or a fine-tuned target is known by its folder's name alone.
         """
-        role = self.roles[name]
         if name in self.given:
             yield self.given[name]
             return
+        role = self.roles[name]
         for folder in self.folders:
             own = _folder_of(folder / (role.folder or name))
             if own is not None and _describes(own, role):
@@ -98,8 +123,8 @@ class Places:
 class Drafts:
     """Drafts by role, each loaded once for one target."""
 
-    def __init__(self, places: Places, target: Any, tokenizer: Any) -> None:
-        self.places, self.target, self.tokenizer = places, target, tokenizer
+    def __init__(self, search: CheckpointSearch, target: Any, tokenizer: Any) -> None:
+        self.search, self.target, self.tokenizer = search, target, tokenizer
         self.folders: dict[str, Path] = {}
         """Of the roles that were found."""
         self._networks: dict[str, Any] = {}
@@ -109,29 +134,37 @@ class Drafts:
         """The network; None: there is no checkpoint of this role for this target."""
         if name in self._networks or name in self._missing:
             return self._networks.get(name)
-        role, reason = self.places.roles[name], "no checkpoint"
-        for folder in self.places.candidates(name):
+        reason = "no checkpoint"
+        for folder in self.search.candidates(name):
             try:
-                self._networks[name] = self._load(role, folder)
+                self._networks[name] = self.load(folder, self.target)
             except ValueError as error:  # of another target, or damaged
                 reason = f"{folder}: {error}"
-                if name in self.places.given:
+                if name in self.search.given:
                     raise
                 continue
             self.folders[name] = folder
             return self._networks[name]
-        self._missing[name] = f"{reason}; train it: {role.train}"
+        self._missing[name] = f"{reason}; train it: {self.search.roles[name].train}"
         return None
 
     def missing(self, name: str) -> str:
         """Why there is none, and what makes one."""
         return self._missing[name]
 
-    def _load(self, role: Role, folder: Path) -> Any:
+    def is_model(self, name: str) -> bool:
+        """Whether what was found is a language model, not a head."""
+        return _is_model(self.folders[name])
+
+    def load(self, folder: Path, target: Any, *, allow_evolved: bool = False) -> Any:
+        """
+        Args:
+            allow_evolved: on a target whose weights are not those that the draft names.
+        """
         from pipedraft.models import load_draft
         from pipedraft.models.language_model import load_draft_model
 
-        if role.kind == LANGUAGE_MODEL:
-            return load_draft_model(str(folder), self.target, self.tokenizer)
-        draft = load_draft(str(folder), self.target)
-        return draft.to(self.target.device, self.target.dtype)
+        if _is_model(folder):
+            return load_draft_model(str(folder), target, self.tokenizer)
+        draft = load_draft(str(folder), target, allow_evolved=allow_evolved)
+        return draft.to(target.device, target.dtype)

@@ -1,14 +1,20 @@
-"""A paper's table beside ours: for the terminal, as Markdown and as JSON."""
+"""Ours beside what a paper published: for the terminal, as Markdown and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from pipedraft.eval.papers.declarations import Measure, PaperRow, PaperTable
-from pipedraft.eval.papers.runs import Outcome, Value
-from pipedraft.eval.record import is_known
-from pipedraft.eval.tables import Table, align_columns, bounds, number
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-EMBEDDED = "assets/target"
+from pipedraft.eval.checkpoints import Drafts
+from pipedraft.eval.record import is_known
+from pipedraft.eval.spec import DEFAULT_TARGET, Measure, Row, Spec
+from pipedraft.eval.tables import Table, align_columns, bounds, number
+from pipedraft.eval.tasks import Prompt
+
+Value = tuple[float | None, Sequence[float | None] | None]
+"""And its 95 % interval, where there is one."""
 NOT_AVAILABLE = "not available here"
 LEGEND = """\
 - **ours** measured with the command above: L' equivalent acceptance length (95 % interval over
@@ -18,7 +24,30 @@ LEGEND = """\
 - "not available here": the paper may have the number; no source of it was at hand."""
 
 
-def measured(table: PaperTable, outcomes: Sequence[Outcome], index: int, measure: Measure) -> Value:
+@dataclass
+class Outcome:
+    """What became of a row."""
+
+    values: dict[str | None, dict[str, Value]] = field(default_factory=dict)
+    """Benchmark, or None for all of them, -> quantity -> value."""
+    remark: str = ""
+    stages: int | None = None
+    texts: str = "-"
+    """How many of the texts that were compared with the target's own are equal to them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableContext:
+    """What all rows of a table share."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    benchmarks: Mapping[str, Sequence[Prompt]]
+    drafts: Drafts
+    out: Path
+
+
+def measured(table: Spec, outcomes: Sequence[Outcome], index: int, measure: Measure) -> Value:
     """Value of a row's measure; one that divides by a row that was not run does not exist."""
     own = outcomes[index].values.get(measure.benchmark, {}).get(measure.quantity, (None, None))
     if measure.over is None:
@@ -41,14 +70,14 @@ def _cell(value: Value) -> str:
     return f"{number(middle)} {bounds(interval, 2)}"
 
 
-def _published(row: PaperRow, column: str) -> str:
+def _published(row: Row, column: str) -> str:
     if row.is_ours:
         return "-"
     value = row.published.get(column, NOT_AVAILABLE)
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def paper_table(table: PaperTable, outcomes: Sequence[Outcome]) -> Table:
+def paper_table(table: Spec, outcomes: Sequence[Outcome]) -> Table:
     """One line for each row: what names it, our values, the published ones, a remark."""
     places = [table.place(row) for row in table.rows]
     has_network = len({place[1] for place in places}) > 1
@@ -81,20 +110,21 @@ def for_terminal(table: Table) -> str:
     return "\n".join(lines)
 
 
-def notes(table: PaperTable, world: Any, machine: str) -> list[str]:
+def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
     """What differs, and where the numbers are from."""
-    prompts = ", ".join(f"{len(found)} of {name}" for name, found in world.benchmarks.items())
+    prompts = ", ".join(f"{len(found)} of {name}" for name, found in context.benchmarks.items())
+    name = "assets/target" if table.target == DEFAULT_TARGET else table.target
     lines = [
-        f"differs: {table.differences} Ours: target `{world.options.target or EMBEDDED}`, prompts "
-        f"{prompts}, {world.options.max_new_tokens} new tokens a turn, {machine}.",
+        f"differs: {table.differences} Ours: target `{name}`, prompts "
+        f"{prompts}, {table.max_new_tokens} new tokens a turn, {machine}.",
     ]
     lines += [f"published, {column}: {source}" for column, source in table.sources.items()]
-    for role, folder in world.drafts.folders.items():
+    for role, folder in context.drafts.folders.items():
         lines.append(f"{role}: `{folder}`")
     return lines
 
 
-def record(name: str, table: PaperTable, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """table.json."""
     rows = []
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):

@@ -1,0 +1,245 @@
+"""The one input of the evaluation runner: rows x prompts x settings of decoding.
+
+A row is a draft and the way it is run; beside it may stand what a paper published. A specification
+is YAML (configs/papers, configs/eval) or made of command-line flags. It is read and checked without
+a model: its settings must be ones that exist, and every published number must have a source.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+import pipedraft
+from pipedraft.errors import UsageError
+from pipedraft.inference.config import DecodeConfig, all_setting_names, setting_names
+from pipedraft.inference.schedules import SCHEDULES
+
+ROOT = Path(pipedraft.__file__).parent
+FOLDER = ROOT / "configs" / "papers"
+ROLES_FILE = "checkpoints.yaml"
+DEFAULT_TARGET = str(ROOT / "assets" / "target")
+BENCHMARKS = ("mt_bench", "gsm8k", "humaneval")
+BASE = "base"
+"""In place of a fine-tuned target: the target itself."""
+MAX_BYTES = 2**20
+Name = Annotated[str, Meta(min_length=1, max_length=10_000)]
+Names = Annotated[list[Name], Meta(max_length=1_000)]
+Places = dict[Name, Name]
+Positive = Annotated[int, Meta(ge=1, lt=2**31)]
+T = TypeVar("T")
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A draft, or a fine-tuned target, that specifications ask for by name."""
+
+    kind: Name
+    """draft_type of a checkpoint, language_model, or target."""
+    train: Name
+    """Command that makes it for the embedded target."""
+    architecture: dict[str, Any] = {}
+    """Entries that the description of a checkpoint must have."""
+    folder: Name | None = None
+    """Where it is looked for first, below the folders of --checkpoints; null: the role's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A column of what is measured: QUANTITY [over ROW] [on BENCHMARK]."""
+
+    text: str
+
+    @property
+    def quantity(self) -> str:
+        return self.text.partition(" on ")[0].partition(" over ")[0]
+
+    @property
+    def over(self) -> str | None:
+        """Name of the row whose value, at the same place, divides."""
+        return self.text.partition(" on ")[0].partition(" over ")[2] or None
+
+    @property
+    def benchmark(self) -> str | None:
+        """None: all of them pooled."""
+        return self.text.partition(" on ")[2] or None
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line: a way to decode, and what was published about it."""
+
+    name: Name
+    draft: Name | None = None
+    """Role, or one of the specification's own drafts; null: it needs none."""
+    run: dict[str, Any] | None = {}
+    """Settings over those of all rows. null: cannot be run here, ``remark`` says why."""
+    published: dict[str, float | str] = {}
+    """Column -> number, or text where the source gives a range."""
+    is_ours: bool = False
+    """The paper has no such row."""
+    remark: str = ""
+
+
+class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Targets that were fine-tuned for one purpose, and prompts of it."""
+
+    benchmarks: Names
+    """As --benchmarks of an evaluation."""
+    targets: Places
+    """Name of a fine-tuned target -> its folder, or the output folder of the run that made it."""
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is decoded, how, and what it is compared with."""
+
+    title: Name
+    kind: Literal["pipeline", "edge", "retention"] = "pipeline"
+    target: Name = DEFAULT_TARGET
+    """Folder or Hub name."""
+    rows: Annotated[list[Row], Meta(max_length=10_000)] = []
+    run: dict[str, Any] = {}
+    """Settings of every row."""
+    drafts: Places = {}
+    """Name -> folder of a checkpoint or language model; other names are roles."""
+    domains: dict[Name, Domain] = {}
+    """Of a retention report that has no rows: every draft on every target of these."""
+    benchmarks: Names = msgspec.field(default_factory=lambda: list(BENCHMARKS))
+    data_dir: Name | None = None
+    limit: Positive | None = None
+    max_new_tokens: Positive = 128
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    paper: str = ""
+    measures: Names = []
+    sources: dict[Name, str] = {}
+    """Published column -> where its numbers are from."""
+    differences: str = ""
+    """What differs between the published runs and ours, whatever the machine."""
+
+    def settings(self, row: Row) -> dict[str, Any]:
+        """Those of every row, as far as the row's schedule has them, and the row's own."""
+        own = row.run or {}
+        schedule = (self.run | own).get("schedule")
+        if schedule not in SCHEDULES:
+            return self.run | own
+        foreign = all_setting_names() - set(setting_names(schedule))
+        return {name: v for name, v in self.run.items() if name not in foreign} | own
+
+    def place(self, row: Row) -> tuple[Any, Any]:
+        """Temperature, and network or benchmark: rows of one place can be compared."""
+        settings = self.settings(row)
+        return settings.get("temperature", 0), settings.get("network", settings.get("benchmark"))
+
+    def baseline(self, row: Row, measure: Measure) -> int | None:
+        """Index of the row that a measure divides by."""
+        for index, other in enumerate(self.rows):
+            if other.name == measure.over and self.place(other) == self.place(row):
+                return index
+        return None
+
+    def check(self, name: str, roles: Iterable[str]) -> None:
+        """Raise ValueError for what no paper, checkpoint or column stands behind."""
+        known = [*self.drafts, *roles]
+        keys = [(row.name, self.place(row)) for row in self.rows]
+        if not self.rows and not (self.kind == "retention" and self.drafts and self.domains):
+            raise ValueError(f"{name}: rows: []; name one, or the drafts and domains of a report")
+        for row, key in zip(self.rows, keys, strict=True):
+            where = f"{name}: row {row.name!r}"
+            if keys.count(key) > 1:
+                raise ValueError(f"{where}: there are two at {key[1]}; rename one")
+            if row.run is None and not row.remark:
+                raise ValueError(f"{where}: run is null without a remark; say why it cannot be run")
+            if row.draft is not None and row.draft not in known:
+                raise ValueError(
+                    f"{where}: draft {row.draft!r} is in no role; {_near(row.draft, known)}"
+                )
+            for column in row.published:
+                if column not in self.sources:
+                    raise ValueError(
+                        f"{where}: published {column!r} has no source; add it to sources"
+                    )
+        for domain, found in self.domains.items():
+            if BASE in found.targets:
+                raise ValueError(
+                    f"{name}: domains.{domain}.targets: {BASE!r} is the base; rename the target"
+                )
+        for text in self.measures:
+            over = Measure(text=text).over
+            if over is not None and over not in [row.name for row in self.rows]:
+                raise ValueError(f"{name}: measure {text!r}: there is no row {over!r}")
+
+
+def decode_config(
+    settings: Mapping[str, Any], *, draft_stages: int | None = None, **shared: Any
+) -> DecodeConfig:
+    """Settings as YAML has them: flat, the tree as its label.
+
+    Args:
+        draft_stages: pipeline stages that the draft was trained for, where none are set.
+    """
+    values = {**settings, "boundaries": tuple(settings.get("boundaries", ()))}
+    num_stages = values.pop("num_stages", None) or draft_stages
+    if num_stages is not None:
+        values["num_stages"] = num_stages
+    return DecodeConfig.of(**values, **shared)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}"
+
+
+def _read(path: Path, kind: type[T], where: str) -> T:
+    """A YAML file of bounded size, as ``kind``."""
+    if path.stat().st_size > MAX_BYTES:
+        raise UsageError(f"{where}: more than {MAX_BYTES >> 20} MiB; give a specification")
+    try:
+        return msgspec.convert(yaml.safe_load(path.read_text()), kind)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{where}: no YAML ({' '.join(str(error).split())}); fix it") from error
+    except msgspec.ValidationError as error:
+        unknown = re.search(r"unknown field `(.*?)`", str(error))
+        fields = {field for part in (Spec, Row, Domain, Role) for field in part.__struct_fields__}
+        fix = _near(unknown[1], sorted(fields)) if unknown else "fix it"
+        raise UsageError(f"{where}: {error}; {fix}") from error
+
+
+@cache
+def read_roles(folder: Path = FOLDER) -> dict[str, Role]:
+    """Drafts and targets that shipped specifications ask for; an installed wheel has none."""
+    path = folder / ROLES_FILE
+    return _read(path, dict[str, Role], ROLES_FILE) if path.is_file() else {}
+
+
+def table_names(folder: Path = FOLDER) -> list[str]:
+    """Of all shipped tables; an installed wheel has none."""
+    return sorted(p.stem for p in folder.glob("*.yaml") if p.name != ROLES_FILE)
+
+
+def read_spec(name: str, folder: Path = FOLDER) -> Spec:
+    """
+    Args:
+        name: of a shipped table, or a YAML file.
+
+    Raises:
+        UsageError: there is none of that name, or it says what cannot be.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        names = table_names(folder)
+        if not names:
+            raise UsageError(f"NAME: no tables in {folder}; run from a checkout of the repository")
+        if name not in names:
+            raise UsageError(f"NAME: {name!r} is no table; {_near(name, names)}")
+        path = folder / f"{name}.yaml"
+    elif not path.is_file():
+        raise UsageError(f"NAME: there is no file {name!r}; give a YAML file, or a name of --list")
+    spec = _read(path, Spec, name)
+    spec.check(name, read_roles(folder))
+    return spec
