@@ -220,7 +220,7 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
     from pipedraft.eval.calibrate import fit_cost, read_cost
     from pipedraft.eval.manifest import build_manifest
     from pipedraft.eval.report import format_table, write_report
-    from pipedraft.eval.run import Comparison, Method
+    from pipedraft.eval.run import Evaluation, Method
     from pipedraft.eval.tasks import load_tasks
     from pipedraft.inference.clock import CostModel
     from pipedraft.models.target import load_tokenizer
@@ -235,7 +235,7 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
     traces_folder(arguments.out, fresh=arguments.fresh and not arguments.calibrate)
     tokenizer = load_tokenizer(target_name, revision=revision)
     target = _load_target(arguments, target_name, revision, drafts.values(), cluster)
-    comparison = Comparison(
+    comparison = Evaluation(
         target=target.model,
         tokenizer=tokenizer,
         benchmarks=benchmarks,

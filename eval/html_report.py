@@ -17,8 +17,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from pipedraft.errors import Parser, UsageError, make_folder
-from pipedraft.eval import compare, plots, provenance, tables
+from pipedraft.eval import compare, plots, tables
 from pipedraft.eval.charts import THEMES, Chart, Span
+from pipedraft.eval.manifest import describe, fact, given_options
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import (
     LatencyRecord,
@@ -76,7 +77,7 @@ class Source:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        described = provenance.describe(self.manifest or {})
+        described = describe(self.manifest or {})
         if self.manifest is None:
             described.append(("manifest.json", "missing: what the numbers depend on is unknown"))
         found = [fact for fact in described if fact[0] != "command"]
@@ -84,11 +85,11 @@ class Source:
 
     @property
     def command(self) -> str | None:
-        return provenance.fact(self.manifest or {}, "command")
+        return fact(self.manifest or {}, "command")
 
     @property
     def settings(self) -> list[tuple[str, str]]:
-        return provenance.settings(self.manifest or {})
+        return given_options(self.manifest or {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,6 @@ def _overview(sources: Sequence[Source], runs: Sequence[RunRecord]) -> list[tupl
 
     prompts = {(run.benchmark, run.prompts) for run in runs if run.benchmark != OVERALL}
     manifests = [source.manifest or {} for source in sources]
-    fact = provenance.fact
     found = {
         "target": listed(fact(manifest, "target", "name") for manifest in manifests),
         "methods": listed(r.method for r in runs if r.schedule != AUTOREGRESSIVE),
@@ -172,7 +172,7 @@ def _disagreements(sources: Sequence[Source]) -> list[str]:
         ("numbers (dtype)", ("dtype",)),
         ("lengths of answers (--max-new-tokens)", ("config", "max_new_tokens")),
     ):
-        values = [provenance.fact(source.manifest or {}, *path) for source in sources]
+        values = [fact(source.manifest or {}, *path) for source in sources]
         if len({value for value in values if value is not None}) > 1:
             lines.append(f"The runs have different {name}: their L' are not comparable.")
     return lines

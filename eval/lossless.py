@@ -6,7 +6,9 @@ target then depends on how many rows were computed together. So a difference is 
 target's margin between the two tokens at the first of them is within the noise, else a fault.
 """
 
-# N new tokens, V target vocabulary, W best tokens
+# N new tokens, V target vocabulary, W best tokens, R rows of a chunk
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,10 +18,10 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from pipedraft.eval.record import LosslessRecord
-from pipedraft.eval.teacher_forcing import text_logits
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.result import DecodeResult
 
+CHUNK_ROWS = 256  # rows whose float32 log-probabilities are held at a time
 CONTENDERS = 8
 """Best tokens whose margins measure the noise: those of two tokens alone may move together."""
 
@@ -94,7 +96,7 @@ class GreedyText:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class LosslessCheck:
     """Greedy texts that were compared with the reference's."""
 
     checked: int = 0
@@ -112,10 +114,10 @@ class Check:
     margins: tuple[float, ...] = ()
     """Of every mismatch at its first difference; empty in float32."""
 
-    def __add__(self, other: "Check") -> "Check":
+    def __add__(self, other: "LosslessCheck") -> "LosslessCheck":
         noises = [check.noise for check in (self, other) if check.noise is not None]
         ties = [check.near_ties for check in (self, other) if check.near_ties is not None]
-        return Check(
+        return LosslessCheck(
             checked=self.checked + other.checked,
             mismatches=self.mismatches + other.mismatches,
             faults=self.faults + other.faults,
@@ -170,28 +172,28 @@ class GreedyReference:
         change = (best_NW[:, :1] - best_NW[:, 1:] - margins_NW).abs().max()
         return GreedyText(tokens, margins_NW[:, 0].tolist(), float(change))
 
-    def check(self, results: Sequence[DecodeResult]) -> Check:
+    def check(self, results: Sequence[DecodeResult]) -> LosslessCheck:
         """Compare every result with the greedy continuation of its prompt.
 
         One that ran into the target's context length is compared as far as it goes.
         """
         texts = [self.text(result.prompt_ids) for result in results]
         noise = None if self.is_exact else max((text.noise for text in texts), default=0.0)
-        found = Check(checked=len(results), noise=noise)
+        found = LosslessCheck(checked=len(results), noise=noise)
         if noise is not None:
             margins = [margin for text in texts for margin in text.margins]
             near = sum(margin <= noise for margin in margins)
-            found += Check(near_ties=near, positions=len(margins))
+            found += LosslessCheck(near_ties=near, positions=len(margins))
         for result, text in zip(results, texts, strict=True):
             place = _first_difference(result, text.tokens)
             if place is None:
                 continue
             if noise is None:
-                found += Check(mismatches=1, faults=1)
+                found += LosslessCheck(mismatches=1, faults=1)
                 continue
             margin, spacing = self._margin(result, text.tokens, place)
             is_fault = not margin <= max(noise, spacing)
-            found += Check(mismatches=1, faults=int(is_fault), margins=(margin,))
+            found += LosslessCheck(mismatches=1, faults=int(is_fault), margins=(margin,))
         return found
 
     def _margin(self, result: DecodeResult, expected: list[int], place: int) -> tuple[float, float]:
@@ -222,3 +224,55 @@ def _first_difference(result: DecodeResult, expected: list[int]) -> int | None:
         if ours != theirs:
             return place
     return None if len(found) == len(expected) else min(len(found), len(expected))
+
+
+# -- what the target says at every token of a finished sequence: one forward pass over all of it ---
+
+
+@torch.inference_mode()
+def text_logits(target: PreTrainedModel, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
+    """Logits [N, V] from which each token of the text was, or could have been, chosen.
+
+    In the target's own dtype, and without a cache: other matrix shapes than those of decoding.
+    """
+    input_ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]], device=target.device)
+    output = target(input_ids, logits_to_keep=len(token_ids), use_cache=False)
+    return output.logits[0]
+
+
+def entropies(logits_NV: Tensor) -> list[float]:
+    """-sum p log p in nats of every row, at temperature 1 whatever the text was drawn at."""
+    chunks = [
+        torch.special.entr(chunk_RV.float().softmax(-1)).sum(-1)
+        for chunk_RV in logits_NV.split(CHUNK_ROWS)
+    ]
+    return torch.cat(chunks).tolist()
+
+
+class TextEntropies:
+    """The target's entropy at every token of decoded texts, each text computed once.
+
+    Independent of schedule, backend and verifier: the same text has the same entropies.
+    """
+
+    def __init__(self, target: PreTrainedModel, traces: TraceFile | None = None) -> None:
+        """
+        Args:
+            traces: texts in there are not computed again, and computed ones are added.
+        """
+        self.target, self.traces = target, traces
+        self._found: dict[str, list[float]] = {}
+
+    def of(self, result: DecodeResult) -> list[float]:
+        """One for each of ``token_ids``."""
+        text = json.dumps([result.prompt_ids, result.token_ids]).encode()
+        key = hashlib.sha256(text).hexdigest()
+        if key not in self._found:
+            found = None if self.traces is None else self.traces.get([key])
+            if found is None:
+                logits_NV = text_logits(self.target, result.prompt_ids, result.token_ids)
+                found = [round(entropy, 6) for entropy in entropies(logits_NV)]
+                if self.traces is not None:
+                    self.traces.add([key], found)
+            self._found[key] = found
+        return self._found[key]

@@ -4,113 +4,40 @@ The unit of resampling is a conversation: steps inside one are dependent, and so
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec import UNSET
 
-from pipedraft.eval.record import AcceptanceLength, LosslessRecord, RunRecord, WallClockRecord
+from pipedraft.eval.intervals import bootstrap_ratio, wilson_over_prompts
+from pipedraft.eval.paired import variance_parts
+from pipedraft.eval.record import (
+    AcceptanceLength,
+    CategoryRecord,
+    EntropyRecord,
+    Interval,
+    LosslessRecord,
+    PromptRecord,
+    RepeatsRecord,
+    RunRecord,
+    WallClockRecord,
+)
 from pipedraft.inference.result import DecodeResult
 
 AUTOREGRESSIVE = "autoregressive"
 """Schedule and method name of the baseline."""
 OVERALL = "overall"
 """In place of a benchmark: all of them pooled."""
-# P conversations, R bootstrap resamples.
-CONFIDENCE = 0.95
-NUM_RESAMPLES = 2000
+ENTROPY_EDGES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
+"""Nats. Each bin reaches from one to below the next, the last one to infinity; fixed, so that runs
+can be compared bin by bin."""
 
 
-def student_quantile(probability: float, degrees: float) -> float:
-    """Quantile of Student's t, from the normal one z.
-
-    z + g1(z) / d + g2(z) / d^2 + g3(z) / d^3 + g4(z) / d^4    Abramowitz and Stegun 26.7.5
-    At 0.975 it is 0.7 % low for d = 2, 0.01 % for d = 5, and exact to six digits from d = 15.
-    """
-    z = NormalDist().inv_cdf(probability)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / degrees**power for power, term in enumerate(terms))
-
-
-def resampling_weights(
-    size: int, *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
-) -> np.ndarray:
-    """[P, R]: how often each of ``size`` conversations is drawn in each resample.
-
-    Whole numbers as float64: sums over conversations stay exact.
-    """
-    rng = np.random.default_rng(seed)
-    weights_RP = rng.multinomial(size, np.full(size, 1 / size), size=num_resamples)
-    return weights_RP.T.astype(np.float64)
-
-
-def effective_size(weight_P: np.ndarray) -> np.ndarray:
-    """[...]: how many equally heavy conversations say as much; sum(w)^2 / sum(w^2), Kish 1965."""
-    with np.errstate(invalid="ignore"):
-        return weight_P.sum(-1) ** 2 / (weight_P**2).sum(-1)
-
-
-def expanded_percentiles(values_R: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Confidence interval of a statistic from its resampled values.
-
-    Expanded percentile interval (Hesterberg 2015, arXiv:1411.5279): the percentiles a and 1 - a of
-    the resampled values, a = Phi(-sqrt(P / (P - 1)) t), t = 0.975 quantile of Student's t with
-    P - 1 degrees of freedom. The plain 2.5 % percentiles cover too seldom with few conversations.
-    Deviation: P is the effective number of conversations; a few long ones weigh like few.
-
-    Of ratios of sums over 8 to 80 prompts with log-normal lengths (sigma 0.5 to 1.5) and of their
-    differences between two runs it covers the truth in 93 to 98 %. With the plain P it does in 91
-    to 95 %, BCa in 83 to 94 %, the bootstrap-t in 87 to 96 %, the delta method in 78 to 95 %.
-
-    Args:
-        values_R: [..., R].
-        size: [...], see ``effective_size``.
-
-    Returns:
-        [..., 2]: lower and upper bound; NaN where P is 1, since one prompt has no spread.
-    """
-    bounds = np.full((*values_R.shape[:-1], 2), np.nan)
-    for place, effective in np.ndenumerate(size):
-        if effective > 1:
-            effective = max(effective, 2.0)
-            t = student_quantile((1 + CONFIDENCE) / 2, effective - 1)
-            tail = NormalDist().cdf(-math.sqrt(effective / (effective - 1)) * t)
-            bounds[place] = np.quantile(values_R[place], [tail, 1 - tail])
-    return bounds
-
-
-def bootstrap_ratio(
-    numerator_P: np.ndarray,
-    denominator_P: np.ndarray,
-    *,
-    seed: int = 0,
-    num_resamples: int = NUM_RESAMPLES,
-) -> np.ndarray:
-    """Confidence interval of sum(numerator) / sum(denominator), resampling conversations.
-
-    Args:
-        numerator_P: [..., P]; leading axes are independent experiments.
-        denominator_P: same shape, positive.
-
-    Returns:
-        [..., 2]: see ``expanded_percentiles``.
-    """
-    numerator_P = np.asarray(numerator_P, dtype=np.float64)
-    denominator_P = np.asarray(denominator_P, dtype=np.float64)
-    size = numerator_P.shape[-1]
-    if size < 2:
-        return np.full((*numerator_P.shape[:-1], 2), np.nan)
-    weights_PR = resampling_weights(size, seed=seed, num_resamples=num_resamples)
-    ratio_R = (numerator_P @ weights_PR) / (denominator_P @ weights_PR)
-    return expanded_percentiles(ratio_R, effective_size(denominator_P))
+# P conversations, M repeats
 
 
 def sum_lists(lists: Sequence[Sequence[int]]) -> list[int]:
@@ -288,3 +215,159 @@ def run_record(
         "draft_forwards": summary.num_draft_forwards,
     }
     return RunRecord(**({"tree": None} | known | fields))
+
+
+# -- acceptance by category, position and entropy --------------------------------------------------
+
+
+def acceptance_by_category(
+    rows: Sequence[PromptRecord], *, num_stages: int, seed: int = 0
+) -> dict[str, CategoryRecord]:
+    """Rates and L' of each category of prompt; "benchmark/category" where several are pooled.
+
+    Args:
+        seed: of the bootstrap of L'.
+    """
+    several = len({row.benchmark for row in rows}) > 1
+    groups: dict[str, list[PromptRecord]] = {}
+    for row in rows:
+        name = f"{row.benchmark}/{row.category}" if several else row.category
+        groups.setdefault(name, []).append(row)
+    return {name: _describe(group, num_stages, seed) for name, group in groups.items()}
+
+
+def _describe(rows: Sequence[PromptRecord], num_stages: int, seed: int) -> CategoryRecord:
+    tests_P = np.array([sum(row.position_tests) for row in rows])
+    accepts_P = np.array([sum(row.position_accepts) for row in rows])
+    decoded = [(num_stages * row.tokens, row.steps) for row in rows if row.steps]
+    numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
+    return CategoryRecord(
+        prompts=len(rows),
+        tests=int(tests_P.sum()),
+        accepts=int(accepts_P.sum()),
+        draft_acceptance_rate=ratio(int(accepts_P.sum()), int(tests_P.sum())),
+        draft_acceptance_rate_ci95=wilson_over_prompts(accepts_P, tests_P),
+        equivalent_acceptance_length=AcceptanceLength(
+            pooled=ratio(float(numerator_P.sum()), float(denominator_P.sum())),
+            ci95=tuple(bootstrap_ratio(numerator_P, denominator_P, seed=seed).tolist()),
+        ),
+    )
+
+
+def _table(counts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Counts of each prompt, shorter lists filled up with 0."""
+    table = np.zeros((len(counts), max(map(len, counts), default=0)))
+    for line, row in zip(table, counts, strict=True):
+        line[: len(row)] = row
+    return table
+
+
+def acceptance_intervals_by_position(rows: Sequence[PromptRecord]) -> list[Interval]:
+    """Entry j: interval of "acceptance_by_position"[j]."""
+    tests_PJ = _table([row.position_tests for row in rows])
+    accepts_PJ = np.zeros_like(tests_PJ)
+    found_PJ = _table([row.position_accepts for row in rows])
+    accepts_PJ[:, : found_PJ.shape[1]] = found_PJ
+    pairs = zip(accepts_PJ.T, tests_PJ.T, strict=True)
+    return [wilson_over_prompts(accepts_P, tests_P) for accepts_P, tests_P in pairs]
+
+
+def guessed_tokens(result: DecodeResult) -> Iterator[tuple[int, bool]]:
+    """Index in ``token_ids`` of every token that was tested against a guess, and the outcome.
+
+    Every token of a round but the last was a guess that was right: the round went on with it.
+    """
+    index = 1  # after the token from the prefill
+    for length, end in zip(result.round_lengths, result.round_ends, strict=True):
+        yield from ((index + place, True) for place in range(length - 1))
+        index += length
+        if end != "u":
+            yield index - 1, end == "a"
+
+
+def count_by_entropy(
+    result: DecodeResult, entropies: Sequence[float]
+) -> tuple[list[int], list[int]]:
+    """Tests and accepted tests in each bin.
+
+    Args:
+        entropies: of the target's distribution of each of the ``token_ids``.
+    """
+    tests, accepts = [0] * len(ENTROPY_EDGES), [0] * len(ENTROPY_EDGES)
+    for index, accepted in guessed_tokens(result):
+        # Rounding leaves a certain token an entropy just below 0.
+        place = max(bisect_right(ENTROPY_EDGES, entropies[index]) - 1, 0)
+        tests[place] += 1
+        accepts[place] += accepted
+    return tests, accepts
+
+
+def acceptance_by_entropy(rows: Sequence[PromptRecord]) -> list[EntropyRecord]:
+    """One entry for each bin, empty ones included; none where no entropies were counted."""
+    tests_PE = _table([row.entropy_tests for row in rows if row.entropy_tests is not UNSET])
+    accepts_PE = _table([row.entropy_accepts for row in rows if row.entropy_accepts is not UNSET])
+    edges = zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], math.inf], strict=True)
+    return [
+        EntropyRecord(
+            entropy_from=low,
+            entropy_to=high,
+            tests=int(tests_P.sum()),
+            accepts=int(accepts_P.sum()),
+            draft_acceptance_rate=ratio(int(accepts_P.sum()), int(tests_P.sum())),
+            draft_acceptance_rate_ci95=wilson_over_prompts(accepts_P, tests_P),
+        )
+        for (low, high), tests_P, accepts_P in zip(edges, tests_PE.T, accepts_PE.T, strict=False)
+    ]
+
+
+# -- repeats: decoded again with the same random numbers, so the same tokens at other times --------
+
+
+def decode_seconds(
+    conversations: Sequence[Hashable], results: Sequence[DecodeResult]
+) -> dict[Hashable, float]:
+    """First to last token of each turn, as tokens/s counts them, summed over a conversation."""
+    seconds: dict[Hashable, float] = {}
+    for conversation, result in zip(conversations, results, strict=True):
+        times_s = result.token_times_s
+        own_s = times_s[-1] - times_s[0] if times_s else 0.0
+        seconds[conversation] = seconds.get(conversation, 0.0) + own_s
+    return seconds
+
+
+def unequal_turns(repeats: Sequence[Mapping[Any, DecodeResult]]) -> int:
+    """Turns whose tokens or steps are not the same in every repeat."""
+
+    def outcome(turns: Mapping[Any, DecodeResult], key: Any) -> Any:
+        return (turns[key].token_ids, turns[key].num_steps) if key in turns else None
+
+    keys = dict.fromkeys(key for turns in repeats for key in turns)
+    first, *others = repeats
+    return sum(any(outcome(o, key) != outcome(first, key) for o in others) for key in keys)
+
+
+def repeats_record(
+    rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Any, DecodeResult]]
+) -> RepeatsRecord:
+    """Variance components of the conversations' tokens per second, for results.json.
+
+    Args:
+        rows: with ``decode_s_repeats`` of length M.
+        repeats: the turns by name, M times.
+
+    Returns:
+        Without components where fewer than two conversations took any time.
+    """
+    tokens_P = np.array([row.tokens for row in rows], dtype=np.float64)
+    seconds_MP = np.array([row.decode_s_repeats for row in rows], dtype=np.float64).T
+    found = RepeatsRecord(
+        repeats=len(repeats),
+        unequal_turns=unequal_turns(repeats),
+        tokens_per_s=[ratio(float(tokens_P.sum()), float(s.sum())) for s in seconds_MP],
+    )
+    timed_P = (seconds_MP > 0).all(0)
+    if timed_P.sum() < 2:
+        return found
+    parts = variance_parts(tokens_P[timed_P] / seconds_MP[:, timed_P])
+    components = {k: v for k, v in vars(parts).items() if k != "num_repeats"}
+    return msgspec.structs.replace(found, **components, repeat_share=parts.repeat_share)

@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from pipedraft.eval.metrics import (
+from pipedraft.eval.intervals import (
     CONFIDENCE,
     effective_size,
     expanded_percentiles,

@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from pipedraft.errors import Parser, UsageError, make_folder
 from pipedraft.eval.calibrate import read_cost
-from pipedraft.eval.metrics import OVERALL, bootstrap_ratio, ratio
+from pipedraft.eval.intervals import bootstrap_ratio
+from pipedraft.eval.metrics import OVERALL, ratio
 from pipedraft.eval.tables import align_columns
 from pipedraft.eval.trace_reading import Recording, read_recordings
 from pipedraft.files import to_json, write_atomically

@@ -9,8 +9,8 @@ from msgspec import UNSET
 
 from pipedraft.eval import plots, tables
 from pipedraft.eval.html_report import Source, build_page
+from pipedraft.eval.manifest import describe
 from pipedraft.eval.metrics import OVERALL
-from pipedraft.eval.provenance import describe
 from pipedraft.eval.record import Results, RunRecord, parse_results
 from pipedraft.eval.tables import align_columns, markdown
 from pipedraft.files import to_json, write_atomically

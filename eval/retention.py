@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from pipedraft.eval.metrics import bootstrap_ratio, ratio
+from pipedraft.eval.intervals import bootstrap_ratio
+from pipedraft.eval.metrics import ratio
 from pipedraft.eval.paired import paired_intervals
 from pipedraft.eval.published import TableContext
 from pipedraft.eval.record import AcceptedPerPrompt, DriftRecord, RetentionRecord
-from pipedraft.eval.run import Record, draft_hash, evaluate
+from pipedraft.eval.run import DecodedTurn, draft_hash, evaluate
 from pipedraft.eval.spec import BASE, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.eval.traces import traces_of
@@ -34,7 +35,7 @@ from pipedraft.models.target_part import out_of_scope, weights_identity
 # counts_4P: accepted, tested, emitted, rounds of each prompt
 
 
-def count(records: Sequence[Record], num_prompts: int) -> np.ndarray:
+def count(records: Sequence[DecodedTurn], num_prompts: int) -> np.ndarray:
     """[4, P] of what each prompt's turns add up to; 0 where none was decoded."""
     counts_4P = np.zeros((4, num_prompts))
     for record in records:
@@ -100,7 +101,7 @@ def divergence(base: Any, evolved: Any, result: DecodeResult) -> tuple[float, in
 
 
 def drift(
-    base: Any, evolved: Any, records: Sequence[Record], num_prompts: int, seed: int
+    base: Any, evolved: Any, records: Sequence[DecodedTurn], num_prompts: int, seed: int
 ) -> dict[str, Any]:
     """Mean KL(base || evolved) per token of the base's answers, in nats.
 
@@ -121,7 +122,7 @@ def drift(
 class Decoded:
     """All prompts, by one draft on one target."""
 
-    records: list[Record]
+    records: list[DecodedTurn]
     loads: bool
     """The draft would load on this target without the exception for evolved ones."""
 

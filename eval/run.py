@@ -13,28 +13,26 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.eval.breakdown import (
-    acceptance_by_category,
-    acceptance_by_entropy,
-    acceptance_intervals_by_position,
-    count_by_entropy,
-)
-from pipedraft.eval.lossless import Check, GreedyReference
+from pipedraft.eval.lossless import GreedyReference, LosslessCheck, TextEntropies
 from pipedraft.eval.metrics import (
     AUTOREGRESSIVE,
     OVERALL,
     Summary,
     WallClock,
+    acceptance_by_category,
+    acceptance_by_entropy,
+    acceptance_intervals_by_position,
+    count_by_entropy,
+    decode_seconds,
+    repeats_record,
     run_record,
     sum_lists,
     summarize,
 )
 from pipedraft.eval.record import ProcessRecord, PromptRecord, RepeatsRecord, RunRecord
-from pipedraft.eval.repeats import decode_seconds, repeats_record
 from pipedraft.eval.scores import Score, Scorer, summarize_scores
 from pipedraft.eval.spec import Row, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, encode_turn
-from pipedraft.eval.teacher_forcing import TextEntropies
 from pipedraft.eval.trace_reading import recorded_draft
 from pipedraft.eval.traces import TraceFile, Traces, load_result, save_result, turn_key
 from pipedraft.inference.config import DecodeConfig
@@ -74,7 +72,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class DecodedTurn:
     """One decoded turn."""
 
     conversation: tuple[str, int]
@@ -113,7 +111,7 @@ def evaluate(
     description: str = "",
     progress: bool = True,
     traces: TraceFile | None = None,
-) -> list[Record]:
+) -> list[DecodedTurn]:
     """Decode every turn of every prompt; a later turn answers the texts generated before it.
 
     Args:
@@ -141,7 +139,7 @@ def evaluate(
                 assert isinstance(answer, str)  # a list only for a batch
                 answers.append(answer)
                 records.append(
-                    Record(
+                    DecodedTurn(
                         conversation=(prompt.task, index),
                         prompt=prompt,
                         turn=turn,
@@ -153,7 +151,7 @@ def evaluate(
     return records
 
 
-def summarize_records(records: Sequence[Record], *, seed: int = 0) -> Summary:
+def summarize_records(records: Sequence[DecodedTurn], *, seed: int = 0) -> Summary:
     """Pool decoded turns; the turns of a conversation are one unit."""
     return summarize(
         [record.result for record in records],
@@ -162,12 +160,12 @@ def summarize_records(records: Sequence[Record], *, seed: int = 0) -> Summary:
     )
 
 
-def _per_prompt(repeats: Sequence[Sequence[Record]]) -> list[PromptRecord]:
+def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
     """Counts of each conversation, from which two reports can be compared prompt by prompt.
 
     Counts are the first repeat's, seconds the mean of all.
     """
-    turns: dict[tuple[str, int], list[Record]] = {}
+    turns: dict[tuple[str, int], list[DecodedTurn]] = {}
     for record in repeats[0]:
         turns.setdefault(record.conversation, []).append(record)
     seconds = [
@@ -180,7 +178,7 @@ def _per_prompt(repeats: Sequence[Sequence[Record]]) -> list[PromptRecord]:
     ]
 
 
-def _of_conversation(records: Sequence[Record], seconds: list[float]) -> PromptRecord:
+def _of_conversation(records: Sequence[DecodedTurn], seconds: list[float]) -> PromptRecord:
     """
     Args:
         seconds: of each repeat.
@@ -215,15 +213,15 @@ def _of_conversation(records: Sequence[Record], seconds: list[float]) -> PromptR
 class _Decoded:
     """One method on one benchmark, or on all of them together."""
 
-    repeats: list[list[Record]]
+    repeats: list[list[DecodedTurn]]
     """At least one; they differ in their times alone."""
-    lossless: Check | None
+    lossless: LosslessCheck | None
     num_turns: int
     processes: list[ProcessRecord]
     """What each process measured in the first repeat."""
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[DecodedTurn]:
         return self.repeats[0]
 
     def summary(self, seed: int) -> Summary:
@@ -250,7 +248,7 @@ class _Decoded:
             temperature=config.temperature,
             tree_width=config.schedule.width,
             tree=config.schedule.label,
-            lossless=(self.lossless or Check()).record(),
+            lossless=(self.lossless or LosslessCheck()).record(),
             checkpoint=method.checkpoint,
             verifier=config.rule,
             seed=config.seed,
@@ -274,7 +272,7 @@ def _pool(parts: Sequence[_Decoded]) -> _Decoded:
     checks = [part.lossless for part in parts if part.lossless is not None]
     return _Decoded(
         repeats=[[record for records in same for record in records] for same in same_repeats],
-        lossless=sum(checks, Check()) if checks else None,
+        lossless=sum(checks, LosslessCheck()) if checks else None,
         num_turns=sum(part.num_turns for part in parts),
         processes=[_add_up(same) for same in zip(*(part.processes for part in parts), strict=True)],
     )
@@ -296,7 +294,7 @@ def _add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Evaluation:
     """Runs several methods on the same target and prompts, in one process."""
 
     target: PreTrainedModel
@@ -414,7 +412,7 @@ class Comparison:
 
     def _decode_once(
         self, method: Method, engine: Engine, repeat: int
-    ) -> dict[str, tuple[list[Record], list[ProcessRecord]]]:
+    ) -> dict[str, tuple[list[DecodedTurn], list[ProcessRecord]]]:
         """Every benchmark: its turns, and what each process measured meanwhile."""
         traces = self._open_traces(method, engine, repeat)
         again = f" repeat {repeat + 1}" if repeat else ""
@@ -435,8 +433,8 @@ class Comparison:
         return found
 
     def _with_entropies(
-        self, records: list[Record], method: Method, description: str
-    ) -> list[Record]:
+        self, records: list[DecodedTurn], method: Method, description: str
+    ) -> list[DecodedTurn]:
         """Of tokens that no draft guessed nobody asks."""
         if self.reference is None or method.config.schedule.name == AUTOREGRESSIVE:
             return records

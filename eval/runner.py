@@ -16,7 +16,7 @@ from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.published import Outcome, TableContext, Value
 from pipedraft.eval.record import LatencyRecord, Results, RunRecord
 from pipedraft.eval.retention import Retention
-from pipedraft.eval.run import Comparison, Method
+from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.spec import BASE, Measure, Row, Spec, decode_config, read_roles
 from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.traces import traces_of
@@ -80,7 +80,7 @@ def run_pipeline(spec: Spec, context: TableContext) -> Finished:
         methods[index] = replace(method, checkpoint=folder)
     if not methods:
         return Finished(outcomes, None)
-    comparison = Comparison(
+    comparison = Evaluation(
         target=context.target,
         tokenizer=context.tokenizer,
         benchmarks={name: list(prompts) for name, prompts in context.benchmarks.items()},

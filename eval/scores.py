@@ -5,22 +5,20 @@ are scored all the same: a method that changes them shows it.
 """
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
 from tqdm import tqdm
 
 from pipedraft.eval.answers import Check, NumberCheck, ProgramCheck, build_program, find_number
-from pipedraft.eval.metrics import CONFIDENCE
+from pipedraft.eval.intervals import wilson_interval
 from pipedraft.eval.record import ScoreRecord
 from pipedraft.eval.sandbox import PASSED, check_sandbox, isolation, run_program
 
 if TYPE_CHECKING:
-    from pipedraft.eval.run import Record
+    from pipedraft.eval.run import DecodedTurn
     from pipedraft.eval.tasks import Prompt
 
 ACCURACY = "accuracy"
@@ -42,25 +40,6 @@ folder, and no network where the system allows namespaces (a line says so where 
 kept from reading files, nor from writing outside their folder where the user may (root's run as
 nobody): use a container for models you do not trust.
 """
-
-
-def wilson_interval(passed: int, total: int) -> tuple[float, float]:
-    """Confidence interval of a share.
-
-    ((p + z^2 / 2n) +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)    Wilson 1927, eq. 4
-    Deviation: none.
-
-    Returns:
-        Lower and upper bound, inside [0, 1] also for 0 and for all right; NaN for total = 0.
-    """
-    if total == 0:
-        return math.nan, math.nan
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    share = passed / total
-    center = share + z * z / (2 * total)
-    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    scale = 1 + z * z / total
-    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
 
 
 @dataclass(frozen=True)
@@ -95,8 +74,8 @@ class Scorer:
         return self._scores[check, answer]
 
     def score_records(
-        self, records: Sequence["Record"], *, description: str = "", progress: bool = True
-    ) -> list["Record"]:
+        self, records: Sequence["DecodedTurn"], *, description: str = "", progress: bool = True
+    ) -> list["DecodedTurn"]:
         """The same records; those that answer a prompt with a check carry its score."""
         scored = list(records)
         places = [i for i, record in enumerate(records) if self.can_score(record.prompt)]
@@ -122,7 +101,7 @@ def _score_program(check: ProgramCheck, answer: str) -> Score:
     return Score(outcome == PASSED, outcome, PASS_AT_1)
 
 
-def summarize_scores(records: Sequence["Record"]) -> ScoreRecord | UnsetType:
+def summarize_scores(records: Sequence["DecodedTurn"]) -> ScoreRecord | UnsetType:
     """``score`` of an entry of results.json; unset if nothing was scored."""
     scored = [(record, record.score) for record in records if record.score is not None]
     if not scored:

@@ -14,10 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedraft.errors import run_command
 from pipedraft.eval.__main__ import run
-from pipedraft.eval.breakdown import acceptance_by_category, acceptance_intervals_by_position
 from pipedraft.eval.html_report import Source
 from pipedraft.eval.lossless import generate_greedy
-from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, run_record, summarize
+from pipedraft.eval.metrics import (
+    AUTOREGRESSIVE,
+    OVERALL,
+    acceptance_by_category,
+    acceptance_intervals_by_position,
+    run_record,
+    summarize,
+)
 from pipedraft.eval.record import LosslessRecord, PromptRecord, RunRecord, parse_results
 from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult

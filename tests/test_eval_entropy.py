@@ -10,18 +10,18 @@ from decode_runs import CHAIN, SMALL, PlainTokenizer
 from eval_runs import prompt_record
 from tiny_drafts import noisy_copy
 
-from pipedraft.eval import teacher_forcing
-from pipedraft.eval.breakdown import (
+from pipedraft.eval import lossless
+from pipedraft.eval.intervals import wilson_over_prompts
+from pipedraft.eval.lossless import TextEntropies, entropies, text_logits
+from pipedraft.eval.metrics import (
+    AUTOREGRESSIVE,
     ENTROPY_EDGES,
     acceptance_by_entropy,
     count_by_entropy,
     guessed_tokens,
-    wilson_over_prompts,
 )
-from pipedraft.eval.metrics import AUTOREGRESSIVE
-from pipedraft.eval.run import Comparison, Method
+from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.tasks import Prompt
-from pipedraft.eval.teacher_forcing import TextEntropies, entropies, text_logits
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -77,7 +77,7 @@ def test_entropies_are_those_of_single_tokens(target) -> None:
 
 
 def test_entropies_of_certain_and_of_even_rows(monkeypatch) -> None:
-    monkeypatch.setattr(teacher_forcing, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(lossless, "CHUNK_ROWS", 1)
     rows = torch.tensor([[0.0, -torch.inf, -torch.inf, -torch.inf], [1.0, 1.0, 1.0, 1.0]])
     assert entropies(rows) == pytest.approx([0.0, math.log(4)])
     assert entropies(rows.bfloat16()) == pytest.approx([0.0, math.log(4)])
@@ -88,7 +88,7 @@ def test_a_text_is_computed_once_and_kept(target, tmp_path, monkeypatch) -> None
     source = TextEntropies(target, TraceFile(tmp_path, {"entropies": 1}, (0, 1)))
     first = source.of(result)
     assert len(first) == 3
-    monkeypatch.setattr(teacher_forcing, "text_logits", None)  # would fail
+    monkeypatch.setattr(lossless, "text_logits", None)  # would fail
     assert source.of(result) == first
     again = TextEntropies(target, TraceFile(tmp_path, {"entropies": 1}, (0, 1)))
     assert again.of(result) == first
@@ -126,7 +126,7 @@ def test_a_certain_target_is_guessed_better_and_entries_say_so(tmp_path) -> None
     method = Method(name="spd", config=config, draft=noisy_copy(model, 0.3))
 
     def entries(reference):
-        comparison = Comparison(
+        comparison = Evaluation(
             target=model, tokenizer=tokenizer, benchmarks=prompts, reference=reference,
             progress=False,
         )  # fmt: skip

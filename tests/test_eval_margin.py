@@ -6,7 +6,7 @@ from conftest import tiny_llama
 from decode_runs import SMALL, engine_for
 from eval_runs import first_layer
 
-from pipedraft.eval.lossless import BestFew, Check, GreedyReference, generate_greedy
+from pipedraft.eval.lossless import BestFew, GreedyReference, LosslessCheck, generate_greedy
 from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.result import DecodeResult
@@ -106,10 +106,12 @@ def test_reference_texts_are_kept_with_their_margins(half, tmp_path, monkeypatch
 
 
 def test_checks_of_benchmarks_add_up() -> None:
-    one = Check(checked=3, mismatches=2, faults=1, near_ties=4, positions=30, noise=0.1,
+    one = LosslessCheck(checked=3, mismatches=2, faults=1, near_ties=4, positions=30, noise=0.1,
                 margins=(0.05, 2.0))  # fmt: skip
-    two = Check(checked=1, near_ties=1, positions=9, noise=0.2)
+    two = LosslessCheck(checked=1, near_ties=1, positions=9, noise=0.2)
     both = one + two
     assert (both.checked, both.mismatches, both.faults, both.near_ties) == (4, 2, 1, 5)
     assert (both.positions, both.noise, both.margins) == (39, 0.2, (0.05, 2.0))
-    assert (Check(checked=1) + Check(checked=2)).record() == LosslessRecord(checked=3, mismatches=0)
+    assert (LosslessCheck(checked=1) + LosslessCheck(checked=2)).record() == LosslessRecord(
+        checked=3, mismatches=0
+    )

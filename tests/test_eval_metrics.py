@@ -6,12 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from pipedraft.eval.metrics import (
-    bootstrap_ratio,
-    run_record,
-    student_quantile,
-    summarize,
-)
+from pipedraft.eval.intervals import bootstrap_ratio, student_quantile
+from pipedraft.eval.metrics import run_record, summarize
 from pipedraft.eval.record import LosslessRecord
 from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult

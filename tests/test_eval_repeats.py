@@ -11,10 +11,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from tiny_drafts import noisy_copy
 
-from pipedraft.eval.metrics import AUTOREGRESSIVE
+from pipedraft.eval.metrics import AUTOREGRESSIVE, decode_seconds, repeats_record
 from pipedraft.eval.record import RepeatsRecord
-from pipedraft.eval.repeats import decode_seconds, repeats_record
-from pipedraft.eval.run import Comparison, Method
+from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.trace_reading import read_recordings
 from pipedraft.eval.traces import Traces
@@ -45,7 +44,7 @@ def evaluate(model, repeats: int, folder=None, temperature: float = 1.0) -> list
     config = DecodeConfig.of(
         schedule="spd", num_stages=2, max_new_tokens=8, temperature=temperature
     )
-    comparison = Comparison(
+    comparison = Evaluation(
         target=model.target,
         tokenizer=model.tokenizer,
         benchmarks=prompts,
@@ -77,7 +76,7 @@ def test_repeats_decode_the_same_texts_at_times_of_their_own(model, tmp_path, mo
         assert found.tokens_per_s == pytest.approx(pooled.tolist())
         assert 0 <= found.repeat_share <= 1
     monkeypatch.setattr("pipedraft.inference.engine.Engine.decode", None)  # would fail
-    monkeypatch.setattr("pipedraft.eval.run.Comparison._warm_up", lambda *_: None)
+    monkeypatch.setattr("pipedraft.eval.run.Evaluation._warm_up", lambda *_: None)
     again = evaluate(model, REPEATS, tmp_path)
     kept = [[replace(e, processes=[]) for e in entries] for entries in (often, again)]
     assert to_json(kept[0]) == to_json(kept[1])  # processes are of the last launch

@@ -15,7 +15,7 @@ from eval_runs import first_layer, status
 from tiny_drafts import make_draft, make_head
 
 from pipedraft.eval.replay import Hardware, replay
-from pipedraft.eval.run import Comparison, Method
+from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.trace_reading import Recording, read_recordings, recorded_draft
 from pipedraft.eval.traces import Traces
@@ -250,8 +250,8 @@ def evaluated(tmp_path_factory):
             for way in ways
         ]
 
-    def comparison(traces: Traces | None = None) -> Comparison:
-        return Comparison(
+    def comparison(traces: Traces | None = None) -> Evaluation:
+        return Evaluation(
             target=model, tokenizer=tokenizer, benchmarks=prompts, reference=None,
             progress=False, traces=traces,
         )  # fmt: skip

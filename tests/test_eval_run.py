@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from pipedraft.eval.lossless import GreedyReference, generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LosslessRecord
-from pipedraft.eval.run import Comparison, Method, evaluate, prompt_seed
+from pipedraft.eval.run import Evaluation, Method, evaluate, prompt_seed
 from pipedraft.eval.tasks import Prompt
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
@@ -48,7 +48,7 @@ def compare(target, tokenizer, methods, *, lossless=True, prompts=None):
         "one": make_prompts("one", ["hello", "again"], ["bye", "now"]),
         "two": make_prompts("two", ["what"], ["who"], ["why"]),
     }
-    comparison = Comparison(
+    comparison = Evaluation(
         target=target,
         tokenizer=tokenizer,
         benchmarks=prompts,

@@ -17,11 +17,12 @@ from scipy.stats import binomtest
 
 from pipedraft.eval import sandbox
 from pipedraft.eval.answers import ProgramCheck, build_program, find_number
+from pipedraft.eval.intervals import wilson_interval
 from pipedraft.eval.metrics import OVERALL
 from pipedraft.eval.report import format_report, format_table
-from pipedraft.eval.run import Comparison, Method
+from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.sandbox import Limits, isolation, run_program
-from pipedraft.eval.scores import Scorer, wilson_interval
+from pipedraft.eval.scores import Scorer
 from pipedraft.eval.tasks import load_task, load_tasks
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
@@ -300,7 +301,7 @@ def benchmarks(tmp_path, monkeypatch):
 
 
 def run_scored(target, tokenizer, folder: Path, **settings) -> list[dict]:
-    comparison = Comparison(
+    comparison = Evaluation(
         target=target,
         tokenizer=tokenizer,
         benchmarks=load_tasks(["gsm8k", "humaneval", "mt_bench"], folder),

@@ -13,12 +13,13 @@ import pytest
 from eval_runs import prompt_record
 
 from pipedraft.eval import paired
-from pipedraft.eval.breakdown import (
-    acceptance_by_category,
-    acceptance_intervals_by_position,
+from pipedraft.eval.intervals import (
+    NUM_RESAMPLES,
+    bootstrap_ratio,
+    expanded_percentiles,
     wilson_over_prompts,
 )
-from pipedraft.eval.metrics import NUM_RESAMPLES, bootstrap_ratio, expanded_percentiles
+from pipedraft.eval.metrics import acceptance_by_category, acceptance_intervals_by_position
 from pipedraft.eval.paired import (
     compare_paired,
     influence,

@@ -25,7 +25,7 @@ alone, co-located speculation, stop and wait and the edge alone are the baseline
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadedModels:
     """Everything that is loaded."""
 
     target: Any
@@ -112,7 +112,7 @@ def _read_times(text: str) -> Any:
         ) from error
 
 
-def _load(options: argparse.Namespace) -> Job:
+def _load(options: argparse.Namespace) -> LoadedModels:
     from pipedraft.eval.tasks import load_tasks
     from pipedraft.inference.edge_cloud.drafter import ChainDrafter
     from pipedraft.models import load_draft
@@ -138,10 +138,11 @@ def _load(options: argparse.Namespace) -> Job:
         draft = load_draft_model(options.draft_model, target, tokenizer)
     ChainDrafter.of(draft)  # refuses what cannot draft on an edge
     place = options.checkpoint or options.draft_model
-    return Job(target, tokenizer, draft, f"{draft.draft_type} `{place}`", folders, benchmarks)
+    described = f"{draft.draft_type} `{place}`"
+    return LoadedModels(target, tokenizer, draft, described, folders, benchmarks)
 
 
-def _scenes(options: argparse.Namespace, job: Job) -> list[tuple[str, Any]]:
+def _scenes(options: argparse.Namespace, job: LoadedModels) -> list[tuple[str, Any]]:
     """Every link and temperature."""
     from pipedraft.inference.draft_length import parse_policy
     from pipedraft.inference.edge_cloud.cloud import CloudTarget

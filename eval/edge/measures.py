@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from pipedraft.eval.lossless import GreedyReference
-from pipedraft.eval.metrics import WallClock, bootstrap_ratio, ratio
+from pipedraft.eval.intervals import bootstrap_ratio
+from pipedraft.eval.lossless import GreedyReference, text_logits
+from pipedraft.eval.metrics import WallClock, ratio
 from pipedraft.eval.record import LatencyRecord, LosslessRecord
 from pipedraft.eval.run import prompt_seed
 from pipedraft.eval.tasks import Prompt, encode_turn
-from pipedraft.eval.teacher_forcing import text_logits
 from pipedraft.inference.edge_cloud.methods import METHODS, Decoded, Scene, decode
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.verify import probabilities, top_k_bias

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipedraft.eval.provenance import describe
+from pipedraft.eval.manifest import describe
 from pipedraft.eval.record import LatencyRecord, Results, is_known
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.files import to_json, write_atomically

@@ -1,0 +1,161 @@
+"""Confidence intervals: of ratios of sums over conversations, and of shares.
+
+The unit of resampling is a conversation: steps inside one are dependent, and so are its turns.
+"""
+
+# P conversations, R bootstrap resamples.
+import math
+from statistics import NormalDist
+
+import numpy as np
+
+CONFIDENCE = 0.95
+NUM_RESAMPLES = 2000
+
+
+def student_quantile(probability: float, degrees: float) -> float:
+    """Quantile of Student's t, from the normal one z.
+
+    z + g1(z) / d + g2(z) / d^2 + g3(z) / d^3 + g4(z) / d^4    Abramowitz and Stegun 26.7.5
+    At 0.975 it is 0.7 % low for d = 2, 0.01 % for d = 5, and exact to six digits from d = 15.
+    """
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / degrees**power for power, term in enumerate(terms))
+
+
+def resampling_weights(
+    size: int, *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
+) -> np.ndarray:
+    """[P, R]: how often each of ``size`` conversations is drawn in each resample.
+
+    Whole numbers as float64: sums over conversations stay exact.
+    """
+    rng = np.random.default_rng(seed)
+    weights_RP = rng.multinomial(size, np.full(size, 1 / size), size=num_resamples)
+    return weights_RP.T.astype(np.float64)
+
+
+def effective_size(weight_P: np.ndarray) -> np.ndarray:
+    """[...]: how many equally heavy conversations say as much; sum(w)^2 / sum(w^2), Kish 1965."""
+    with np.errstate(invalid="ignore"):
+        return weight_P.sum(-1) ** 2 / (weight_P**2).sum(-1)
+
+
+def expanded_percentiles(values_R: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Confidence interval of a statistic from its resampled values.
+
+    Expanded percentile interval (Hesterberg 2015, arXiv:1411.5279): the percentiles a and 1 - a of
+    the resampled values, a = Phi(-sqrt(P / (P - 1)) t), t = 0.975 quantile of Student's t with
+    P - 1 degrees of freedom. The plain 2.5 % percentiles cover too seldom with few conversations.
+    Deviation: P is the effective number of conversations; a few long ones weigh like few.
+
+    Of ratios of sums over 8 to 80 prompts with log-normal lengths (sigma 0.5 to 1.5) and of their
+    differences between two runs it covers the truth in 93 to 98 %. With the plain P it does in 91
+    to 95 %, BCa in 83 to 94 %, the bootstrap-t in 87 to 96 %, the delta method in 78 to 95 %.
+
+    Args:
+        values_R: [..., R].
+        size: [...], see ``effective_size``.
+
+    Returns:
+        [..., 2]: lower and upper bound; NaN where P is 1, since one prompt has no spread.
+    """
+    bounds = np.full((*values_R.shape[:-1], 2), np.nan)
+    for place, effective in np.ndenumerate(size):
+        if effective > 1:
+            effective = max(effective, 2.0)
+            t = student_quantile((1 + CONFIDENCE) / 2, effective - 1)
+            tail = NormalDist().cdf(-math.sqrt(effective / (effective - 1)) * t)
+            bounds[place] = np.quantile(values_R[place], [tail, 1 - tail])
+    return bounds
+
+
+def bootstrap_ratio(
+    numerator_P: np.ndarray,
+    denominator_P: np.ndarray,
+    *,
+    seed: int = 0,
+    num_resamples: int = NUM_RESAMPLES,
+) -> np.ndarray:
+    """Confidence interval of sum(numerator) / sum(denominator), resampling conversations.
+
+    Args:
+        numerator_P: [..., P]; leading axes are independent experiments.
+        denominator_P: same shape, positive.
+
+    Returns:
+        [..., 2]: see ``expanded_percentiles``.
+    """
+    numerator_P = np.asarray(numerator_P, dtype=np.float64)
+    denominator_P = np.asarray(denominator_P, dtype=np.float64)
+    size = numerator_P.shape[-1]
+    if size < 2:
+        return np.full((*numerator_P.shape[:-1], 2), np.nan)
+    weights_PR = resampling_weights(size, seed=seed, num_resamples=num_resamples)
+    ratio_R = (numerator_P @ weights_PR) / (denominator_P @ weights_PR)
+    return expanded_percentiles(ratio_R, effective_size(denominator_P))
+
+
+def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[float, float]:
+    """95 % interval of sum(accepts) / sum(tests) where the tests of a prompt are dependent.
+
+    Wilson's interval with the effective number of tests p (1 - p) / v, where v is the jackknife's
+    variance of the rate over prompts, and Student's t in place of z (after Korn and Graubard 1998,
+    Survey Methodology 24). Where v is 0, that is where all or none were accepted, every prompt
+    counts as one test.
+    Deviation: theirs widens Clopper and Pearson's interval, which is wider than 95 % asks for;
+    their variance is linearised, and their degrees of freedom take prompts for equally long.
+
+    From 10 prompts up, with log-normal numbers of tests (sigma 0.7 to 1.5), it covers the truth in
+    91 to 99 %; Wilson's own interval, which takes the tests for independent, in 47 to 95 %. Unlike
+    a bootstrap it does not shrink to a point where the few prompts that reach a position accept
+    everything there. With 3 prompts it is cautious.
+
+    Args:
+        accepts_P: prompts without a test are left out.
+
+    Returns:
+        NaN with fewer than two prompts.
+    """
+    accepts_P, tests_P = accepts_P[tests_P > 0], tests_P[tests_P > 0]
+    size = len(tests_P)
+    if size < 2:
+        return math.nan, math.nan
+    num_tests = float(tests_P.sum())
+    rate = float(accepts_P.sum()) / num_tests
+    without_P = (accepts_P - rate * tests_P) / (num_tests - tests_P)
+    variance = (size - 1) / size * float((without_P**2).sum())
+    alike = float(effective_size(tests_P.astype(np.float64)))
+    effective = min(rate * (1 - rate) / variance, num_tests) if variance > 0 else alike
+    t = student_quantile((1 + CONFIDENCE) / 2, max(alike - 1, 1.0))
+    shrink = 1 + t**2 / effective
+    centre = (rate + t**2 / (2 * effective)) / shrink
+    spread = rate * (1 - rate) / effective + t**2 / (4 * effective**2)
+    half = t / shrink * math.sqrt(spread)
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def wilson_interval(passed: int, total: int) -> tuple[float, float]:
+    """Confidence interval of a share.
+
+    ((p + z^2 / 2n) +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)    Wilson 1927, eq. 4
+    Deviation: none.
+
+    Returns:
+        Lower and upper bound, inside [0, 1] also for 0 and for all right; NaN for total = 0.
+    """
+    if total == 0:
+        return math.nan, math.nan
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    share = passed / total
+    center = share + z * z / (2 * total)
+    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
