@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import pipedraft
 from pipedraft.eval.tasks import Prompt
+from pipedraft.models.fingerprint import tokenizer_hash
 from pipedraft.models.target import target_fingerprint
 
 Manifest = dict[str, Any]
@@ -30,13 +31,6 @@ def _sha256(text: str) -> str:
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
     """SHA-256 over the system texts and turns, in order; equal hashes mean equal prompts."""
     return _sha256(json.dumps([[prompt.system, prompt.turns] for prompt in prompts]))
-
-
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the whole tokenizer; of its vocabulary where it has no serial form."""
-    if tokenizer.is_fast:
-        return _sha256(tokenizer.backend_tokenizer.to_str())
-    return _sha256(json.dumps(sorted(tokenizer.get_vocab().items())))
 
 
 def git_state() -> dict[str, Any] | None:

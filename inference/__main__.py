@@ -172,11 +172,12 @@ def run(options: argparse.Namespace, cluster: Any) -> None:
 
 def print_figures(config: Any, result: Any, where: str) -> None:
     elapsed = result.token_times_s[-1] - result.prefill_s
+    rate = f"{result.draft_acceptance_rate:.2f}" if result.num_tested else "-"
     print(
         f"[{config.schedule.name}, n = {result.num_stages}] {result.num_tokens} tokens after the "
         f"first in {result.num_steps} steps: equivalent acceptance length "
         f"{result.equivalent_acceptance_length:.2f}, acceptance rate "
-        f"{result.draft_acceptance_rate:.2f}; {result.num_tokens / max(elapsed, 1e-9):.0f} "
+        f"{rate}; {result.num_tokens / max(elapsed, 1e-9):.0f} "
         f"tokens/s in {where}, {result.prefill_s * 1e3:.0f} ms to the first token "
         f"({result.stop_reason})",
         file=sys.stderr,

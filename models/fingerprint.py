@@ -1,10 +1,12 @@
-"""Which target a draft belongs to, decided by weights and not by names."""
+"""Which target a draft belongs to, and which tokenizer: by contents and not by names."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 
+import msgspec
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HASH_ROWS = 4096  # weight rows cast to float32 at a time, so that hashing needs no second copy
 
@@ -42,3 +44,27 @@ def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> st
         if a.get(name) != value:
             return f"{name}: {a.get(name)} != {value}"
     return None
+
+
+# Three hashes of a tokenizer, each stored or sent somewhere: its value is a contract.
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the whole tokenizer, of its vocabulary where it has no serial form (manifest)."""
+    if tokenizer.is_fast:
+        text = tokenizer.backend_tokenizer.to_str()
+    else:
+        text = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the tokens and the chat template (stored hidden states)."""
+    parts = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers with the same token of every id (sessions with a server)."""
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()

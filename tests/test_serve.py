@@ -17,7 +17,7 @@ from pipedraft.inference.edge_cloud import methods
 from pipedraft.inference.edge_cloud.client import EdgeClient
 from pipedraft.inference.edge_cloud.connection import Connection
 from pipedraft.inference.edge_cloud.emulated_link import EmulatedLink
-from pipedraft.inference.edge_cloud.session_table import vocabulary_hash
+from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.language_model import LanguageModelDraft
 
 NEW_TOKENS = 24

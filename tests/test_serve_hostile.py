@@ -37,10 +37,10 @@ from pipedraft.inference.edge_cloud.session_table import (
     MAX_RETAINED_BYTES,
     HeldSession,
     Refused,
-    vocabulary_hash,
 )
 from pipedraft.inference.edge_cloud.wire import PROTOCOL, Hello, Welcome
 from pipedraft.inference.edge_cloud.wire import decode as decode_frame
+from pipedraft.models.fingerprint import vocabulary_hash
 
 
 def end_of(*messages, prompt=(1, 2), **server_options):

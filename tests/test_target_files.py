@@ -23,6 +23,7 @@ from staged_targets import (
 )
 
 from pipedraft.models.capture import capture_hidden
+from pipedraft.models.fingerprint import template_hash, tokenizer_hash, vocabulary_hash
 from pipedraft.models.target import (
     StagedTarget,
     fingerprint_mismatch,
@@ -230,3 +231,17 @@ def test_a_hub_target_is_identified_by_its_commit(tmp_path):
         timeout=100,
     )
     assert done.stdout.strip() == f"commit:{commit}", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("hashed", "expected"),
+    [
+        (tokenizer_hash, "8805e8eb21b20cc4"),
+        (template_hash, "f68f04ccc02ed603"),
+        (vocabulary_hash, "7c38dda4f8b81ed6"),
+    ],
+)
+def test_hashes_of_a_tokenizer_stay_what_files_hold(repository, hashed, expected):
+    """Manifests, stored hidden states and servers of other versions are compared with these."""
+    tokenizer = load_tokenizer(str(repository / "assets" / "target"))
+    assert hashed(tokenizer).startswith(expected)

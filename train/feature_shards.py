@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.files import file_damage, publish
+from pipedraft.models.fingerprint import template_hash
 from pipedraft.models.target_part import weights_identity
 
 INDEX = "index.json"
@@ -100,12 +101,6 @@ def data_identity(split: str, dataset: Any) -> dict[str, int | str]:
     return {**tokens, f"{split}_ids": digest.hexdigest()}
 
 
-def tokenizer_identity(tokenizer: Any) -> str:
-    """Hash of its tokens and chat template."""
-    parts = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
 def target_identity(run: Any, target_config: Any) -> dict[str, Any]:
     """Which target a run has.
 
@@ -130,7 +125,7 @@ def identity_of(
     """
     return {
         **target_identity(run, target_config),
-        "tokenizer": tokenizer_identity(tokenizer),
+        "tokenizer": template_hash(tokenizer),
         **data_identity("train", data.train),
         **data_identity("valid", data.valid),
     }

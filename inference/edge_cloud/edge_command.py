@@ -205,7 +205,7 @@ async def _decode(
 ) -> None:
     from pipedraft.inference.edge_cloud.client import EdgeClient
     from pipedraft.inference.edge_cloud.connection import Connection
-    from pipedraft.inference.edge_cloud.session_table import vocabulary_hash
+    from pipedraft.models.fingerprint import vocabulary_hash
 
     wishes = Wishes(
         temperature=options.temperature,

@@ -33,9 +33,8 @@ from pipedraft.inference.edge_cloud.session_table import (
     Limits,
     Refused,
     SessionTable,
-    vocabulary_hash,
 )
-from pipedraft.models.fingerprint import weights_hash
+from pipedraft.models.fingerprint import vocabulary_hash, weights_hash
 from pipedraft.models.target import Keep, Segment
 
 log = logging.getLogger(__name__)

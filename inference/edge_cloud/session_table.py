@@ -3,14 +3,11 @@
 Nothing here waits or sends; the clock is the caller's.
 """
 
-import hashlib
 import hmac
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from pipedraft.inference.edge_cloud.cloud import MAX_PENDING, CloudSession, CloudTarget
 from pipedraft.inference.edge_cloud.messages import More, Open, Reply, Request, encode
@@ -222,9 +219,3 @@ class SessionTable:
             self.drop(session)
             self.num_expired += 1
         return over
-
-
-def vocabulary_hash(tokenizer: Any) -> str:
-    """The same for tokenizers with the same token of every id."""
-    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()
