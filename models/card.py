@@ -1,10 +1,11 @@
 """Model cards: what a draft is, how to run it, what it learned from and how far it was measured."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 CARD = "README.md"
 MADE = "<!-- Written by pipedraft. Without this line the text is yours and is kept as it is. -->"
@@ -201,12 +202,61 @@ class Licence:
 # -- what was measured ----------------------------------------------------------------------
 
 
+class MeasuredLength(msgspec.Struct, frozen=True):
+    """Of results.json, as eval/record.py writes it: what a card shows, and no more."""
+
+    pooled: float | None
+    ci95: tuple[float | None, float | None]
+
+
+class MeasuredRun(msgspec.Struct, frozen=True):
+    benchmark: str
+    method: str
+    schedule: str
+    stages: int
+    temperature: float
+    tree_width: int
+    tree: str | None
+    checkpoint: str | None
+    equivalent_acceptance_length: MeasuredLength
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+
+
+class MeasuredRuns(msgspec.Struct, frozen=True):
+    runs: list[MeasuredRun]
+
+
+class Prompts(msgspec.Struct, frozen=True):
+    count: int
+    sha256: str
+
+
+class EvaluationOptions(msgspec.Struct, frozen=True):
+    data_dir: str | None
+
+
+class Machine(msgspec.Struct, frozen=True):
+    processor: str
+
+
+class EvaluationManifest(msgspec.Struct, frozen=True):
+    """Of manifest.json, as eval/manifest.py writes it."""
+
+    checkpoints: dict[str, str]
+    prompts: dict[str, Prompts]
+    config: EvaluationOptions
+    hardware: Machine
+    dtype: str
+    command: str
+
+
 @dataclass(frozen=True)
 class Measured:
     """An evaluation's entries of one draft, and of decoding without one."""
 
-    runs: list[dict[str, Any]]
-    manifest: dict[str, Any]
+    runs: list[MeasuredRun]
+    manifest: EvaluationManifest
 
     @classmethod
     def read(cls, results: Path, weights_sha256: str) -> "Measured":
@@ -219,26 +269,25 @@ class Measured:
         """
         path = results
         try:
-            runs = json.loads(path.read_text())["runs"]
+            runs = msgspec.json.decode(path.read_bytes(), type=MeasuredRuns).runs
             path = results.with_name("manifest.json")
-            manifest = json.loads(path.read_text())
-            hashes = dict(manifest["checkpoints"])
-            own = {name for name, digest in hashes.items() if digest == weights_sha256}
-            kept = [run for run in runs if run["checkpoint"] in own or run["checkpoint"] is None]
-            for run in kept:
-                _acceptance_row(run)
-            manifest["prompts"], manifest["config"]["data_dir"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            manifest = msgspec.json.decode(path.read_bytes(), type=EvaluationManifest)
+            unknown = {run.benchmark for run in runs} - manifest.prompts.keys()
+            if unknown:
+                raise ValueError(f"prompts has no {min(unknown)!r}")
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"--results: {path} is not of pipedraft eval ({error!r}); give the results.json "
                 "that eval wrote into --out, with the manifest.json beside it"
             ) from error
+        hashes = manifest.checkpoints
+        own = {name for name, digest in hashes.items() if digest == weights_sha256}
         if not own:
             raise ValueError(
                 f"--results: {results} measured other weights ({', '.join(hashes) or 'none'}); "
                 "evaluate this checkpoint, or leave --results out"
             )
-        return cls(kept, manifest)
+        return cls([run for run in runs if run.checkpoint in {*own, None}], manifest)
 
     def eval_results(self) -> list[Any]:
         """As the Hub's metadata has them; decoding without a draft is left out."""
@@ -246,26 +295,27 @@ class Measured:
 
         found = []
         for run in self.runs:
-            if run["checkpoint"] is None:
+            if run.checkpoint is None:
                 continue
             setting = {
-                key: run[key] for key in ("schedule", "stages", "temperature", "tree_width", "tree")
+                key: getattr(run, key)
+                for key in ("schedule", "stages", "temperature", "tree_width", "tree")
             }
-            shown = f"{run['schedule']}, n = {run['stages']}, T = {run['temperature']:g}, W = "
-            shown += f"{run['tree_width']}" + (f", {run['tree']}" if run["tree"] else "")
-            length = run["equivalent_acceptance_length"]
+            shown = f"{run.schedule}, n = {run.stages}, T = {run.temperature:g}, W = "
+            shown += f"{run.tree_width}" + (f", {run.tree}" if run.tree else "")
+            length = run.equivalent_acceptance_length
             values = {
-                "equivalent_acceptance_length": length["pooled"],
-                "mean_acceptance_length": run["mean_acceptance_length"],
-                "draft_acceptance_rate": run["draft_acceptance_rate"],
+                "equivalent_acceptance_length": length.pooled,
+                "mean_acceptance_length": run.mean_acceptance_length,
+                "draft_acceptance_rate": run.draft_acceptance_rate,
             }
             for name, value in values.items():
-                extra = {"ci95": length["ci95"]} if value is length["pooled"] else {}
+                extra = {"ci95": list(length.ci95)} if value is length.pooled else {}
                 if value is not None:
                     found.append(
                         EvalResult(
                             task_type="text-generation",
-                            **self._dataset(run["benchmark"]),
+                            **self._dataset(run.benchmark),
                             metric_type=name,
                             metric_value=value,
                             metric_name=f"{name} ({shown})",
@@ -276,17 +326,17 @@ class Measured:
 
     def _dataset(self, benchmark: str) -> dict[str, Any]:
         """The prompts' own name: prompts in the form of a benchmark are not the benchmark."""
-        folder, prompts = self.manifest["config"]["data_dir"], self.manifest["prompts"][benchmark]
-        kind, name = benchmark, f"{benchmark}, {prompts['count']} prompts"
+        folder, prompts = self.manifest.config.data_dir, self.manifest.prompts[benchmark]
+        kind, name = benchmark, f"{benchmark}, {prompts.count} prompts"
         if folder is None:
             kind = f"pipedraft-{benchmark}"
-            name = f"{prompts['count']} prompts of pipedraft in the form of {benchmark}"
+            name = f"{prompts.count} prompts of pipedraft in the form of {benchmark}"
         elif folder.startswith("hub:") and folder != "hub:":
             kind = folder.removeprefix("hub:")
         return {
             "dataset_type": kind,
             "dataset_name": name,
-            "dataset_args": {"prompts_sha256": prompts["sha256"]},
+            "dataset_args": {"prompts_sha256": prompts.sha256},
         }
 
 
@@ -296,8 +346,8 @@ def _acceptance(source: CardSource) -> list[str]:
         return ["Not measured by decoding."]
     manifest = measured.manifest
     head = ["benchmark", "method", "n", "T", "W", "tree", "alpha", "tau", "L'", "95 % CI"]
-    where = f"In {manifest['dtype']} on {manifest['hardware']['processor']}, by"
-    own = manifest["config"]["data_dir"] is None
+    where = f"In {manifest.dtype} on {manifest.hardware.processor}, by"
+    own = manifest.config.data_dir is None
     return [
         "Measured by decoding: n pipeline stages, T temperature, W tree width; alpha accepted over "
         "tested draft tokens, tau tokens per round, L' = n N / K the equivalent acceptance length "
@@ -306,17 +356,17 @@ def _acceptance(source: CardSource) -> list[str]:
         _table(head, [_acceptance_row(run) for run in measured.runs]),
         *(["The prompts are pipedraft's own, in the form of the benchmarks named."] if own else []),
         where,
-        _code([manifest["command"]]),
+        _code([manifest.command]),
     ]
 
 
-def _acceptance_row(run: dict[str, Any]) -> list[object]:
-    length = run["equivalent_acceptance_length"]
-    low, high = length["ci95"]
-    figures = [run["draft_acceptance_rate"], run["mean_acceptance_length"], length["pooled"]]
+def _acceptance_row(run: MeasuredRun) -> list[object]:
+    length = run.equivalent_acceptance_length
+    low, high = length.ci95
+    figures = [run.draft_acceptance_rate, run.mean_acceptance_length, length.pooled]
     return [
-        *(run["benchmark"], run["method"], run["stages"], f"{run['temperature']:g}"),
-        *(run["tree_width"], run["tree"] or "-"),
+        *(run.benchmark, run.method, run.stages, f"{run.temperature:g}"),
+        *(run.tree_width, run.tree or "-"),
         *("-" if figure is None else f"{figure:.3f}" for figure in figures),
         "-" if low is None else f"{low:.3f} to {high:.3f}",
     ]
