@@ -18,12 +18,15 @@ from transformers import PreTrainedModel
 from pipedraft.eval.intervals import bootstrap_ratio
 from pipedraft.eval.metrics import ratio
 from pipedraft.eval.paired import paired_intervals
+from pipedraft.eval.plots import plot_retention
 from pipedraft.eval.published import TableContext
-from pipedraft.eval.record import AcceptedPerPrompt, DriftRecord, RetentionRecord
+from pipedraft.eval.record import AcceptedPerPrompt, DriftRecord, Results, RetentionRecord
 from pipedraft.eval.run import DecodedTurn, draft_hash, evaluate
 from pipedraft.eval.spec import BASE, Spec, decode_config
+from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.eval.traces import traces_of
+from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.fingerprint import fingerprint_mismatch
@@ -33,6 +36,22 @@ from pipedraft.models.target_part import out_of_scope, weights_identity
 
 # P prompts, S the two targets that are compared (0 the base), A tokens of an answer, V vocabulary
 # counts_4P: accepted, tested, emitted, rounds of each prompt
+
+PLOT = "retention.png"
+MEASURES = {
+    "alpha": "Acceptance rate alpha",
+    "tau": "Tokens per round tau",
+    "retained": "Share of the base's alpha",
+}
+LEGEND = """\
+- **KL** mean KL(base || target) per token of the base's answers to the prompts, in nats; **scope**
+  in: embedding, last block, final norm and LM head are the base's, out: how many of their modules
+  are not.
+- **alpha** accepted over tested draft tokens; **tau** tokens per round, the target's own one
+  included; **share** alpha over the same draft's alpha on the base, prompts resampled together.
+- In brackets 95 % bootstrap intervals over prompts. * the draft is refused on that target unless
+  the check of its fingerprint is left out, as here.
+"""
 
 
 def count(records: Sequence[DecodedTurn], num_prompts: int) -> np.ndarray:
@@ -236,3 +255,63 @@ def _agreement(decoded: Iterable[Decoded]) -> tuple[int, int]:
     texts = zip(*([r.result.token_ids for r in found.records] for found in decoded), strict=True)
     same = [all(text == turn[0] for text in turn) for turn in texts]
     return len(same), sum(same)
+
+
+# -- report.md and the plot ------------------------------------------------------------------------
+
+
+def cell(entry: RetentionRecord, measure: str) -> str:
+    star = "" if entry.loads else " *"
+    return f"{number(getattr(entry, measure))} {bounds(getattr(entry, f'{measure}_ci95'), 2)}{star}"
+
+
+def retention_table(
+    targets: Sequence[DriftRecord], drafts: Sequence[RetentionRecord], measure: str
+) -> Table:
+    """One line for each target, one column for each draft."""
+    names = list(dict.fromkeys(entry.draft for entry in drafts))
+    found = {(e.domain, e.target, e.draft): cell(e, measure) for e in drafts}
+    rows = []
+    for target in targets:
+        where = target.domain, target.target
+        changed = len(target.out_of_scope)
+        drift = f"{number(target.kl)} {bounds(target.kl_ci95, 2)}"
+        scope = f"out: {changed}" if changed else "in"
+        rows.append([*where, drift, scope, *(found[*where, name] for name in names)])
+    return Table(["domain", "target", "KL", "scope", *names], rows)
+
+
+def format_retention(
+    targets: Sequence[DriftRecord], drafts: Sequence[RetentionRecord], manifest: dict[str, Any]
+) -> str:
+    """report.md."""
+    turns, same = (
+        sum(getattr(target, key) for target in targets) for key in ("turns", "same_text")
+    )
+    parts = [
+        "# Retention",
+        f"Base target `{manifest['target']['name']}` ({manifest['dtype']}), seed "
+        f"{manifest['seed']}.",
+        f"    {manifest['command']}",
+        f"All drafts gave a target the same text in {same} of {turns} turns.",
+    ]
+    for measure, title in MEASURES.items():
+        parts += [f"## {title}", markdown(retention_table(targets, drafts, measure))]
+    return "\n\n".join([*parts, LEGEND, f"![acceptance against drift]({PLOT})"]) + "\n"
+
+
+def write_retention(out_dir: Path, results: Results, manifest: dict[str, Any]) -> str:
+    """Write everything into an existing folder.
+
+    Returns:
+        The table of alpha, for the terminal.
+    """
+    targets, drafts = results.targets or [], results.drafts or []
+    write_atomically(out_dir / PLOT, plot_retention(targets, drafts))
+    write_atomically(out_dir / "manifest.json", to_json(manifest))
+    report = format_retention(targets, drafts, manifest)
+    write_atomically(out_dir / "report.md", report.encode())
+    # Last: whoever finds results.json finds the rest.
+    write_atomically(out_dir / "results.json", to_json(results))
+    table = retention_table(targets, drafts, "alpha")
+    return align_columns(table.header, table.rows)

@@ -167,7 +167,7 @@ def _write(
     """Write the files; returns what the terminal shows."""
     from pipedraft.eval.published import LEGEND, for_terminal, notes, paper_table, table_record
     from pipedraft.eval.report import write_report
-    from pipedraft.eval.retention_report import write_retention
+    from pipedraft.eval.retention import write_retention
     from pipedraft.eval.tables import markdown
     from pipedraft.files import to_json, write_atomically
 

@@ -15,8 +15,7 @@ from tiny_drafts import make_draft
 from train_runs import make_world
 
 from pipedraft.eval import __main__ as command
-from pipedraft.eval.retention import count, describe, divergence
-from pipedraft.eval.retention_report import MEASURES
+from pipedraft.eval.retention import MEASURES, count, describe, divergence
 from pipedraft.eval.runner import check
 from pipedraft.eval.spec import read_spec
 from pipedraft.inference.config import DecodeConfig
