@@ -267,6 +267,45 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
     lossless: LosslessRecord = LosslessRecord(checked=0, mismatches=0)
 
 
+class ReplayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One conversation of a recorded run, on another pipeline."""
+
+    benchmark: Name
+    id: Name
+    tokens: Count
+    steps: Count
+    virtual_time: Amount
+    virtual_time_autoregressive: Amount
+
+
+class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One recorded way of decoding on one pipeline and benchmark: an entry of replay.json."""
+
+    method: Name
+    draft_type: Name | None
+    """None: plain decoding."""
+    draft_sha256: Name
+    schedule: Name
+    tree_width: Count
+    tree: Name | None
+    temperature: Amount
+    seed: int
+    recorded_stages: Count
+    benchmark: Name
+    stages: Count
+    cost_name: Name
+    cost: dict[str, Any]
+    how: Name
+    """recorded, exact or assumed: what the figures rest on."""
+    prompts: Count
+    tokens: Count
+    steps: Count
+    equivalent_acceptance_length: AcceptanceLength
+    theoretical_speedup: Figure
+    theoretical_speedup_ci95: Interval
+    per_prompt: list[ReplayedPrompt]
+
+
 class DriftRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One target of a retention report, on the prompts of one domain."""
 

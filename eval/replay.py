@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -14,7 +13,8 @@ from pipedraft.errors import Parser, UsageError, make_folder
 from pipedraft.eval.calibrate import read_cost
 from pipedraft.eval.intervals import bootstrap_ratio
 from pipedraft.eval.metrics import OVERALL, ratio
-from pipedraft.eval.tables import align_columns
+from pipedraft.eval.record import AcceptanceLength, ReplayedPrompt, ReplayRecord
+from pipedraft.eval.tables import align_columns, bounds, number
 from pipedraft.eval.trace_reading import Recording, read_recordings
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.clock import CostModel, VirtualClock
@@ -65,9 +65,7 @@ class Replay:
     cost: CostModel
     stages: int
     how: str
-    rows: list[dict[str, Any]]
-    """Of single conversations: benchmark, id, tokens, steps, virtual_time,
-    virtual_time_autoregressive."""
+    rows: list[ReplayedPrompt]
 
 
 def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
@@ -93,23 +91,30 @@ def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
                     f"the recorded steps of {'/'.join(map(str, key))} are not those of "
                     f"{schedule.name}'s rounds on {config.num_stages} stages"
                 )
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    turns: dict[tuple[str, str], list[tuple[int, int, float, float]]] = {}
     for (benchmark, name, _), result in recording.turns.items():
         clock = VirtualClock(cost, boundaries, cost.draft_forward or 0.0)
         if how == "recorded":
             replay_log(result, clock)
         else:
             replay_rounds(result, clock, schedule)
-        row = rows.setdefault(
-            (benchmark, name),
-            {"benchmark": benchmark, "id": name, "tokens": 0, "steps": 0}
-            | {"virtual_time": 0.0, "virtual_time_autoregressive": 0.0},
+        plain = clock.autoregressive_time(result.num_tokens)
+        turn = result.num_tokens, clock.num_steps, clock.time, plain
+        turns.setdefault((benchmark, name), []).append(turn)
+    rows = []
+    for (benchmark, name), own in turns.items():
+        tokens, steps, times, plains = zip(*own, strict=True)
+        rows.append(
+            ReplayedPrompt(
+                benchmark=benchmark,
+                id=name,
+                tokens=sum(tokens),
+                steps=sum(steps),
+                virtual_time=sum(times, 0.0),
+                virtual_time_autoregressive=sum(plains, 0.0),
+            )
         )
-        row["tokens"] += result.num_tokens
-        row["steps"] += clock.num_steps
-        row["virtual_time"] += clock.time
-        row["virtual_time_autoregressive"] += clock.autoregressive_time(result.num_tokens)
-    return Replay(recording, hardware, cost, stages, how, list(rows.values()))
+    return Replay(recording, hardware, cost, stages, how, rows)
 
 
 def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
@@ -136,52 +141,47 @@ def follows_rounds(result: DecodeResult, clock: VirtualClock, schedule: Schedule
     return clock.log == result.step_log
 
 
-def records(found: Replay) -> Iterator[dict[str, Any]]:
+def records(found: Replay) -> Iterator[ReplayRecord]:
     """One for each benchmark, and with several "overall"."""
-    benchmarks = dict.fromkeys(row["benchmark"] for row in found.rows)
+    benchmarks = dict.fromkeys(row.benchmark for row in found.rows)
     for benchmark in [*benchmarks, *([OVERALL] if len(benchmarks) > 1 else [])]:
-        rows = [row for row in found.rows if benchmark in (row["benchmark"], OVERALL)]
+        rows = [row for row in found.rows if benchmark in (row.benchmark, OVERALL)]
         tokens_P, steps_P, time_P, plain_P = (
-            np.array([row[field] for row in rows if row["steps"]], dtype=np.float64)
+            np.array([getattr(row, field) for row in rows if row.steps], dtype=np.float64)
             for field in ("tokens", "steps", "virtual_time", "virtual_time_autoregressive")
         )
-        yield found.recording.label() | {
-            "benchmark": benchmark,
-            "stages": found.stages,
-            "cost_name": found.hardware.name,
-            "cost": asdict(found.cost),
-            "how": found.how,
-            "prompts": len(rows),
-            "tokens": int(tokens_P.sum()),
-            "steps": int(steps_P.sum()),
-            "equivalent_acceptance_length": {
-                "pooled": ratio(found.stages * float(tokens_P.sum()), float(steps_P.sum())),
-                "ci95": bootstrap_ratio(found.stages * tokens_P, steps_P).tolist(),
-            },
-            "theoretical_speedup": ratio(float(plain_P.sum()), float(time_P.sum())),
-            "theoretical_speedup_ci95": bootstrap_ratio(plain_P, time_P).tolist(),
-            "per_prompt": rows,
-        }
+        yield ReplayRecord(
+            **found.recording.label(),
+            benchmark=benchmark,
+            stages=found.stages,
+            cost_name=found.hardware.name,
+            cost=asdict(found.cost),
+            how=found.how,
+            prompts=len(rows),
+            tokens=int(tokens_P.sum()),
+            steps=int(steps_P.sum()),
+            equivalent_acceptance_length=AcceptanceLength(
+                pooled=ratio(found.stages * float(tokens_P.sum()), float(steps_P.sum())),
+                ci95=tuple(bootstrap_ratio(found.stages * tokens_P, steps_P).tolist()),
+            ),
+            theoretical_speedup=ratio(float(plain_P.sum()), float(time_P.sum())),
+            theoretical_speedup_ci95=tuple(bootstrap_ratio(plain_P, time_P).tolist()),
+            per_prompt=rows,
+        )
 
 
-def _interval(bounds: Sequence[float]) -> str:
-    low, high = bounds
-    return "-" if low != low else f"[{low:.3f}, {high:.3f}]"
-
-
-def format_records(found: Sequence[dict[str, Any]]) -> str:
+def format_records(found: Sequence[ReplayRecord]) -> str:
     header = ["benchmark", "method", "T", "recorded n", "n", "cost", "link", "N", "K"]
     header += ["L'", "95 % CI", "S", "95 % CI ", "how"]
     cells = []
     for record in found:
-        length = record["equivalent_acceptance_length"]
+        length = record.equivalent_acceptance_length
         cells.append(
-            [record["benchmark"], record["method"], f"{record['temperature']:g}"]
-            + [str(record["recorded_stages"]), str(record["stages"]), record["cost_name"]]
-            + [f"{record['cost']['link']:g}", str(record["tokens"]), str(record["steps"])]
-            + [f"{length['pooled']:.3f}", _interval(length["ci95"])]
-            + [f"{record['theoretical_speedup']:.3f}"]
-            + [_interval(record["theoretical_speedup_ci95"]), record["how"]]
+            [record.benchmark, record.method, f"{record.temperature:g}"]
+            + [str(record.recorded_stages), str(record.stages), record.cost_name]
+            + [f"{record.cost['link']:g}", str(record.tokens), str(record.steps)]
+            + [number(length.pooled), bounds(length.ci95), number(record.theoretical_speedup)]
+            + [bounds(record.theoretical_speedup_ci95), record.how]
         )
     return align_columns(header, cells)
 
@@ -267,7 +267,7 @@ def run(argv: Sequence[str]) -> None:
         for stages in arguments.stages or [recording.config.num_stages]
         for hardware in _hardware(arguments)
     ]
-    found: list[dict[str, Any]] = []
+    found: list[ReplayRecord] = []
     refused: dict[tuple[str, str], dict[int, None]] = {}
     for recording, stages, hardware in tqdm(wanted, desc="replays", unit="pipeline"):
         try:

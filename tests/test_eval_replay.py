@@ -76,7 +76,7 @@ def record(kind: str, stages: int, **way) -> Recording:
 
 
 def steps(found) -> list[int]:
-    return [row["steps"] for row in found.rows]
+    return [row.steps for row in found.rows]
 
 
 def real_steps(recording: Recording) -> list[int]:
@@ -120,7 +120,7 @@ def test_replay_gives_the_steps_and_the_time_of_real_runs(case) -> None:
             assert steps(found) == real_steps(real[stages]), (recorded_on, stages)
             assert found.how == ("recorded" if stages == recorded_on else "exact")
             times = [result.virtual_time for result in real[stages].turns.values()]
-            assert [row["virtual_time"] for row in found.rows] == pytest.approx(times)
+            assert [row.virtual_time for row in found.rows] == pytest.approx(times)
 
 
 @pytest.mark.parametrize("kind", ["language_model", "none"])
@@ -129,12 +129,12 @@ def test_another_cost_model_gives_the_time_of_a_run_under_it(kind) -> None:
     free, costly = record(kind, 4, **way), record(kind, 4, cost=COST, **way)
     found = replay(free, 4, Hardware("costly", COST, None))
     for row, result in zip(found.rows, costly.turns.values(), strict=True):
-        assert row["steps"] == result.num_steps
-        assert row["virtual_time"] == pytest.approx(result.virtual_time)
+        assert row.steps == result.num_steps
+        assert row.virtual_time == pytest.approx(result.virtual_time)
         plain = result.virtual_time_autoregressive
-        assert row["virtual_time_autoregressive"] == pytest.approx(plain)
+        assert row.virtual_time_autoregressive == pytest.approx(plain)
     slower = replay(free, 4, Hardware("costly", COST, 3.0))
-    assert slower.rows[0]["virtual_time"] > found.rows[0]["virtual_time"]
+    assert slower.rows[0].virtual_time > found.rows[0].virtual_time
     assert slower.cost == replace(COST, link=3.0)
 
 
