@@ -20,12 +20,12 @@ from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.spec import BASE, Measure, Row, Spec, decode_config, read_roles
 from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.traces import traces_of
+from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.draft_length import parse_policy
 from pipedraft.inference.edge_cloud.cloud import CloudTarget
 from pipedraft.inference.edge_cloud.constants import TIMES, radio_energy, radio_of
 from pipedraft.inference.edge_cloud.drafter import ChainDrafter
 from pipedraft.inference.edge_cloud.methods import METHODS, Scene
-from pipedraft.inference.edge_cloud.rules import RULES
 from pipedraft.inference.edge_cloud.virtual import Times
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.link_files import load_link
@@ -142,8 +142,8 @@ def _scene(settings: Mapping[str, Any], **shared: Any) -> tuple[str, str, Scene]
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; give one of {', '.join(METHODS)}")
     times = Times(**given) if isinstance(given, dict) else TIMES[given]
-    if fields.get("rule") is not None and fields["rule"] not in RULES:
-        raise ValueError(f"rule {fields['rule']!r} is unknown; give one of {', '.join(RULES)}")
+    if fields.get("rule") is not None and fields["rule"] not in RULE_NAMES:
+        raise ValueError(f"rule {fields['rule']!r} is unknown; give one of {', '.join(RULE_NAMES)}")
     scene = Scene(
         link=load_link(network),
         times=times,
