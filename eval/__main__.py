@@ -224,6 +224,7 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
     from pipedraft.eval.tasks import load_tasks
     from pipedraft.inference.clock import CostModel
     from pipedraft.models.target import load_tokenizer
+    from pipedraft.models.target_part import weights_identity
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -248,8 +249,7 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
         else traces_of(
             arguments.out,
             target.model,
-            target_name,
-            revision,
+            weights=weights_identity(target_name, revision),
             backend=arguments.backend,
             shard=arguments.shard,
         ),

@@ -15,7 +15,6 @@ from msgspec import UNSET
 
 from pipedraft.errors import Parser, UsageError, make_folder
 from pipedraft.eval.intervals import CONFIDENCE
-from pipedraft.eval.manifest import fact
 from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, ratio
 from pipedraft.eval.paired import (
     RELATIVE_DIFFERENCES,
@@ -25,7 +24,7 @@ from pipedraft.eval.paired import (
     variance_parts,
 )
 from pipedraft.eval.record import PromptRecord, RunRecord, parse, read_bytes, read_results
-from pipedraft.eval.tables import align_columns
+from pipedraft.eval.tables import align_columns, fact
 from pipedraft.files import to_json, write_atomically
 
 EXAMPLE = """\

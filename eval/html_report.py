@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from pipedraft.errors import Parser, UsageError, make_folder
 from pipedraft.eval import compare, plots, tables
 from pipedraft.eval.charts import THEMES, Chart, Span
-from pipedraft.eval.manifest import describe, fact, given_options
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import (
     LatencyRecord,
@@ -29,7 +28,7 @@ from pipedraft.eval.record import (
     parse_results,
     read_bytes,
 )
-from pipedraft.eval.tables import Table
+from pipedraft.eval.tables import Table, describe, fact, given_options
 from pipedraft.files import write_atomically
 
 EXAMPLE = """\

@@ -20,7 +20,7 @@ from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.base import Refusal, Round, Schedule
-from pipedraft.models.target import stage_boundaries
+from pipedraft.models import stage_boundaries
 
 EXAMPLE = """\
 example:

@@ -9,10 +9,9 @@ from msgspec import UNSET
 
 from pipedraft.eval import plots, tables
 from pipedraft.eval.html_report import Source, build_page
-from pipedraft.eval.manifest import describe
 from pipedraft.eval.metrics import OVERALL
 from pipedraft.eval.record import Results, RunRecord, parse_results
-from pipedraft.eval.tables import align_columns, markdown
+from pipedraft.eval.tables import align_columns, describe, markdown
 from pipedraft.files import to_json, write_atomically
 
 LENGTH_PLOT = "equivalent_acceptance_length.png"

@@ -217,7 +217,7 @@ class Retention:
         """The prompts decoded by every draft; on the base, one of another target is refused."""
         tokens = self.spec.max_new_tokens
         room = model.config.get_text_config().max_position_embeddings - tokens
-        traces, found = traces_of(self.context.out, model, folder), {}
+        traces, found = traces_of(self.context.out, model, weights=weights_identity(folder)), {}
         for name, place in self.drafts.items():
             evolved = model is not self.context.target
             draft = self.context.drafts.load(place, model, allow_evolved=evolved)

@@ -30,6 +30,7 @@ from pipedraft.inference.edge_cloud.virtual import Times
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.link_files import load_link
 from pipedraft.inference.shapes import TreeShape
+from pipedraft.models.target_part import weights_identity
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def run_pipeline(spec: Spec, context: TableContext) -> Finished:
         tokenizer=context.tokenizer,
         benchmarks={name: list(prompts) for name, prompts in context.benchmarks.items()},
         reference=context.target,
-        traces=traces_of(context.out, context.target, spec.target),
+        traces=traces_of(context.out, context.target, weights=weights_identity(spec.target)),
     )
     runs = comparison.run(list(methods.values()))
     for index, method in methods.items():

@@ -11,9 +11,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 import pipedraft
 from pipedraft.eval.formats import (
@@ -27,6 +25,9 @@ from pipedraft.eval.formats import (
     text_of,
     turns_of,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(pipedraft.__file__).parent / "assets" / "eval"
 HUB_PREFIX = "hub:"
@@ -248,7 +249,7 @@ def load_tasks(
 
 
 def encode_turn(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answers: list[str]
+    tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, answers: list[str]
 ) -> list[int]:
     """Token ids of the conversation up to the user's turn ``len(answers)``, ready to be answered.
 

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 import pipedraft
 from pipedraft.eval.tasks import Prompt
 from pipedraft.inference.result import DecodeResult
-from pipedraft.models.target_part import weights_identity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WHOLE = (0, 1)
 
@@ -143,10 +143,9 @@ def code_hash() -> str:
 
 def traces_of(
     out: Path,
-    target: PreTrainedModel,
-    name: str,
-    revision: str | None = None,
+    target: "PreTrainedModel",
     *,
+    weights: str,
     backend: str = "local",
     shard: tuple[int, int] | None = None,
 ) -> Traces:
@@ -154,10 +153,10 @@ def traces_of(
 
     Args:
         out: folder of its results.
-        name: folder or Hub name of the target.
+        weights: of the target, as ``weights_identity`` names them.
     """
     identity = {
-        "target": weights_identity(name, revision),
+        "target": weights,
         "dtype": str(target.dtype),
         "device": target.device.type,
         "backend": backend,

@@ -48,3 +48,21 @@ def load_untied(folder: Path) -> Any:
             f"checkpoint: draft_type {kind!r} in {folder} is unknown; known: {', '.join(drafts)}"
         )
     return drafts[kind].load(folder, description)
+
+
+def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Cut L layers into n contiguous stages: (0, b1, .., L).
+
+    Sizes differ by at most one and the longer stages come last: the first stage also embeds.
+
+    Raises:
+        ValueError: n is not in [1, L].
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"num_stages: {num_stages} stages do not fit a target of {num_layers} layers; "
+            f"choose 1 to {num_layers}"
+        )
+    size, num_longer = divmod(num_layers, num_stages)
+    first_longer = num_stages - num_longer
+    return tuple(k * size + max(k - first_longer, 0) for k in range(num_stages + 1))

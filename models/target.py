@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipedraft.models import stage_graph
+from pipedraft.models import stage_boundaries, stage_graph
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
 from pipedraft.models.stage_cache import (
     Abandoned,
@@ -94,24 +94,6 @@ def check_family(model_type: str | None, name: str) -> None:
             f"target: {str(name)!r} has model_type {model_type!r}, which cannot be cut into "
             f"stages; supported: {', '.join(FAMILIES)}"
         )
-
-
-def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Cut L layers into n contiguous stages: (0, b1, .., L).
-
-    Sizes differ by at most one and the longer stages come last: the first stage also embeds.
-
-    Raises:
-        ValueError: n is not in [1, L].
-    """
-    if not 1 <= num_stages <= num_layers:
-        raise ValueError(
-            f"num_stages: {num_stages} stages do not fit a target of {num_layers} layers; "
-            f"choose 1 to {num_layers}"
-        )
-    size, num_longer = divmod(num_layers, num_stages)
-    first_longer = num_stages - num_longer
-    return tuple(k * size + max(k - first_longer, 0) for k in range(num_stages + 1))
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:

@@ -129,6 +129,24 @@ def test_the_package_itself_imports_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["doctor", "models", "data_recipes", "inference"]
+    + ["eval", *(f"eval {name}" for name in ("compare", "replay", "report", "table"))],
+)
+def test_help_comes_without_torch(command: str) -> None:
+    module, *words = command.split()
+    code = f"""if True:
+        import runpy, sys
+        sys.argv = ["x", *{words!r}, "--help"]
+        try:
+            runpy.run_module("pipedraft.{module}", run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            sys.exit("torch was imported" if "torch" in sys.modules else ended.code)"""
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+
+
 def wheel_of(source: Path, folder: Path) -> Path:
     """Build a wheel from a copy of the package's files, without network and build isolation."""
     copy = folder / "any_name"

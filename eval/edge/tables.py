@@ -5,9 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipedraft.eval.manifest import describe
 from pipedraft.eval.record import LatencyRecord, Results, is_known
-from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
+from pipedraft.eval.tables import Table, align_columns, bounds, describe, markdown, number
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.edge_cloud.constants import EDGE_W, RADIOS
 from pipedraft.inference.edge_cloud.methods import METHODS
