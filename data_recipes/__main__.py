@@ -1,11 +1,11 @@
-"""Tokenise, mask, split and count a data configuration, and save it with its report."""
+"""Tokenize, mask, split and count a data configuration, and save it with its report."""
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipedraft.errors import make_folder
+from pipedraft.errors import UsageError, make_folder, run_command
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -18,7 +18,7 @@ EXAMPLE = """example:
       --data.max_length 1024 --data.num_proc 8
 
 writes OUT/train and OUT/valid (datasets.load_from_disk reads them), OUT/report.json,
-OUT/bad_rows.jsonl (every row left out, with the reason), OUT/README.md (a card with licences,
+OUT/bad_rows.jsonl (every row left out, with the reason), OUT/README.md (a card with licenses,
 sources, filters and benchmark overlap) and OUT/config.yaml (as resolved)."""
 
 
@@ -42,15 +42,19 @@ def build_parser() -> "ArgumentParser":
 
 
 def main(argv: list[str] | None = None) -> None:
+    run_command(partial(run, argv))
+
+
+def run(argv: list[str] | None) -> None:
     from jsonargparse import ArgumentError
 
     parser = build_parser()
     try:
         cfg = parser.parse_args(argv)
-        build(parser.instantiate(cfg).data, cfg.tokenizer, cfg.out)
-    except (ValueError, ArgumentError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+        data = parser.instantiate(cfg).data
+    except ArgumentError as error:
+        raise UsageError(str(error)) from error
+    build(data, cfg.tokenizer, cfg.out)
     parser.save(cfg, cfg.out / "config.yaml", overwrite=True)
 
 

@@ -1,22 +1,213 @@
-"""The card of a built data set: README.md with the metadata that the Hub reads."""
+"""What happened to every row, in counts, and the card that tells it in the form the Hub reads."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
-from pipedraft.data_recipes.decontaminate import MIN_WORDS, NGRAM_WORDS
-from pipedraft.data_recipes.quality import Filters
-from pipedraft.data_recipes.recipe import DataConfig
-from pipedraft.data_recipes.report import DataReport
+from pipedraft.data_recipes.decontamination import CONTAMINATED, MIN_WORDS, NGRAM_WORDS, Benchmarks
+from pipedraft.data_recipes.filters import EXACT_DUPLICATE, FILTERED, NEAR_DUPLICATE, Filters
+from pipedraft.data_recipes.rows import TOO_LONG
 from pipedraft.data_recipes.sources import list_files
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from pipedraft.data_recipes.recipe import DataConfig
+
+EMPTY_MASK = "empty mask"
+UNKNOWN_LICENSE = "unknown"
+
+
+@dataclass(kw_only=True)
+class DataReport:
+    """rows_read = rows_kept + bad rows + rows with an empty mask (those only if unpacked) + rows
+    refused by filters, benchmarks, length or as duplicates + rows not drawn."""
+
+    rows_read: int
+    rows_kept: int
+    """Different rows in the two sets; a row that a weight repeats counts once."""
+    bad_rows: dict[str, int]
+    """Rows that cannot be read or rendered, by reason."""
+    empty_mask_rows: int
+    """Conversations without a supervised token; left out unless packed."""
+    filtered_rows: dict[str, int] = field(default_factory=dict)
+    """By the name of the filter."""
+    contaminated_rows: int = 0
+    benchmarks: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Per benchmark: prompts, short_prompts (of too few words to be looked for), rows left out. A
+    row may contain prompts of several."""
+    too_long_rows: int = 0
+    duplicate_rows: dict[str, int] = field(default_factory=dict)
+    """exact and near."""
+    not_drawn_rows: int = 0
+    """Good rows that a weight below 1 passes over."""
+    truncated_rows: int
+    """Rows kept that were cut at max_length; 0 if packed."""
+    missing_turns: int
+    """Assistant turns that the chat template dropped or rewrote beyond recognition."""
+    tokens: int
+    """Tokens in the two sets, separators and repetitions included."""
+    supervised_tokens: int
+    """Tokens with loss_mask 1."""
+    length_p50: int
+    length_p90: int
+    length_p99: int
+    length_max: int
+    """Lengths of the kept rows before the cut, in tokens."""
+    sources: dict[str, dict[str, int]]
+    """Per source: rows_read, rows_kept, tokens (separators excluded)."""
+    licenses: dict[str, int]
+    """Rows kept by license; `unknown` where neither the row nor its source names one."""
+    hub_datasets: list[str] = field(default_factory=list)
+    """Ids of the sources that are data sets of the Hub."""
+    train_rows: int = 0
+    valid_rows: int = 0
+    """Rows of the two sets (blocks, if packed), repetitions included."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def refused_rows(self) -> dict[str, int]:
+        """Readable rows that the configuration leaves out, by reason."""
+        counts = {f"{FILTERED}{name}": count for name, count in self.filtered_rows.items()}
+        counts |= {f"duplicate: {kind}": count for kind, count in self.duplicate_rows.items()}
+        counts |= {CONTAMINATED: self.contaminated_rows, TOO_LONG: self.too_long_rows}
+        counts["not drawn (weight)"] = self.not_drawn_rows
+        return {reason: count for reason, count in counts.items() if count}
+
+    def summary(self) -> str:
+        """A few lines for a person."""
+        bad = sum(self.bad_rows.values())
+        refused = self.refused_rows()
+        lines = [
+            f"rows: {self.rows_read} read, {self.rows_kept} kept, {bad} bad, "
+            f"{self.empty_mask_rows} with an empty mask, "
+            + (f"{sum(refused.values())} left out, " if refused else "")
+            + f"{self.truncated_rows} truncated",
+            f"tokens: {self.tokens}, supervised {self.supervised_tokens}",
+            f"length before the cut: p50 {self.length_p50}, p90 {self.length_p90}, "
+            f"p99 {self.length_p99}, max {self.length_max}",
+            f"sets: {self.train_rows} train rows, {self.valid_rows} valid rows",
+        ]
+        lines += [f"bad rows: {count} {reason}" for reason, count in self.bad_rows.items()]
+        lines += [f"left out: {count} {reason}" for reason, count in refused.items()]
+        lines += [
+            f"benchmark {name}: {counts['rows']} rows with one of {counts['prompts']} prompts, "
+            f"{counts['short_prompts']} prompts too short to look for"
+            for name, counts in self.benchmarks.items()
+        ]
+        if self.missing_turns:
+            lines.append(f"assistant turns not found in the rendered text: {self.missing_turns}")
+        if len(self.sources) > 1:
+            lines += [
+                f"{name}: {counts['rows_kept']} of {counts['rows_read']} rows, "
+                f"{counts['tokens']} tokens"
+                for name, counts in self.sources.items()
+            ]
+        return "\n".join(lines)
+
+
+def build_report(
+    rows: "Dataset",
+    errors: np.ndarray,
+    copies: np.ndarray,
+    *,
+    max_length: int,
+    chat_sources: set[str],
+    pack: bool,
+    benchmarks: Benchmarks | None,
+) -> DataReport:
+    """Count the tokenized rows.
+
+    Args:
+        errors: the reason for each row left out, else "".
+        copies: how often each row occurs in the two sets together; 0 for a row left out.
+    """
+    kept = copies > 0
+    names = np.asarray(rows["source"][:], dtype=object)
+    full = np.asarray(rows["num_tokens"][:], dtype=np.int64)
+    supervised = np.asarray(rows["num_supervised"][:], dtype=np.int64)
+    lengths = full if pack else np.minimum(full, max_length)
+    is_text = ~np.isin(names.astype(str), sorted(chat_sources))
+    reasons = Counter(errors[errors != ""])
+    empty = reasons.pop(EMPTY_MASK, 0)
+    if pack:
+        empty = int((kept & (supervised == 0)).sum())
+    quantiles = (
+        np.quantile(full[kept], [0.5, 0.9, 0.99, 1.0], method="higher") if kept.any() else [0] * 4
+    )
+    p50, p90, p99, longest = (int(value) for value in quantiles)
+    duplicates = {
+        reason.partition(": ")[2]: reasons.pop(reason)
+        for reason in (EXACT_DUPLICATE, NEAR_DUPLICATE)
+        if reason in reasons
+    }
+    filtered = {
+        reason.removeprefix(FILTERED): reasons.pop(reason)
+        for reason in sorted(reasons)
+        if reason.startswith(FILTERED)
+    }
+    return DataReport(
+        rows_read=len(rows),
+        rows_kept=int(kept.sum()),
+        filtered_rows=filtered,
+        duplicate_rows=duplicates,
+        contaminated_rows=reasons.pop(CONTAMINATED, 0),
+        benchmarks=_count_benchmarks(rows, benchmarks),
+        too_long_rows=reasons.pop(TOO_LONG, 0),
+        not_drawn_rows=int(((errors == "") & ~kept).sum()),
+        bad_rows=dict(reasons.most_common()),
+        empty_mask_rows=empty,
+        truncated_rows=0 if pack else int((full[kept] > max_length).sum()),
+        missing_turns=sum(rows["num_missing"][:]),
+        tokens=int((copies * (lengths + pack)).sum()),
+        supervised_tokens=int((copies * (supervised + pack * is_text)).sum()),
+        length_p50=p50,
+        length_p90=p90,
+        length_p99=p99,
+        length_max=longest,
+        sources={
+            name: {
+                "rows_read": int((names == name).sum()),
+                "rows_kept": int((kept & (names == name)).sum()),
+                "tokens": int((copies * lengths)[names == name].sum()),
+            }
+            for name in dict.fromkeys(names)
+        },
+        licenses=_count_licenses(rows, kept),
+    )
+
+
+def _count_benchmarks(rows: "Dataset", benchmarks: Benchmarks | None) -> dict[str, dict[str, int]]:
+    if benchmarks is None:
+        return {}
+    masks = np.asarray(rows["contamination"][:], dtype=np.int64)
+    sizes = zip(benchmarks.names, benchmarks.num_prompts, benchmarks.num_short, strict=True)
+    return {
+        name: {
+            "prompts": prompts,
+            "short_prompts": short,
+            "rows": int((masks >> bit & 1).sum()),
+        }
+        for bit, (name, prompts, short) in enumerate(sizes)
+    }
+
+
+def _count_licenses(rows: "Dataset", kept: np.ndarray) -> dict[str, int]:
+    found = np.asarray(rows["license"][:], dtype=object)[kept]
+    return dict(Counter(name or UNKNOWN_LICENSE for name in found).most_common())
+
 
 # Rows below which the Hub's size category holds.
 SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
 LARGER = "1M<n<10M"
 
 
-def dataset_card(config: DataConfig, tokenizer_name: str, report: DataReport) -> str:
+def dataset_card(config: "DataConfig", tokenizer_name: str, report: DataReport) -> str:
     """What the rows are made of, what was left out and why, and how to make them again."""
     form = f"blocks of {config.max_length} tokens" if config.pack else "one row per conversation"
     sections = [
@@ -31,8 +222,8 @@ def dataset_card(config: DataConfig, tokenizer_name: str, report: DataReport) ->
         '    datasets.load_from_disk("OUT/train")',
         "## Sources",
         _source_table(config, report),
-        "## Licences",
-        _table(["licence", "rows kept"], list(report.licenses.items())),
+        "## Licenses",
+        _table(["license", "rows kept"], list(report.licenses.items())),
         "## Rows left out",
         _refusal_table(report),
         "Every one of them but those not drawn is in `bad_rows.jsonl`, with the reason and its "
@@ -43,7 +234,7 @@ def dataset_card(config: DataConfig, tokenizer_name: str, report: DataReport) ->
     return f"---\n{metadata}---\n" + "\n\n".join(sections) + "\n"
 
 
-def _metadata(config: DataConfig, report: DataReport) -> dict[str, object]:
+def _metadata(config: "DataConfig", report: DataReport) -> dict[str, object]:
     rows = report.train_rows + report.valid_rows
     hub_sources = [s.path for s in config.sources if list_files(s) is None]
     files = [{"split": "train", "path": "train/*.arrow"}]
@@ -59,7 +250,7 @@ def _metadata(config: DataConfig, report: DataReport) -> dict[str, object]:
     }
 
 
-def _source_table(config: DataConfig, report: DataReport) -> str:
+def _source_table(config: "DataConfig", report: DataReport) -> str:
     """One line per source; sources of one path share their counts."""
     rows = []
     for source in config.sources:
@@ -78,7 +269,7 @@ def _source_table(config: DataConfig, report: DataReport) -> str:
                 describe_filters(source.filters) or "none",
             ]
         )
-    head = ["source", "licence", "weight", "rows read", "rows kept", "tokens", "filters"]
+    head = ["source", "license", "weight", "rows read", "rows kept", "tokens", "filters"]
     return _table(head, rows)
 
 

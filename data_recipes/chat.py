@@ -1,7 +1,7 @@
 """Conversations to token ids and assistant loss masks, for any chat template.
 
-A mask is made from character spans of the rendered text, which is tokenised once with offsets; no
-piece of a conversation is ever tokenised on its own, because BPE merges across the seams.
+A mask is made from character spans of the rendered text, which is tokenized once with offsets; no
+piece of a conversation is ever tokenized on its own, because BPE merges across the seams.
 """
 
 import re
@@ -30,7 +30,7 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "pipedraftprobe"
 
 
-def normalise_conversation(row: dict) -> list[dict[str, str]]:
+def normalize_conversation(row: dict) -> list[dict[str, str]]:
     """As ``read_turns``, of a row that has something to supervise.
 
     Raises:

@@ -75,7 +75,7 @@ def conversation_prompts(path: Path, takes: list[str], rng: random.Random) -> li
                 rows.append(json.loads(line))
             except ValueError as error:
                 raise ValueError(
-                    f"--conversations: {path}:{number} is not JSON ({error}); mend or drop that row"
+                    f"--conversations: {path}:{number} is not JSON ({error}); fix or drop that row"
                 ) from error
     prompts = []
     for source, count, turns in map(parse_take, takes or ["all=1000000"]):

@@ -1,6 +1,6 @@
-"""Sources to tokenised, filtered, mixed, split, optionally packed data sets; every row is counted.
+"""Sources to tokenized, filtered, mixed, split, optionally packed data sets; every row is counted.
 
-Reading and tokenising are cached by ``datasets`` under a fingerprint of the files (path, size,
+Reading and tokenizing are cached by ``datasets`` under a fingerprint of the files (path, size,
 modification time), the tokenizer and the settings; a second call only reads the Arrow files. Rows
 stay on disk: memory holds a few numbers per row (and all tokens, if packed).
 """
@@ -13,30 +13,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from pipedraft.data_recipes.blocks import pack_documents, separator_token
+from pipedraft.data_recipes.batch import pack_documents, separator_token
+from pipedraft.data_recipes.card import EMPTY_MASK, DataReport, build_report
 from pipedraft.data_recipes.chat import ChatRenderer
-from pipedraft.data_recipes.decontaminate import Benchmarks, read_benchmarks
-from pipedraft.data_recipes.duplicates import (
+from pipedraft.data_recipes.decontamination import Benchmarks, read_benchmarks
+from pipedraft.data_recipes.filters import (
     EXACT_DUPLICATE,
     NEAR_DUPLICATE,
     exact_duplicates,
     hash_shingles,
     near_duplicates,
 )
-from pipedraft.data_recipes.hub import hub_stamp
-from pipedraft.data_recipes.mixing import draw_copies, split_rows
-from pipedraft.data_recipes.report import EMPTY_MASK, DataReport, build_report
 from pipedraft.data_recipes.rows import (
     RAW_COLUMNS,
     Duplicates,
     RowSettings,
+    draw_copies,
     read_messages,
+    split_rows,
     table_features,
-    tokenise_batch,
+    tokenize_batch,
 )
-from pipedraft.data_recipes.sources import Source, list_files, parse_json, read_source
+from pipedraft.data_recipes.sources import Source, hub_stamp, list_files, parse_json, read_source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -72,7 +72,7 @@ class DataConfig:
     seed: int = 0
     """Decides the split, the rows that weights draw, and the order of packed documents."""
     num_proc: int = 1
-    """Processes that tokenise."""
+    """Processes that tokenize."""
     cache_dir: str | None = None
     """Folder of the Arrow files; null is the cache folder of ``datasets``."""
     pack: bool = False
@@ -116,7 +116,7 @@ class TokenizedData:
 def load_data(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, side_file: Path | None = None
 ) -> TokenizedData:
-    """Read, filter, tokenise, mask, mix, split and count the sources.
+    """Read, filter, tokenize, mask, mix, split and count the sources.
 
     loss_mask is 1 on tokens that the assistant writes (end-of-turn token included) and on every
     token of a text document. Unpacked: one row per conversation or document, cut at max_length;
@@ -138,7 +138,7 @@ def load_data(
         ValueError: a source cannot be read, or no row is usable; the text says why.
     """
     benchmarks = read_benchmarks(config.decontaminate) if config.decontaminate else None
-    rows, source_N = _tokenise_rows(config, tokenizer, benchmarks)
+    rows, source_N = _tokenize_rows(config, tokenizer, benchmarks)
     errors = np.asarray(rows["error"][:], dtype=object)
     supervised = np.asarray(rows["num_supervised"][:], dtype=np.int64)
     if not config.pack:
@@ -199,7 +199,7 @@ def iterate_texts(config: DataConfig) -> Iterator[str]:
             yield from (message["content"] for message in messages)
 
 
-def _tokenise_rows(
+def _tokenize_rows(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, benchmarks: Benchmarks | None
 ) -> tuple["Dataset", np.ndarray]:
     """All rows of all sources, bad ones included, one table row each, and the source of each."""
@@ -221,14 +221,14 @@ def _tokenise_rows(
         )
         tables.append(
             raw.map(
-                tokenise_batch,
+                tokenize_batch,
                 batched=True,
                 batch_size=ROWS_PER_CALL,
                 num_proc=config.num_proc if config.num_proc > 1 else None,
                 fn_kwargs={"tokenizer": tokenizer, "settings": settings},
                 features=table_features(config.duplicates),
                 new_fingerprint=_fingerprint([identity, raw._fingerprint, settings.key]),
-                desc=f"Tokenising {source.name}",
+                desc=f"Tokenizing {source.name}",
             )
         )
     return concatenate_datasets(tables), np.repeat(np.arange(len(tables)), [len(t) for t in tables])
@@ -358,3 +358,62 @@ def _nothing_usable(
     else:
         message += "; mend the rows or name another source"
     return message
+
+
+SEPARATOR, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = [SEPARATOR, TURN_START, TURN_END]
+BYTES = 256
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(config: DataConfig, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on every usable text of the sources; the same input, the same result.
+
+    Any string round-trips: the 256 bytes are in the vocabulary. Digits are split one by one.
+    ``<|im_end|>`` is the EOS token (it ends an assistant turn); ``<|endoftext|>`` is the pad token
+    and separates the documents of packed text. There is no BOS token. A corpus with too few merges
+    is filled up with ``<|reserved_i|>`` tokens, so that len(tokenizer) == vocab_size always.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    smallest = BYTES + len(SPECIAL_TOKENS)
+    if vocab_size < smallest:
+        raise ValueError(
+            f"vocab_size: {vocab_size} is below {smallest} (256 bytes and "
+            f"{len(SPECIAL_TOKENS)} special tokens); raise it"
+        )
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(iterate_texts(config), trainer)
+    missing = vocab_size - bpe.get_vocab_size()
+    bpe.add_special_tokens([AddedToken(f"<|reserved_{i}|>", special=True) for i in range(missing)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=TURN_END,
+        pad_token=SEPARATOR,
+        extra_special_tokens=[TURN_START],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

@@ -31,8 +31,7 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from pipedraft.data_recipes.answer_file import AnswerFile
-from pipedraft.data_recipes.dialogue import Dialogue, RowFailed, Sampling, TargetLost
+from pipedraft.data_recipes.answers import AnswerFile, Dialogue, RowFailed, Sampling, TargetLost
 from pipedraft.data_recipes.sources import Source, read_source
 from pipedraft.errors import Parser, UsageError, run_command
 
@@ -198,9 +197,9 @@ class Run:
 
 async def ask_server(run: Run, options: argparse.Namespace) -> str:
     """Answer all rows; returns what the summary says of the requests."""
-    from pipedraft.data_recipes import chat_server
+    from pipedraft.data_recipes.server import ChatServer, Service, answer_dialogues
 
-    service = chat_server.Service(
+    service = Service(
         options.server,
         options.model,
         key=os.environ[options.key_variable] if options.key_variable else None,
@@ -211,18 +210,18 @@ async def ask_server(run: Run, options: argparse.Namespace) -> str:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with chat_server.ChatServer(service, run.sampling, random.Random()) as server:
+    async with ChatServer(service, run.sampling, random.Random()) as server:
         await server.check()
-        await chat_server.answer_dialogues(server, run.dialogues(), run.settle)
+        await answer_dialogues(server, run.dialogues(), run.settle)
     return f"{server.num_requests} requests, {server.num_repeats} of them repeats; "
 
 
 def ask_local(run: Run, options: argparse.Namespace) -> str:
-    from pipedraft.data_recipes import local_answers
+    from pipedraft.data_recipes.sample import LocalTarget, answer_dialogues
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    target = local_answers.LocalTarget(options.target, options.dtype, run.sampling)
-    local_answers.answer_dialogues(target, run.dialogues(), run.settle, batch_size=options.batch)
+    target = LocalTarget(options.target, options.dtype, run.sampling)
+    answer_dialogues(target, run.dialogues(), run.settle, batch_size=options.batch)
     return ""
 
 

@@ -1,16 +1,25 @@
-"""Raw rows to table columns: read, filtered, masked and tokenised, each with its reason if bad."""
+"""Raw rows to table columns, each with its reason if bad, and which of them are drawn, how often.
+
+N rows; hashes are int64 from 0 to 2^63, equal for equal content.
+"""
 
 import json
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.chat import ChatRenderer, normalise_conversation
-from pipedraft.data_recipes.decontaminate import CONTAMINATED, Benchmarks
-from pipedraft.data_recipes.duplicates import NUM_BANDS, band_keys, content_identity
-from pipedraft.data_recipes.quality import FILTERED
+from pipedraft.data_recipes.chat import ChatRenderer, normalize_conversation
+from pipedraft.data_recipes.decontamination import CONTAMINATED, Benchmarks
+from pipedraft.data_recipes.filters import (
+    FILTERED,
+    NUM_BANDS,
+    band_keys,
+    content_identity,
+    mix_bits,
+)
 from pipedraft.data_recipes.sources import Source, check_unicode, parse_json
 
 if TYPE_CHECKING:
@@ -67,7 +76,7 @@ def table_features(duplicates: Duplicates) -> "Features":
     return Features(columns)
 
 
-def tokenise_batch(
+def tokenize_batch(
     batch: dict[str, list[Any]], *, tokenizer: PreTrainedTokenizerBase, settings: RowSettings
 ) -> dict[str, list[Any]]:
     """Table columns for a batch of raw rows; a bad row keeps its place, with the reason."""
@@ -194,7 +203,7 @@ def read_messages(row: Any, source: Source) -> list[dict[str, str]]:
         ValueError: a short reason without data from the row, so that reasons can be counted.
     """
     if source.prompt_field is None or source.answer_field is None:
-        messages = normalise_conversation(row)
+        messages = normalize_conversation(row)
     else:
         if not isinstance(row, dict):
             raise ValueError("row is not an object")
@@ -212,7 +221,7 @@ def read_messages(row: Any, source: Source) -> list[dict[str, str]]:
 
 
 def license_of(row: dict[str, Any], source: Source) -> str:
-    """Lower case, as the Hub writes licences; "" if neither the row nor the source names one."""
+    """Lower case, as the Hub writes licenses; "" if neither the row nor the source names one."""
     named = row.get("license")
     return (named if isinstance(named, str) and named else source.license or "").lower()
 
@@ -220,3 +229,31 @@ def license_of(row: dict[str, Any], source: Source) -> str:
 def content_hash(content: str, seed: int) -> int:
     """63 bits of sha256(seed, content): split and mixing depend on nothing else."""
     return int.from_bytes(sha256(f"{seed}\n{content}".encode()).digest()[:8], "big") >> 1
+
+
+def draw_copies(hashes_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
+    """[N] int64: floor(weight), and one more with probability weight - floor(weight).
+
+    A row is decided by its own hash and weight: other rows and sources do not matter, and a larger
+    weight never takes a row away.
+    """
+    # Mixed, so that the draw is independent of the split, which reads the same hash.
+    uniform_N = (mix_bits(hashes_N.astype(np.uint64)) >> np.uint64(11)) / 2.0**53
+    whole_N = np.floor(weights_N)
+    return (whole_N + (uniform_N < weights_N - whole_N)).astype(np.int64)
+
+
+def split_rows(hashes_N: np.ndarray, valid_fraction: float) -> np.ndarray:
+    """Which rows are held out: hash < valid_fraction * 2^63, equal content always together.
+
+    If that holds out none (all), the row with the smallest (largest) hash changes sides.
+    """
+    if valid_fraction == 0 or len(hashes_N) < 2:
+        return np.zeros(len(hashes_N), dtype=bool)
+    threshold = int(valid_fraction * 2**63)
+    is_valid = hashes_N < threshold
+    if not is_valid.any():
+        is_valid = hashes_N == hashes_N.min()
+    if is_valid.all():
+        is_valid = hashes_N != hashes_N.max()
+    return is_valid

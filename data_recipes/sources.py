@@ -5,18 +5,18 @@ Every reader holds a batch of rows at most, whatever the size of the file.
 
 import codecs
 import gzip
+import io
 import json
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from pipedraft.data_recipes.json_array import read_array
-from pipedraft.data_recipes.quality import Filters
+from pipedraft.data_recipes.filters import Filters
 
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -62,7 +62,7 @@ class Source:
     """text: the field that holds the document in .jsonl, .json or .parquet rows or a Hub data
     set."""
     license: str | None = None
-    """Licence of the rows, as the Hub writes it (mit, cc-by-4.0); a `license` field of a row of
+    """License of the rows, as the Hub writes it (mit, cc-by-4.0); a `license` field of a row of
     conversations counts before it. Null and no such field: unknown."""
     filters: Filters | None = None
     """Limits that rows must keep; null: none."""
@@ -162,8 +162,6 @@ def read_source(source: Source) -> Iterator[RawRow]:
     """The first ``max_rows`` rows of a source, in a fixed order, unreadable ones included."""
     files = list_files(source)
     if files is None:
-        from pipedraft.data_recipes.hub import read_hub
-
         rows = read_hub(source)
     elif source.kind == "conversations" or source.text_field is not None:
         rows = (row for file in files for row in _read_rows(file, source))
@@ -204,7 +202,7 @@ def parse_json(text: str) -> Any:
 
 
 def check_unicode(text: str) -> None:
-    """Half a surrogate pair can be written in JSON, but neither hashed nor tokenised."""
+    """Half a surrogate pair can be written in JSON, but neither hashed nor tokenized."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -282,7 +280,7 @@ def _read_array(path: Path) -> Iterator[RawRow]:
                 yield RawRow(dump_row(row), f"{path}:{number}")
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"sources.path: {str(path)!r} is not valid JSON ({error}); mend the file, or name "
+            f"sources.path: {str(path)!r} is not valid JSON ({error}); fix the file, or name "
             "it .jsonl if it holds one object per line"
         ) from error
 
@@ -317,3 +315,103 @@ def _read_parquet(path: Path, source: Source) -> Iterator[RawRow]:
         raise ValueError(
             f"sources.path: {str(path)!r} is not a readable parquet file ({error})"
         ) from error
+
+
+# -- data sets of the Hub, downloaded once or streamed ----------------------------------------
+
+
+def read_hub(source: Source) -> Iterator[RawRow]:
+    data = load_hub(source)
+    # A stream may not know its columns before its first row.
+    columns = needed_columns(source, data.column_names or list(next(iter(data), {})))
+    for number, row in enumerate(data.select_columns(columns) if columns else data, 1):
+        yield RawRow(dump_row(row), f"{source.path}[{source.split}]:{number}")
+
+
+def load_hub(source: Source) -> Any:
+    """The split as a ``Dataset``, or as an ``IterableDataset`` if the source is streamed."""
+    import datasets
+
+    return _load(datasets.load_dataset, source, split=source.split, streaming=source.streaming)
+
+
+def hub_stamp(source: Source) -> str:
+    """Changes when the data set does: its fingerprint, or its commit if it is streamed."""
+    import datasets
+
+    if source.streaming:
+        return str(_load(datasets.load_dataset_builder, source).hash)
+    return load_hub(source)._fingerprint
+
+
+def _load(loader: Callable[..., Any], source: Source, **options: Any) -> Any:
+    from datasets.exceptions import DatasetsError
+
+    place = {"name": source.subset, "data_files": source.files, "revision": source.revision}
+    try:
+        return loader(source.path, **place, **options)
+    # RuntimeError: the data set is a loading script, which no release since 4.0 runs.
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        given = "".join(f", {name} {value!r}" for name, value in place.items() if value is not None)
+        raise ValueError(
+            f"sources.path: {source.path!r} is neither a file nor a Hub data set that can be "
+            f"loaded with split {source.split!r}{given} ({reason}); check the path, the split, the "
+            "subset and the network"
+        ) from error
+
+
+CHUNK_CHARACTERS = 1 << 20
+SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def read_array(file: IO[bytes], chunk: int = CHUNK_CHARACTERS) -> Iterator[Any]:
+    """The elements of a JSON array one by one: ShareGPT's file is an array of 670 MB.
+
+    The UTF-8 text begins with "[" and holds nothing after its "]".
+
+    Memory is that of a few chunks, or of the largest element.
+
+    Raises:
+        ValueError: the text is no such array; elements before the fault have been yielded.
+    """
+    decoder = json.JSONDecoder()
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    buffer = text.read(chunk)
+    while buffer.isspace():
+        buffer = text.read(chunk)
+    position, size = _skip(buffer, 0) + 1, chunk
+    while True:
+        position = _skip(buffer, position)
+        fault = ValueError(f"the array is not closed, at {buffer[-30:]!r}")
+        closes = buffer[position : position + 1] == "]"
+        end, value = position, None
+        if not closes:
+            try:
+                value, end = decoder.raw_decode(buffer, position)
+                end = _skip(buffer, end)
+            except json.JSONDecodeError as error:
+                fault = ValueError(f"{error.msg}, at {buffer[error.pos : error.pos + 30]!r}")
+        after = buffer[end : end + 1] if closes or end > position else ""
+        if not closes and after and after in ",]":
+            yield value
+            position, size = end + (after == ","), chunk
+            continue
+        if closes:
+            rest = (buffer[position + 1 :] + text.read()).strip()
+            if rest:
+                raise ValueError(f"text after the array: {rest[:30]!r}")
+            return
+        # The element may go on in the next chunk; twice as much each time, so that a long one is
+        # not parsed again and again.
+        more = text.read(size)
+        if not more:
+            raise fault
+        buffer, position, size = buffer[position:] + more, 0, 2 * size
+
+
+def _skip(buffer: str, position: int) -> int:
+    """The next character that is no white space."""
+    match = SPACE.match(buffer, position)
+    assert match is not None
+    return match.end()

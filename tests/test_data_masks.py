@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from pipedraft.data_recipes.chat import mark_tokens, normalise_conversation, tokenize_conversation
-from pipedraft.data_recipes.tokenizer import CHAT_TEMPLATE
+from pipedraft.data_recipes.chat import mark_tokens, normalize_conversation, tokenize_conversation
+from pipedraft.data_recipes.recipe import CHAT_TEMPLATE
 
 # Cuts thinking from every assistant turn that a later user turn follows, as Qwen3's template does.
 STRIPS_THINKING = (
@@ -202,11 +202,11 @@ def test_offsets_trimmed_of_whitespace_still_mark_the_whitespace_token():
 def test_openai_and_sharegpt_rows_become_the_same_messages():
     expected = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    assert normalise_conversation({"messages": expected}) == expected
-    assert normalise_conversation({"conversations": expected}) == expected
-    assert normalise_conversation({"conversations": sharegpt, "id": 3}) == expected
+    assert normalize_conversation({"messages": expected}) == expected
+    assert normalize_conversation({"conversations": expected}) == expected
+    assert normalize_conversation({"conversations": sharegpt, "id": 3}) == expected
     nulls = [turn | {"role": None, "content": None} for turn in sharegpt]
-    assert normalise_conversation({"messages": None, "conversations": nulls}) == expected
+    assert normalize_conversation({"messages": None, "conversations": nulls}) == expected
 
 
 @pytest.mark.parametrize(
@@ -225,4 +225,4 @@ def test_openai_and_sharegpt_rows_become_the_same_messages():
 )
 def test_a_bad_row_names_its_reason(row, reason):
     with pytest.raises(ValueError, match=reason):
-        normalise_conversation(row)
+        normalize_conversation(row)

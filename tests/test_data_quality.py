@@ -11,13 +11,18 @@ from data_rows import CHINESE, WORDS, Loader, chat, small_tokenizer, total, writ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedraft.data_recipes.decontaminate import prompts_of, read_benchmarks
-from pipedraft.data_recipes.duplicates import hash_shingles, jaccard
-from pipedraft.data_recipes.mixing import draw_copies, split_rows
-from pipedraft.data_recipes.quality import Filters
-from pipedraft.data_recipes.rows import content_hash
+from pipedraft.data_recipes.decontamination import prompts_of, read_benchmarks
+from pipedraft.data_recipes.filters import (
+    Filters,
+    hash_ngrams,
+    hash_shingles,
+    hash_words,
+    jaccard,
+    prefix_sums,
+    split_words,
+)
+from pipedraft.data_recipes.rows import content_hash, draw_copies, split_rows
 from pipedraft.data_recipes.sources import Source
-from pipedraft.data_recipes.words import hash_ngrams, hash_words, prefix_sums, split_words
 
 
 @pytest.fixture(scope="module")

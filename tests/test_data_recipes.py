@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from pipedraft.data_recipes.__main__ import main
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.chat import ChatRenderer, tokenize_conversation
-from pipedraft.data_recipes.recipe import DataConfig, Source, load_data, split_rows
+from pipedraft.data_recipes.recipe import DataConfig, Source, load_data, split_rows, train_tokenizer
 from pipedraft.data_recipes.sources import list_files
-from pipedraft.data_recipes.tokenizer import train_tokenizer
 
 REFUSES_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"

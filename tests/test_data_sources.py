@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedraft.data_recipes.__main__ import main
-from pipedraft.data_recipes.json_array import read_array
 from pipedraft.data_recipes.recipe import DataConfig, load_data
-from pipedraft.data_recipes.sources import Source, read_source
+from pipedraft.data_recipes.sources import Source, read_array, read_source
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "data"
 

@@ -24,8 +24,9 @@ from regenerate_runs import (
     write_rows,
 )
 
-from pipedraft.data_recipes import chat_server, regenerate
-from pipedraft.data_recipes.answer_file import AnswerFile
+from pipedraft.data_recipes import regenerate
+from pipedraft.data_recipes import server as chat_server
+from pipedraft.data_recipes.answers import AnswerFile
 
 server, signals = regenerate_runs.server, regenerate_runs.signals
 

@@ -15,11 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from regenerate_runs import call, conversation, make_data, read_rows, write_rows
 
-from pipedraft.data_recipes import chat_server
-from pipedraft.data_recipes.answer_file import AnswerFile
-from pipedraft.data_recipes.dialogue import Dialogue, RowFailed, Sampling, kept_text
-from pipedraft.data_recipes.recipe import DataConfig, Source
-from pipedraft.data_recipes.tokenizer import train_tokenizer
+from pipedraft.data_recipes import server as chat_server
+from pipedraft.data_recipes.answers import AnswerFile, Dialogue, RowFailed, Sampling, kept_text
+from pipedraft.data_recipes.recipe import DataConfig, Source, train_tokenizer
 
 signals = regenerate_runs.signals
 """Fixture."""
@@ -281,7 +279,7 @@ def test_local_rows_that_do_not_fit_are_told(chat_model, monkeypatch, tmp_path, 
 
 def test_a_server_run_loads_no_torch():
     code = (
-        "import sys, pipedraft.data_recipes.regenerate, pipedraft.data_recipes.chat_server;"
+        "import sys, pipedraft.data_recipes.regenerate, pipedraft.data_recipes.server;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0

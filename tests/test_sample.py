@@ -8,8 +8,7 @@ import torch
 from conftest import tiny_llama
 
 from pipedraft.data_recipes import prompts, sample
-from pipedraft.data_recipes.recipe import DataConfig, Source
-from pipedraft.data_recipes.tokenizer import train_tokenizer
+from pipedraft.data_recipes.recipe import DataConfig, Source, train_tokenizer
 
 CHAT = [
     {"role": "user", "content": "How many legs do two cats have?"},

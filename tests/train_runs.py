@@ -16,8 +16,7 @@ from conftest import tiny_llama
 from fork_server import ForkServer, rank_environments
 from safetensors.torch import load_file
 
-from pipedraft.data_recipes.recipe import DataConfig, Source
-from pipedraft.data_recipes.tokenizer import train_tokenizer
+from pipedraft.data_recipes.recipe import DataConfig, Source, train_tokenizer
 from pipedraft.train.__main__ import build_trainer, main, methods, quieten
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import CLOCK_METRICS

@@ -68,7 +68,7 @@ def load_tokenizer_of(
     run: "RunConfig", model: "DataclassInstance | None"
 ) -> "PreTrainedTokenizerBase":
     """The target's; a language model's exists or is trained on the data."""
-    from pipedraft.data_recipes.tokenizer import train_tokenizer
+    from pipedraft.data_recipes.recipe import train_tokenizer
     from pipedraft.models.target import load_tokenizer
     from pipedraft.train.language_model import LanguageModelConfig
 

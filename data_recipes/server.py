@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import httpx2
 
-from pipedraft.data_recipes.dialogue import (
+from pipedraft.data_recipes.answers import (
     Answer,
     Dialogue,
     Messages,

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from pipedraft.data_recipes.filters import hash_ngrams, hash_words, prefix_sums, split_words
 from pipedraft.data_recipes.sources import Source, list_files, read_source
-from pipedraft.data_recipes.words import hash_ngrams, hash_words, prefix_sums, split_words
 
 CONTAMINATED = "contaminated"
 NGRAM_WORDS = 13
