@@ -96,9 +96,9 @@ class StubEngine:
         config = self.config
         self.log.append((config, list(prompt_ids), prompt_index))
         tokens = generate_greedy(self.model, prompt_ids, max_new_tokens=config.max_new_tokens)
-        if self.wrong_last_token and config.schedule == "spd":
+        if self.wrong_last_token and config.schedule.name == "spd":
             tokens[-1] = (tokens[-1] + 1) % 200
-        draws = config.schedule == "spd"
+        draws = config.schedule.name == "spd"
         per_round = 2 if draws else 1
         num = len(tokens) - 1
         rounds = [per_round] * (num // per_round) + [1] * (num % per_round)

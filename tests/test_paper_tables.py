@@ -14,7 +14,6 @@ from eval_runs import PROMPTS
 from tiny_drafts import make_draft, make_exit, make_head, make_module
 from train_runs import make_world
 
-from pipedraft.errors import UsageError
 from pipedraft.eval import __main__ as command
 from pipedraft.eval import table_command
 from pipedraft.eval.checkpoints import CheckpointSearch, Drafts
@@ -117,7 +116,7 @@ def test_a_fault_in_a_declaration_is_refused(tmp_path, name, edit, expected):
 )
 def test_a_file_that_is_no_specification_is_one_line(tmp_path, text, expected):
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(UsageError, match=expected) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         read_spec(str(tmp_path / "mine.yaml"))
     assert "\n" not in str(caught.value) and "mine.yaml" in str(caught.value)
 
