@@ -1,5 +1,6 @@
 # make quickstart   train an SPD module on the embedded target, decode with it, write out/quickstart
 # make test         lint, type check and tests
+# make test-all     the same with the tests that repeat at length what others find
 # make venv         .venv with everything the two need
 # make clean        remove caches and build products (.venv and out/ stay)
 
@@ -16,7 +17,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 STAMP := .venv/installed
 
-.PHONY: venv lint test quickstart clean
+.PHONY: venv lint test test-all quickstart clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -41,10 +42,16 @@ lint: venv
 	mkdir -p .mypy_cache/path && ln -sfn "$(CURDIR)" .mypy_cache/path/pipedraft
 	MYPYPATH=.mypy_cache/path $(BIN)/mypy
 
-test quickstart: export HF_HUB_OFFLINE = 1
+# A file's tests share what its fixtures made, so a file is one worker's; see tests/conftest.py.
+TESTS := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+test test-all quickstart: export HF_HUB_OFFLINE = 1
 
 test: venv lint
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
+	$(TESTS) -m "not all and not gpu"
+
+test-all: venv lint
+	$(TESTS) -m "not gpu"
 
 # single.yaml: one process, whatever `accelerate config` has stored on this machine.
 quickstart: venv

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+from fork_server import ForkServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -26,6 +28,7 @@ from transformers import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+LONG_FILES = {"test_doc_runs", "test_doc_processes", "test_eagle_schedules", "test_parallel"}
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -37,6 +40,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONG_FILES)
 
 
 def tiny_model(
@@ -125,6 +133,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     quieten()
     return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="session")
+def parent() -> Iterator[ForkServer]:
+    """Starts commands as processes that need not import anything: see command_processes.py."""
+    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no", "GLOO_SOCKET_IFNAME": "lo"}
+    with ForkServer.start("command_processes.py", env=environment) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -54,6 +54,28 @@ def runner_of(command: Command) -> str:
     return "test_doc_runs.py"
 
 
+def parts_of(command: Command) -> set[tuple[str, ...]]:
+    """Module, subcommands, options, and the values that are neither numbers nor places."""
+    option, parts = "", {(command.module,)}
+    for word in command.arguments:
+        if word.startswith("--"):
+            option, _, word = word.partition("=")
+            parts.add((command.module, option))
+        if re.match(r"configs/|[A-Za-z][\w:+-]*(,[\w:+-]+)*$", word):
+            parts |= {(command.module, option, value) for value in word.split(",")}
+    return parts
+
+
+def split_by_news(commands: list[Command]) -> tuple[list[Command], list[Command]]:
+    """Commands that have a part which none before them has, and the others."""
+    seen: set[tuple[str, ...]] = set()
+    kinds: tuple[list[Command], list[Command]] = [], []
+    for command in commands:
+        kinds[parts_of(command) <= seen].append(command)
+        seen |= parts_of(command)
+    return kinds
+
+
 CHATS = "conversations.jsonl"
 SOURCES = f'--data.sources=[{{"path": "{CHATS}"}}]'
 SMALL_TRAINING = [

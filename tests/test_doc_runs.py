@@ -12,8 +12,16 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from doc_commands import make_command
-from doc_place import COMMANDS, HUB_TARGETS, PAGE_NAMES, Reader, failures_of, runner_of
+from doc_commands import Command, make_command
+from doc_place import (
+    COMMANDS,
+    HUB_TARGETS,
+    PAGE_NAMES,
+    Reader,
+    failures_of,
+    runner_of,
+    split_by_news,
+)
 from fake_hub import FakeHub
 from hub_runs import signed_in
 from regenerate_runs import FakeServer
@@ -21,6 +29,7 @@ from regenerate_runs import FakeServer
 pytestmark = pytest.mark.timeout(900)  # many commands in one test, on a machine that may be busy
 
 RUNS = [command for command in COMMANDS if runner_of(command) == Path(__file__).name]
+NEW, REPEATED = split_by_news(RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +53,18 @@ def server() -> Iterator[FakeServer]:
         fake.shutdown()
 
 
-@pytest.mark.parametrize("page", [name for name in PAGE_NAMES if any(c.page == name for c in RUNS)])
-def test_commands_run(page, reader, hub, server, monkeypatch, capfd):
+def pages_of(commands: list[Command], *marks: pytest.MarkDecorator) -> list:
+    names = [name for name in PAGE_NAMES if any(c.page == name for c in commands)]
+    return [pytest.param(name, commands, marks=marks, id=name) for name in names]
+
+
+@pytest.mark.parametrize("page, commands", pages_of(NEW) + pages_of(REPEATED, pytest.mark.all))
+def test_commands_run(page, commands, reader, hub, server, monkeypatch, capfd):
     monkeypatch.chdir(reader.folder)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     reader.stand_ins["http://localhost:8000"] = server.url
-    failures = failures_of(RUNS, page, reader.run)
+    failures = failures_of(commands, page, reader.run)
     assert not failures, "\n".join(failures)
 
 
