@@ -2,12 +2,14 @@
 
 # Q rows asked for, R rows of a tree, U draft vocabulary, V vocabulary
 
-from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from conftest import tiny_llama
+from scipy.stats import chi2
 from tiny_drafts import make_module
 
 from pipedraft.inference.config import DecodeConfig
@@ -243,52 +245,76 @@ def plain_text(target, prompt, *, prompt_index=0, **options) -> list[int]:
     return engine.decode(prompt, prompt_index=prompt_index).token_ids
 
 
-# -- sampling: the first three tokens against the exact product law -------------------------
+# -- sampling -------------------------------------------------------------------------------
 
-SAMPLES = 1500
 VOCAB = 4
 
 
+@cache
 def sampling_target():
     return tiny_llama(layers=2, hidden=16, vocab=VOCAB, heads=2, kv_heads=1)
 
 
-def exact_law(target, prompt, temperature) -> dict[tuple[int, ...], float]:
-    """Chances of all texts of three tokens."""
-    law = {(): 1.0}
-    for _ in range(3):
-        longer = {}
-        for path, chance in law.items():
-            logits_V = target(torch.tensor([[*prompt, *path]])).logits[0, -1]
-            law_V = probabilities(logits_V, temperature)
-            longer |= {(*path, token): chance * float(law_V[token]) for token in range(VOCAB)}
-        law = longer
-    return law
+def surplus(one_hot_EV, p_EV) -> tuple[float, int]:
+    """Chi-square statistic of how often each token came, and its degrees of freedom."""
+    excess_U = (one_hot_EV - p_EV).sum(0)[:-1]  # the last one follows from the others
+    p_EU = p_EV[:, :-1]
+    covariance_UU = torch.diag(p_EU.sum(0)) - p_EU.T @ p_EU
+    return float(excess_U @ torch.linalg.solve(covariance_UU, excess_U)), len(excess_U)
 
 
-def total_variation(engine, prompt, law, samples) -> float:
-    counts = Counter(
-        tuple(engine.decode(prompt, prompt_index=index).token_ids) for index in range(samples)
-    )
-    return 0.5 * sum(abs(counts[path] / samples - chance) for path, chance in law.items())
+def distribution_p_value(target, draft, *, samples=240, **options) -> float:
+    """Chance of sampled texts at least as far from the target's distribution.
+
+    Every token is held against its chances under the target given all tokens before it. They are
+    counted by the last two of these, which shows a fault in any context, and all together in order
+    of their chances, which shows a liking for likely tokens in fewer samples.
+    """
+    options = {"num_stages": 2, "temperature": 1.3, "max_new_tokens": 8, **options}
+    engine, prompt = engine_for(target, draft=draft, **options), [1, 2]
+    texts = [engine.decode(prompt, prompt_index=index).token_ids for index in range(samples)]
+    ids_SN = torch.tensor([prompt + text for text in texts])
+    logits_EV = target(ids_SN).logits[:, 1:-1].flatten(0, 1).double()
+    p_EV = torch.as_tensor(probabilities(logits_EV, options["temperature"]))
+    one_hot_EV = F.one_hot(ids_SN[:, 2:].flatten(), VOCAB).double()
+    before_E = (ids_SN[:, 1:-1] + VOCAB * ids_SN[:, :-2]).flatten()
+    alike = [before_E == before for before in range(VOCAB**2)]
+    found = [surplus(one_hot_EV[a], p_EV[a]) for a in alike if p_EV[a].sum(0).min() > 2]
+    assert len(found) >= VOCAB
+    order_EV = p_EV.argsort(-1)
+    together = surplus(one_hot_EV.gather(1, order_EV), p_EV.gather(1, order_EV))
+    apart = chi2.sf(sum(x for x, _ in found), sum(freedom for _, freedom in found))
+    return 2 * min(apart, chi2.sf(*together))
 
 
-def noise_bound(law, samples) -> float:
-    """Mean plus five deviations of the total variation of as many exact draws."""
-    rng = np.random.default_rng(1)
-    chances = np.array(list(law.values()))
-    draws = rng.multinomial(samples, chances / chances.sum(), size=200) / samples
-    distances = 0.5 * np.abs(draws - chances).sum(1)
-    return float(distances.mean() + 5 * distances.std())
+def unlike_plain_text(target, draft, *, samples=100, **options) -> int:
+    """How many sampled texts are not those of plain decoding with the same random numbers.
+
+    By the match rule all are, whatever is drafted: a stricter test than that of their distribution.
+    """
+    options = {"temperature": 1.3, "max_new_tokens": 8, **options}
+    engine = engine_for(target, draft=draft, num_stages=2, **options)
+    results = [engine.decode([1, 2], prompt_index=index) for index in range(samples)]
+    expected = plain_sampled_texts(target, options["temperature"], options["max_new_tokens"])
+    assert sum(result.num_accepted for result in results) > samples / 5
+    pairs = zip((result.token_ids for result in results), expected, strict=False)
+    return sum(text != other for text, other in pairs)
 
 
-def law_distance(target, draft, *, samples=SAMPLES, **options) -> tuple[float, float]:
-    """Total variation of the first three tokens from the target's law, and what noise allows."""
-    options = {"num_stages": 2, "temperature": 1.3, **options}
-    engine = engine_for(target, draft=draft, max_new_tokens=3, **options)
-    prompt = [1, 2]
-    law = exact_law(target, prompt, options["temperature"])
-    return total_variation(engine, prompt, law, samples), noise_bound(law, samples)
+@cache
+def plain_sampled_texts(target, temperature, length) -> list[list[int]]:
+    options = {"temperature": temperature, "max_new_tokens": length}
+    texts = [plain_text(target, [1, 2], prompt_index=index, **options) for index in range(100)]
+    assert len(set(map(tuple, texts))) > 50
+    return texts
+
+
+def assert_sampled_like_the_target(target, draft, **options) -> None:
+    """Texts of plain decoding by the match rule, their distribution by the rejection rule."""
+    if options.get("verifier") == "rejection":
+        assert distribution_p_value(target, draft, **options) > 1e-3
+    else:
+        assert unlike_plain_text(target, draft, **{"verifier": "match", **options}) == 0
 
 
 class AcceptMostLikelyMutant(MatchVerifier):

@@ -15,11 +15,11 @@ from decode_runs import (
     SMALL,
     WAYS,
     PlainTokenizer,
+    assert_sampled_like_the_target,
     attentive_llama,
     decode_exactly,
     engine_for,
     greedy_reference,
-    law_distance,
     paths_of,
     sampling_target,
     simulate,
@@ -218,8 +218,7 @@ SAMPLED_WAYS = [
 @pytest.mark.parametrize("way", SAMPLED_WAYS, ids=way_name)
 def test_sampled_text_has_the_targets_law(way):
     target = sampling_target()
-    distance, bound = law_distance(target, make_head(target), **way)
-    assert distance < bound
+    assert_sampled_like_the_target(target, make_head(target), **way)
 
 
 def reference_tree(head, target, text, shape):

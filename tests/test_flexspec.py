@@ -16,12 +16,13 @@ from decode_runs import (
     WAYS,
     PlainTokenizer,
     RemembersText,
+    assert_sampled_like_the_target,
     attentive_llama,
     count_guesses,
     decode_exactly,
+    distribution_p_value,
     engine_for,
     greedy_reference,
-    law_distance,
     sampling_target,
     see_siblings,
     way_name,
@@ -314,21 +315,16 @@ SAMPLED_WAYS = [
 ]
 
 
-def sample(way) -> tuple[float, float]:
-    target = sampling_target()
-    return law_distance(target, make_draft(target), samples=200, temperature=1.0, **way)
-
-
 @pytest.mark.parametrize("way", SAMPLED_WAYS, ids=way_name)
 def test_sampled_text_has_the_targets_law(way):
-    distance, bound = sample(way)
-    assert distance < bound
+    target = sampling_target()
+    assert_sampled_like_the_target(target, make_draft(target), **way)
 
 
 def test_the_law_test_catches_a_guess_that_was_not_drawn_from_its_q(monkeypatch):
     monkeypatch.setattr(sources, "draw", lambda q_V, uniform: int(q_V.argmax()))
-    distance, bound = sample(SAMPLED_WAYS[0])
-    assert distance > bound
+    target = sampling_target()
+    assert distribution_p_value(target, make_draft(target), samples=60, **SAMPLED_WAYS[0]) < 1e-6
 
 
 # -- checkpoints and evolving targets -----------------------------------------------------------

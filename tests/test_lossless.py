@@ -6,13 +6,15 @@ from decode_runs import (
     NEW_TOKENS,
     PROMPTS,
     AcceptMostLikelyMutant,
+    assert_sampled_like_the_target,
     decode_exactly,
+    distribution_p_value,
     engine_for,
     friendly_module,
     greedy_reference,
-    law_distance,
     sampling_target,
     simulate,
+    unlike_plain_text,
 )
 
 from pipedraft.inference.closed_forms import continuous_acceptance_length
@@ -101,8 +103,12 @@ def test_text_stops_at_the_last_position_of_the_target():
 
 # -- sampling: the first three tokens against the exact product law -------------------------
 
+
+def test_plain_sampled_text_has_the_targets_law():
+    assert distribution_p_value(sampling_target(), None, schedule="autoregressive") > 1e-3
+
+
 SAMPLED_WAYS = [
-    {"schedule": "autoregressive"},
     {"schedule": "spd", "verifier": "match"},
     {"schedule": "spd", "verifier": "rejection"},
     {"schedule": "spd", "tree_width": 3},
@@ -112,18 +118,24 @@ SAMPLED_WAYS = [
 @pytest.mark.parametrize("way", SAMPLED_WAYS)
 def test_sampled_text_has_the_targets_law(way):
     target = sampling_target()
-    distance, bound = law_distance(
-        target, friendly_module(target, num_stages=2, num_layers=1), **way
-    )
-    assert distance < bound
+    draft = friendly_module(target, num_stages=2, num_layers=1)
+    assert_sampled_like_the_target(target, draft, **way)
 
 
-def test_the_law_test_catches_the_published_tree_rule(monkeypatch):
+@pytest.mark.all
+@pytest.mark.parametrize("way", SAMPLED_WAYS)
+def test_many_sampled_texts_have_the_targets_law(way):
+    target = sampling_target()
+    draft = friendly_module(target, num_stages=2, num_layers=1)
+    assert distribution_p_value(target, draft, samples=1500, **way) > 1e-3
+
+
+def test_both_tests_of_sampled_text_catch_the_published_tree_rule(monkeypatch):
     monkeypatch.setitem(RULES, "match", AcceptMostLikelyMutant)
     target = sampling_target()
     draft = friendly_module(target, num_stages=2, num_layers=1)
-    distance, bound = law_distance(target, draft, verifier="match")
-    assert distance > bound
+    assert distribution_p_value(target, draft, verifier="match", samples=120) < 1e-6
+    assert unlike_plain_text(target, draft, verifier="match", samples=50) > 2
 
 
 def test_the_match_rule_gives_the_same_text_whatever_the_schedule():

@@ -8,9 +8,9 @@ from decode_runs import (
     PlainTokenizer,
     RemembersText,
     decode_exactly,
+    distribution_p_value,
     engine_for,
     friendly_module,
-    law_distance,
     sampling_target,
 )
 from tiny_drafts import make_head, make_module
@@ -42,8 +42,7 @@ def test_greedy_text_equals_transformers_greedy(make_target, num_stages, query, 
 def test_a_sampled_chain_has_the_targets_law():
     target = sampling_target()
     module = friendly_module(target, num_stages=2, num_layers=1)
-    distance, bound = law_distance(target, module, temperature=1.0, **OUTPUT)
-    assert distance < bound
+    assert distribution_p_value(target, module, temperature=1.0, **OUTPUT) > 1e-3
 
 
 class Checked(RemembersText, SPDSource):
