@@ -53,12 +53,18 @@ test: venv lint
 test-all: venv lint
 	$(TESTS) -m "not gpu"
 
+# Two processes of one thread each decode half of the prompts; the third reads both and reports.
+EVALUATE := $(BIN)/python -m pipedraft.eval --checkpoint out/quickstart/train \
+	  --benchmarks mt_bench,gsm8k,humaneval --tree-width 1,4 --out out/quickstart
+
 # single.yaml: one process, whatever `accelerate config` has stored on this machine.
 quickstart: venv
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml --num_cpu_threads_per_process "$$(nproc)" \
 	  -m pipedraft.train --config configs/spd/quickstart.yaml --output_dir out/quickstart/train
-	$(BIN)/python -m pipedraft.eval --checkpoint out/quickstart/train \
-	  --benchmarks mt_bench,gsm8k,humaneval --tree-width 1,4 --out out/quickstart
+	$(EVALUATE) --shard 1/2 > out/quickstart/first_half.log 2>&1 & half=$$!; \
+	  $(EVALUATE) --shard 2/2; status=$$?; \
+	  wait $$half || { cat out/quickstart/first_half.log; exit 1; }; exit $$status
+	$(EVALUATE)
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -160,11 +160,12 @@ def _load_target(
     import torch
 
     from pipedraft.inference.pipelines.local import LocalPipeline
-    from pipedraft.models.target import load_target
+    from pipedraft.models.target import choose_decoding_threads, load_target
 
     dtype = getattr(torch, arguments.dtype)
     if cluster is None:
         model = load_target(name, revision=revision, dtype=dtype, device=_device(arguments.device))
+        choose_decoding_threads(model)
         reference = None if arguments.no_lossless else model
         return _Target(model, reference, LocalPipeline, arguments.boundaries, arguments.stages)
     if arguments.device != "auto":

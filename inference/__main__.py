@@ -124,7 +124,7 @@ def run(options: argparse.Namespace, cluster: Any) -> None:
     from pipedraft.inference.pipelines.local import LocalPipeline
     from pipedraft.models import load_draft
     from pipedraft.models.language_model import load_draft_model
-    from pipedraft.models.target import load_target, load_tokenizer
+    from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -146,6 +146,7 @@ def run(options: argparse.Namespace, cluster: Any) -> None:
     tokenizer = load_tokenizer(choice.target, revision=choice.revision)
     if cluster is None:
         target = load_target(choice.target, revision=choice.revision)
+        choose_decoding_threads(target)
     else:
         target = cluster.load_target(
             choice.target,

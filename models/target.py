@@ -7,6 +7,7 @@ Shape suffixes: l rows of a segment, P prompt rows, C rows in use (new ones incl
 rows up to and including the segment, H hidden, V vocabulary, B batch, T positions.
 """
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_5", "qwen3_5_text")
+THREADED_HIDDEN_SIZE = 1024
+"""From this hidden size on several threads decode faster than one."""
 ATTENTION_KERNELS = ("sdpa", "eager")  # those that honour an explicit additive mask
 
 
@@ -78,6 +81,18 @@ def load_target(
     )
     model.eval().requires_grad_(False)
     return model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of `to` hides self
+
+
+def choose_decoding_threads(target: PreTrainedModel) -> None:
+    """Decode a small target with one thread, unless OMP_NUM_THREADS says how many.
+
+    A token's product with one of its matrices takes about as long as starting a second thread; and
+    threads wait for each other by spinning, which makes decoding several times slower once another
+    process has one of the cores.
+    """
+    is_small = target.config.get_text_config().hidden_size < THREADED_HIDDEN_SIZE
+    if is_small and target.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def _check_attention(attention: str) -> None:

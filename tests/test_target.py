@@ -6,6 +6,7 @@ Oracle: the model's own forward on one root-to-node path, from scratch, without 
 import pytest
 import torch
 import transformers as hf
+from conftest import tiny_llama
 from staged_targets import (
     FAMILIES,
     SIZES,
@@ -27,6 +28,7 @@ from pipedraft.models.target import (
     Keep,
     Segment,
     StagedTarget,
+    choose_decoding_threads,
     prune_segment,
     stage_boundaries,
 )
@@ -261,3 +263,17 @@ def test_prompt_length_is_checked():
     for num_rows in (0, 97):
         with pytest.raises(ValueError, match=f"prompt: {num_rows} tokens"):
             target.prefill(torch.zeros(num_rows, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "asked", "expected"), [(32, None, 1), (1024, None, 3), (32, "3", 3)]
+)
+def test_a_small_target_decodes_with_one_thread(hidden, asked, expected, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    torch.set_num_threads(3)
+    choose_decoding_threads(tiny_llama(layers=1, hidden=hidden))
+    found = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert found == expected
