@@ -1,9 +1,6 @@
 """Dumps of hidden states of a small world, for the tests that train from them."""
 
-import os
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,21 +65,3 @@ def dumps(world, tmp_path_factory) -> dict[str, Path]:
         for dtype in ("fp32", "bf16", "fp16", "int8"):
             dump(world, folder / dtype, monkeypatch, "--dtype", dtype)
     return {path.name: path for path in folder.iterdir()}
-
-
-def forked(work: Callable[[], None]) -> int:
-    """Process id; the process leaves with status 0 after ``work``, and with 1 if it fails."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return pid
-
-
-def status_of(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,24 @@ class ForkServer:
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps(job), file=self.process.stdin, flush=True)
         return int(self.process.stdout.readline())
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Process id; the process leaves with status 0 after ``work``, and with 1 if it fails."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def free_port() -> int:

@@ -4,12 +4,10 @@ The processes are forked from one that imported it all: they run what a launcher
 the environment that it gives. test_process.py and test_parallel.py go through the launchers.
 """
 
-import os
 import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +71,6 @@ class Shell:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory) -> Reader:
     return Reader(tmp_path_factory.mktemp("reader"))
-
-
-@pytest.fixture(scope="module")
-def parent() -> Iterator[ForkServer]:
-    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no", "GLOO_SOCKET_IFNAME": "lo"}
-    with ForkServer.start("command_processes.py", env=environment) as started:
-        yield started
 
 
 def make_certificate() -> None:

@@ -1,19 +1,20 @@
 """Train, decode, evaluate, upload: the commands one after another, as a user runs them.
 
-Decoding and evaluation are processes of their own; the others run in this one, to save imports.
+Decoding and evaluation are processes of their own, forked from one that has imported everything;
+the others run in this one.
 """
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_processes import Process
 from command_runs import call
+from fork_server import ForkServer
 from train_runs import World, make_world
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,12 +32,12 @@ class Run:
     """Output folder of the training."""
 
 
-def command(*words: str | Path) -> subprocess.CompletedProcess:
-    """A command that must succeed."""
-    line = [sys.executable, "-m", *map(str, words)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    return done
+def run(parent: ForkServer, folder: Path, module: str, *words: str | Path) -> tuple[str, str]:
+    """What a command that must succeed writes to stdout and stderr."""
+    process = Process.start(parent, folder, *map(str, words), module=module)
+    status, out, err = process.finish()
+    assert status == 0, err
+    return out, err
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +79,12 @@ def test_training_writes_what_the_other_commands_need(trained):
     assert "valid/equivalent_acceptance_length_T0" in entries[-1]
 
 
-def test_the_decoded_text_is_the_targets_greedy_text(trained):
+def test_the_decoded_text_is_the_targets_greedy_text(trained, parent, tmp_path):
     arguments = ["--checkpoint", trained.folder, "--prompt", PROMPT]
-    done = command("pipedraft.inference", *arguments, "--max-new-tokens", str(NEW_TOKENS))
-    assert done.stdout == greedy_text(trained) + "\n"
-    (line,) = done.stderr.splitlines()
+    arguments += ["--max-new-tokens", str(NEW_TOKENS)]
+    out, err = run(parent, tmp_path, "pipedraft.inference", *arguments)
+    assert out == greedy_text(trained) + "\n"
+    (line,) = err.splitlines()
     assert line.startswith(f"[spd, n = {NUM_STAGES}] {NEW_TOKENS - 1} tokens after the first")
     assert "equivalent acceptance length" in line and "tokens/s" in line
 
@@ -97,17 +99,15 @@ WALLCLOCK_KEYS = {"tokens_per_s", "ttft_ms", "itl_ms_p50", "itl_ms_p99", "speedu
 
 
 @pytest.fixture(scope="module")
-def evaluated(trained, tmp_path_factory) -> Path:
+def evaluated(trained, parent, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("evaluated")
     prompts = root / "questions.jsonl"
     rows = [{"prompt": f"What is {i} plus {i + 1}?"} for i in range(3)]
     rows.append({"turns": ["Say yes.", "And again?"]})
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command(
-        "pipedraft.eval", "--checkpoint", trained.folder, "--benchmarks", f"gsm8k,{prompts}",
-        "--limit", "4", "--max-new-tokens", "12", "--temperature", "0,1", "--tree-width", "1,2",
-        "--out", root / "out",
-    )  # fmt: skip
+    words = ["--checkpoint", trained.folder, "--benchmarks", f"gsm8k,{prompts}", "--limit", "4"]
+    words += ["--max-new-tokens", "12", "--temperature", "0,1", "--tree-width", "1,2"]
+    run(parent, root, "pipedraft.eval", *words, "--out", root / "out")
     return root / "out"
 
 

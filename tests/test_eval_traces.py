@@ -1,14 +1,12 @@
 """Evaluations that were killed go on, and shares of one give the report of the whole."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from command_processes import Process
 from conftest import REPOSITORY
 
 import pipedraft
@@ -80,16 +78,14 @@ def test_a_finished_evaluation_is_reported_again_without_decoding(whole, monkeyp
     assert results(whole) == expected and lines(whole) == before
 
 
-def test_a_killed_evaluation_goes_on_without_redoing_turns(whole, tmp_path):
-    command = [sys.executable, "-m", "pipedraft.eval", *arguments(tmp_path)]
-    with (tmp_path / "log").open("wb") as log:
-        child = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + 300
-        while len(lines(tmp_path)) < 4:
-            assert child.poll() is None and time.monotonic() < deadline
-            time.sleep(0.005)
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
+def test_a_killed_evaluation_goes_on_without_redoing_turns(whole, parent, tmp_path):
+    child = Process.start(parent, tmp_path, *arguments(tmp_path), module="pipedraft.eval")
+    deadline = time.monotonic() + 300
+    while len(lines(tmp_path)) < 4:
+        assert time.monotonic() < deadline, child.err.read_text()
+        time.sleep(0.005)
+    child.send(signal.SIGKILL)
+    assert child.finish()[0] == -signal.SIGKILL
     kept = lines(tmp_path)
     assert 4 <= len(kept) < len(lines(whole))
     for file in (tmp_path / "traces").glob("*.jsonl"):  # and one line was cut short

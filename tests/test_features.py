@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
-from feature_runs import HIDDEN, METHODS, dump, forked, status_of
-from fork_server import free_port
+from feature_runs import HIDDEN, METHODS, dump
+from fork_server import forked, free_port, status_of
 from safetensors.torch import load_file
 from train_runs import (
     World,

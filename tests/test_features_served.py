@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import feature_runs
 import pytest
 import torch
-from feature_runs import HIDDEN, METHODS, dump, forked, status_of, write_config
+from feature_runs import HIDDEN, METHODS, dump, write_config
+from fork_server import forked, status_of
 from safetensors.torch import load_file, save_file
 from train_runs import (
     LAYERS,

@@ -18,7 +18,7 @@ from decode_runs import (
     way_name,
 )
 from decode_runs import WAYS as EAGLE_WAYS
-from fork_server import ForkServer, rank_environments
+from fork_server import rank_environments
 from inline_ranks import connect_in_turns, connect_inline, decode_both
 from msgspec.structs import replace
 from tiny_drafts import make_exit, make_head
@@ -174,7 +174,7 @@ def test_a_trace_has_a_track_for_every_process():
 # -- real processes --------------------------------------------------------------------------
 
 
-def by_torchrun(words, num_processes) -> str:
+def by_torchrun(words, num_processes, _) -> str:
     """What the ranks print."""
     script = Path(__file__).with_name("process_agreement.py")
     process = launch([str(script), *words], num_processes=num_processes)
@@ -183,21 +183,15 @@ def by_torchrun(words, num_processes) -> str:
     return output
 
 
-def by_forks(words, num_processes) -> str:
+def by_forks(words, num_processes, parent) -> str:
     """The same without torchrun's agent and with one import of torch."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with ForkServer.start("command_processes.py") as parent:
-        ranks = [
-            Process.start(
-                parent,
-                Path(words[0]),
-                *words,
-                module="tests/process_agreement.py",
-                environment={**rank, "GLOO_SOCKET_IFNAME": "lo"},
-            )
-            for rank in rank_environments(num_processes, store.port)
-        ]
-        ends = [rank.finish() for rank in ranks]
+    script, folder = "tests/process_agreement.py", Path(words[0])
+    ranks = [
+        Process.start(parent, folder, *words, module=script, environment=rank)
+        for rank in rank_environments(num_processes, store.port)
+    ]
+    ends = [rank.finish() for rank in ranks]
     assert not any(status for status, _, _ in ends), [error[-1000:] for _, _, error in ends]
     return "".join(output for _, output, _ in ends)
 
@@ -205,10 +199,10 @@ def by_forks(words, num_processes) -> str:
 @pytest.mark.parametrize(
     ("start", "num_processes", "links"), [(by_torchrun, 2, "auto"), (by_forks, 3, "device")]
 )
-def test_ranks_decode_what_one_process_decodes(start, num_processes, links, tmp_path):
+def test_ranks_decode_what_one_process_decodes(start, num_processes, links, parent, tmp_path):
     """Two stages, the first one beside the controller and on a rank of its own; states inside
     their frames and apart from them."""
-    output = start([str(tmp_path), links], num_processes)
+    output = start([str(tmp_path), links], num_processes, parent)
     outcome = json.loads(output.splitlines()[-1])
     assert outcome["compared"] >= 30 and outcome["different"] == []
     names = [report["name"] for report in outcome["reports"]]

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,12 +63,6 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
     return Place(tmp_path_factory.mktemp("serve"))
-
-
-@pytest.fixture(scope="module")
-def parent() -> Iterator[ForkServer]:
-    with ForkServer.start("command_processes.py") as server:
-        yield server
 
 
 def serve(parent: ForkServer, place: Place, *arguments: str) -> tuple[Process, str]:

@@ -2,15 +2,15 @@
 
 import json
 import math
+import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fork_server import forked, status_of
 from scipy.stats import chisquare
 from train_runs import (
     BY_HEART,
@@ -35,28 +35,25 @@ from pipedraft.train.spd import sample_occupancy
 
 # -- resume ---------------------------------------------------------------------------------
 
-KILLED_WHILE_SAVING = """
-import os, signal, sys
-from pipedraft.train import __main__ as command, checkpoint
-publish = checkpoint.publish_folder
-def killed(temporary, folder):
-    if folder.name == "step-0000006":  # every file is written, nothing is renamed yet
-        os.kill(os.getpid(), signal.SIGKILL)
-    publish(temporary, folder)
-checkpoint.publish_folder = killed
-command.main()
-"""
 
-
-@pytest.mark.timeout(600)
 def test_a_run_killed_while_it_saves_resumes_bit_for_bit(world, tmp_path, monkeypatch):
     """SIGKILL at step 6; goes on from step 3 with the occupancies, batches and rates of step 4."""
     changes = {"max_steps": 8, "save_every_steps": 3, "evaluation__every_steps": 4}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(world.arguments("spd", whole, **changes), monkeypatch)
     again = world.arguments("spd", killed, **changes)
-    dead = subprocess.run([sys.executable, "-c", KILLED_WHILE_SAVING, *again], capture_output=True)
-    assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
+    publish = checkpoint.publish_folder
+
+    def end_at_step_6(temporary, folder):
+        if folder.name == "step-0000006":  # every file is written, nothing is renamed yet
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(temporary, folder)
+
+    def run_to_its_end():
+        checkpoint.publish_folder = end_at_step_6
+        train(again, monkeypatch)
+
+    assert status_of(forked(run_to_its_end)) == -signal.SIGKILL
     assert [folder.name for folder in checkpoint.step_folders(killed)] == ["step-0000003"]
     assert logged(killed)[-1]["step"] == 6  # logged, but not saved: must be run and logged again
     train(again, monkeypatch)
