@@ -68,7 +68,7 @@ def load_model(
     files = weight_files(name_or_path, revision, field=field)
     check_layers(config, files, name_or_path, field=field)
     with explained(field, name_or_path), _quiet():
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             revision=revision,
             dtype=dtype,
@@ -79,6 +79,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # they are in `found`, and refused
             output_loading_info=True,
         )
+    model, found = loaded
     is_quantized = hasattr(model.config, "quantization_config")
     wrong = {
         "missing": set(found["missing_keys"]),

@@ -1,4 +1,4 @@
-"""Acceptance rules and their random numbers.
+"""Acceptance rules.
 
 A rule has two halves, ``judge`` where the logits are and ``walk`` where the tree is, with the link
 from the last stage to the controller between them: a rule whose verdicts are token ids sends
@@ -11,146 +11,30 @@ for every schedule, unless ``caveat`` says otherwise.
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
-import msgspec
 import numpy as np
 import torch
-from msgspec import Meta
 from torch import Tensor
 
-from pipedraft.inference.config import MIN_TEMPERATURE, RuleName
+from pipedraft.inference.config import RuleName
+from pipedraft.inference.draws import (
+    DraftToken,
+    KeyedRandom,
+    Logits,
+    Payload,
+    Token,
+    Top,
+    draw,
+    gumbel_sample,
+    pack,
+    probabilities,
+    unpack,
+)
 from pipedraft.inference.tree import TokenTree
-
-Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "branch", "thin"]
-"""noise: Gumbel's; tail, branch and thin: draws from a distribution that is known in parts."""
-MAX_PAYLOAD_BYTES = 16 * 2**20
-"""Of one payload's values: the logits of a vocabulary of four million."""
-
-
-@dataclass(frozen=True)
-class KeyedRandom:
-    """Uniform numbers that are a function of (seed, prompt, position, purpose, attempt).
-
-    Counter-based, so the numbers of a position do not depend on the schedule that reaches it, and
-    no number serves two decisions.
-    """
-
-    seed: int
-    prompt: int
-
-    def uniform(self, position: int, purpose: Purpose, attempt: int = 0) -> float:
-        """A number in [0, 1) with 53 random bits."""
-        key = f"{self.seed}:{self.prompt}:{position}:{purpose}:{attempt}".encode()
-        digest = hashlib.blake2b(key, digest_size=8).digest()
-        return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
-
-    def uniforms(self, position: int, purpose: Purpose, count: int) -> np.ndarray:
-        """float64 [count] in [0, 1); the same on every machine, as Philox is counter-based too."""
-        key = f"{self.seed}:{self.prompt}:{position}:{purpose}".encode()
-        digest = hashlib.blake2b(key, digest_size=16).digest()
-        philox = np.random.Philox(key=int.from_bytes(digest, "big"))
-        return np.random.Generator(philox).random(count)
-
-
-def probabilities(logits_V: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature) in float64; sums over a large vocabulary stay exact.
-
-    No temperature above 0 overflows: below the smallest one that commands take, the largest logit
-    is subtracted first, which would change the last bits of all others.
-    """
-    logits_V = logits_V.double()
-    if temperature < MIN_TEMPERATURE:
-        logits_V = logits_V - logits_V.amax(-1, keepdim=True)
-    return torch.softmax(logits_V / temperature, -1)
-
-
-def draw(probabilities_V: Tensor, uniform: float) -> int:
-    """Inverse-CDF sample: the first token whose cumulative probability exceeds ``uniform``.
-
-    The weights need not add up to 1. A token of probability 0 is never returned: uniforms are at
-    most 1 - 2^-53, and that times the sum is less than the sum after rounding, too.
-
-    Raises:
-        ValueError: the weights add up to 0, infinity or NaN.
-    """
-    cumulative = probabilities_V.numpy(force=True).cumsum()
-    if not 0 < cumulative[-1] < np.inf:
-        raise ValueError(
-            f"probabilities: their sum is {cumulative[-1]:g}, so no token can be drawn; a weight "
-            "of the target or the draft is NaN or infinite, load another checkpoint"
-        )
-    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-
-
-def gumbel_sample(p_V: np.ndarray, random: KeyedRandom, position: int) -> int:
-    """Token of the smallest E_v / p_v with E_v exponential: distributed as p (Gumbel's trick).
-
-    Two distributions that draw with the same noise mostly draw the same token.
-    """
-    uniform_V = random.uniforms(position, "noise", len(p_V))
-    with np.errstate(divide="ignore"):
-        return int((-np.log(uniform_V) / p_V).argmin())
-
-
-# -- what a rejection carries across a network --------------------------------------------------
-
-Packed = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
-"""Little-endian numbers, one after the other."""
-
-
-class _Payload(
-    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True
-):
-    """Fields in the order of declaration; the tag comes first."""
-
-
-class Token(_Payload, frozen=True, tag="t"):
-    """The token that stands where the draft token stood."""
-
-    id: Annotated[int, Meta(ge=0, lt=2**31)]
-
-
-class Logits(_Payload, frozen=True, tag="l"):
-    """All of the target's: both sides compute the same probabilities of them, to the bit."""
-
-    values: Packed
-    """float32 [V]."""
-
-
-class Top(_Payload, frozen=True, tag="k"):
-    """The most likely tokens, the mass of the others, and draws from these."""
-
-    ids: Packed
-    """int32 [K]."""
-    p: Packed
-    """float64 [K]."""
-    tail_mass: Annotated[float, Meta(ge=0, le=1)]
-    sample_ids: Packed
-    """int32 [M]: tokens outside the K, drawn from the target's distribution over them."""
-    sample_p: Packed
-    """float64 [M]: their probabilities under the whole distribution."""
-
-
-Payload: TypeAlias = Token | Logits | Top
-
-
-@dataclass(frozen=True)
-class DraftToken:
-    """A draft token and the distribution that it was drawn from."""
-
-    token: int
-    q_V: Tensor | None = None
-    """float64, over the target's vocabulary or its first tokens; None: not drawn at random."""
-
-    @property
-    def q(self) -> float:
-        """Its own probability, 1 where it was not drawn."""
-        return 1.0 if self.q_V is None else float(self.q_V[self.token])
 
 
 @dataclass(frozen=True)
@@ -427,7 +311,7 @@ class RejectionVerifier(Verifier):
 
     def payload(self, logits_V: Tensor, position: int) -> Payload:
         """What a correction at a position needs of the target."""
-        return Logits(values=_pack(logits_V, "<f4"))
+        return Logits(values=pack(logits_V, "<f4"))
 
     def payload_bytes(self, vocab_size: int) -> int:
         return 4 * vocab_size
@@ -443,7 +327,7 @@ class RejectionVerifier(Verifier):
     def _from_all(
         self, draft_token: DraftToken, position: int, values: bytes, *, attempt: int
     ) -> int:
-        p_V = probabilities(torch.from_numpy(_unpack(values, "<f4")), self.temperature)
+        p_V = probabilities(torch.from_numpy(unpack(values, "<f4")), self.temperature)
         residual_V = (p_V - _padded(draft_token, len(p_V))).clamp_min(0)
         return draw(residual_V, self.random.uniform(position, "residual", attempt))
 
@@ -472,7 +356,7 @@ class TopKVerifier(RejectionVerifier):
             case [Top() as top]:
                 ids_K, residual_K = self._residual(draft_token, top)
                 if not residual_K.any():  # not published; the K tokens themselves stand in
-                    residual_K = torch.from_numpy(_unpack(top.p, "<f8"))
+                    residual_K = torch.from_numpy(unpack(top.p, "<f8"))
                 uniform = self.random.uniform(position, "residual")
                 return int(ids_K[draw(residual_K, uniform)])
         raise self._wrong(payloads)
@@ -487,17 +371,17 @@ class TopKVerifier(RejectionVerifier):
         uniforms = [self.random.uniform(position, "tail", attempt) for attempt in attempts]
         samples_M = torch.tensor([draw(tail_V, u) for u in uniforms], dtype=torch.int64)
         return Top(
-            ids=_pack(ids_K, "<i4"),
-            p=_pack(p_K, "<f8"),
+            ids=pack(ids_K, "<i4"),
+            p=pack(p_K, "<f8"),
             tail_mass=min(tail_mass, 1.0),
-            sample_ids=_pack(samples_M, "<i4"),
-            sample_p=_pack(p_V.cpu()[samples_M], "<f8"),
+            sample_ids=pack(samples_M, "<i4"),
+            sample_p=pack(p_V.cpu()[samples_M], "<f8"),
         )
 
     def _residual(self, draft_token: DraftToken, top: Top) -> tuple[np.ndarray, Tensor]:
         """Tokens [K] and (p - q)+ [K]."""
-        ids_K = _unpack(top.ids, "<i4")
-        p_K, q_K = torch.from_numpy(_unpack(top.p, "<f8")), _entries(draft_token, ids_K)
+        ids_K = unpack(top.ids, "<i4")
+        p_K, q_K = torch.from_numpy(unpack(top.p, "<f8")), _entries(draft_token, ids_K)
         if len(p_K) != len(ids_K) or not len(ids_K):
             raise ValueError(f"payload: {len(ids_K)} tokens with {len(p_K)} probabilities")
         return ids_K, (p_K - q_K).clamp_min(0)
@@ -523,7 +407,7 @@ class TailEscapeVerifier(TopKVerifier):
 
     def more(self, logits_V: Tensor, position: int, first: int, count: int) -> Payload:
         if count == 0:
-            return Logits(values=_pack(logits_V, "<f4"))
+            return Logits(values=pack(logits_V, "<f4"))
         return self._top(logits_V, position, first, count)
 
     def correct(
@@ -537,8 +421,8 @@ class TailEscapeVerifier(TopKVerifier):
         if not parts or len(parts) < len(tops):
             raise self._wrong(payloads)
         ids_K, residual_K = self._residual(draft_token, parts[0])
-        sample_M = np.concatenate([_unpack(part.sample_ids, "<i4") for part in parts])
-        p_M = np.concatenate([_unpack(part.sample_p, "<f8") for part in parts])
+        sample_M = np.concatenate([unpack(part.sample_ids, "<i4") for part in parts])
+        p_M = np.concatenate([unpack(part.sample_p, "<f8") for part in parts])
         if len(sample_M) != len(p_M):
             raise ValueError(f"payload: {len(sample_M)} samples with {len(p_M)} probabilities")
         inside, outside = float(residual_K.sum()), parts[0].tail_mass
@@ -590,16 +474,6 @@ def top_k_bias(p_V: Tensor, q_V: Tensor, top_k: int) -> float:
     residual_V = (p_V - q_V).clamp_min(0)
     inside = residual_V[p_V.topk(min(top_k, len(p_V))).indices].sum()
     return float(residual_V.sum() - inside)
-
-
-def _pack(values: Tensor, kind: str) -> bytes:
-    return values.numpy(force=True).astype(kind).tobytes()
-
-
-def _unpack(values: bytes, kind: str) -> np.ndarray:
-    if len(values) % np.dtype(kind).itemsize:
-        raise ValueError(f"payload: {len(values)} bytes are no numbers of type {kind}")
-    return np.frombuffer(values, kind).copy()
 
 
 def _padded(draft_token: DraftToken, size: int) -> Tensor:

@@ -190,9 +190,10 @@ class Trainer:
         Raises:
             FeaturesLost: by every process, when one of them has lost its feature server.
         """
-        if self.config.features is None or not self.objective.features.may_be_lost:
+        features = self.objective.features
+        if features is None or not features.may_be_lost:
             return
-        lost = self.objective.features.wait_for(batch)
+        lost = features.wait_for(batch)
         count = torch.tensor(float(lost is not None), device=self.accelerator.device)
         if float(self.accelerator.reduce(count, "sum")):
             raise lost or FeaturesLost("features: another process has lost its server")

@@ -1,0 +1,153 @@
+"""Random numbers that are a function of the position, draws by them, and what a rejection sends."""
+
+# V target vocabulary, K top entries, M samples
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from pipedraft.inference.config import MIN_TEMPERATURE
+
+Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "branch", "thin"]
+"""noise: Gumbel's; tail, branch and thin: draws from a distribution that is known in parts."""
+MAX_PAYLOAD_BYTES = 16 * 2**20
+"""Of one payload's values: the logits of a vocabulary of four million."""
+
+
+@dataclass(frozen=True)
+class KeyedRandom:
+    """Uniform numbers that are a function of (seed, prompt, position, purpose, attempt).
+
+    Counter-based, so the numbers of a position do not depend on the schedule that reaches it, and
+    no number serves two decisions.
+    """
+
+    seed: int
+    prompt: int
+
+    def uniform(self, position: int, purpose: Purpose, attempt: int = 0) -> float:
+        """A number in [0, 1) with 53 random bits."""
+        key = f"{self.seed}:{self.prompt}:{position}:{purpose}:{attempt}".encode()
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
+
+    def uniforms(self, position: int, purpose: Purpose, count: int) -> np.ndarray:
+        """float64 [count] in [0, 1); the same on every machine, as Philox is counter-based too."""
+        key = f"{self.seed}:{self.prompt}:{position}:{purpose}".encode()
+        digest = hashlib.blake2b(key, digest_size=16).digest()
+        philox = np.random.Philox(key=int.from_bytes(digest, "big"))
+        return np.random.Generator(philox).random(count)
+
+
+def probabilities(logits_V: Tensor, temperature: float) -> Tensor:
+    """softmax(logits / temperature) in float64; sums over a large vocabulary stay exact.
+
+    No temperature above 0 overflows: below the smallest one that commands take, the largest logit
+    is subtracted first, which would change the last bits of all others.
+    """
+    logits_V = logits_V.double()
+    if temperature < MIN_TEMPERATURE:
+        logits_V = logits_V - logits_V.amax(-1, keepdim=True)
+    return torch.softmax(logits_V / temperature, -1)
+
+
+def draw(probabilities_V: Tensor, uniform: float) -> int:
+    """Inverse-CDF sample: the first token whose cumulative probability exceeds ``uniform``.
+
+    The weights need not add up to 1. A token of probability 0 is never returned: uniforms are at
+    most 1 - 2^-53, and that times the sum is less than the sum after rounding, too.
+
+    Raises:
+        ValueError: the weights add up to 0, infinity or NaN.
+    """
+    cumulative = probabilities_V.numpy(force=True).cumsum()
+    if not 0 < cumulative[-1] < np.inf:
+        raise ValueError(
+            f"probabilities: their sum is {cumulative[-1]:g}, so no token can be drawn; a weight "
+            "of the target or the draft is NaN or infinite, load another checkpoint"
+        )
+    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+
+
+def gumbel_sample(p_V: np.ndarray, random: KeyedRandom, position: int) -> int:
+    """Token of the smallest E_v / p_v with E_v exponential: distributed as p (Gumbel's trick).
+
+    Two distributions that draw with the same noise mostly draw the same token.
+    """
+    uniform_V = random.uniforms(position, "noise", len(p_V))
+    with np.errstate(divide="ignore"):
+        return int((-np.log(uniform_V) / p_V).argmin())
+
+
+# -- what a rejection carries across a network --------------------------------------------------
+
+Packed = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
+"""Little-endian numbers, one after the other."""
+
+
+class _Payload(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True
+):
+    """Fields in the order of declaration; the tag comes first."""
+
+
+class Token(_Payload, frozen=True, tag="t"):
+    """The token that stands where the draft token stood."""
+
+    id: Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class Logits(_Payload, frozen=True, tag="l"):
+    """All of the target's: both sides compute the same probabilities of them, to the bit."""
+
+    values: Packed
+    """float32 [V]."""
+
+
+class Top(_Payload, frozen=True, tag="k"):
+    """The most likely tokens, the mass of the others, and draws from these."""
+
+    ids: Packed
+    """int32 [K]."""
+    p: Packed
+    """float64 [K]."""
+    tail_mass: Annotated[float, Meta(ge=0, le=1)]
+    sample_ids: Packed
+    """int32 [M]: tokens outside the K, drawn from the target's distribution over them."""
+    sample_p: Packed
+    """float64 [M]: their probabilities under the whole distribution."""
+
+
+Payload: TypeAlias = Token | Logits | Top
+
+
+@dataclass(frozen=True)
+class DraftToken:
+    """A draft token and the distribution that it was drawn from."""
+
+    token: int
+    q_V: Tensor | None = None
+    """float64, over the target's vocabulary or its first tokens; None: not drawn at random."""
+
+    @property
+    def q(self) -> float:
+        """Its own probability, 1 where it was not drawn."""
+        return 1.0 if self.q_V is None else float(self.q_V[self.token])
+
+
+def pack(values: Tensor, kind: str) -> bytes:
+    return values.numpy(force=True).astype(kind).tobytes()
+
+
+def unpack(values: bytes, kind: str) -> np.ndarray:
+    if len(values) % np.dtype(kind).itemsize:
+        raise ValueError(f"payload: {len(values)} bytes are no numbers of type {kind}")
+    return np.frombuffer(values, kind).copy()
