@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from pipedraft.data_recipes.batch import pack_documents, separator_token
 from pipedraft.data_recipes.card import EMPTY_MASK, DataReport, build_report
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.data_recipes.decontamination import Benchmarks, read_benchmarks
@@ -31,7 +30,9 @@ from pipedraft.data_recipes.rows import (
     Duplicates,
     RowSettings,
     draw_copies,
+    pack_documents,
     read_messages,
+    separator_token,
     split_rows,
     table_features,
     tokenize_batch,

@@ -361,8 +361,16 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ("weights", lambda w: w.popitem(), ["Missing key(s)"]),
         ("weights", lambda w: w.update(more=torch.ones(2)), ["Unexpected key(s)"]),
         ("weights", lambda w: w.update({"norm.weight": torch.ones(3)}), ["norm.weight"]),
-        ("weights", lambda w: w["norm.weight"].fill_(torch.nan), ["norm.weight", "not finite"]),
-        ("weights", lambda w: w["norm.weight"].fill_(-torch.inf), ["norm.weight", "not finite"]),
+        (
+            "weights",
+            lambda w: w["norm.weight"].fill_(torch.nan),
+            ["norm.weight", "infinite"],
+        ),
+        (
+            "weights",
+            lambda w: w["norm.weight"].fill_(-torch.inf),
+            ["norm.weight", "infinite"],
+        ),
     ],
 )
 def test_what_nobody_could_load_is_not_uploaded(

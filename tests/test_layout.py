@@ -102,8 +102,8 @@ def test_every_imported_library_is_declared() -> None:
     installed = packages_distributions()
     for path in SOURCES:
         for top in {module.partition(".")[0] for module in imported_modules(path)}:
-            if top == "pipedraft" or top in sys.stdlib_module_names:
-                continue
+            if top in {"pipedraft", "_typeshed"} or top in sys.stdlib_module_names:
+                continue  # _typeshed: the type checker's own stubs
             distributions = {requirement_name(d) for d in installed.get(top, [top])}
             assert distributions & names, f"{label(path)} imports {top}: add it to pyproject.toml"
 
