@@ -17,7 +17,7 @@ the link's share of what a policy lacks; "foresight" also knows the delays that 
 will meet (on traces; jitter and losses remain unknown), which no policy can; "plain" is the cloud
 decoding without drafts, streamed.
 
-Energy is the edge's, by the constants of ``inference/edge_cloud/constants.py``.
+Energy is the edge's, by the constants of ``eval.edge.constants.py``.
 
 Traces: every CSV file below the --traces folders. Those without bandwidths have FlexSpec's: of its
 weak WiFi if "wifi" is in their name, else of its 5G. Each seed starts somewhere in the trace.
@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from pipedraft.eval.edge.constants import radio_energy, radio_of
 from pipedraft.inference.channel import (
     PRESETS,
     Channel,
@@ -50,7 +51,6 @@ from pipedraft.inference.draft_length import (
     Survival,
     parse_policy,
 )
-from pipedraft.inference.edge_cloud.constants import radio_energy, radio_of
 from pipedraft.inference.link_files import read_trace
 
 # T places of the text, K draft lengths or positions of a draft token in its round

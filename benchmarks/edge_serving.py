@@ -1,13 +1,13 @@
-"""Edge and cloud as processes on this machine, a link emulated between them; and what it saves the
-server to compute several sessions in one pass.
+"""Draft and server as processes on this machine, a link emulated between them; and what it saves
+the server to compute several sessions in one pass.
 
     python benchmarks/edge_serving.py                         # both tables
-    python benchmarks/edge_serving.py --links none,4g --methods cloud,flexspec --prompts 2
+    python benchmarks/edge_serving.py --links none,4g --schedules flexspec --prompts 2
     python benchmarks/edge_serving.py --only latency --pass-ms 87
     python benchmarks/edge_serving.py --only batch
 
 Latency: milliseconds a token from the first to the last, mean of the prompts; every text must equal
-the cloud's own. --pass-ms stretches the server's passes, as those of a larger target.
+the target's own. --pass-ms stretches the server's passes, as those of a larger target.
 Batch: CPU seconds of passes over 5 rows of each session, one after the other and together.
 Last line: JSON.
 """
@@ -24,14 +24,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from pipedraft.benchmarks.emulated_link import EmulatedLink
 from pipedraft.inference.channel import PRESETS, Link
-from pipedraft.inference.edge_cloud import serve_command, server
-from pipedraft.inference.edge_cloud.client import EdgeClient, EdgeDraft
-from pipedraft.inference.edge_cloud.cloud import CloudTarget
-from pipedraft.inference.edge_cloud.connection import Access, Connection
-from pipedraft.inference.edge_cloud.drafter import ChainDrafter
-from pipedraft.inference.edge_cloud.emulated_link import EmulatedLink
-from pipedraft.inference.edge_cloud.methods import METHODS, Wishes
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
+from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.transport import serve as serve_command
+from pipedraft.inference.transport import server
+from pipedraft.inference.transport.stream import Access, Connection
+from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.stage_batch import forward_together
 from pipedraft.models.target import Keep, Segment, load_target, load_tokenizer
@@ -52,7 +54,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", default="assets/target")
     parser.add_argument("--draft-model", default="out/draft_model/best")
     parser.add_argument("--links", default="none,5g,4g,wifi", help="none and presets, comma list")
-    parser.add_argument("--methods", default="cloud,flexspec,picospec", help="comma list")
+    parser.add_argument(
+        "--schedules", default="autoregressive,flexspec,picospec", help="comma list"
+    )
     parser.add_argument("--prompts", type=int, default=len(TEXTS))
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--sessions", default="1,2,4,8,16", help="of the batch table, comma list")
@@ -97,45 +101,56 @@ async def measure_latency(options: argparse.Namespace, port: int) -> list[dict[s
     rows: list[dict[str, Any]] = []
     texts: dict[int, list[int]] = {}
     cells = [
-        (link, method) for link in options.links.split(",") for method in options.methods.split(",")
+        (link, schedule)
+        for link in options.links.split(",")
+        for schedule in options.schedules.split(",")
     ]
-    for name, method in tqdm(cells, disable=None):
+    for name, schedule in tqdm(cells, disable=None):
         link, figures = NOTHING if name == "none" else PRESETS[name], []
-        async with (
-            EmulatedLink(link, "127.0.0.1", port) as emulated,
-            Connection(Access(server=f"127.0.0.1:{emulated.port}")) as connection,
-        ):
-            client = EdgeClient(
-                connection=connection,
-                method=METHODS[method],
-                wishes=Wishes(max_new_tokens=options.max_new_tokens),
-                draft=EdgeDraft(make=lambda: ChainDrafter.of(network)),
-                keeps_drafting=True,
+        async with EmulatedLink(link, "127.0.0.1", port) as emulated:
+            access = Access(server=f"127.0.0.1:{emulated.port}")
+            config = DecodeConfig.of(schedule, num_stages=1, max_new_tokens=options.max_new_tokens)
+            results, pipeline = await asyncio.to_thread(
+                decode_all, access, config, network, tokenizer, prompts
             )
-            for index, prompt in enumerate(prompts):
-                outcome = await client.decode(prompt)
-                result = outcome.result
-                assert texts.setdefault(index, result.token_ids) == result.token_ids, "another text"
-                elapsed_s = result.token_times_s[-1] - result.token_times_s[0]
-                figures.append((elapsed_s, result.num_tokens, result.num_accepted))
+        for index, result in enumerate(results):
+            assert texts.setdefault(index, result.token_ids) == result.token_ids, "another text"
+            elapsed_s = result.token_times_s[-1] - result.token_times_s[0]
+            figures.append((elapsed_s, result.num_tokens, result.num_accepted))
+        sent = pipeline.connection.bytes
         seconds, tokens, accepted = (sum(column) for column in zip(*figures, strict=True))
         rows.append(
             {
                 "link": name,
-                "method": method,
+                "schedule": schedule,
                 "ms_per_token": 1e3 * seconds / tokens,
                 "tokens": tokens,
                 "accepted": accepted,
-                "round_trip_ms": 1e3 * outcome.round_trip_s,
-                "bytes_per_token": (connection.bytes.up + connection.bytes.down) / tokens,
+                "round_trip_ms": 1e3 * pipeline.estimates.link.state.round_trip_s,
+                "bytes_per_token": (sent.up + sent.down) / tokens,
             }
         )
     return rows
 
 
+def decode_all(
+    access: Access,
+    config: DecodeConfig,
+    network: LanguageModelDraft,
+    tokenizer: Any,
+    prompts: list[list[int]],
+) -> tuple[list[DecodeResult], RemotePipeline]:
+    with Connection(access) as connection:
+        pipeline = RemotePipeline(connection, LocalDraft(network=network), keeps_drafting=True)
+        engine = Engine(
+            pipeline.target, tokenizer, config, network, connect=lambda target: pipeline
+        )
+        return [engine.decode(prompt) for prompt in prompts], pipeline
+
+
 def measure_batches(options: argparse.Namespace) -> list[dict[str, float]]:
     torch.set_num_threads(1)
-    target = CloudTarget(load_target(options.target))
+    target = SharedTarget(load_target(options.target))
     rows = []
     for count in tqdm([int(number) for number in options.sessions.split(",")], disable=None):
         staged = [target.staged() for _ in range(count)]
@@ -187,11 +202,13 @@ def main() -> None:
         finally:
             process.terminate()
             process.wait()
-        print("| link | method | ms a token | round trip ms | bytes a token | accepted / tokens |")
+        print(
+            "| link | schedule | ms a token | round trip ms | bytes a token | accepted / tokens |"
+        )
         print("|---|---|---|---|---|---|")
         for row in report["latency"]:
             print(
-                f"| {row['link']} | {row['method']} | {row['ms_per_token']:.1f} | "
+                f"| {row['link']} | {row['schedule']} | {row['ms_per_token']:.1f} | "
                 f"{row['round_trip_ms']:.1f} | {row['bytes_per_token']:.0f} | "
                 f"{row['accepted']} / {row['tokens']} |"
             )

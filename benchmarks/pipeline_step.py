@@ -179,6 +179,7 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     that grows slower or faster does so to all."""
     from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.engine import Engine
+    from pipedraft.inference.pipelines.process import ProcessPipeline
 
     cut = boundaries(args)
     name = str(args.folder)
@@ -196,6 +197,7 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
         config = DecodeConfig.of("spd", **common)
         engine = Engine(target, Tokenizer(), config, source=source, connect=cluster.connect)
         steps_before = {way: spd.steps for way, spd in ways.items()}
+        assert isinstance(engine.pipeline, ProcessPipeline)
         for way in ("ahead", "waiting", "waiting", "ahead"):
             engine.pipeline.runs_ahead = way == "ahead"
             assert ways[way].decode(engine, prompt) == text, "the text changed"

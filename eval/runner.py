@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 
 from pipedraft.eval.checkpoints import CheckpointSearch
+from pipedraft.eval.edge.constants import TIMES, radio_energy, radio_of
 from pipedraft.eval.edge.measures import decode_all, measure
+from pipedraft.eval.edge.methods import METHODS, Simulation
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.published import Outcome, TableContext, Value
 from pipedraft.eval.record import LatencyRecord, Results, RunRecord
@@ -22,14 +24,11 @@ from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.traces import traces_of
 from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.draft_length import parse_policy
-from pipedraft.inference.edge_cloud.cloud import CloudTarget
-from pipedraft.inference.edge_cloud.constants import TIMES, radio_energy, radio_of
-from pipedraft.inference.edge_cloud.drafter import ChainDrafter
-from pipedraft.inference.edge_cloud.methods import METHODS, Scene
-from pipedraft.inference.edge_cloud.virtual import Times
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.link_files import load_link
+from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.target_part import weights_identity
 
 
@@ -136,8 +135,8 @@ EDGE_QUANTITIES: dict[str, Callable[[LatencyRecord], Value]] = {
 }
 
 
-def _scene(settings: Mapping[str, Any], **shared: Any) -> tuple[str, str, Scene]:
-    """Method, network and scene."""
+def _simulation(settings: Mapping[str, Any], **shared: Any) -> tuple[str, str, Simulation]:
+    """Method, network and simulation."""
     fields = dict(settings)
     method, network, given = (fields.pop(name) for name in ("method", "network", "times"))
     if method not in METHODS:
@@ -145,40 +144,41 @@ def _scene(settings: Mapping[str, Any], **shared: Any) -> tuple[str, str, Scene]
     times = Times(**given) if isinstance(given, dict) else TIMES[given]
     if fields.get("rule") is not None and fields["rule"] not in RULE_NAMES:
         raise ValueError(f"rule {fields['rule']!r} is unknown; give one of {', '.join(RULE_NAMES)}")
-    scene = Scene(
+    simulation = Simulation(
         link=load_link(network),
         times=times,
         energy=radio_energy(radio_of(network), draft_s=times.draft_s),
         **fields,
         **shared,
     )
-    parse_policy(scene.policy)
-    return method, network, scene
+    parse_policy(simulation.policy)
+    return method, network, simulation
 
 
 def check_edge(spec: Spec) -> None:
     for row in _runnable(spec):
-        method, _, _ = _scene(spec.settings(row), target=None, draft=None)
+        method, _, _ = _simulation(spec.settings(row), target=None, draft=None, tokenizer=None)
         if (METHODS[method].drafts_in is None) != (row.draft is None):
             raise ValueError(f"method {method!r} of row {row.name!r}: draft {row.draft}")
 
 
 def run_edge(spec: Spec, context: TableContext) -> Finished:
     outcomes = [_found(row, context) for row in spec.rows]
-    target, texts, tried = CloudTarget(context.target), [], []
+    target, texts, tried = SharedTarget(context.target), [], []
     for row, outcome in zip(spec.rows, outcomes, strict=True):
         if outcome.remark:
             continue
         network = None if row.draft is None else context.drafts.find(row.draft)
-        method, link, scene = _scene(
+        method, link, simulation = _simulation(
             spec.settings(row),
             target=target,
-            draft=None if network is None else lambda draft=network: ChainDrafter.of(draft),
+            draft=network,
+            tokenizer=context.tokenizer,
             max_new_tokens=spec.max_new_tokens,
             seed=spec.seed,
         )
-        outcome.remark = scene.caveat(METHODS[method])
-        texts += decode_all([method], [(link, scene)], context.benchmarks, context.tokenizer)
+        outcome.remark = simulation.caveat(METHODS[method])
+        texts += decode_all([method], [(link, simulation)], context.benchmarks)
         tried.append(outcome)
     measured = measure(texts, context.target, seed=spec.seed)
     for outcome, entry in zip(tried, measured, strict=True):

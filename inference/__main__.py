@@ -1,14 +1,15 @@
 """Decode one prompt: text is streamed as it becomes certain, then the figures."""
 
 import argparse
-import importlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipedraft.errors import Parser, UsageError, run_command
+from pipedraft.inference import remote_command
 from pipedraft.inference.arguments import (
     add_backend_arguments,
     add_schedule_arguments,
@@ -28,14 +29,20 @@ EXAMPLE = """example:
   torchrun --nproc-per-node 4 -m pipedraft.inference --checkpoint out/spd --backend process \\
       --prompt "Hi"
 
-  python -m pipedraft.inference serve --target assets/target   the target for edges elsewhere
-  python -m pipedraft.inference edge --help                    a draft here, the target there
+  python -m pipedraft.inference serve --target assets/target   the target for drafts elsewhere
+  python -m pipedraft.inference --server 127.0.0.1:50051 --checkpoint out/flexspec --prompt "Hi"
+  python -m pipedraft.inference --server cloud.example:50051 --draft-model out/draft_model \\
+      --schedule picospec --tls-ca server.pem --token-file token --prompt "Hi"
+  python -m pipedraft.inference --server 127.0.0.1:50051 --status
+
+With --server and without a draft give --tokenizer, a folder or Hub id with the target's tokenizer.
+`inference edge` is another name for `inference` with --server.
 """
 SUBCOMMANDS = {
-    "edge": "pipedraft.inference.edge_cloud.edge_command",
-    "serve": "pipedraft.inference.edge_cloud.serve_command",
+    "edge": "pipedraft.inference.__main__",
+    "serve": "pipedraft.inference.transport.serve",
 }
-"""First word of the command line -> module whose ``run`` gets the words after it."""
+"""First word of the command line -> module with the parser of the words after it."""
 
 
 def build_parser() -> Parser:
@@ -52,16 +59,32 @@ def build_parser() -> Parser:
         "(its own schedule is pipeinfer)",
     )
     parser.add_argument("--target", help="folder or Hub id; default: the one the draft names")
-    parser.add_argument("--prompt", required=True, help="the user's message; - reads stdin")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", help="the user's message; - reads stdin")
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--schedule", help=f"{', '.join(SCHEDULES)}; default: the draft's own")
     parser.add_argument("--stages", type=int, help="pipeline stages; default: the draft's")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add_schedule_arguments(parser)
     parser.add_argument("--verifier", default="auto", choices=["auto", *RULE_NAMES])
+    parser.add_argument(
+        "--payload-tokens",
+        type=int,
+        default=10,
+        metavar="K",
+        help="the target's best tokens in a rejection, by topk and tail_escape (10)",
+    )
+    parser.add_argument(
+        "--tail-samples",
+        type=int,
+        default=4,
+        metavar="M",
+        help="drawn tokens in a rejection, by tail_escape (4)",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     add_backend_arguments(parser)
+    remote_command.add_server_arguments(parser, asked)
     parser.add_argument(
         "--trace",
         type=Path,
@@ -111,6 +134,12 @@ def describe(options: argparse.Namespace) -> Choice:
     )
 
 
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Of the schedule, and those that every schedule has."""
+    names = ("temperature", "verifier", "payload_tokens", "tail_samples", "seed", "max_new_tokens")
+    return {name: getattr(options, name) for name in names} | given_settings(options)
+
+
 def run(options: argparse.Namespace, cluster: Any) -> None:
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not text.strip():
@@ -137,11 +166,7 @@ def run(options: argparse.Namespace, cluster: Any) -> None:
         choice.schedule,
         num_stages=num_stages,
         boundaries=choice.boundaries,
-        temperature=options.temperature,
-        verifier=options.verifier,
-        seed=options.seed,
-        max_new_tokens=options.max_new_tokens,
-        **given_settings(options),
+        **settings_of(options),
     )
     tokenizer = load_tokenizer(choice.target, revision=choice.revision)
     if cluster is None:
@@ -198,14 +223,25 @@ def report_processes(reports: list[dict[str, Any]], options: argparse.Namespace)
         options.trace.write_text(json.dumps(chrome_trace(reports)))
 
 
-def main() -> None:
-    words = sys.argv[1:]
-    if words and not words[0].startswith("-"):
-        if words[0] not in SUBCOMMANDS:
-            raise UsageError(f"command: {words[0]!r} is unknown; give {' or '.join(SUBCOMMANDS)}")
-        importlib.import_module(SUBCOMMANDS[words[0]]).run(words[1:])
+def main(words: Sequence[str] | None = None) -> None:
+    """``words``: of the command line; None: this process's."""
+    words = sys.argv[1:] if words is None else words
+    first = words[0] if words else ""
+    is_edge = first == "edge"
+    if first == "serve":
+        from pipedraft.inference.transport import serve
+
+        serve.run(words[1:])
         return
-    options = build_parser().parse_args(words)
+    if first and not first.startswith("-") and not is_edge:
+        raise UsageError(f"command: {first!r} is unknown; give {' or '.join(SUBCOMMANDS)}")
+    options = build_parser().parse_args(words[is_edge:])
+    if is_edge and options.server is None:
+        raise UsageError("--server: missing; give HOST:PORT of `pipedraft inference serve`")
+    remote_command.check_options(options)
+    if options.server is not None:
+        remote_command.run(options, settings_of(options))
+        return
     with backend_of(options) as cluster:
         if cluster is None or cluster.is_controller:
             run(options, cluster)

@@ -88,13 +88,16 @@ def _add_setting(group: Any, name: str, owners: Sequence[str], is_list: bool) ->
         return
     types = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
     shown = default.label if isinstance(default, TreeShape) else default
-    if shown is not None:
+    all_defaults = {
+        f.default for owner in owners for f in fields(SCHEDULES[owner]) if f.name == name
+    }
+    if shown is not None and len(all_defaults) == 1:
         text += f" (default: {shown})"
     parse: Callable[[str], Any] = tree_label if types[0] is TreeShape else types[0]
     if is_list:
         text += "; or a comma list"
         parse = listed(parse)
-    metavar = {int: "N", float: "P"}.get(types[0], "TREE")
+    metavar = {int: "N", float: "P", str: "NAME"}.get(types[0], "TREE")
     group.add_argument(f"--{flag}", type=parse, metavar=metavar, help=text)
 
 

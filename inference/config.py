@@ -39,8 +39,8 @@ class DecodeConfig:
     temperature: float = 0.0
     """0 is greedy."""
     verifier: Literal["auto"] | RuleName = "auto"
-    """Acceptance rule above temperature 0. auto: rejection for sampled chains (one draft token at a
-    time), else match."""
+    """Acceptance rule above temperature 0. auto: the schedule's own across a link, elsewhere
+    rejection for sampled chains (one draft token at a time), else match."""
     payload_tokens: int = 10
     """The target's most likely tokens that a rejection shows the draft, by topk and tail_escape."""
     tail_samples: int = 4
@@ -71,9 +71,7 @@ class DecodeConfig:
         """The acceptance rule that decides."""
         if self.temperature == 0:
             return "match"
-        if self.verifier == "auto":
-            return "rejection" if self.schedule.can_sample else "match"
-        return self.verifier
+        return self.schedule.auto_rule if self.verifier == "auto" else self.verifier
 
     @classmethod
     def of(cls, schedule: str | Schedule = SPD.name, **settings: Any) -> DecodeConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,14 +12,17 @@ from torch import Tensor
 
 from pipedraft.inference.clock import VirtualClock
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines.local import Ahead, LocalPipeline, Returned
+from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
+from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget, check_draft
+from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
+from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPD
 from pipedraft.inference.shapes import TreeShape, segment_sizes
 from pipedraft.inference.sources import DraftSource, Sampling, make_source
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom, Walk, make_verifier
+from pipedraft.inference.verify import DraftToken, KeyedRandom, Walk, make_verifier
 from pipedraft.models.target import Keep, StagedTarget
 
 
@@ -35,11 +37,12 @@ class Engine:
         draft: Any | None = None,
         *,
         source: DraftSource | None = None,
-        connect: Callable[[StagedTarget], Any] = LocalPipeline,
+        connect: Callable[[Any], Pipeline] = LocalPipeline,
     ) -> None:
         """
         Args:
-            target: causal LM as returned by ``load_target``.
+            target: causal LM as returned by ``load_target``, or a ``RemoteTarget`` for a pipeline
+                whose target is elsewhere.
             draft: from ``load_draft`` or ``load_draft_model``; None only for the autoregressive
                 schedule.
             source: draft tokens instead of a network's, for example of a simulated draft.
@@ -61,9 +64,11 @@ class Engine:
         self.pipeline = connect(self.target)
         self._check_growth()
 
-    def _stage(self, target: Any) -> StagedTarget:
+    def _stage(self, target: Any) -> StagedTarget | RemoteTarget:
         """Cut the target; a draft that reads the stages' outputs says where."""
         config, trained = self.config, None
+        if isinstance(target, RemoteTarget):
+            return target
         if self.draft is not None:
             trained = self.draft.num_stages
         if self.draft is None or trained is None:
@@ -84,6 +89,7 @@ class Engine:
     def _check_growth(self) -> None:
         """Refuse trees on a recurrent target, and a schedule whose verb the draft lacks."""
         schedule, source = self.config.schedule, self.make_source()
+        self._check_link(schedule, source)
         draft_is_chain_only = source is not None and source.is_chain_only
         if (self.target.is_chain_only or draft_is_chain_only) and not schedule.is_chain:
             owner = "target" if self.target.is_chain_only else "draft"
@@ -101,6 +107,21 @@ class Engine:
                 f"choose {' or '.join(known)}"
             )
 
+    def _check_link(self, schedule: Schedule, source: DraftSource | None) -> None:
+        fits = [name for name, other in SCHEDULES.items() if other.needs_link] + ["autoregressive"]
+        if schedule.needs_link and not self.pipeline.is_link:
+            raise ValueError(
+                f"schedule: {schedule.name!r} decodes across a link; give --server HOST:PORT, use "
+                "eval edge, or choose another schedule"
+            )
+        if self.pipeline.is_link and schedule.name not in fits:
+            raise ValueError(
+                f"schedule: {schedule.name!r} does not decode across a link; choose one of "
+                f"{', '.join(fits)}"
+            )
+        if self.pipeline.is_link and source is not None:
+            check_draft(source)
+
     def make_source(self) -> DraftSource | None:
         if self._source is not None:
             return self._source
@@ -113,7 +134,8 @@ class Engine:
     @property
     def draft_cost(self) -> float:
         """Modelled time of one draft forward, in target passes of one token."""
-        if self.config.cost.draft_forward is not None or self.draft is None:
+        is_elsewhere = isinstance(self.target, RemoteTarget)
+        if self.config.cost.draft_forward is not None or self.draft is None or is_elsewhere:
             return self.config.cost.draft_forward or 0.0
         return self.draft.relative_cost(self.target)
 
@@ -142,9 +164,13 @@ class Engine:
                 f"prompt: {len(prompt_ids)} tokens leave no room in the target's "
                 f"{self.target.max_positions} positions; shorten it"
             )
-        session = Session(self, prompt_ids, prompt_index, on_token)
-        self.config.schedule.run(session)
-        return session.finish()
+        try:
+            session = Session(self, prompt_ids, prompt_index, on_token)
+            self.config.schedule.run(session)
+            return session.finish()
+        except BaseException:
+            self.pipeline.abandon()
+            raise
 
 
 class Session:
@@ -159,7 +185,9 @@ class Session:
     ) -> None:
         config = engine.config
         self.engine, self.config, self.on_token = engine, config, on_token
-        self.started = time.perf_counter()
+        self.pipeline = engine.pipeline
+        self.pipeline.open(config, prompt_index)
+        self.started = self.pipeline.now()
         self.random = KeyedRandom(config.seed, prompt_index)
         self.verifier = make_verifier(
             config.rule,
@@ -170,7 +198,6 @@ class Session:
         )
         self.sampling = Sampling(self.verifier)
         self.source = engine.make_source()
-        self.pipeline = engine.pipeline
         self.clock = VirtualClock(config.cost, engine.target.boundaries, engine.draft_cost)
         self.result = DecodeResult(
             prompt_ids=list(prompt_ids),
@@ -186,8 +213,8 @@ class Session:
         token, features = self.pipeline.prefill(torch.tensor(prompt_ids), taps, self.verifier)
         if self.source is not None:
             self.source.begin(features, [*prompt_ids, token])
-        self.result.prefill_s = time.perf_counter() - self.started
-        self.tree = TokenTree(token, len(prompt_ids))
+        self.result.prefill_s = self.pipeline.now() - self.started
+        self.tree = self._fresh_tree(token, len(prompt_ids))
         self._emit(token)
 
     # -- verbs ------------------------------------------------------------------------------
@@ -267,8 +294,10 @@ class Session:
         """Count what the draft does and adds, and its time."""
         source = self.drafter
         num_rows, num_forwards = len(self.tree), source.num_forwards
+        started_s = self.pipeline.now()
         with self.pipeline.timeline.span("draft"):
             yield
+        self.pipeline.drafted(len(self.tree) - num_rows, started_s)
         self.result.num_drafted += len(self.tree) - num_rows
         self.pending_forwards += source.num_forwards - num_forwards
 
@@ -295,6 +324,8 @@ class Session:
             returned = self.step()
             if returned is not None:
                 parts.append(returned)
+        if len(parts) == 1:
+            return parts[0]
         return Returned(len(self.tree), torch.cat([part.verdicts for part in parts]))
 
     def step(self, *, overlap: bool = False, ahead: bool = False) -> Returned | None:
@@ -305,9 +336,10 @@ class Session:
                 step prunes it, so that processes may begin with it before.
         """
         returned = self.pipeline.tick(self._ahead() if ahead else None)
-        self.clock.step(
-            self.pipeline.last_rows, draft_forwards=self.pending_forwards, overlap=overlap
-        )
+        if not self.pipeline.is_link:
+            self.clock.step(
+                self.pipeline.last_rows, draft_forwards=self.pending_forwards, overlap=overlap
+            )
         self.pending_forwards = 0
         return returned
 
@@ -319,7 +351,9 @@ class Session:
         return Ahead(self.tree.segment(first, count), lambda returned: self._verify(returned)[1])
 
     def _verify(self, returned: Returned) -> tuple[Walk, Keep]:
-        walk = self.verifier.walk(self.tree, returned.verdicts)
+        walk = self.pipeline.walk(self.verifier, self.tree, returned)
+        if walk.restarts:
+            return walk, Keep(tuple(walk.path), len(walk.path))
         return walk, self.tree.keep_for(walk.path, walk.next_token)
 
     def resolve(self, returned: Returned) -> bool:
@@ -333,7 +367,10 @@ class Session:
         committed = self.pipeline.keep(keep)
         next_position = self.tree.position(walk.path[-1]) + 1
         hit = len(keep.rows) > keep.num_committed
-        self.tree = self.tree.reroot(keep) if hit else TokenTree(walk.next_token, next_position)
+        if hit:
+            self.tree = self.tree.reroot(keep)
+        else:
+            self.tree = self._fresh_tree(walk.next_token, next_position)
         accepted = None
         for index, token in enumerate(emitted):
             if self.done:
@@ -354,12 +391,57 @@ class Session:
     def finish(self) -> DecodeResult:
         result = self.result
         result.text = self.engine.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-        result.num_steps = self.clock.num_steps
+        num_passes = self.pipeline.close()
+        result.num_steps = self.clock.num_steps if num_passes is None else num_passes
         result.virtual_time = self.clock.time
         result.step_log = self.clock.log
         result.virtual_time_autoregressive = self.clock.autoregressive_time(result.num_tokens)
         result.num_draft_forwards = self.source.num_forwards if self.source else 0
         return result
+
+    # -- across a link ----------------------------------------------------------------------
+
+    @property
+    def link(self) -> LinkedPipeline:
+        assert isinstance(self.pipeline, LinkedPipeline), "the engine refuses other pipelines"
+        return self.pipeline
+
+    @property
+    def end_is_drafted(self) -> bool:
+        """If all draft tokens are right, the sequence ends with them."""
+        tree, target = self.tree, self.engine.target
+        length = tree.position(len(tree) - 1) + 1
+        longest = len(self.result.prompt_ids) + self.config.max_new_tokens
+        ends = set(target.eos_token_ids)
+        return length >= min(longest, target.max_positions) or any(
+            token in ends for token in tree.tokens[1:]
+        )
+
+    def send_batch(self, *, is_early: bool = False) -> None:
+        """Send the draft tokens that the target does not know yet, and the root if it is one.
+
+        Args:
+            is_early: more of the batch follows.
+        """
+        tree, first = self.tree, self.tree.num_injected
+        rows = range(max(first, 1), len(tree))
+        drawn = [DraftToken(tree.tokens[row], tree.draft_probabilities[row]) for row in rows]
+        self.link.send(
+            tree.tokens[first:1],
+            [token.token for token in drawn],
+            [token.q for token in drawn] if self.verifier.needs_q else [],
+            is_early=is_early,
+        )
+        tree.num_injected = len(tree)
+
+    def stream(self) -> None:
+        """Let the target decode alone to the end; what is away is still answered."""
+        self.tree.truncate(max(self.tree.num_injected, 1))  # nobody will see the others
+        while not self.done:
+            if not self.link.is_streaming:
+                self.link.stream(self.tree.tokens[self.tree.num_injected : 1])
+                self.tree.num_injected = max(self.tree.num_injected, 1)
+            self.resolve(self.link.tick())
 
     # -- bookkeeping ------------------------------------------------------------------------
 
@@ -376,10 +458,15 @@ class Session:
         self.round_length = 0
         self.num_rounds += 1
 
+    def _fresh_tree(self, token: int, position: int) -> TokenTree:
+        tree = TokenTree(token, position)
+        tree.num_injected = int(self.pipeline.knows_root)
+        return tree
+
     def _emit(self, token: int) -> None:
         self.result.emit(
             token,
-            time.perf_counter() - self.started,
+            self.pipeline.now() - self.started,
             eos_token_ids=self.engine.target.eos_token_ids,
             max_new_tokens=self.config.max_new_tokens,
             limit=self.engine.target.max_positions,

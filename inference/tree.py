@@ -53,6 +53,15 @@ class TokenTree:
         self.draft_probabilities.append(q)
         return row
 
+    def truncate(self, count: int) -> None:
+        """Forget all rows but the first ``count``."""
+        for row in range(count, len(self)):
+            del self._children[self.parents[row]][self.tokens[row]]
+        for column in (self.tokens, self.parents, self.depths, self.scores, self._children):
+            del column[count:]
+        del self.draft_probabilities[count:]
+        self._num_filled = min(self._num_filled, count)
+
     def child(self, row: int, token: int) -> int | None:
         return self._children[row].get(token)
 

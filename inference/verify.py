@@ -47,6 +47,8 @@ class Walk:
     """Token after the path: a child in the tree whose logits are still in flight, or not in it."""
     tests: list[bool]
     """One entry for each token that was tested against draft tokens: whether one was right."""
+    restarts: bool = False
+    """Nothing of the tree is left, whatever follows the path."""
 
 
 # -- the rules ------------------------------------------------------------------------------

@@ -97,11 +97,11 @@ def main() -> None:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import pipedraft.inference.edge_cloud.client
-    import pipedraft.inference.edge_cloud.edge_command
-    import pipedraft.inference.edge_cloud.serve_command
-    import pipedraft.inference.edge_cloud.server
+    import pipedraft.inference.pipelines.remote
+    import pipedraft.inference.remote_command
     import pipedraft.inference.schedules
+    import pipedraft.inference.transport.serve
+    import pipedraft.inference.transport.server
     import pipedraft.models.target  # noqa: F401
 
     torch.set_num_threads(1)

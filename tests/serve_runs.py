@@ -1,20 +1,23 @@
-"""A server and edges on 127.0.0.1, for tests: everything ends with the ``with``."""
+"""A server and clients on 127.0.0.1, for tests: everything ends with the ``with``."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from conftest import tiny_llama
+from decode_runs import PlainTokenizer
 
-from pipedraft.inference.edge_cloud.client import EdgeClient, EdgeDraft, EdgeOutcome
-from pipedraft.inference.edge_cloud.connection import Access, Connection
-from pipedraft.inference.edge_cloud.drafter import ChainDrafter
-from pipedraft.inference.edge_cloud.messages import Open, Settings, encode
-from pipedraft.inference.edge_cloud.methods import METHODS, Wishes
-from pipedraft.inference.edge_cloud.server import Security, Server
-from pipedraft.inference.edge_cloud.session_table import Limits
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
+from pipedraft.inference.transport import wire
+from pipedraft.inference.transport.server import Security, Server
+from pipedraft.inference.transport.session_messages import MAX_BYTES, Open, Settings, encode
+from pipedraft.inference.transport.session_table import Limits
+from pipedraft.inference.transport.stream import Access, Connection
 from pipedraft.models.language_model import LanguageModelDraft
 
 LIMIT_S = 90
@@ -46,40 +49,83 @@ async def serving(target: Any, port: int = 0, **options: Any) -> AsyncIterator[S
         await server.stop(0.0, asyncio.Event())
 
 
-def lm_draft(target: Any, /, *, right: bool = False, **hashes: str) -> EdgeDraft:
+def lm_draft(target: Any, /, *, right: bool = False, **hashes: str) -> LocalDraft:
     """The target itself, or a random model that is right by chance."""
     vocab = target.config.vocab_size
     model = target if right else tiny_llama(layers=1, vocab=vocab, seed=1)
-    return EdgeDraft(make=lambda: ChainDrafter.of(LanguageModelDraft(model, model)), **hashes)
+    return LocalDraft(network=LanguageModelDraft(model, model), **hashes)
 
 
 def access_to(port: int, **options: Any) -> Access:
     return Access(server=f"127.0.0.1:{port}", **{"connect_s": 20.0, **options})
 
 
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """In a thread of its own, however many there are."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(result) if error is None else done.set_exception(error)
+
+    def target() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=target, daemon=True).start()
+    return await done
+
+
 async def decode(
     port: int,
     prompt: list[int],
     *,
-    method: str = "flexspec",
-    draft: EdgeDraft | None = None,
+    schedule: str = "flexspec",
+    draft: LocalDraft | None = None,
     warnings: list[str] | None = None,
     access: dict[str, Any] | None = None,
     on_token: Any = None,
     keeps_drafting: bool = True,
     prompt_index: int = 0,
-    **wishes: Any,
-) -> EdgeOutcome:
-    async with Connection(access_to(port, **(access or {}))) as connection:
-        client = EdgeClient(
-            connection=connection,
-            method=METHODS[method],
-            wishes=Wishes(**{"max_new_tokens": 24, **wishes}),
-            draft=draft,
-            keeps_drafting=keeps_drafting,
-            warn=[].append if warnings is None else warnings.append,
-        )
-        return await client.decode(prompt, prompt_index=prompt_index, on_token=on_token)
+    tokenizer: str = "",
+    **settings: Any,
+) -> SimpleNamespace:
+    loop = asyncio.get_running_loop()
+    config = DecodeConfig.of(schedule, num_stages=1, **{"max_new_tokens": 24, **settings})
+
+    def tell(token: int) -> None:
+        if on_token is not None:
+            loop.call_soon_threadsafe(on_token, token)
+
+    def work() -> SimpleNamespace:
+        with Connection(access_to(port, **(access or {}))) as connection:
+            pipeline = RemotePipeline(
+                connection,
+                draft,
+                keeps_drafting=keeps_drafting,
+                tokenizer=tokenizer,
+                warn=[].append if warnings is None else warnings.append,
+            )
+            network = None if draft is None else draft.network
+            engine = Engine(
+                pipeline.target, PlainTokenizer(), config, network, connect=lambda _: pipeline
+            )
+            result = engine.decode(prompt, prompt_index=prompt_index, on_token=tell)
+            return SimpleNamespace(
+                result=result,
+                bytes=connection.bytes,
+                fallback=pipeline.fallback,
+                num_breaks=connection.num_breaks,
+                num_reopened=pipeline.num_reopened,
+                round_trip_s=pipeline.estimates.link.state.round_trip_s,
+            )
+
+    return await in_thread(work)
 
 
 def run(scene: Any) -> Any:
@@ -92,13 +138,28 @@ def run(scene: Any) -> Any:
     return asyncio.run(bounded())
 
 
+class RawConnection:
+    """A channel without manners; ``async with``."""
+
+    def __init__(self, access: Access) -> None:
+        self.grpc, self.access = wire.import_grpc(), access
+
+    async def __aenter__(self) -> "RawConnection":
+        options = wire.channel_options(MAX_BYTES)
+        self.channel = self.grpc.aio.insecure_channel(self.access.server, options)
+        return self
+
+    async def __aexit__(self, *exception: Any) -> None:
+        await self.channel.close()
+
+
 class Raw:
     """A client that says what it likes: bytes up, bytes down, and how the call ended."""
 
-    def __init__(self, connection: Connection, **metadata: str) -> None:
+    def __init__(self, connection: RawConnection, **metadata: str) -> None:
         self.grpc = connection.grpc
         options = {"metadata": tuple(metadata.items())} if metadata else {}
-        self.call = connection._session(**options)
+        self.call = connection.channel.stream_stream(f"/{wire.SERVICE}/Session")(**options)
 
     async def send(self, *messages: Any) -> None:
         for message in messages:

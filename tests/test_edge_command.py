@@ -9,8 +9,8 @@ from conftest import REPOSITORY
 from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.edge.measures import SAME_TEXT_RULES
+from pipedraft.eval.edge.methods import METHODS
 from pipedraft.inference.config import RULE_NAMES
-from pipedraft.inference.edge_cloud.methods import METHODS
 
 TARGET = str(REPOSITORY / "assets" / "target")
 WORDS = ["edge", "--target", TARGET, "--draft-model", TARGET]

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from edge_runs import TableSource, TableTarget, run_session
+from link_runs import TableSource, TableTarget, run_session
 from scipy.stats import chi2, chisquare, kstest
 
 from pipedraft.inference.verify import (
@@ -38,7 +38,7 @@ def tables() -> tuple[torch.Tensor, torch.Tensor]:
 
 def sample(rule, plan, seed, max_new_tokens, **options) -> list[int]:
     target_VV, draft_VV = tables()
-    edge, _ = run_session(
+    result, _ = run_session(
         TableTarget(target_VV),
         TableSource(draft_VV),
         [1],
@@ -49,7 +49,7 @@ def sample(rule, plan, seed, max_new_tokens, **options) -> list[int]:
         max_new_tokens=max_new_tokens,
         **options,
     )
-    return edge.text.result.token_ids
+    return result.token_ids
 
 
 def counted_triples(rule, plan, **options) -> np.ndarray:

@@ -1,22 +1,19 @@
-"""Edge and cloud over gRPC: the target's own text, whatever the link and the server do."""
+"""A target behind gRPC: the target's own text, whatever the link and the server do."""
 
 import asyncio
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from conftest import tiny_llama
 from decode_runs import PROMPTS, greedy_reference, plain_text
-from edge_runs import make_scene
-from serve_runs import access_to, decode, lm_draft, make_target, run, serving
+from link_runs import simulate
+from serve_runs import decode, lm_draft, make_target, run, serving
 
+from pipedraft.benchmarks.emulated_link import EmulatedLink
 from pipedraft.errors import Failure
+from pipedraft.eval.edge import methods
 from pipedraft.inference.channel import Link
-from pipedraft.inference.edge_cloud import methods
-from pipedraft.inference.edge_cloud.client import EdgeClient
-from pipedraft.inference.edge_cloud.connection import Connection
-from pipedraft.inference.edge_cloud.emulated_link import EmulatedLink
 from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.language_model import LanguageModelDraft
 
@@ -24,22 +21,22 @@ NEW_TOKENS = 24
 
 
 @pytest.mark.parametrize("right", [False, True])
-@pytest.mark.parametrize("method", ["cloud", "flexspec", "picospec", "pearl"])
-def test_greedy_text_is_plain_decodings(method, right):
+@pytest.mark.parametrize("schedule", ["autoregressive", "flexspec", "picospec", "pearl"])
+def test_greedy_text_is_plain_decodings(schedule, right):
     target = make_target()
-    draft = None if method == "cloud" else lm_draft(target, right=right)
+    draft = None if schedule == "autoregressive" else lm_draft(target, right=right)
 
     async def scene():
         async with serving(target) as server:
             return [
-                await decode(server.port, prompt, method=method, draft=draft)
+                await decode(server.port, prompt, schedule=schedule, draft=draft)
                 for prompt in PROMPTS[:3]
             ]
 
     for prompt, outcome in zip(PROMPTS, run(scene()), strict=False):
         assert outcome.result.token_ids == greedy_reference(target, prompt, NEW_TOKENS)
         assert sum(outcome.result.round_lengths) == outcome.result.num_tokens
-        if method == "cloud":
+        if schedule == "autoregressive":
             assert outcome.result.num_steps == NEW_TOKENS - 1  # a pass a token after the prompt's
 
 
@@ -53,7 +50,7 @@ def test_a_text_that_ends_with_eos_or_at_once():
     async def scene():
         async with serving(target) as server:
             draft = lm_draft(target, right=True)
-            whole = await decode(server.port, [1, 2, 3], method="picospec", draft=draft)
+            whole = await decode(server.port, [1, 2, 3], schedule="picospec", draft=draft)
             one = await decode(server.port, [1, 2, 3], draft=draft, max_new_tokens=1)
             return whole.result, one.result
 
@@ -73,20 +70,20 @@ def test_sampled_text_is_the_engines_with_the_same_seed(rule):
                     await decode(
                         server.port,
                         [3, 1, 4],
-                        method=method,
+                        schedule=schedule,
                         draft=lm_draft(target),
                         temperature=0.9,
-                        rule=rule,
+                        verifier=rule,
                         seed=4,
                         prompt_index=7,
                     )
                 ).result.token_ids
-                for method in ("flexspec", "picospec")
+                for schedule in ("flexspec", "picospec")
             ]
 
     first, second = run(scene())
-    scene_here = make_scene(target, None, temperature=0.9, rule=rule, seed=4, max_new_tokens=24)
-    virtual = methods.decode(methods.METHODS["cloud"], scene_here, [3, 1, 4], prompt_index=7)
+    simulation = simulate(target, None, temperature=0.9, rule=rule, seed=4, max_new_tokens=24)
+    virtual = methods.decode(methods.METHODS["cloud"], simulation, [3, 1, 4], prompt_index=7)
     assert first == second == virtual.result.token_ids
     if rule == "match":
         options = {"temperature": 0.9, "seed": 4, "max_new_tokens": NEW_TOKENS}
@@ -98,30 +95,39 @@ def test_rules_with_payloads_give_the_text_of_the_virtual_clock(rule):
     """Stop and wait with a fixed length: the messages do not depend on times."""
     target = make_target()
     network = tiny_llama(layers=1, vocab=16, seed=1)
-    wishes = {"temperature": 1.0, "rule": rule, "seed": 2, "top_k": 2, "tail_samples": 1}
+    settings = {"temperature": 1.0, "seed": 2, "tail_samples": 1}
 
     async def scene():
         async with serving(target) as server:
             return await decode(
-                server.port, [5, 6], method="stop_and_wait", draft=lm_draft(target), **wishes
+                server.port,
+                [5, 6],
+                schedule="stop_and_wait",
+                draft=lm_draft(target),
+                verifier=rule,
+                payload_tokens=2,
+                **settings,
             )
 
-    virtual_scene = make_scene(
-        target, LanguageModelDraft(network, target), max_new_tokens=NEW_TOKENS, **wishes
+    simulation = simulate(
+        target,
+        LanguageModelDraft(network, target),
+        max_new_tokens=NEW_TOKENS,
+        rule=rule,
+        top_k=2,
+        **settings,
     )
-    virtual = methods.decode(
-        methods.METHODS["stop_and_wait"], virtual_scene, [5, 6], prompt_index=0
-    )
+    virtual = methods.decode(methods.METHODS["stop_and_wait"], simulation, [5, 6], prompt_index=0)
     assert run(scene()).result.token_ids == virtual.result.token_ids
 
 
 # -- broken links and servers ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["cloud", "flexspec", "picospec"])
-def test_a_broken_connection_loses_nothing(method):
+@pytest.mark.parametrize("schedule", ["autoregressive", "flexspec", "picospec"])
+def test_a_broken_connection_loses_nothing(schedule):
     target = make_target()
-    draft = None if method == "cloud" else lm_draft(target, right=method == "picospec")
+    draft = None if schedule == "autoregressive" else lm_draft(target, right=schedule == "picospec")
 
     async def scene():
         async with (
@@ -138,7 +144,7 @@ def test_a_broken_connection_loses_nothing(method):
                     link.drop()
 
             outcome = await decode(
-                link.port, [1, 2], method=method, draft=draft, on_token=drop_sometimes
+                link.port, [1, 2], schedule=schedule, draft=draft, on_token=drop_sometimes
             )
             return outcome, seen, server.table.num_opened, link.num_connections
 
@@ -149,15 +155,19 @@ def test_a_broken_connection_loses_nothing(method):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", ["flexspec", "picospec"])
-def test_a_restarted_server_gets_the_text_so_far(method, temperature):
+@pytest.mark.parametrize("schedule", ["flexspec", "picospec"])
+def test_a_restarted_server_gets_the_text_so_far(schedule, temperature):
     target = make_target()
-    wishes = {"temperature": temperature, "rule": "match", "seed": 3}
+    settings = {"temperature": temperature, "seed": 3}
+    if temperature:
+        settings["verifier"] = "match"
 
     async def scene():
         async with serving(target) as server:
             port, restart, seen = server.port, asyncio.Event(), list[int]()
-            unbroken = await decode(port, [4, 2], method=method, draft=lm_draft(target), **wishes)
+            unbroken = await decode(
+                port, [4, 2], schedule=schedule, draft=lm_draft(target), **settings
+            )
 
             def note(token: int) -> None:
                 seen.append(token)
@@ -165,7 +175,14 @@ def test_a_restarted_server_gets_the_text_so_far(method, temperature):
                     restart.set()
 
             text = asyncio.create_task(
-                decode(port, [4, 2], method=method, draft=lm_draft(target), on_token=note, **wishes)
+                decode(
+                    port,
+                    [4, 2],
+                    schedule=schedule,
+                    draft=lm_draft(target),
+                    on_token=note,
+                    **settings,
+                )
             )
             await restart.wait()
             await server.stop(0.0, asyncio.Event())
@@ -203,7 +220,9 @@ def test_without_a_server_the_edge_gives_up():
             port = server.port
         began_s = time.monotonic()
         with pytest.raises(Failure, match=f"127.0.0.1:{port} could not be used for 0.5 s"):
-            await decode(port, [1], method="cloud", access={"give_up_s": 0.5, "connect_s": 1.0})
+            await decode(
+                port, [1], schedule="autoregressive", access={"give_up_s": 0.5, "connect_s": 1.0}
+            )
         return time.monotonic() - began_s
 
     assert run(scene()) < 15
@@ -222,7 +241,9 @@ def test_a_server_that_hangs_is_left_and_tried_again():
                 session.add(replies) if session.stream in hanging else send(session, replies)
 
             server._send = swallow
-            return await decode(server.port, [1, 2], method="cloud", access={"answer_s": 0.7})
+            return await decode(
+                server.port, [1, 2], schedule="autoregressive", access={"answer_s": 0.7}
+            )
 
     outcome = run(scene())
     assert outcome.result.token_ids == greedy_reference(target, [1, 2], NEW_TOKENS)
@@ -252,22 +273,17 @@ def test_another_targets_draft_warns_and_the_cloud_decodes_alone(field):
 
 def test_a_draft_that_is_too_slow_is_given_up_in_the_middle_of_the_text():
     target = make_target()
-    fast = lm_draft(target)
+    draft = lm_draft(target)
+    logits = draft.network.logits
 
-    def slow():
-        drafter = fast.make()
-        logits = drafter.logits
+    def wait_first(hidden_QH):
+        time.sleep(0.05)
+        return logits(hidden_QH)
 
-        def wait_first():
-            time.sleep(0.05)
-            return logits()
-
-        drafter.logits = wait_first
-        return drafter
+    draft.network.logits = wait_first
 
     async def scene():
         async with serving(target) as server:
-            draft = replace(fast, make=slow)
             options = {"draft": draft, "max_new_tokens": 48, "policy": "fixed:1"}
             return [
                 await decode(server.port, [1, 2], keeps_drafting=keeps, **options)
@@ -276,7 +292,7 @@ def test_a_draft_that_is_too_slow_is_given_up_in_the_middle_of_the_text():
 
     given_up, kept = run(scene())
     assert given_up.result.token_ids == greedy_reference(target, [1, 2], 48)
-    assert "the cloud alone about" in given_up.fallback and kept.fallback == ""
+    assert "the target alone about" in given_up.fallback and kept.fallback == ""
     assert 0 < given_up.result.num_drafted < kept.result.num_drafted
 
 
@@ -300,18 +316,13 @@ def test_another_tokenizer_is_refused():
     other = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
 
     async def scene():
-        async with (
-            serving(make_target()) as server,
-            Connection(access_to(server.port)) as connection,
-        ):
-            client = EdgeClient(
-                connection=connection,
-                method=methods.METHODS["cloud"],
-                wishes=methods.Wishes(),
-                draft=None,
-                tokenizer=vocabulary_hash(other),
-            )
+        async with serving(make_target()) as server:
             with pytest.raises(ValueError, match="another tokenizer"):
-                await client.decode([1])
+                await decode(
+                    server.port,
+                    [1],
+                    schedule="autoregressive",
+                    tokenizer=vocabulary_hash(other),
+                )
 
     run(scene())

@@ -4,8 +4,8 @@ import pytest
 import torch
 from conftest import tiny_llama, tiny_mistral, tiny_qwen3
 
-from pipedraft.inference.edge_cloud.cloud import CloudSession, CloudTarget, run_together
-from pipedraft.inference.edge_cloud.messages import Open, Preverify, Settings, prefix_hash
+from pipedraft.inference.transport.session_messages import Open, Preverify, Settings, prefix_hash
+from pipedraft.inference.transport.target_session import SharedTarget, TargetSession, run_together
 from pipedraft.models.stage_batch import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget
 
@@ -70,15 +70,12 @@ def test_attention_that_mixed_the_texts_would_be_noticed():
 
 def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
     """Rows go together, prompts apart, and both come to the right session."""
-    target = CloudTarget(TARGETS["llama"]())
-    sessions = [CloudSession(target) for _ in PROMPTS]
-    alone = [CloudSession(target) for _ in PROMPTS]
+    target = SharedTarget(TARGETS["llama"]())
+    sessions = [TargetSession(target) for _ in PROMPTS]
+    alone = [TargetSession(target) for _ in PROMPTS]
     passes = []
-    from pipedraft.inference.edge_cloud import cloud
-
     monkeypatch.setattr(
-        cloud,
-        "forward_together",
+        "pipedraft.inference.transport.target_session.forward_together",
         lambda stages, segments: passes.append(len(stages)) or forward_together(stages, segments),
     )
     settings = Settings(is_fast=True, has_bonus=False)

@@ -15,12 +15,13 @@ from command_processes import LIMIT_S, Process
 from conftest import byte_tokenizer, tiny_llama
 from decode_runs import greedy_reference
 from fork_server import ForkServer
-from serve_runs import Raw, opening
+from serve_runs import Raw, RawConnection, opening
 
-from pipedraft.inference.edge_cloud import edge_command, serve_command
-from pipedraft.inference.edge_cloud.connection import Access, Connection
-from pipedraft.inference.edge_cloud.messages import Close, decode_reply
-from pipedraft.inference.edge_cloud.wire import HEALTH, NOT_SERVING, SERVING, Hello
+from pipedraft.inference.__main__ import main
+from pipedraft.inference.transport import serve as serve_command
+from pipedraft.inference.transport.session_messages import Close, decode_reply
+from pipedraft.inference.transport.stream import Access
+from pipedraft.inference.transport.wire import HEALTH, NOT_SERVING, SERVING, Hello
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
 from pipedraft.models.layers import LayerConfig
@@ -75,9 +76,13 @@ def serve(parent: ForkServer, place: Place, *arguments: str) -> tuple[Process, s
 
 
 def edge(capsys, *arguments: str) -> tuple[str, str]:
-    edge_command.run(arguments)
+    main(["edge", *arguments])
     captured = capsys.readouterr()
     return captured.out, captured.err
+
+
+def edge_run(arguments) -> None:
+    main(["edge", *arguments])
 
 
 def status_of(capsys, server: str) -> dict:
@@ -107,7 +112,7 @@ def test_a_flexspec_draft_gives_the_targets_text_and_its_figures(plain_server, p
     draft = ["--checkpoint", str(place.draft)]
     expected = expected_text(place, "Hello", 20) + "\n"
     for method in ("flexspec", "picospec"):
-        out, err = edge(capsys, *common, *draft, "--method", method, "--keep-drafting")
+        out, err = edge(capsys, *common, *draft, "--schedule", method, "--keep-drafting")
         assert out == expected
         figures = rf"\[{method}\] 19 tokens after the first: [\d.]+ ms a token, .* L' [\d.]+, .* "
         assert re.match(figures + r"tau [\d.]+, .* bytes up .* round trip [\d.]+ ms", err)
@@ -121,7 +126,7 @@ def test_a_flexspec_draft_gives_the_targets_text_and_its_figures(plain_server, p
 
 def test_a_client_that_is_killed_leaves_nothing_behind(parent, plain_server, place, capsys):
     _, address = plain_server
-    draft = ["--draft-model", str(place.target), "--method", "flexspec", "--policy", "fixed:1"]
+    draft = ["--draft-model", str(place.target), "--schedule", "flexspec", "--policy", "fixed:1"]
     words = ["edge", "--server", address, "--raw", "--prompt", "Hi", *draft, "--keep-drafting"]
     client = Process.start(parent, place.folder, *words, "--max-new-tokens", "500")
     deadline_s = time.monotonic() + LIMIT_S
@@ -140,8 +145,8 @@ def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_server, pl
     process, address = plain_server
 
     async def scene():
-        async with asyncio.timeout(LIMIT_S), Connection(Access(server=address)) as connection:
-            check = connection._channel.unary_unary(f"/{HEALTH}/Check")
+        async with asyncio.timeout(LIMIT_S), RawConnection(Access(server=address)) as connection:
+            check = connection.channel.unary_unary(f"/{HEALTH}/Check")
             assert await check(b"") == SERVING
             raw, late = Raw(connection), Raw(connection)
             await raw.send(Hello(), opening([1, 2, 3]))
@@ -196,17 +201,24 @@ def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
         (serve_command.run, ["--target", "x", "--tls-cert", "c"], "give both or neither"),
         (serve_command.run, ["--target", "x", "--idle-s", "0"], "idle_s: 0.0; give a finite"),
         (serve_command.run, ["--target", "/nowhere"], "no folder '/nowhere'"),
-        (edge_command.run, ["--server", "x:1"], "--prompt or --status: missing"),
-        (edge_command.run, ["--server", "nowhere", "--prompt", "a"], "give host:port"),
-        (edge_command.run, ["--server", "x:1", "--prompt", " "], "--prompt: ' ' is empty"),
-        (edge_command.run, ["--server", "x:1", "--prompt", "a"], "--tokenizer: missing"),
+        (edge_run, ["--server", "x:1"], "--prompt or --status: missing"),
+        (edge_run, ["--prompt", "a"], "--server: missing; give HOST:PORT"),
+        (main, ["--prompt", "a", "--keep-drafting"], "--keep-drafting: it needs --server"),
         (
-            edge_command.run,
-            ["--server", "x:1", "--prompt", "a", "--method", "picospec"],
-            "--method: picospec drafts",
+            edge_run,
+            ["--server", "x:1", "--prompt", "a", "--stages", "4"],
+            "--stages: the target is",
+        ),
+        (edge_run, ["--server", "nowhere", "--prompt", "a"], "give host:port"),
+        (edge_run, ["--server", "x:1", "--prompt", " "], "--prompt: ' ' is empty"),
+        (edge_run, ["--server", "x:1", "--prompt", "a"], "--tokenizer: missing"),
+        (
+            edge_run,
+            ["--server", "x:1", "--prompt", "a", "--schedule", "picospec"],
+            "--schedule: picospec drafts",
         ),
         (
-            edge_command.run,
+            edge_run,
             ["--server", "x:1", "--prompt", "a", "--answer-s", "-1"],
             "'-1' is no time",
         ),
@@ -224,4 +236,4 @@ def test_a_draft_that_reads_hidden_states_is_refused(place):
     description = json.loads((place.draft / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**description, "draft_type": "eagle"}))
     with pytest.raises(ValueError, match="a eagle draft reads hidden states"):
-        edge_command.run(["--server", "x:1", "--prompt", "a", "--checkpoint", str(folder)])
+        main(["edge", "--server", "x:1", "--prompt", "a", "--checkpoint", str(folder)])

@@ -6,15 +6,24 @@ import time
 import pytest
 import torch
 from decode_runs import greedy_reference
-from serve_runs import Raw, access_to, decode, lm_draft, make_target, opening, run, serving
+from serve_runs import (
+    Raw,
+    RawConnection,
+    access_to,
+    decode,
+    lm_draft,
+    make_target,
+    opening,
+    run,
+    serving,
+)
 
-from pipedraft.inference.edge_cloud import cloud
-from pipedraft.inference.edge_cloud import server as server_module
-from pipedraft.inference.edge_cloud.cloud import CloudSession
-from pipedraft.inference.edge_cloud.connection import Connection
-from pipedraft.inference.edge_cloud.messages import Verify, decode_reply, prefix_hash
-from pipedraft.inference.edge_cloud.session_table import HeldSession
-from pipedraft.inference.edge_cloud.wire import Hello
+from pipedraft.inference.transport import server as server_module
+from pipedraft.inference.transport import target_session
+from pipedraft.inference.transport.session_messages import Verify, decode_reply, prefix_hash
+from pipedraft.inference.transport.session_table import HeldSession
+from pipedraft.inference.transport.target_session import TargetSession
+from pipedraft.inference.transport.wire import Hello
 
 POISON = 63
 """The token of a session that fails."""
@@ -23,7 +32,7 @@ NUM_TOKENS = 60
 
 def poisoned_pass(monkeypatch, when):
     """A pass with a row of the poisoned token fails, alone or with others, at a chosen moment."""
-    together, alone = cloud.forward_together, CloudSession.run
+    together, alone = target_session.forward_together, TargetSession.run
 
     def check(segments):
         if any(POISON in segment.ids.tolist() for segment in segments):
@@ -41,8 +50,8 @@ def poisoned_pass(monkeypatch, when):
             check([session._segment])
         alone(session)
 
-    monkeypatch.setattr(cloud, "forward_together", forward)
-    monkeypatch.setattr(CloudSession, "run", run)
+    monkeypatch.setattr(target_session, "forward_together", forward)
+    monkeypatch.setattr(TargetSession, "run", run)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -55,7 +64,7 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
     def run_together(cores):
         time.sleep(0.01)  # so that the others stream until the last failure
         batches.append([POISON in core._guesses for core in cores])
-        cloud.run_together(cores)
+        target_session.run_together(cores)
 
     monkeypatch.setattr(server_module, "run_together", run_together)
 
@@ -82,11 +91,13 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
     async def scene():
         async with (
             serving(target) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
             honest = [
                 asyncio.create_task(
-                    decode(server.port, prompt, method="cloud", max_new_tokens=NUM_TOKENS)
+                    decode(
+                        server.port, prompt, schedule="autoregressive", max_new_tokens=NUM_TOKENS
+                    )
                 )
                 for prompt in prompts
             ]
@@ -117,7 +128,7 @@ def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
     async def scene():
         async with (
             serving(target) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
             other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(sound)))
             raw = Raw(connection)
@@ -145,7 +156,7 @@ def test_a_target_that_computes_nothing_any_more_ends_the_server(monkeypatch):
     async def scene():
         async with (
             serving(target) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
 
             def fail(*arguments, **options):
@@ -176,7 +187,7 @@ def test_an_unforeseen_failure_of_a_stream_ends_it(monkeypatch, caplog):
 async def one_stream(message):
     async with (
         serving(make_target()) as server,
-        Connection(access_to(server.port)) as connection,
+        RawConnection(access_to(server.port)) as connection,
     ):
         raw = Raw(connection)
         await raw.send(Hello(), message)

@@ -11,6 +11,7 @@ from decode_runs import PROMPTS, greedy_reference
 from serve_runs import (
     TOKENIZER,
     Raw,
+    RawConnection,
     access_to,
     decode,
     lm_draft,
@@ -21,9 +22,7 @@ from serve_runs import (
     serving,
 )
 
-from pipedraft.inference.edge_cloud import connection as connections
-from pipedraft.inference.edge_cloud.connection import Connection
-from pipedraft.inference.edge_cloud.messages import (
+from pipedraft.inference.transport.session_messages import (
     Close,
     Error,
     More,
@@ -33,13 +32,14 @@ from pipedraft.inference.edge_cloud.messages import (
     encode,
     prefix_hash,
 )
-from pipedraft.inference.edge_cloud.session_table import (
+from pipedraft.inference.transport.session_table import (
     MAX_RETAINED_BYTES,
     HeldSession,
     Refused,
 )
-from pipedraft.inference.edge_cloud.wire import PROTOCOL, Hello, Welcome
-from pipedraft.inference.edge_cloud.wire import decode as decode_frame
+from pipedraft.inference.transport.stream import SessionStream
+from pipedraft.inference.transport.wire import PROTOCOL, Hello, Welcome
+from pipedraft.inference.transport.wire import decode as decode_frame
 from pipedraft.models.fingerprint import vocabulary_hash
 
 
@@ -50,7 +50,7 @@ def end_of(*messages, prompt=(1, 2), **server_options):
     async def scene():
         async with (
             serving(target, **server_options) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
             other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(target)))
             raw = Raw(connection)
@@ -122,7 +122,7 @@ def test_what_the_protocol_forbids_gets_an_error_reply(request_, text):
     async def scene():
         async with (
             serving(target) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
             raw = Raw(connection)
             await raw.send(Hello(), opening([1, 2], streams=False), request_)
@@ -148,7 +148,7 @@ def test_random_bytes_and_damaged_messages_leave_the_server_serving():
     async def scene():
         async with (
             serving(target) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
             codes = set()
             for _ in range(150):
@@ -173,44 +173,47 @@ def test_random_bytes_and_damaged_messages_leave_the_server_serving():
 # -- duplicates, order, other people's sessions ---------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["flexspec", "picospec", "pearl"])
-def test_duplicated_reordered_and_stale_messages_change_nothing(method, monkeypatch):
+@pytest.mark.parametrize("schedule", ["flexspec", "picospec", "pearl"])
+def test_duplicated_reordered_and_stale_messages_change_nothing(schedule, monkeypatch):
     target = make_target()
     numbers = random.Random(1)
     counts = {"twice": 0, "late": 0, "stale": 0}
 
-    class Careless(connections.EdgeStream):
+    class Careless(SessionStream):
         """Repeats messages, old ones too, and sends a preverified batch after its verification."""
 
-        said: list[bytes]
-        held: bytes | None = None
+        def __init__(self, connection):
+            super().__init__(connection)
+            self.said: list[bytes] = []
+            self.held: bytes | None = None
 
-        async def send(self, request):
-            if not hasattr(self, "said"):
-                self.said = []
+        def send(self, request):
             data = encode(request)
             if isinstance(request, Preverify) and self.held is None and numbers.random() < 0.5:
                 self.held = data
                 self._unanswered[request.seq] = request
                 return
-            await super().send(request)
+            super().send(request)
             for again, name in ((self.held, "late"), (data, "twice")):
                 if again is not None and (name == "late" or numbers.random() < 0.5):
-                    counts[name] += 1
-                    await self._write(again)
+                    self.say(again, name)
             self.held = None
             if self.said and numbers.random() < 0.5:
-                counts["stale"] += 1
-                await self._write(numbers.choice(self.said))
+                self.say(numbers.choice(self.said), "stale")
             self.said.append(data)
 
-    monkeypatch.setattr("pipedraft.inference.edge_cloud.client.EdgeStream", Careless)
+        def say(self, data, name):
+            if self.is_up:
+                counts[name] += 1
+                self._call.write(data)
+
+    monkeypatch.setattr("pipedraft.inference.pipelines.remote.SessionStream", Careless)
 
     async def scene():
         async with serving(target) as server:
             return [
                 await decode(
-                    server.port, prompt, method=method, draft=lm_draft(target, right=right)
+                    server.port, prompt, schedule=schedule, draft=lm_draft(target, right=right)
                 )
                 for prompt in PROMPTS[:3]
                 for right in (False, True)
@@ -228,7 +231,7 @@ def test_nobody_goes_on_with_another_ones_session():
     async def scene():
         async with (
             serving(target) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
             owner = Raw(connection)
             await owner.send(Hello(), opening([1, 2], streams=False))
@@ -257,8 +260,10 @@ def test_a_token_is_wanted_by_every_call():
         async with serving(target, token="correct horse") as server:
             for token in ("", "wrong", "correct hors", "correct horse "):
                 with pytest.raises(ValueError, match="token: missing or wrong"):
-                    await decode(server.port, [1], method="cloud", access={"token": token})
-            async with Connection(access_to(server.port)) as connection:
+                    await decode(
+                        server.port, [1], schedule="autoregressive", access={"token": token}
+                    )
+            async with RawConnection(access_to(server.port)) as connection:
                 # Refused before it says anything; a write may fail first, with another code.
                 raw = Raw(connection, authorization="Bearer wrong")
                 assert (await raw.end())[0] == "UNAUTHENTICATED"
@@ -267,7 +272,7 @@ def test_a_token_is_wanted_by_every_call():
                     await raw.send(Hello(), opening([1]))
                 assert (await raw.end())[0] != "OK" and not server.table.num_opened
             access = {"token": "correct horse"}
-            outcome = await decode(server.port, [1], method="cloud", access=access)
+            outcome = await decode(server.port, [1], schedule="autoregressive", access=access)
             assert outcome.result.token_ids == greedy_reference(target, [1], 24)
 
     run(scene())
@@ -286,7 +291,7 @@ def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
     async def scene():
         async with (
             serving(target, **limits) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
             holders = [Raw(connection) for _ in range(2)]
             for raw in holders:
@@ -298,7 +303,7 @@ def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
             code, text, metadata = await late.end()
             assert code == "RESOURCE_EXHAUSTED" and "try again later" in text
             assert int(metadata["retry-after-ms"]) > 0
-            waiting = asyncio.create_task(decode(server.port, [1, 2], method="cloud"))
+            waiting = asyncio.create_task(decode(server.port, [1, 2], schedule="autoregressive"))
             await asyncio.sleep(0.3)
             assert not waiting.done() and len(server.table.held) == 2
             await holders[0].send(Close(session=1, epoch=0, seq=1))
@@ -312,7 +317,7 @@ def test_a_text_that_could_never_fit_is_refused_for_good():
     async def scene():
         async with (
             serving(make_target(), cache_bytes=2**18) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
             raw = Raw(connection)
             await raw.send(Hello(), opening([1] * 400))
@@ -330,7 +335,7 @@ def test_guesses_without_a_verdict_are_bounded():
     async def scene():
         async with (
             serving(target) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
             raw = Raw(connection)
             await raw.send(Hello(), opening([1, 2], streams=False))
@@ -364,7 +369,7 @@ def test_silent_sessions_and_sessions_without_a_stream_expire():
     async def scene():
         async with (
             serving(target, idle_s=0.6) as server,
-            Connection(access_to(server.port)) as connection,
+            RawConnection(access_to(server.port)) as connection,
         ):
             silent, gone = Raw(connection), Raw(connection)
             for raw in (silent, gone):
@@ -388,21 +393,13 @@ def test_a_session_ends_after_its_time_and_the_edge_opens_another():
     """The text goes on: what the limit bounds is what one session holds."""
     target = make_target()
     draft = lm_draft(target)
-
-    def slow():
-        drafter = draft.make()
-        logits = drafter.logits
-        drafter.logits = lambda: time.sleep(0.03) or logits()
-        return drafter
+    logits = draft.network.logits
+    draft.network.logits = lambda hidden_QH: time.sleep(0.03) or logits(hidden_QH)
 
     async def scene():
         async with serving(target, session_s=0.8) as server:
             outcome = await decode(
-                server.port,
-                [1, 2],
-                draft=type(draft)(make=slow),
-                policy="fixed:2",
-                max_new_tokens=40,
+                server.port, [1, 2], draft=draft, policy="fixed:2", max_new_tokens=40
             )
             return outcome, server.table.num_opened
 

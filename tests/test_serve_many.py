@@ -37,7 +37,7 @@ def test_fifty_edges_at_once():
     prompts = [
         [numbers.randrange(16) for _ in range(numbers.randrange(1, 20))] for _ in range(NUM_CLIENTS)
     ]
-    ways = ["cloud", "flexspec", "picospec", "pearl"]
+    ways = ["autoregressive", "flexspec", "picospec", "pearl"]
     drafts = [lm_draft(target), lm_draft(target, right=True)]
     peaks = {"sessions": 0, "cache_bytes": 0}
 
@@ -54,7 +54,7 @@ def test_fifty_edges_at_once():
                 decode(
                     server.port,
                     prompt,
-                    method=ways[index % 4],
+                    schedule=ways[index % 4],
                     draft=drafts[index // 4 % 2] if index % 4 else None,
                     max_new_tokens=NEW_TOKENS,
                 )

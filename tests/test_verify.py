@@ -10,7 +10,7 @@ from scipy.stats import chisquare, kstest
 
 from pipedraft.inference import arguments
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.edge_cloud.messages import Settings
+from pipedraft.inference.transport.session_messages import Settings
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import (
     KeyedRandom,

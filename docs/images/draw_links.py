@@ -2,36 +2,36 @@
 
     python docs/images/draw_links.py --out docs/images
 
-Both halves of inference/edge_cloud run on its virtual clock with PicoSpec's constants (24 ms for a
-draft token, 87 ms for a pass of the target) and a link of 60 ms; the draft is known_text.py's.
+Schedules run on the virtual clock of inference/pipelines/link.py with PicoSpec's constants (24 ms
+for a draft token, 87 ms for a pass of the target) and a link of 60 ms; known_text.py has the draft.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from diagram import Diagram
 from known_text import PROMPT, KnownText, draw_luck, greedy_text, make_target
 from picture_files import write_pictures
 
-from pipedraft.inference.channel import Channel, Link, LinkEstimate
-from pipedraft.inference.draft_length import parse_policy
-from pipedraft.inference.edge_cloud.cloud import CloudSession, CloudTarget
-from pipedraft.inference.edge_cloud.constants import TIMES
-from pipedraft.inference.edge_cloud.drafter import ChainDrafter
-from pipedraft.inference.edge_cloud.edge import EdgeSession
-from pipedraft.inference.edge_cloud.messages import (
-    Open,
+from pipedraft.eval.edge.constants import TIMES
+from pipedraft.inference.channel import Channel, Link
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.estimates import Estimates
+from pipedraft.inference.pipelines.link import LinkPipeline
+from pipedraft.inference.pipelines.linked import RemoteTarget
+from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.transport.session_messages import (
     Preverify,
     Reject,
     Reply,
+    Request,
     Result,
-    Settings,
-    decode_request,
 )
-from pipedraft.inference.edge_cloud.methods import METHODS
-from pipedraft.inference.edge_cloud.plan import Beliefs
-from pipedraft.inference.edge_cloud.virtual import VirtualRun
+from pipedraft.inference.transport.target_session import SharedTarget, TargetSession
+from pipedraft.inference.tree import TokenTree
 
 SEED = 1287
 SCALE = 620.0  # pixels for a second
@@ -46,7 +46,7 @@ PICTURES: dict[str, tuple[str, str, float, str]] = {
     "pearl": ("PEARL", "pearl", 0.0, "fixed:4"),
     "picospec": ("PicoSpec", "picospec", 0.0, "survival"),
 }
-"""File, title, method, temperature, draft length."""
+"""File, title, schedule, temperature, draft length."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,6 @@ class Message:
     kind: str = ""
 
 
-class RecordingDrafter(ChainDrafter):
-    """Knows the text, and so whether a guess behind all others is right."""
-
-    def __init__(self, source: KnownText, text: list[int]) -> None:
-        super().__init__(source)
-        self.text = text
-        self.newest: tuple[int, bool] = (0, False)
-
-    def add(self, token: int) -> None:
-        super().add(token)
-        tree = self._tree
-        right = [t == self.text[tree.position(row)] for row, t in enumerate(tree.tokens)]
-        self.newest = (tree.position(len(tree) - 1) - len(PROMPT), all(right))
-
-
 class RecordingChannel(Channel):
     def __init__(self, link: Link) -> None:
         super().__init__(link, seed=0)
@@ -91,10 +76,10 @@ class RecordingChannel(Channel):
         return arrival_s
 
 
-class RecordingCloud(CloudSession):
+class RecordingTarget(TargetSession):
     """Keeps when each pass of the target began, and its rows."""
 
-    def __init__(self, target: CloudTarget) -> None:
+    def __init__(self, target: SharedTarget) -> None:
         super().__init__(target)
         self.passes: list[tuple[float, int]] = []
 
@@ -105,88 +90,100 @@ class RecordingCloud(CloudSession):
         return num_rows
 
 
-class RecordingRun(VirtualRun):
-    """Keeps what was drafted when, and what the messages are."""
+class RecordingPipeline(LinkPipeline):
+    """Keeps what was drafted when, what the messages are, and the passes."""
 
-    def follow(self, drafter: RecordingDrafter, channel: RecordingChannel) -> None:
-        self.drafter, self.channel = drafter, channel
-        self.drafted: list[Drafted] = []
-        self.num_arrived = 0
+    def __init__(self, target: Any, text: list[int]) -> None:
+        link = Link.constant(up_mbps=50, rtt_ms=60)
+        super().__init__(RemoteTarget(), SharedTarget(target), link, TIMES["picospec"])
+        self.text = text
+        self.made: list[Drafted] = []
+        self.tree: TokenTree
+        self.result: DecodeResult
 
-    def _end_draft(self) -> None:
-        self.drafted.append(Drafted(self.now_s, *self.drafter.newest))
-        super()._end_draft()
+    def _begin(self) -> Estimates:
+        estimates = super()._begin()
+        self.channel = self.recorded = RecordingChannel(self.link)
+        self._session = self.session = RecordingTarget(self.shared)
+        return estimates
 
-    def _to_cloud(self, data: bytes) -> None:
-        going_up = [message for message in self.channel.messages if message.is_up]
-        going_up[self.num_arrived].kind = type(decode_request(data)).__name__
-        self.num_arrived += 1
-        super()._to_cloud(data)
+    def note(self, tree: TokenTree) -> None:
+        """A draft token is there, behind all others."""
+        right = [t == self.text[tree.position(row)] for row, t in enumerate(tree.tokens)]
+        place = tree.position(len(tree) - 1) - len(PROMPT)
+        self.made.append(Drafted(self.now() + self.draft_s, place, all(right)))
+
+    def _send(self, request: Request) -> None:
+        super()._send(request)
+        self.recorded.messages[-1].kind = type(request).__name__
 
     def _send_down(self, replies: list[Reply]) -> None:
         for reply in replies:
             super()._send_down([reply])
-            self.channel.messages[-1].kind = type(reply).__name__
+            self.recorded.messages[-1].kind = type(reply).__name__
 
 
-def record(target: Any, text: list[int], name: str, temperature: float, policy: str) -> Any:
-    """The run of one method, and its edge session after the text."""
-    method, times = METHODS[name], TIMES["picospec"]
-    settings = Settings(
-        rule=method.rule if temperature else "match",
-        temperature=temperature,
-        has_bonus=method.has_bonus,
-        is_fast=method.is_fast,
-        max_new_tokens=60,
+class NotingText(KnownText):
+    """Tells the pipeline of every draft token."""
+
+    pipeline: RecordingPipeline
+
+    def grow_layer(self, tree: TokenTree, features: Any, **options: Any) -> int:
+        added = super().grow_layer(tree, features, **options)
+        self.pipeline.note(tree)
+        return added
+
+
+def record(
+    target: Any, text: list[int], name: str, temperature: float, policy: str
+) -> RecordingPipeline:
+    """The run of one schedule."""
+    pipeline, source = RecordingPipeline(target, text), NotingText(text, draw_luck(SEED))
+    source.pipeline = pipeline
+    settings = {"policy": policy, "temperature": temperature, "max_new_tokens": 60}
+    config = DecodeConfig.of(name, num_stages=1, **settings)
+    engine = Engine(
+        pipeline.target,
+        SimpleNamespace(decode=lambda ids, **_: ""),
+        config,
+        source=source,
+        connect=lambda _: pipeline,
     )
-    channel = RecordingChannel(Link.constant(up_mbps=50, rtt_ms=60))
-    beliefs = Beliefs(
-        draft_s=times.draft_s,
-        verify_s=times.verify_s,
-        verify_row_s=times.verify_row_s,
-        link=LinkEstimate(channel.link.state(0.0)),
-    )
-    drafter = RecordingDrafter(KnownText(text, draw_luck(SEED)), text)
-    opening = Open(session=1, prompt_ids=PROMPT, settings=settings)
-    edge = EdgeSession(opening, drafter, method.plan, parse_policy(policy), beliefs)
-    cloud = RecordingCloud(CloudTarget(target))
-    run = RecordingRun(edge, cloud, channel, times, draft_s=times.draft_s)
-    run.follow(drafter, channel)
-    run.run()
-    tokens = edge.text.result.token_ids
+    pipeline.result = engine.decode(PROMPT)
+    tokens = pipeline.result.token_ids
     assert tokens == text[len(PROMPT) : len(PROMPT) + len(tokens)]
-    return run
+    return pipeline
 
 
 def x_of(time_s: float) -> float:
     return LEFT + SCALE * time_s
 
 
-def draw(title: str, run: Any) -> str:
+def draw(title: str, run: RecordingPipeline) -> str:
     picture = Diagram(title, width=x_of(SHOWN_S) + 12)
     for name, y in (("text", TEXT_Y), ("edge", EDGE_Y + 14), ("cloud", CLOUD_Y + 14)):
         picture.text(LEFT - 10, y, name, anchor="end")
     right = x_of(SHOWN_S)
     for y in (EDGE_Y, EDGE_Y + HEIGHT, CLOUD_Y, CLOUD_Y + HEIGHT):
         picture.path(f"M{LEFT} {y}H{right:.1f}", "grid")
-    for message in run.channel.messages:
+    for message in run.recorded.messages:
         draw_message(picture, message)
-    for drafted in run.drafted:
+    for drafted in run.made:
         if drafted.end_s <= SHOWN_S:
-            draw_guess(picture, drafted, run.draft_s)
-    for start_s, num_rows in run.cloud.passes:
+            draw_draft_token(picture, drafted, run.draft_s)
+    for start_s, num_rows in run.session.passes:
         if start_s + run.times.verify_s <= SHOWN_S:
             x, width = x_of(start_s), SCALE * run.times.verify_s
             picture.box(x, CLOUD_Y, width - 1, HEIGHT, "work")
             rows = "prompt" if num_rows == len(PROMPT) and start_s < 0.05 else f"{num_rows} rows"
             picture.text(x + width / 2, CLOUD_Y + 14, rows.replace("1 rows", "1 row"), size=10.5)
-    draw_text_lane(picture, run.edge.text.result.token_times_s)
+    draw_text_lane(picture, run.result.token_times_s)
     draw_ruler(picture, CLOUD_Y + HEIGHT)
     draw_words(picture, run, CLOUD_Y + HEIGHT + 40)
     return picture.svg()
 
 
-def draw_guess(picture: Diagram, drafted: Drafted, draft_s: float) -> None:
+def draw_draft_token(picture: Diagram, drafted: Drafted, draft_s: float) -> None:
     width = SCALE * draft_s - 1
     x = x_of(drafted.end_s) - width - 1
     kind = "right" if drafted.is_right else "wrong"
@@ -227,7 +224,7 @@ def draw_ruler(picture: Diagram, y: float) -> None:
         picture.text(x, y + 14, f"{tenth / 10:.1f} s", "faint", size=10)
 
 
-def draw_words(picture: Diagram, run: Any, y: float) -> None:
+def draw_words(picture: Diagram, run: RecordingPipeline, y: float) -> None:
     picture.legend(
         LEFT,
         y,
@@ -242,10 +239,10 @@ def draw_words(picture: Diagram, run: Any, y: float) -> None:
         picture.path(f"M{x} {y + 5}l16 -10", kind, 1.5)
         picture.text(x + 22, y, words, "faint", anchor="start")
         x += 90
-    shown = [message for message in run.channel.messages if message.arrival_s <= SHOWN_S]
+    shown = [message for message in run.recorded.messages if message.arrival_s <= SHOWN_S]
     up = sum(message.num_bytes for message in shown if message.is_up)
     down = sum(message.num_bytes for message in shown if not message.is_up)
-    num_tokens = sum(time_s <= SHOWN_S for time_s in run.edge.text.result.token_times_s)
+    num_tokens = sum(time_s <= SHOWN_S for time_s in run.result.token_times_s)
     picture.text(
         LEFT,
         y + 22,

@@ -10,7 +10,6 @@ from typing import Any
 
 from pipedraft.errors import Parser, UsageError, make_folder
 from pipedraft.inference.arguments import listed, positive, temperature
-from pipedraft.inference.edge_cloud.wish_arguments import add_wish_arguments, wish_settings
 
 EXAMPLE = """\
 example:
@@ -82,7 +81,20 @@ def build_parser() -> Parser:
         help="of stop_and_wait and dssd (default: 4)",
     )
     add("--rule", metavar="RULE", help="acceptance at T > 0 (default: each method's own)")
-    add_wish_arguments(add)
+    add(
+        "--policy",
+        default="survival",
+        help="draft length, except of stop_and_wait, dssd and pearl, which have their own: "
+        "fixed:K, eq11, alg2, geometric or survival (default: %(default)s)",
+    )
+    for flag, default, metavar, text in (
+        ("--top-k", 10, "K", "tokens of a rejection, by topk and tail_escape"),
+        ("--tail-samples", 4, "M", "tokens of a rejection, by tail_escape"),
+        ("--max-new-tokens", 128, "M", "of each answer"),
+    ):
+        help_text = f"{text} (default: {default})"
+        add(flag, type=positive, default=default, metavar=metavar, help=help_text)
+    add("--seed", type=int, default=0, help="of all that is random (default: 0)")
     add("--no-lossless", action="store_true", help="do not compare texts with plain decoding")
     add("--out", type=Path, required=True, metavar="OUT", help="folder of the results")
     return parser
@@ -95,8 +107,8 @@ def _one_of(field: str, name: str, known: Sequence[str]) -> str:
 
 
 def _read_times(text: str) -> Any:
-    from pipedraft.inference.edge_cloud.constants import TIMES
-    from pipedraft.inference.edge_cloud.virtual import Times
+    from pipedraft.eval.edge.constants import TIMES
+    from pipedraft.inference.pipelines.link import Times
 
     if text in TIMES:
         return TIMES[text]
@@ -114,7 +126,8 @@ def _read_times(text: str) -> Any:
 
 def _load(options: argparse.Namespace) -> LoadedModels:
     from pipedraft.eval.tasks import load_tasks
-    from pipedraft.inference.edge_cloud.drafter import ChainDrafter
+    from pipedraft.inference.pipelines.linked import check_draft
+    from pipedraft.inference.sources import make_source
     from pipedraft.models import load_draft
     from pipedraft.models.draft import read_description, resolve_folder
     from pipedraft.models.language_model import load_draft_model
@@ -136,35 +149,38 @@ def _load(options: argparse.Namespace) -> LoadedModels:
         draft = load_draft(str(folders[0]), target).to(target.device, target.dtype)
     else:
         draft = load_draft_model(options.draft_model, target, tokenizer)
-    ChainDrafter.of(draft)  # refuses what cannot draft on an edge
+    check_draft(make_source(draft))
     place = options.checkpoint or options.draft_model
     described = f"{draft.draft_type} `{place}`"
     return LoadedModels(target, tokenizer, draft, described, folders, benchmarks)
 
 
-def _scenes(options: argparse.Namespace, job: LoadedModels) -> list[tuple[str, Any]]:
+def _simulations(options: argparse.Namespace, job: LoadedModels) -> list[tuple[str, Any]]:
     """Every link and temperature."""
-    from pipedraft.inference.draft_length import parse_policy
-    from pipedraft.inference.edge_cloud.cloud import CloudTarget
-    from pipedraft.inference.edge_cloud.constants import radio_energy, radio_of
-    from pipedraft.inference.edge_cloud.drafter import ChainDrafter
-    from pipedraft.inference.edge_cloud.methods import Scene
+    from pipedraft.eval.edge.constants import radio_energy, radio_of
+    from pipedraft.eval.edge.methods import Simulation
     from pipedraft.inference.link_files import load_link
+    from pipedraft.inference.transport.target_session import SharedTarget
 
-    times, target = _read_times(options.times), CloudTarget(job.target)
-    parse_policy(options.policy)
+    times, target = _read_times(options.times), SharedTarget(job.target)
     return [
         (
             name,
-            Scene(
+            Simulation(
                 target=target,
-                draft=lambda: ChainDrafter.of(job.draft),
+                draft=job.draft,
+                tokenizer=job.tokenizer,
                 link=load_link(name),
                 times=times,
                 energy=radio_energy(radio_of(name), draft_s=times.draft_s),
                 temperature=degrees,
                 fixed_length=options.draft_length,
-                **wish_settings(options),
+                rule=options.rule,
+                policy=options.policy,
+                top_k=options.top_k,
+                tail_samples=options.tail_samples,
+                max_new_tokens=options.max_new_tokens,
+                seed=options.seed,
             ),
         )
         for degrees in options.temperature
@@ -174,9 +190,9 @@ def _scenes(options: argparse.Namespace, job: LoadedModels) -> list[tuple[str, A
 
 def _check(options: argparse.Namespace) -> list[str]:
     """Names of the methods; cheap checks before anything is loaded."""
+    from pipedraft.eval.edge.methods import METHODS
     from pipedraft.inference.config import RULE_NAMES
     from pipedraft.inference.draft_length import parse_policy
-    from pipedraft.inference.edge_cloud.methods import METHODS
     from pipedraft.inference.link_files import load_link
 
     names = [_one_of("--methods", n, list(METHODS)) for n in options.methods or METHODS]
@@ -205,7 +221,7 @@ def run(argv: Sequence[str]) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     job = _load(options)
-    texts = decode_all(names, _scenes(options, job), job.benchmarks, job.tokenizer)
+    texts = decode_all(names, _simulations(options, job), job.benchmarks)
     rows = measure(texts, None if options.no_lossless else job.target, seed=options.seed)
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
     manifest = build_manifest(

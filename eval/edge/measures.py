@@ -10,15 +10,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from pipedraft.eval.edge.methods import METHODS, Decoded, Simulation, decode
 from pipedraft.eval.intervals import bootstrap_ratio
 from pipedraft.eval.lossless import GreedyReference, text_logits
 from pipedraft.eval.metrics import WallClock, ratio
 from pipedraft.eval.record import LatencyRecord, LosslessRecord
 from pipedraft.eval.run import prompt_seed
 from pipedraft.eval.tasks import Prompt, encode_turn
-from pipedraft.inference.edge_cloud.methods import METHODS, Decoded, Scene, decode
 from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.sources import make_source
+from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import probabilities, top_k_bias
+from pipedraft.models.target import Keep
 
 UNCHECKED = LosslessRecord(checked=0, mismatches=0)
 SAME_TEXT_RULES = ("match", "gumbel")
@@ -31,7 +34,7 @@ class Texts:
 
     method: str
     network: str
-    scene: Scene
+    simulation: Simulation
     conversations: list[list[Decoded]] = field(default_factory=list)
     """The turns of each."""
 
@@ -46,9 +49,8 @@ class Texts:
 
 def decode_all(
     names: Sequence[str],
-    scenes: Sequence[tuple[str, Scene]],
+    simulations: Sequence[tuple[str, Simulation]],
     benchmarks: Mapping[str, Sequence[Prompt]],
-    tokenizer: Any,
 ) -> list[Texts]:
     """Every method in every scene; a later turn answers the texts generated before it.
 
@@ -57,28 +59,28 @@ def decode_all(
     prompts = [prompt for prompts in benchmarks.values() for prompt in prompts]
     num_turns = sum(len(prompt.turns) for prompt in prompts)
     found = []
-    with tqdm(total=num_turns * len(names) * len(scenes), unit="turn") as bar:
-        for network, scene in scenes:
+    with tqdm(total=num_turns * len(names) * len(simulations), unit="turn") as bar:
+        for network, simulation in simulations:
             for name in names:
-                bar.set_description(f"{network} T={scene.temperature:g} {name}")
-                texts = Texts(name, network, scene)
+                bar.set_description(f"{network} T={simulation.temperature:g} {name}")
+                texts = Texts(name, network, simulation)
                 for prompt in prompts:
-                    texts.conversations.append(_converse(name, scene, prompt, tokenizer))
+                    texts.conversations.append(_converse(name, simulation, prompt))
                     bar.update(len(prompt.turns))
                 found.append(texts)
     return found
 
 
-def _converse(name: str, scene: Scene, prompt: Prompt, tokenizer: Any) -> list[Decoded]:
-    limit = scene.target.staged().max_positions
+def _converse(name: str, simulation: Simulation, prompt: Prompt) -> list[Decoded]:
+    limit = simulation.target.staged().max_positions
     answers: list[str] = []
     turns = []
     for turn in range(len(prompt.turns)):
-        ids = encode_turn(tokenizer, prompt, answers)
+        ids = encode_turn(simulation.tokenizer, prompt, answers)
         if len(ids) >= limit:
             break
-        decoded = decode(METHODS[name], scene, ids, prompt_index=prompt_seed(prompt, turn))
-        answers.append(tokenizer.decode(decoded.result.token_ids, skip_special_tokens=True))
+        decoded = decode(METHODS[name], simulation, ids, prompt_index=prompt_seed(prompt, turn))
+        answers.append(decoded.result.text)
         turns.append(decoded)
     return turns
 
@@ -89,15 +91,15 @@ def measure(texts: Sequence[Texts], reference: Any | None, *, seed: int) -> list
     Args:
         reference: target to compare greedy texts with; None: texts are not compared.
     """
-    plain = {(t.network, t.scene.temperature): t for t in texts if t.method == "cloud"}
+    plain = {(t.network, t.simulation.temperature): t for t in texts if t.method == "cloud"}
     checks: dict[int, GreedyReference] = {}
     rows = []
     for mine in texts:
-        alone = plain.get((mine.network, mine.scene.temperature))
+        alone = plain.get((mine.network, mine.simulation.temperature))
         row = _latency(mine, alone, seed=seed) | _traffic(mine) | _acceptance(mine)
         lossless = UNCHECKED
         if reference is not None:
-            length = mine.scene.max_new_tokens
+            length = mine.simulation.max_new_tokens
             greedy = checks.setdefault(length, GreedyReference(reference, length))
             lossless = _lossless(mine, alone, greedy)
         rows.append(LatencyRecord(**row, lossless=lossless))
@@ -119,9 +121,9 @@ def _latency(mine: Texts, alone: Texts | None, *, seed: int) -> dict[str, Any]:
     return {
         "method": mine.method,
         "network": mine.network,
-        "temperature": mine.scene.temperature,
+        "temperature": mine.simulation.temperature,
         "rule": _rule(mine),
-        "caveat": mine.scene.caveat(METHODS[mine.method]),
+        "caveat": mine.simulation.caveat(METHODS[mine.method]),
         "prompts": len(mine.conversations),
         "tokens": int(tokens_P.sum()),
         "ms_per_token": ratio(1e3 * float(seconds_P.sum()), float(tokens_P.sum())),
@@ -149,9 +151,9 @@ def _per_conversation(texts: Texts) -> tuple[np.ndarray, np.ndarray]:
 def _rule(texts: Texts) -> str | None:
     """None: greedy, or no guess is tested."""
     method = METHODS[texts.method]
-    if not texts.scene.temperature or method.drafts_in in (None, "edge"):
+    if not texts.simulation.temperature or method.drafts_in in (None, "draft"):
         return None
-    return texts.scene.rule_for(method)
+    return texts.simulation.config(method).rule
 
 
 def _traffic(texts: Texts) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def _acceptance(texts: Texts) -> dict[str, Any]:
     rounds = [length for result in results for length in result.round_lengths]
     bias = None
     if _rule(texts) == "topk":
-        bias = float(np.mean([_top_k_bias(texts.scene, result) for result in results]))
+        bias = float(np.mean([_top_k_bias(texts.simulation, result) for result in results]))
     return {
         "draft_acceptance_rate": ratio(sum(result.num_accepted for result in results), tested),
         "mean_acceptance_length": ratio(sum(rounds), len(rounds)),
@@ -190,19 +192,21 @@ def _acceptance(texts: Texts) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _top_k_bias(scene: Scene, result: DecodeResult) -> float:
+def _top_k_bias(simulation: Simulation, result: DecodeResult) -> float:
     """Mean over the text of what ``topk`` loses where a token is tested; bonuses lose nothing."""
-    assert scene.draft is not None
-    drafter = scene.draft()
-    drafter.begin([*result.prompt_ids, result.token_ids[0]])
-    logits_NV = text_logits(scene.target.model, result.prompt_ids, result.token_ids)
+    assert simulation.draft is not None
+    source, first = make_source(simulation.draft), len(result.prompt_ids)
+    source.begin({}, [*result.prompt_ids, result.token_ids[0]])
+    logits_NV = text_logits(simulation.target.model, result.prompt_ids, result.token_ids)
     total = 0.0
-    for logits_V, token in zip(logits_NV[1:], result.token_ids[1:], strict=True):
-        p_V = probabilities(logits_V.float(), scene.temperature)
+    for place, token in enumerate(result.token_ids[1:]):
+        p_V = probabilities(logits_NV[place + 1].float(), simulation.temperature)
         q_V = torch.zeros_like(p_V)
-        q_V[drafter.draft_ids] = probabilities(drafter.logits(), scene.temperature)
-        total += top_k_bias(p_V, q_V, scene.top_k)
-        drafter.settle(0, token)
+        (logits_U,) = source.leaf_logits(TokenTree(result.token_ids[place], first + place), [0], {})
+        q_V[source.draft_ids] = probabilities(logits_U, simulation.temperature)
+        total += top_k_bias(p_V, q_V, simulation.top_k)
+        source.keep(Keep((0,), 1))
+        source.observe({}, [token])
     return ratio(total, result.num_tokens)
 
 
@@ -211,12 +215,12 @@ def _lossless(mine: Texts, alone: Texts | None, greedy: GreedyReference) -> Loss
     alone with the same random numbers. Other rules keep the law, not the text."""
     if METHODS[mine.method].caveat:
         return UNCHECKED
-    if not mine.scene.temperature:
+    if not mine.simulation.temperature:
         return greedy.check(mine.results).record()
-    rule = mine.scene.rule_for(METHODS[mine.method])
+    rule = mine.simulation.config(METHODS[mine.method]).rule
     if alone is None or alone is mine or rule not in SAME_TEXT_RULES:
         return UNCHECKED
-    if alone.scene.rule_for(METHODS["cloud"]) != rule:
+    if alone.simulation.config(METHODS["cloud"]).rule != rule:
         return UNCHECKED
     pairs = list(zip(mine.results, alone.results, strict=True))
     differ = sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)

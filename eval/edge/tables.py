@@ -5,13 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipedraft.eval.edge.constants import EDGE_W, RADIOS
+from pipedraft.eval.edge.methods import METHODS
 from pipedraft.eval.record import LatencyRecord, Results, is_known
 from pipedraft.eval.tables import Table, align_columns, bounds, describe, markdown, number
 from pipedraft.files import to_json, write_atomically
-from pipedraft.inference.edge_cloud.constants import EDGE_W, RADIOS
-from pipedraft.inference.edge_cloud.methods import METHODS
-from pipedraft.inference.edge_cloud.virtual import Times
 from pipedraft.inference.link_files import load_link
+from pipedraft.inference.pipelines.link import Times
 
 LEGEND = """\
 ms/token: seconds from the first token to the last over the tokens after the first, pooled over the

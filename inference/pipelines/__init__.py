@@ -1,0 +1,115 @@
+"""Where the stages of a target run: one interface for the engine and for every schedule."""
+
+# R rows
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from pipedraft.inference.verify import Verifier, Walk
+from pipedraft.models.target import Keep, Segment
+
+if TYPE_CHECKING:
+    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.timeline import Timeline
+    from pipedraft.inference.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The first rows of the token tree, back from the last stage."""
+
+    num_rows: int
+    verdicts: Tensor
+    """[R, ...]: what the verifier's ``judge`` made of their logits."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A segment for the step after the coming one, if the coming verdict keeps it."""
+
+    segment: Segment
+    keep_after: Callable[[Returned], Keep]
+    """The Keep that a verdict will lead to."""
+
+
+class Pipeline(ABC):
+    """All stages of a target; one ``tick`` is one pipeline step."""
+
+    is_link: ClassVar[bool] = False
+    """The target is behind a network: verdicts come when they come, and hidden states do not."""
+    knows_root: bool = False
+    """The target's side has drawn the root of a fresh tree, so it need not be sent."""
+    timeline: Timeline
+    last_rows: list[int]
+    """Rows that each stage processed in the last tick."""
+    features: Any
+    """``view()``: hidden states of the rows in flight, by layer."""
+
+    def open(self, config: DecodeConfig, prompt_index: int) -> None:  # noqa: B027 (may stay empty)
+        """A prompt follows."""
+
+    @abstractmethod
+    def prefill(
+        self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
+    ) -> tuple[int, Mapping[int, Tensor]]:
+        """Commit a prompt; returns the target's next token and the tapped states [P, H]."""
+
+    @abstractmethod
+    def inject(self, segment: Segment) -> None:
+        """Queue rows at the first stage; one segment enters per step."""
+
+    def start(self) -> None:  # noqa: B027 (may stay empty)
+        """The next segment may enter now: everything that precedes the step is known."""
+
+    @abstractmethod
+    def tick(self, ahead: Ahead | None = None) -> Returned | None:
+        """Every stage processes what waits at its input; returns what leaves the last one.
+
+        Args:
+            ahead: what may be begun before this step's verdict is here.
+        """
+
+    def verdict_waits(self) -> bool:
+        """Rows are back before they are due: drafting on would delay them."""
+        return False
+
+    def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Walk:
+        """What the returned rows say of the tree."""
+        return verifier.walk(tree, returned.verdicts)
+
+    @abstractmethod
+    def keep(self, keep: Keep) -> Mapping[int, Tensor]:
+        """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
+
+    def now(self) -> float:
+        """Seconds; differences count."""
+        return time.perf_counter()
+
+    def drafted(self, num_tokens: int, started_s: float) -> None:  # noqa: B027 (may stay empty)
+        """The draft has made so many tokens since a moment of ``now``."""
+
+    def close(self) -> int | None:
+        """The sequence has ended.
+
+        Returns:
+            Passes over the target after the prompt's, where no step was counted.
+        """
+        return None
+
+    def abandon(self) -> None:  # noqa: B027 (may stay empty)
+        """The sequence ends where it is: something has failed."""
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What every process measured since the last ``clear``."""
+        return [self.timeline.report()]
+
+    def clear(self) -> None:
+        """Start measuring anew."""
+        self.timeline.clear()

@@ -1,34 +1,14 @@
 """A pipelined target in one process: stages step together, one segment each."""
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
-
-
-@dataclass(frozen=True)
-class Returned:
-    """The first rows of the token tree, back from the last stage."""
-
-    num_rows: int
-    verdicts: Tensor
-    """[R, ...]: what the verifier's ``judge`` made of their logits."""
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """A segment for the step after the coming one, if the coming verdict keeps it."""
-
-    segment: Segment
-    keep_after: Callable[[Returned], Keep]
-    """The Keep that a verdict will lead to."""
 
 
 class FeatureStore:
@@ -62,7 +42,7 @@ class FeatureStore:
         return committed
 
 
-class LocalPipeline:
+class LocalPipeline(Pipeline):
     """All stages of a target in this process; one ``tick`` is one pipeline step."""
 
     def __init__(self, target: StagedTarget) -> None:
@@ -102,9 +82,6 @@ class LocalPipeline:
             assert segment.ids is not None
             self.features.append(0, self.embed(segment.ids))
 
-    def start(self) -> None:
-        """The next segment may enter now: everything that precedes the step is known."""
-
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
         """Every stage processes what waits at its input; returns what leaves the last one.
 
@@ -132,10 +109,6 @@ class LocalPipeline:
                 self._waiting[index + 1] = output
         return returned
 
-    def verdict_waits(self) -> bool:
-        """Nothing comes back between two steps here."""
-        return False
-
     def keep(self, keep: Keep) -> dict[int, Tensor]:
         """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
         for index, segment in enumerate(self._waiting):
@@ -146,14 +119,6 @@ class LocalPipeline:
         for stage in self.target.stages:
             stage.keep(keep)
         return self.features.keep(keep)
-
-    def reports(self) -> list[dict[str, Any]]:
-        """What this process measured since the last ``clear``."""
-        return [self.timeline.report()]
-
-    def clear(self) -> None:
-        """Start measuring anew."""
-        self.timeline.clear()
 
     def _judge(self, segment: Segment) -> Returned:
         assert segment.hidden is not None and self._verifier is not None

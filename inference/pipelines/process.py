@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from pipedraft.inference.pipelines.local import Ahead, Returned
+from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport.messages import (
     AnyMessage,
@@ -68,7 +68,7 @@ class _Features(Mapping[int, Tensor]):
         return len(self._pipeline.taps)
 
 
-class ProcessPipeline:
+class ProcessPipeline(Pipeline):
     """A target whose stages are other processes (the first may be in this one)."""
 
     def __init__(

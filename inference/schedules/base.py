@@ -11,6 +11,7 @@ from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.shapes import TreeShape, segment_sizes
 
 if TYPE_CHECKING:
+    from pipedraft.inference.config import RuleName
     from pipedraft.inference.engine import Session
 
 Growth = Literal["layers", "trees", "micro_batches"]
@@ -44,6 +45,8 @@ class Schedule(ABC):
     name: ClassVar[str]
     grows: ClassVar[Growth | None] = None
     """Verb of the draft source that it needs; None: no draft."""
+    needs_link: ClassVar[bool] = False
+    """Made for a target behind a network: it decides by time and by what is away."""
 
     @abstractmethod
     def run(self, session: Session) -> None:
@@ -70,6 +73,11 @@ class Schedule(ABC):
     def can_sample(self) -> bool:
         """Draft tokens may be drawn from the draft's distribution."""
         return self.is_chain
+
+    @property
+    def auto_rule(self) -> RuleName:
+        """Acceptance rule above temperature 0 where none is asked for."""
+        return "rejection" if self.can_sample else "match"
 
     # -- recorded runs on other pipelines ---------------------------------------------------
 

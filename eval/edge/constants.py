@@ -3,7 +3,7 @@
 from typing import Any
 
 from pipedraft.inference.channel import EnergyModel
-from pipedraft.inference.edge_cloud.virtual import Times
+from pipedraft.inference.pipelines.link import Times
 
 TIMES: dict[str, Times] = {
     "picospec": Times(draft_s=0.097 / 4, verify_s=0.087, cloud_draft_s=0.097 / 16),

@@ -1,7 +1,4 @@
-"""How the edge goes about a session: when it drafts and sends, what it believes, what it asks for.
-
-The draft lengths themselves are a policy's (``draft_length.py``).
-"""
+"""What the draft's side expects of computing and link."""
 
 # K draft lengths 1..max_length
 
@@ -12,31 +9,12 @@ import numpy as np
 
 from pipedraft.inference.channel import LinkEstimate
 from pipedraft.inference.draft_length import RoundCost, RoundShape
-from pipedraft.inference.edge_cloud.messages import WINDOW, Request
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """When the edge drafts and sends; its draft lengths are the policy's."""
-
-    parallel: bool = False
-    """Draft while batches are away; they bring no bonus then."""
-    in_flight: int | None = 1
-    """Batches that may be away; None: as many as keep the cloud busy, ceil((RTT + T_v) / T_d)."""
-    barrier: bool = False
-    """Verdicts are read between batches only (PEARL)."""
-    probes_first: bool = False
-    """After a miss the first guess is a batch of its own, the rest of it the next one (PEARL)."""
-    truncates: bool = False
-    """A batch ends once its drafting has taken as long as a verdict does. By time alone: to drop a
-    guess for its probability would change the law of what is kept."""
-    timeout_s: float = math.inf
-    """Without an answer for so long, everything that waits for one is sent again."""
+from pipedraft.inference.transport.session_messages import WINDOW
 
 
 @dataclass(kw_only=True)
-class Beliefs:
-    """What the edge expects of computing and link; measurements replace it (weight 1/8)."""
+class Estimates:
+    """Beliefs that measurements replace (weight 1/8)."""
 
     draft_s: float
     verify_s: float
@@ -59,17 +37,19 @@ class Beliefs:
 
     def round_cost(
         self,
-        plan: Plan,
         round_bytes: dict[str, int],
         max_length: int,
         *,
+        drafts_on: bool,
+        window: int | None,
         early_within_s: float | None,
     ) -> RoundCost:
         """
         Args:
             round_bytes: fields of ``RoundShape``.
+            drafts_on, window: of the schedule.
             early_within_s: besides the drafting, the time for a pass over the row that tests a
-                round's first guess; None: there is no such pass.
+                round's first draft token; None: there is no such pass.
         """
         shape = RoundShape(
             draft_s=self.draft_s,
@@ -78,9 +58,9 @@ class Beliefs:
             **round_bytes,
         )
         kind = RoundCost.pipelined
-        if not plan.parallel:
+        if not drafts_on:
             kind = RoundCost.stop_and_wait
-        elif plan.in_flight == 1:
+        elif window == 1:
             kind = RoundCost.asynchronous
         cost = kind(shape, self.link.state, max_length)
         if early_within_s is None:
@@ -88,34 +68,9 @@ class Beliefs:
         time_s_K = early_within_s + self.draft_s * np.arange(1, max_length + 1)
         return replace(cost, early_s_K=np.where(time_s_K >= self.verify_s, self.verify_s, 0.0))
 
-    def window(self, plan: Plan, batch_size: int) -> int:
-        """Batches that may be away."""
-        if plan.in_flight is not None:
-            return plan.in_flight
+    def window(self, batch_size: int) -> int:
+        """Batches away that keep the target busy: ceil((RTT + T_v) / T_d)."""
         drafting_s = batch_size * self.draft_s
         # An exact multiple must not round up to one more.
         needed = math.ceil(self.away_s / drafting_s - 1e-9) if drafting_s else WINDOW
         return min(max(needed, 1), WINDOW // 2)
-
-
-@dataclass(frozen=True)
-class Send:
-    request: Request
-
-
-@dataclass(frozen=True)
-class Draft:
-    pass
-
-
-@dataclass(frozen=True)
-class Wait:
-    until_s: float = math.inf
-
-
-@dataclass(frozen=True)
-class Finished:
-    pass
-
-
-Action = Send | Draft | Wait | Finished

@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipedraft.inference.edge_cloud.cloud import MAX_PENDING, CloudSession, CloudTarget
-from pipedraft.inference.edge_cloud.messages import More, Open, Reply, Request, encode
+from pipedraft.inference.transport.session_messages import More, Open, Reply, Request, encode
+from pipedraft.inference.transport.target_session import MAX_PENDING, SharedTarget, TargetSession
 from pipedraft.models.stage_cache import MIN_CAPACITY
 
 KEY_BYTES, SECRET_BYTES = 8, 16
@@ -69,7 +69,7 @@ class HeldSession:
     """A session with or without a stream."""
 
     ticket: bytes
-    core: CloudSession
+    core: TargetSession
     reserved_bytes: int
     opened_s: float
     seen_s: float
@@ -110,7 +110,7 @@ class HeldSession:
 
 
 class SessionTable:
-    def __init__(self, target: CloudTarget, limits: Limits, row_bytes: int) -> None:
+    def __init__(self, target: SharedTarget, limits: Limits, row_bytes: int) -> None:
         """
         Args:
             row_bytes: keys and values of one token.
@@ -138,7 +138,7 @@ class SessionTable:
         key = secrets.token_bytes(KEY_BYTES)
         session = HeldSession(
             key + secrets.token_bytes(SECRET_BYTES),
-            CloudSession(self.target),
+            TargetSession(self.target),
             reserved,
             opened_s=now_s,
             seen_s=now_s,

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import ipaddress
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ from typing import Any
 
 from pipedraft.errors import Parser
 from pipedraft.inference.arguments import positive
-from pipedraft.inference.edge_cloud.session_table import Limits
+from pipedraft.inference.remote_command import TOKEN_VARIABLE, read_token
+from pipedraft.inference.transport.session_table import Limits
 
 EXAMPLE = """example:
   python -m pipedraft.inference serve --target assets/target --port 50051
@@ -22,7 +22,6 @@ EXAMPLE = """example:
 The first line on stdout says where it listens. SIGTERM and Ctrl-C let open sessions end (--grace);
 a second one does not wait. docs/serving.md explains the protocol and every error message.
 """
-TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
 
 
 def build_parser() -> Parser:
@@ -77,16 +76,6 @@ def port(text: str) -> int:
     return int(text)
 
 
-def read_token(file: Path | None) -> str:
-    """From the file or the environment; never from the command line, which others can list."""
-    if file is None:
-        return os.environ.get(TOKEN_VARIABLE, "")
-    token = file.read_text().strip()
-    if not token.isascii() or not token.isprintable() or not token:
-        raise ValueError(f"--token-file: {str(file)!r} holds no printable ASCII text; write one")
-    return token
-
-
 def _limits(options: argparse.Namespace) -> Limits:
     return Limits(
         sessions=options.max_sessions,
@@ -105,8 +94,8 @@ def run(argv: Sequence[str]) -> None:
     limits = _limits(options)
     if (options.tls_cert is None) != (options.tls_key is None):
         raise ValueError("--tls-cert: it goes with --tls-key; give both or neither")
-    from pipedraft.inference.edge_cloud import wire
-    from pipedraft.inference.edge_cloud.server import Security, Server
+    from pipedraft.inference.transport import wire
+    from pipedraft.inference.transport.server import Security, Server
 
     wire.import_grpc()
     security = Security(

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pipedraft.inference.edge_cloud.messages import Count, Message, Seconds
+from pipedraft.inference.transport.session_messages import Count, Message, Seconds
 
 PROTOCOL = 1
 SERVICE = "pipedraft.EdgeCloud"

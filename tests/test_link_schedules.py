@@ -1,4 +1,4 @@
-"""Edge and cloud on the virtual clock: the target's own text, and the time it must take."""
+"""Schedules across a virtual link: the target's own output, and the time it must take."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import tiny_llama, tiny_mistral, tiny_qwen3
 from decode_runs import PROMPTS, greedy_reference, plain_text
-from edge_runs import (
+from link_runs import (
     ENERGY,
     LINK,
     NEW_TOKENS,
@@ -19,17 +19,21 @@ from edge_runs import (
     TableSource,
     TableTarget,
     greedy_text,
-    make_edge,
-    make_scene,
     run_session,
+    simulate,
 )
 
+from pipedraft.eval.edge.methods import METHODS, Simulation, decode
 from pipedraft.inference.channel import Link, LinkEstimate
-from pipedraft.inference.edge_cloud.cloud import CloudTarget
-from pipedraft.inference.edge_cloud.drafter import ChainDrafter
-from pipedraft.inference.edge_cloud.methods import METHODS, Scene, decode
-from pipedraft.inference.edge_cloud.plan import Beliefs, Plan
-from pipedraft.inference.edge_cloud.virtual import Times
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.estimates import Estimates
+from pipedraft.inference.pipelines.link import LinkPipeline, Times
+from pipedraft.inference.pipelines.linked import RemoteTarget
+from pipedraft.inference.schedules.eagle import Eagle
+from pipedraft.inference.schedules.picospec import PicoSpec
+from pipedraft.inference.schedules.stop_and_wait import StopAndWait
+from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import LanguageModelDraft
 
 LOSSLESS = [name for name, method in METHODS.items() if not method.caveat]
@@ -59,9 +63,9 @@ def right_draft(target):
 def test_greedy_text_equals_transformers_greedy(name, make_target):
     target = make_target(layers=3, vocab=16)
     for make_draft in (small_draft, right_draft):
-        scene = make_scene(target, make_draft(target))
+        simulation = simulate(target, make_draft(target))
         for prompt in PROMPTS[:3]:
-            decoded = decode(METHODS[name], scene, prompt, prompt_index=0)
+            decoded = decode(METHODS[name], simulation, prompt, prompt_index=0)
             assert decoded.result.token_ids == greedy_reference(target, prompt, NEW_TOKENS)
             assert sum(decoded.result.round_lengths) == decoded.result.num_tokens
 
@@ -72,8 +76,8 @@ def test_greedy_text_is_the_targets_whatever_is_accepted(plan, acceptance):
     for policy in ("fixed:1", "fixed:4", "survival"):
         source = BernoulliSource([1, 2], acceptance)
         options = {"plan": plan, "policy": policy, "max_new_tokens": 40}
-        edge, _ = run_session(CloudTarget(SMALL), source, [1, 2], **options)
-        assert edge.text.result.token_ids == greedy_text(SMALL, (1, 2), 200)[:40]
+        result, _ = run_session(SharedTarget(SMALL), source, [1, 2], **options)
+        assert result.token_ids == greedy_text(SMALL, (1, 2), 200)[:40]
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
@@ -84,7 +88,7 @@ def test_text_stops_at_any_eos_token_and_counts_it(name):
         target.generation_config.eos_token_id = [15 if stop != 15 else 14, stop]
         for draft in (small_draft(target), right_draft(target)):
             result = decode(
-                METHODS[name], make_scene(target, draft), [1, 2, 3], prompt_index=0
+                METHODS[name], simulate(target, draft), [1, 2, 3], prompt_index=0
             ).result
             assert result.token_ids == greedy_reference(target, [1, 2, 3], NEW_TOKENS)
             assert result.stop_reason == "eos"
@@ -95,8 +99,8 @@ def test_text_stops_at_the_last_position_of_the_target(name):
     target = tiny_llama(layers=2, vocab=16)
     limit = target.config.max_position_embeddings
     prompt = [index % 16 for index in range(limit - 5)]
-    scene = make_scene(target, right_draft(target))
-    result = decode(METHODS[name], scene, prompt, prompt_index=0).result
+    simulation = simulate(target, right_draft(target))
+    result = decode(METHODS[name], simulation, prompt, prompt_index=0).result
     assert (len(result.token_ids), result.stop_reason) == (5, "max_length")
 
 
@@ -104,8 +108,8 @@ def test_text_stops_at_the_last_position_of_the_target(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_very_short_texts(name, max_new_tokens):
     target = tiny_llama(layers=2, vocab=16)
-    scene = make_scene(target, right_draft(target), max_new_tokens=max_new_tokens)
-    result = decode(METHODS[name], scene, [3], prompt_index=0).result
+    simulation = simulate(target, right_draft(target), max_new_tokens=max_new_tokens)
+    result = decode(METHODS[name], simulation, [3], prompt_index=0).result
     assert result.token_ids == greedy_reference(target, [3], max_new_tokens)
 
 
@@ -113,10 +117,10 @@ def test_very_short_texts(name, max_new_tokens):
 def test_sampled_text_is_plain_decodings_with_the_same_random_numbers(rule):
     """These rules draw the target's token without looking at the guess."""
     target = tiny_llama(layers=3, vocab=16)
-    scene = make_scene(target, small_draft(target), temperature=0.9, rule=rule, seed=4)
+    simulation = simulate(target, small_draft(target), temperature=0.9, rule=rule, seed=4)
     names = [name for name in LOSSLESS if not METHODS[name].has_own_rule]
     texts = {
-        tuple(decode(METHODS[name], scene, [3, 1, 4], prompt_index=7).result.token_ids)
+        tuple(decode(METHODS[name], simulation, [3, 1, 4], prompt_index=7).result.token_ids)
         for name in names
     }
     assert len(texts) == 1
@@ -127,8 +131,8 @@ def test_sampled_text_is_plain_decodings_with_the_same_random_numbers(rule):
 
 def test_the_edge_alone_decodes_the_drafts_own_text():
     target, other = tiny_llama(layers=3, vocab=16), tiny_llama(layers=2, vocab=16, seed=5)
-    scene = make_scene(target, LanguageModelDraft(other, target))
-    decoded = decode(METHODS["edge_only"], scene, [1, 2], prompt_index=0)
+    simulation = simulate(target, LanguageModelDraft(other, target))
+    decoded = decode(METHODS["edge_only"], simulation, [1, 2], prompt_index=0)
     assert decoded.result.token_ids == greedy_reference(other, [1, 2], NEW_TOKENS)
     assert decoded.messages == 0 and METHODS["edge_only"].caveat
     assert decoded.decode_s == pytest.approx((NEW_TOKENS - 1) * TIMES.draft_s)
@@ -162,17 +166,16 @@ def test_picospecs_time_equals_the_closed_form(in_flight, away_s, hit_s, accepta
     are there already: if it is wrong, T_v is saved."""
     prompt = [1, 2, 3]
     source = BernoulliSource(prompt, acceptance, seed=1)
-    edge, _ = run_session(
-        CloudTarget(SMALL),
+    result, _ = run_session(
+        SharedTarget(SMALL),
         source,
         prompt,
-        plan=(Plan(parallel=True, in_flight=in_flight), False, False),
+        plan=PicoSpec(slow=True, truncate=False, window=in_flight),
         policy="fixed:2",
         times=EXACT_TIMES,
         link=EXACT_LINK,
         max_new_tokens=170,
     )
-    result = edge.text.result
     start_s, expected = result.token_times_s[0], []
     # Towards the end of the text the edge has nothing left to draft and reads at once.
     runs = epochs(source, len(prompt) + 1, len(prompt) + 140)
@@ -189,8 +192,8 @@ def test_picospecs_time_equals_the_closed_form(in_flight, away_s, hit_s, accepta
 def test_stop_and_waits_time_equals_the_closed_form():
     prompt = [1, 2, 3]
     source = BernoulliSource(prompt, 0.7, seed=1)
-    edge, _ = run_session(
-        CloudTarget(SMALL),
+    result, _ = run_session(
+        SharedTarget(SMALL),
         source,
         prompt,
         policy="fixed:4",
@@ -198,7 +201,6 @@ def test_stop_and_waits_time_equals_the_closed_form():
         link=EXACT_LINK,
         max_new_tokens=120,
     )
-    result = edge.text.result
     *full, _ = result.round_lengths
     ends = [sum(full[: index + 1]) for index in range(len(full))]
     times_s = [result.token_times_s[end] - result.token_times_s[0] for end in ends]
@@ -207,10 +209,10 @@ def test_stop_and_waits_time_equals_the_closed_form():
 
 def test_plain_decoding_streams_a_token_per_pass():
     target = tiny_llama(layers=2, vocab=16)
-    edge, _ = run_session(
-        CloudTarget(target), None, [1, 2], times=EXACT_TIMES, link=EXACT_LINK, max_new_tokens=9
+    result, _ = run_session(
+        SharedTarget(target), None, [1, 2], times=EXACT_TIMES, link=EXACT_LINK, max_new_tokens=9
     )
-    times_s = edge.text.result.token_times_s
+    times_s = result.token_times_s
     assert times_s == pytest.approx([AWAY_S + 1.5 * index for index in range(9)])
 
 
@@ -219,8 +221,8 @@ def test_pearls_rounds_end_at_barriers(size, round_s):
     """Every guess is wrong: the first one is back after T_d + RTT, but is read only when the other
     size - 1 are drafted, too."""
     prompt = [1, 2, 3]
-    edge, _ = run_session(
-        CloudTarget(SMALL),
+    result, _ = run_session(
+        SharedTarget(SMALL),
         BernoulliSource(prompt, 0.0),
         prompt,
         plan="pearl",
@@ -229,7 +231,7 @@ def test_pearls_rounds_end_at_barriers(size, round_s):
         link=EXACT_LINK,
         max_new_tokens=20,
     )
-    times_s = edge.text.result.token_times_s
+    times_s = result.token_times_s
     assert [b - a for a, b in itertools.pairwise(times_s)][1:11] == pytest.approx([round_s] * 10)
 
 
@@ -239,18 +241,18 @@ def test_an_early_pass_answers_a_wrong_first_guess_without_another_one():
 
     def total_s(is_fast: bool) -> float:
         source = BernoulliSource(prompt, 0.0)
-        edge, _ = run_session(
-            CloudTarget(SMALL),
+        result, _ = run_session(
+            SharedTarget(SMALL),
             source,
             prompt,
-            plan=(Plan(), True, is_fast),
+            plan=PicoSpec(serial=True, slow=not is_fast),
             policy="fixed:3",
             times=EXACT_TIMES,
             link=EXACT_LINK,
             max_new_tokens=11,
         )
-        assert edge.text.result.token_ids == greedy_text(SMALL, (1, 2, 3), 200)[:11]
-        return edge.text.result.token_times_s[-1] - edge.text.result.token_times_s[0]
+        assert result.token_ids == greedy_text(SMALL, (1, 2, 3), 200)[:11]
+        return result.token_times_s[-1] - result.token_times_s[0]
 
     slow_s, fast_s = total_s(False), total_s(True)
     # Rounds of 3 + 3.75 + 1.5 s; all but the first and the short last ones save the pass of 1.5 s.
@@ -260,15 +262,17 @@ def test_an_early_pass_answers_a_wrong_first_guess_without_another_one():
 def right_times_s(plan, **options) -> list[float]:
     """When each token of a draft that is always right has come."""
     source = BernoulliSource([1, 2], 1.0)
-    edge, _ = run_session(CloudTarget(SMALL), source, [1, 2], plan=plan, link=EXACT_LINK, **options)
-    return edge.text.result.token_times_s
+    result, _ = run_session(
+        SharedTarget(SMALL), source, [1, 2], plan=plan, link=EXACT_LINK, **options
+    )
+    return result.token_times_s
 
 
 def test_early_passes_never_delay_a_full_batch():
     for policy in ("fixed:2", "fixed:4", "fixed:8"):
         ends_s = []
         for is_fast in (False, True):
-            plan = (Plan(), True, is_fast)
+            plan = PicoSpec(serial=True, slow=not is_fast)
             options = {"policy": policy, "times": EXACT_TIMES, "max_new_tokens": 60}
             ends_s.append(right_times_s(plan, **options)[-1])
         assert ends_s[1] <= ends_s[0] + 1e-9
@@ -277,32 +281,34 @@ def test_early_passes_never_delay_a_full_batch():
 def test_a_batch_ends_when_it_has_taken_as_long_as_a_verdict():
     longest = []
     for truncates in (False, True):
-        plan = (Plan(parallel=True, truncates=truncates), False, False)
+        plan = PicoSpec(slow=True, truncate=truncates, window=1)
         times = Times(draft_s=2.0, verify_s=1.5, cloud_draft_s=1.0)
         times_s = right_times_s(plan, policy="fixed:8", times=times, max_new_tokens=40)
         longest.append(max(times_s.count(time_s) for time_s in times_s))
     assert longest == [8, 3]  # the third guess of 2 s ends after the 5.25 s of RTT and T_v
 
 
-def test_round_costs_are_those_of_the_plan():
+def test_round_costs_are_those_of_the_schedule():
     """t_d 1, T_v 1.5, RTT 3.75; messages of no bytes."""
     link = LinkEstimate(EXACT_LINK.state(0.0))
-    beliefs = Beliefs(draft_s=1.0, verify_s=1.5, verify_row_s=0.0, link=link)
+    estimates = Estimates(draft_s=1.0, verify_s=1.5, verify_row_s=0.0, link=link)
     sizes = {"up_bytes": 0, "up_bytes_per_token": 0, "down_bytes": 0, "reject_bytes": 0}
 
-    def cost(early_within_s=None, **plan):
-        return beliefs.round_cost(Plan(**plan), sizes, 3, early_within_s=early_within_s)
+    def cost(early_within_s=None, *, drafts_on=False, window=1):
+        return estimates.round_cost(
+            sizes, 3, drafts_on=drafts_on, window=window, early_within_s=early_within_s
+        )
 
-    waits, away = cost(), cost(parallel=True, in_flight=None)
+    waits, away = cost(), cost(drafts_on=True, window=None)
     assert waits.has_bonus and list(waits.hit_s_K) == list(waits.miss_s_K) == [6.25, 7.25, 8.25]
-    # A batch of 1 is drafted in less than a pass: the cloud is busy when it comes.
+    # A batch of 1 is drafted in less than a pass: the target is busy when it comes.
     assert not away.has_bonus and list(away.hit_s_K) == [1, 2, 3]
     assert list(away.miss_s_K) == [7.0, 7.25, 8.25]
-    early = cost(0.0, parallel=True, in_flight=None)
+    early = cost(0.0, drafts_on=True, window=None)
     survival_K = np.array([0.5, 0.25, 0.125])
     saved_K = away.expected_s(survival_K) - early.expected_s(survival_K)
     assert list(saved_K) == [0, 0.75, 0.75]
-    assert [beliefs.window(Plan(in_flight=None), size) for size in (1, 2, 3, 8)] == [6, 3, 2, 1]
+    assert [estimates.window(size) for size in (1, 2, 3, 8)] == [6, 3, 2, 1]
 
 
 # -- bytes and energy -----------------------------------------------------------------------
@@ -310,9 +316,9 @@ def test_round_costs_are_those_of_the_plan():
 
 def test_bytes_are_those_of_the_messages_and_energy_follows():
     target = tiny_llama(layers=2, vocab=16)
-    scene = make_scene(target, small_draft(target), temperature=1.0)
+    simulation = simulate(target, small_draft(target), temperature=1.0)
     decoded = {
-        name: decode(METHODS[name], scene, [1, 2, 3], prompt_index=0)
+        name: decode(METHODS[name], simulation, [1, 2, 3], prompt_index=0)
         for name in ("stop_and_wait", "dssd", "cloud")
     }
     dssd, waits, cloud = (decoded[name] for name in ("dssd", "stop_and_wait", "cloud"))
@@ -329,8 +335,8 @@ def test_the_more_tokens_are_away_the_more_a_slow_link_hides():
     """On a fast link and on a slow one, all guesses right: picospec's time is the drafting's."""
     for rtt_ms in (2000, 20_000):
         source = BernoulliSource([1], 1.0)
-        edge, _ = run_session(
-            CloudTarget(SMALL),
+        result, _ = run_session(
+            SharedTarget(SMALL),
             source,
             [1],
             plan="picospec",
@@ -339,29 +345,71 @@ def test_the_more_tokens_are_away_the_more_a_slow_link_hides():
             link=Link.constant(up_mbps=1e18, rtt_ms=rtt_ms),
             max_new_tokens=100,
         )
-        times_s = edge.text.result.token_times_s
+        times_s = result.token_times_s
         drafting_s = 99 * 1.0
         assert times_s[-1] - times_s[0] == pytest.approx(drafting_s + rtt_ms / 1e3 + 2, abs=3)
 
 
+# -- passes ---------------------------------------------------------------------------------
+
+
+def test_steps_are_the_passes_over_the_target():
+    """Right draft tokens in batches of three with a bonus: four tokens a pass."""
+    source = BernoulliSource([1, 2], 1.0)
+    result, _ = run_session(SharedTarget(SMALL), source, [1, 2], max_new_tokens=25)
+    assert (result.num_tokens, result.num_steps) == (24, 6)
+    assert result.equivalent_acceptance_length == 4
+    alone, _ = run_session(SharedTarget(SMALL), None, [1, 2], max_new_tokens=25)
+    assert (alone.num_tokens, alone.num_steps) == (24, 24)
+
+
 # -- refusals -------------------------------------------------------------------------------
+
+
+def link_engine(config, source):
+    def connect(target):
+        return LinkPipeline(target, TableTarget(torch.zeros(4, 4)), LINK, TIMES)
+
+    return Engine(RemoteTarget(), None, config, source=source, connect=connect)
 
 
 def test_a_draft_that_reads_the_target_is_refused():
     class Reads(TableSource):
         taps = (2,)
 
+    config = DecodeConfig(schedule=StopAndWait(), num_stages=1)
     with pytest.raises(ValueError, match="give a FlexSpec draft or a language model"):
-        ChainDrafter(Reads(torch.zeros(4, 4)))
+        link_engine(config, Reads(torch.zeros(4, 4)))
+
+
+def test_a_draft_with_tokens_that_the_target_does_not_know_is_refused():
+    config = DecodeConfig(schedule=StopAndWait(), num_stages=1)
+    with pytest.raises(ValueError, match="draft: it knows token 5, the target 4"):
+        link_engine(config, TableSource(torch.zeros(6, 6))).decode([1])
+
+
+def test_schedules_and_pipelines_that_do_not_fit_are_refused():
+    source = TableSource(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="'eagle' does not decode across a link; choose one of"):
+        link_engine(DecodeConfig(schedule=Eagle(), num_stages=1), source)
+    config = DecodeConfig(schedule=PicoSpec(), num_stages=1)
+    with pytest.raises(ValueError, match="'picospec' decodes across a link; give --server"):
+        Engine(tiny_llama(layers=2), None, config, source=source)
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(ValueError, match="has_bonus"):
-        make_edge(TableSource(torch.zeros(4, 4)), [1], plan=(Plan(parallel=True), True, False))
     with pytest.raises(ValueError, match=r"times\.verify_s: nan"):
         Times(draft_s=1, verify_s=math.nan, cloud_draft_s=1)
-    scene = Scene(
-        target=TableTarget(torch.zeros(4, 4)), draft=None, link=LINK, times=TIMES, energy=ENERGY
+    with pytest.raises(ValueError, match="draft_length: 'fixed:9' is no policy"):
+        StopAndWait(policy="fixed:9")
+    simulation = Simulation(
+        target=TableTarget(torch.zeros(4, 4)),
+        draft=None,
+        tokenizer=None,
+        link=LINK,
+        times=TIMES,
+        energy=ENERGY,
     )
-    with pytest.raises(ValueError, match="give --checkpoint or --draft-model"):
-        decode(METHODS["picospec"], scene, [1], prompt_index=0)
+    for name in ("picospec", "edge_only"):
+        with pytest.raises(ValueError, match="give --checkpoint"):
+            decode(METHODS[name], simulation, [1], prompt_index=0)

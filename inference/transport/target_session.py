@@ -1,6 +1,6 @@
 """The cloud's half of a session: the text, the target's cache, and verdicts on guesses.
 
-    session = CloudSession(CloudTarget(model))
+    session = TargetSession(SharedTarget(model))
     replies = session.receive(request, now_s)
     while session.start(now_s):              # rows that a forward pass has to compute
         session.run()                        # the only heavy call; may be in another thread
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedraft.inference.edge_cloud.messages import (
+from pipedraft.inference.result import stop_reason
+from pipedraft.inference.transport.session_messages import (
     WINDOW,
     Close,
     Error,
@@ -38,7 +39,6 @@ from pipedraft.inference.edge_cloud.messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.result import stop_reason
 from pipedraft.inference.verify import Token, Top, Verifier
 from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.stage_batch import can_run_together, forward_together
@@ -50,7 +50,7 @@ MAX_PENDING = 512
 """Guesses that may wait for their verdict: each may have a row of logits in memory."""
 
 
-class CloudTarget:
+class SharedTarget:
     """A target that sessions share; each has a cache of its own."""
 
     def __init__(self, model: Any) -> None:
@@ -82,10 +82,10 @@ class _Batch:
     next_s: float
 
 
-class CloudSession:
+class TargetSession:
     """One text. Nothing here waits; ``now_s`` is the caller's clock, of which differences count."""
 
-    def __init__(self, target: CloudTarget) -> None:
+    def __init__(self, target: SharedTarget) -> None:
         self.target = target
         self.is_closed = False
         self._staged = target.staged()
@@ -468,7 +468,7 @@ def _ends_epoch(reply: Reply) -> bool:
     return isinstance(reply, Reject) or (isinstance(reply, Result) and reply.token is not None)
 
 
-def run_together(sessions: Sequence[CloudSession]) -> None:
+def run_together(sessions: Sequence[TargetSession]) -> None:
     """Run the passes of several sessions that have started: rows of all in one, prompts apart."""
     rows = [session for session in sessions if session._segment is not None]
     if len(rows) < 2 or not can_run_together(rows[0]._stage):

@@ -1,27 +1,32 @@
-"""The protocol under everything a network and a peer can do to it."""
+"""The session protocol under everything a network and a peer can do to it."""
 
 import random
-from dataclasses import replace
 
 import msgspec
 import pytest
 import torch
-from edge_runs import (
+from decode_runs import PlainTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from link_runs import (
+    LINK,
     PLANS,
     SMALL,
+    TIMES,
     BernoulliSource,
     TableSource,
     TableTarget,
+    config_for,
     greedy_text,
-    make_edge,
     run_session,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pipedraft.inference.edge_cloud import messages
-from pipedraft.inference.edge_cloud.cloud import CloudSession, CloudTarget, run_together
-from pipedraft.inference.edge_cloud.messages import (
+from pipedraft.inference.channel import LinkEstimate
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.estimates import Estimates
+from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget
+from pipedraft.inference.transport import session_messages as messages
+from pipedraft.inference.transport.session_messages import (
     Close,
     Error,
     More,
@@ -33,15 +38,18 @@ from pipedraft.inference.edge_cloud.messages import (
     Samples,
     Settings,
     Stream,
-    Token,
-    Top,
     Verify,
     decode_reply,
     decode_request,
     encode,
     prefix_hash,
 )
-from pipedraft.inference.edge_cloud.plan import Draft, Finished, Send, Wait
+from pipedraft.inference.transport.target_session import (
+    SharedTarget,
+    TargetSession,
+    run_together,
+)
+from pipedraft.inference.verify import Token, Top
 
 HASH = prefix_hash([1, 2])
 FIELDS = {"session": 1, "epoch": 0, "base": 2, "prefix_hash": HASH}
@@ -135,48 +143,87 @@ def test_a_side_does_not_read_its_own_messages():
 # -- order ----------------------------------------------------------------------------------
 
 
-class Storm:
+class TestPipeline(LinkedPipeline):
+    """The draft's side with beliefs of its own and a clock that a subclass moves."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        super().__init__(RemoteTarget())
+        self.now_s = 0.0
+
+    def _begin(self) -> Estimates:
+        return Estimates(
+            draft_s=TIMES.draft_s,
+            verify_s=TIMES.verify_s,
+            verify_row_s=TIMES.verify_row_s,
+            link=LinkEstimate(LINK.state(0.0)),
+        )
+
+    def now(self) -> float:
+        return self.now_s
+
+    def decode(self, source, prompt, **options):
+        config = config_for(source, **options)
+        engine = Engine(
+            self.target, PlainTokenizer(), config, source=source, connect=lambda _: self
+        )
+        return engine.decode(prompt)
+
+
+class Storm(TestPipeline):
     """A network that holds messages and hands them over in any order, twice, or not at all."""
 
-    def __init__(self, edge, cloud, seed: int, *, loss: float, limit: int = 60_000) -> None:
-        self.edge, self.cloud, self.rng, self.loss = edge, cloud, random.Random(seed), loss
-        self.limit, self.now_s = limit, 0.0
+    def __init__(self, target, seed: int, *, loss: float, falls_back_after: int = -1) -> None:
+        super().__init__()
+        self.session, self.rng, self.loss = TargetSession(target), random.Random(seed), loss
+        self.num_turns, self.falls_back_after = 0, falls_back_after
         self.under_way: list[tuple[str, bytes]] = []
-        self.is_computing = self.has_finished = False
+        self.is_computing = False
+        self.asked_s = 0.0
+        self.requests: list = []
 
-    def send(self, side: str, message) -> None:
+    def drafted(self, num_tokens: int, started_s: float) -> None:
+        for _ in range(self.rng.randrange(5)):
+            self.turn()
+        super().drafted(num_tokens, started_s)
+
+    def verdict_waits(self) -> bool:
+        if self.rng.random() < 0.5:
+            self.turn()
+        return super().verdict_waits()
+
+    def _send(self, request) -> None:
+        self.requests.append(request)
+        self.put("target", request)
+
+    def _wait(self) -> None:
+        self.turn()
+
+    def turn(self) -> None:
+        self.num_turns += 1
+        assert self.num_turns < 60_000, "the output does not end"
+        self.now_s += 0.01
+        self.rng.choice([self.target_turn, self.deliver, self.deliver])()
+        if self.now_s > self.asked_s + 0.5:
+            self.asked_s = self.now_s
+            for request in self.requests:  # what has been answered is answered again
+                self.put("target", request)
+        if self.num_turns == self.falls_back_after:
+            self.fallback = "the test says so"
+
+    def put(self, side: str, message) -> None:
         if self.rng.random() >= self.loss:
             self.under_way.append((side, encode(message)))
 
-    def run(self):
-        for _ in range(self.limit):
-            self.now_s += 0.01
-            self.rng.choice([self.edge_turn, self.cloud_turn, self.deliver, self.deliver])()
-            if self.has_finished:
-                return self.edge.text.result
-        raise AssertionError("the text does not end")
-
-    def edge_turn(self) -> None:
-        match self.edge.act(self.now_s):
-            case Send(request=request):
-                self.send("cloud", request)
-            case Draft():
-                self.edge.draft()
-                self.now_s += 0.01
-                self.edge.drafted(self.now_s)
-            case Finished():
-                self.has_finished = True
-            case Wait():
-                pass
-
-    def cloud_turn(self) -> None:
+    def target_turn(self) -> None:
         if self.is_computing:
-            run_together([self.cloud])
+            run_together([self.session])
             self.is_computing = False
-            for reply in self.cloud.finish(self.now_s):
-                self.send("edge", reply)
+            for reply in self.session.finish(self.now_s):
+                self.put("draft", reply)
         else:
-            self.is_computing = bool(self.cloud.start(self.now_s))
+            self.is_computing = bool(self.session.start(self.now_s))
 
     def deliver(self) -> None:
         if not self.under_way:
@@ -185,19 +232,14 @@ class Storm:
         side, data = self.under_way[index]
         if self.rng.random() < 0.8:  # else it comes again
             del self.under_way[index]
-        if side == "edge":
-            self.edge.receive(decode_reply(data), self.now_s)
+        if side == "draft":
+            self.receive(decode_reply(data), self.now_s)
             return
-        for reply in self.cloud.receive(decode_request(data), self.now_s):
-            self.send("edge", reply)
+        for reply in self.session.receive(decode_request(data), self.now_s):
+            self.put("draft", reply)
 
 
-def storm_edge(source, plan, **options):
-    how, has_bonus, is_fast = PLANS[plan]
-    patient = replace(how, timeout_s=0.5), has_bonus, is_fast
-    return make_edge(source, [1, 2], plan=patient, policy="survival", max_new_tokens=24, **options)
-
-
+STORMY = {"policy": "survival", "max_new_tokens": 24}
 PLAIN = greedy_text(SMALL, (1, 2), 200)[:24]
 
 
@@ -210,14 +252,14 @@ PLAIN = greedy_text(SMALL, (1, 2), 200)[:24]
 )
 def test_late_repeated_and_lost_messages_change_nothing(seed, plan, acceptance, loss):
     source = BernoulliSource([1, 2], acceptance, seed=seed)
-    storm = Storm(storm_edge(source, plan), CloudSession(CloudTarget(SMALL)), seed, loss=loss)
-    assert storm.run().token_ids == PLAIN
+    storm = Storm(SharedTarget(SMALL), seed, loss=loss)
+    assert storm.decode(source, [1, 2], plan=plan, **STORMY).token_ids == PLAIN
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), plan=st.sampled_from([*PLANS]))
-def test_a_storm_does_not_touch_sampled_text_either(seed, plan):
-    """tail_escape asks for samples across it; gumbel's text must be plain decoding's."""
+def test_a_storm_does_not_touch_sampled_output_either(seed, plan):
+    """tail_escape asks for samples across it; gumbel's output must be plain decoding's."""
     generator = torch.Generator().manual_seed(seed)
     target, draft = torch.randn(2, 6, 6, generator=generator)
     options = {"temperature": 1.0, "seed": seed}
@@ -225,30 +267,37 @@ def test_a_storm_does_not_touch_sampled_text_either(seed, plan):
         TableTarget(target), None, [1, 2], max_new_tokens=24, rule="gumbel", **options
     )
     for rule in ("gumbel", "tail_escape"):
-        edge = storm_edge(TableSource(draft), plan, rule=rule, top_k=1, tail_samples=1, **options)
-        result = Storm(edge, CloudSession(TableTarget(target)), seed, loss=0.1).run()
+        storm = Storm(TableTarget(target), seed, loss=0.1)
+        options |= {"rule": rule, "top_k": 1, "tail_samples": 1}
+        result = storm.decode(TableSource(draft), [1, 2], plan=plan, **STORMY, **options)
         assert len(result.token_ids) == 24
-        assert rule != "gumbel" or result.token_ids == plain.text.result.token_ids
+        assert rule != "gumbel" or result.token_ids == plain.token_ids
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10_000), plan=st.sampled_from([*PLANS]), after=st.integers(0, 60))
+@given(seed=st.integers(0, 10_000), plan=st.sampled_from([*PLANS]), after=st.integers(1, 90))
 def test_falling_back_at_any_moment_changes_nothing(seed, plan, after):
     source = BernoulliSource([1, 2], 0.7, seed=seed)
-    edge = storm_edge(source, plan)
-    storm = Storm(edge, CloudSession(CloudTarget(SMALL)), seed, loss=0.1)
-    for _ in range(after):
-        storm.now_s += 0.01
-        storm.rng.choice([storm.edge_turn, storm.cloud_turn, storm.deliver])()
-    edge.fall_back("the test says so")
-    assert storm.run().token_ids == PLAIN
+    storm = Storm(SharedTarget(SMALL), seed, loss=0.1, falls_back_after=after)
+    assert storm.decode(source, [1, 2], plan=plan, **STORMY).token_ids == PLAIN
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000), plan=st.sampled_from([*PLANS]), after=st.integers(1, 90))
+def test_falling_back_where_corrections_are_drawn_here_ends_the_output_too(seed, plan, after):
+    """Draft tokens are wrong now and then, so the target owes some roots when it goes on alone."""
+    target, draft = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(seed))
+    storm = Storm(TableTarget(target), seed, loss=0.1, falls_back_after=after)
+    options = {"temperature": 1.0, "seed": seed, "rule": "tail_escape", "top_k": 2}
+    result = storm.decode(TableSource(draft), [1, 2], plan=plan, **STORMY, **options)
+    assert len(result.token_ids) == 24 and sum(result.round_lengths) == 23
 
 
 # -- a peer that errs -----------------------------------------------------------------------
 
 
-def opened(**options) -> tuple[CloudSession, list]:
-    cloud = CloudSession(TableTarget(torch.eye(8)))
+def opened(**options) -> tuple[TargetSession, list]:
+    cloud = TargetSession(TableTarget(torch.eye(8)))
     cloud.receive(Open(session=1, prompt_ids=[1, 2], settings=Settings(**options)), 0.0)
     assert cloud.start(0.0) == 2
     cloud.run()
@@ -325,30 +374,54 @@ def test_a_request_that_cannot_be_ends_the_session_with_a_line(request_, message
     ],
 )
 def test_an_opening_that_cannot_be_is_refused(fields, message):
-    cloud = CloudSession(TableTarget(torch.eye(8)))
+    cloud = TargetSession(TableTarget(torch.eye(8)))
     opening = Open(**{"session": 1, "prompt_ids": [1], "settings": Settings(), **fields})
     (error,) = cloud.receive(opening, 0.0)
     assert message in error.text
-    edge = make_edge(TableSource(torch.eye(8)), [1])
-    edge.receive(error, 0.0)
-    with pytest.raises(ValueError, match="cloud: "):
-        edge.act(0.0)
+    with pytest.raises(ValueError, match="server: "):
+        Scripted(error).decode(TableSource(torch.eye(8)), [1])
 
 
-def test_a_retrained_anchor_lets_the_cloud_decode_alone():
-    edge = make_edge(TableSource(torch.eye(6)), [1, 2], max_new_tokens=6)
-    edge.opening = msgspec.structs.replace(edge.opening, anchor="the draft's")
-    edge._outbox[0] = edge.opening
-    result = Storm(edge, CloudSession(TableTarget(torch.eye(6))), 0, loss=0.0).run()
+class Scripted(TestPipeline):
+    """A peer that says what it likes, whatever it is asked."""
+
+    def __init__(self, *replies) -> None:
+        super().__init__()
+        self.replies = list(replies)
+
+    def _send(self, request) -> None:
+        pass
+
+    def _wait(self) -> None:
+        self.receive(self.replies.pop(0), 0.0)
+
+
+def test_a_retrained_anchor_lets_the_target_decode_alone():
+    storm = Storm(TableTarget(torch.eye(6)), 0, loss=0.0)
+    storm.anchor = "the draft's"
+    result = storm.decode(TableSource(torch.eye(6)), [1, 2], max_new_tokens=6)
     assert result.token_ids == [2] * 6 and result.num_drafted == 0
-    assert "the draft's" in edge.fallback and "table" in edge.fallback
+    assert "the draft's" in storm.fallback and "table" in storm.fallback
 
 
-def test_a_cloud_that_errs_is_found_out():
-    edge = make_edge(TableSource(torch.eye(6)), [1, 2])
-    assert isinstance(edge.act(0.0), Send)
-    edge.receive(REPLIES[0], 0.1)
-    edge.act(0.1)
-    edge.receive(msgspec.structs.replace(REPLIES[1], number=1, length=40), 0.2)
-    with pytest.raises(ValueError, match="a verdict on 40 tokens, but there are 3"):
-        edge.act(0.3)
+@pytest.mark.parametrize(
+    "reply, message",
+    [
+        (Result(**VERDICT | {"length": 40}, token=None), "a verdict on 40 tokens, but there are 3"),
+        (Result(**VERDICT, token=None), "a verdict on 3 tokens that says nothing new"),
+        (Reject(**VERDICT | {"length": 6}, payload=Token(id=4)), "that was never drafted"),
+        (Reject(**VERDICT | {"epoch": 1}, payload=Token(id=4)), "a reply of epoch 1 in epoch 0"),
+        (Reject(**VERDICT, payload=TOP), "payload: Top after a rejection by rule 'match'"),
+        (Samples(**REPLY, payload=TOP), "Samples that nobody asked for"),
+        (REPLIES[0], "Opened that nobody asked for"),
+    ],
+)
+def test_a_server_that_errs_is_found_out(reply, message):
+    server = Scripted(REPLIES[0], msgspec.structs.replace(reply, number=1))
+    with pytest.raises(ValueError, match=message):
+        server.decode(TableSource(torch.eye(6)), [1, 2], policy="fixed:3", max_new_tokens=9)
+
+
+def test_a_verdict_before_the_session_is_open_is_found_out():
+    with pytest.raises(ValueError, match="server: Result before the session was open"):
+        Scripted(REPLIES[1]).decode(TableSource(torch.eye(6)), [1, 2])

@@ -19,21 +19,21 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from pipedraft.inference.edge_cloud import wire
-from pipedraft.inference.edge_cloud.cloud import CloudSession, CloudTarget, run_together
-from pipedraft.inference.edge_cloud.messages import (
+from pipedraft.inference.transport import wire
+from pipedraft.inference.transport.session_messages import (
     Open,
     Reply,
     decode_request,
     encode,
 )
-from pipedraft.inference.edge_cloud.session_table import (
+from pipedraft.inference.transport.session_table import (
     KEY_BYTES,
     HeldSession,
     Limits,
     Refused,
     SessionTable,
 )
+from pipedraft.inference.transport.target_session import SharedTarget, TargetSession, run_together
 from pipedraft.models.fingerprint import vocabulary_hash, weights_hash
 from pipedraft.models.target import Keep, Segment
 
@@ -104,7 +104,7 @@ class Server:
         self, model: Any, *, name: str, tokenizer: Any, limits: Limits, security: Security
     ) -> None:
         self._grpc = wire.import_grpc()
-        self.target, self.limits, self.security = CloudTarget(model), limits, security
+        self.target, self.limits, self.security = SharedTarget(model), limits, security
         self.name = name
         forward_s, row_s, row_bytes = measure(self.target)
         self.table = SessionTable(self.target, limits, row_bytes)
@@ -429,7 +429,7 @@ class Server:
 
 
 @torch.inference_mode()
-def measure(target: CloudTarget) -> tuple[float, float, int]:
+def measure(target: SharedTarget) -> tuple[float, float, int]:
     """Seconds of a pass over one row, of each further row, and bytes of a token's keys and values.
 
     These passes also load the kernels before the first client comes.
@@ -464,7 +464,7 @@ def describe_failure(error: Exception) -> str:
     return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
 
 
-def run_batch(sessions: Sequence[CloudSession]) -> dict[CloudSession, str]:
+def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
     """Run the passes together; if that fails, those that are still owed one by one.
 
     Returns:
@@ -477,7 +477,7 @@ def run_batch(sessions: Sequence[CloudSession]) -> dict[CloudSession, str]:
         run_together(sessions)
         return {}
     except Exception:
-        failures: dict[CloudSession, str] = {}
+        failures: dict[TargetSession, str] = {}
     for session in sessions:
         if session.is_computed:
             continue

@@ -1,0 +1,144 @@
+"""Does decoding across links give what it gave before? For changes that must change nothing.
+
+    python benchmarks/edge_identity.py --write out/edge_identity.json      # before the change
+    python benchmarks/edge_identity.py --compare out/edge_identity.json    # after it
+
+Every method of `pipedraft eval edge`, greedy and at temperature 1, by every rule, across steady
+links and links with jitter and loss. Target and drafts are small and random, the same on every run.
+Stored for each sequence: token ids, bytes, messages, times, rounds, tests and energy. The last line
+of the output is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from identity import PlainTokenizer, add_noise, make_draft, make_target
+
+from pipedraft.eval.edge.constants import TIMES, radio_energy, radio_of
+from pipedraft.eval.edge.methods import METHODS, Simulation, decode
+from pipedraft.inference.channel import PRESETS, Link, Steps
+from pipedraft.inference.config import RULE_NAMES
+from pipedraft.inference.pipelines.link import Times
+from pipedraft.inference.transport.target_session import SharedTarget
+from pipedraft.models.language_model import LanguageModelDraft
+
+PROMPTS = [[5], [index * 5 % 60 for index in range(29)], [7, 7, 11]]
+NEW_TOKENS = 24
+EOS = 9
+STEADY = {f"{name} steady": replace(link, jitter_s=0.0, loss=0.0) for name, link in PRESETS.items()}
+CHANGING = Link(
+    up_bytes_per_s=Steps((0.0, 0.4, 0.7), (5e4, 2e3, 1e5), 1.0),
+    down_bytes_per_s=Steps((0.0, 0.5), (1e5, 8e3), 1.3),
+    delay_s=Steps((0.0, 2.0), (0.03, 0.15), 3.0),
+)
+LINKS = STEADY | PRESETS | {"changing": CHANGING}
+ALL_TIMES = TIMES | {
+    "rows": Times(draft_s=0.02, verify_s=0.09, verify_row_s=0.002, cloud_draft_s=0.005),
+    "slow": Times(draft_s=0.05, verify_s=0.03, verify_row_s=0.001, cloud_draft_s=0.0125),
+}
+WAYS: list[dict[str, Any]] = [
+    *({"link": link, "temperature": t} for link in LINKS for t in (0.0, 1.0)),
+    *({"link": "4g steady", "temperature": 1.0, "rule": rule, "top_k": 2} for rule in RULE_NAMES),
+    *({"link": "wifi", "times": "rows", "temperature": 0.7, "rule": rule} for rule in RULE_NAMES),
+    *({"link": "4g steady", "times": times} for times in ("flexspec", "rows", "slow")),
+    *({"link": "wifi steady", "times": "rows", "policy": p} for p in ("fixed:5", "geometric")),
+    {"link": "5g", "times": "slow", "temperature": 1.0, "tail_samples": 1, "top_k": 1},
+    {"link": "4g", "times": "flexspec", "policy": "alg2", "fixed_length": 7, "max_length": 16},
+]
+
+
+def all_drafts(target: Any) -> dict[str, Any]:
+    near = LanguageModelDraft(add_noise(make_target(), 0.02), target)
+    return {"language_model": near, "flexspec": make_draft("flexspec", target, 1)}
+
+
+def all_runs(target: Any) -> Iterator[tuple[str, str, Simulation]]:
+    """Name, method, and where it decodes."""
+    drafts = all_drafts(target)
+    for number, settings in enumerate(WAYS):
+        way = dict(settings)
+        link, times = way.pop("link"), ALL_TIMES[way.pop("times", "picospec")]
+        kind = "flexspec" if number % 3 == 2 else "language_model"
+        words = " ".join(f"{key}={value}" for key, value in settings.items())
+        simulation = Simulation(
+            target=SharedTarget(target),
+            draft=drafts[kind],
+            tokenizer=PlainTokenizer(),
+            link=LINKS[link],
+            times=times,
+            energy=radio_energy(radio_of(link), draft_s=times.draft_s),
+            max_new_tokens=NEW_TOKENS,
+            seed=3,
+            **way,
+        )
+        for method in METHODS:
+            yield f"{method} {kind} {words}", method, simulation
+
+
+def summarize(decoded: Any) -> dict[str, Any]:
+    result = decoded.result
+    return {
+        "token_ids": result.token_ids,
+        "stop": result.stop_reason,
+        "up": decoded.up_bytes,
+        "down": decoded.down_bytes,
+        "messages": decoded.messages,
+        "wire": decoded.wire_bytes,
+        "times_ms": [round(1e3 * time_s, 6) for time_s in result.token_times_s],
+        "rounds": result.round_lengths,
+        "tests": [result.position_tests, result.position_accepts],
+        "drafted": [result.num_drafted, result.num_draft_forwards],
+        "joules": {name: round(value, 9) for name, value in decoded.joules.items()},
+    }
+
+
+def decode_all(only: str) -> dict[str, Any]:
+    target, found = make_target(), {}
+    target.generation_config.eos_token_id = EOS
+    for name, method, simulation in all_runs(target):
+        if only in name:
+            found[name] = [
+                summarize(decode(METHODS[method], simulation, prompt, prompt_index=index))
+                for index, prompt in enumerate(PROMPTS)
+            ]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--write", type=Path, metavar="FILE")
+    chosen.add_argument("--compare", type=Path, metavar="FILE")
+    parser.add_argument("--only", default="", metavar="WORDS", help="runs whose name has them")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = decode_all(options.only)
+    if options.write is not None:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text(json.dumps(found, indent=0))
+        print(json.dumps({"runs": len(found), "sequences": len(found) * len(PROMPTS)}))
+        return
+    found = json.loads(json.dumps(found))
+    expected = json.loads(options.compare.read_text())
+    expected = {name: run for name, run in expected.items() if options.only in name}
+    different = []
+    for name, run in expected.items():
+        if found.get(name) != run:
+            mine = found.get(name) or [{} for _ in run]
+            fields = {k for old, new in zip(run, mine) for k in old if new.get(k) != old[k]}  # noqa: B905
+            different.append(name)
+            print(f"different: {name}: {', '.join(sorted(fields))}", file=sys.stderr)
+    print(json.dumps({"runs": len(expected), "different": len(different)}))
+    sys.exit(bool(different))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Ways to decode across a link under their names in tables, all of them on the virtual clock.
+
+decoded = decode(METHODS["picospec"], simulation, prompt_ids, prompt_index=0)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from pipedraft.inference.channel import Channel, EnergyModel, Link
+from pipedraft.inference.config import DecodeConfig, RuleName
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.link import LinkPipeline, Times
+from pipedraft.inference.pipelines.linked import RemoteTarget
+from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.sources import make_source
+from pipedraft.inference.transport.session_messages import encode
+from pipedraft.inference.transport.target_session import SharedTarget
+from pipedraft.inference.tree import TokenTree
+from pipedraft.inference.verify import RULES, KeyedRandom, make_verifier
+from pipedraft.models.target import Keep
+
+Place = Literal["target", "both", "draft"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A schedule with settings, and where the draft runs."""
+
+    summary: str
+    schedule: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    drafts_in: Place | None = "both"
+    """On the edge with the target across the link ("both"), beside the target ("target"), or
+    without one ("draft"). None: there is no draft."""
+    length: Literal["policy", "fixed", "own"] = "policy"
+    """Draft length: of the simulation's policy, its fixed length, or as the schedule says."""
+    has_own_rule: bool = False
+    """No other acceptance rule makes sense of it."""
+    caveat: str = ""
+    """Why the output is not distributed as the target's; "": it is."""
+
+
+_FULL = "picospec, the whole distribution down on a rejection"
+METHODS: dict[str, Method] = {
+    "cloud": Method(
+        summary="the target alone, streamed", schedule="autoregressive", drafts_in=None
+    ),
+    "stop_and_wait": Method(
+        summary="draft, send, wait; a fixed length", schedule="stop_and_wait", length="fixed"
+    ),
+    "colocated": Method(
+        summary="draft and target in one place, streamed", schedule="flexspec", drafts_in="target"
+    ),
+    "edge_only": Method(
+        summary="the draft alone",
+        schedule="autoregressive",
+        drafts_in="draft",
+        caveat="not lossless: the draft's own output",
+    ),
+    "flexspec": Method(summary="draft, send, wait; the policy's length", schedule="flexspec"),
+    "dssd": Method(
+        summary="draft, send, wait; the whole distribution comes down on a rejection",
+        schedule="dssd",
+        length="fixed",
+        has_own_rule=True,
+    ),
+    "pearl": Method(
+        summary="drafts on while the target verifies, one batch away, verdicts at barriers",
+        schedule="pearl",
+        length="own",
+    ),
+    "picospec": Method(
+        summary="drafts on while the target verifies, several batches away", schedule="picospec"
+    ),
+    "picospec_serial": Method(
+        summary="picospec, waiting for each verdict", schedule="picospec", settings={"serial": True}
+    ),
+    "picospec_slow": Method(
+        summary="picospec without early passes", schedule="picospec", settings={"slow": True}
+    ),
+    "picospec_full": Method(
+        summary=_FULL, schedule="picospec", settings={"verifier": "rejection"}, has_own_rule=True
+    ),
+}
+"""The last three are picospec with one of its parts left out; picospec_full differs above
+temperature 0 only, as a greedy correction is one token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """Where methods are tried on the virtual clock: networks, link, constants, settings."""
+
+    target: SharedTarget
+    draft: Any | None
+    """From ``load_draft`` or ``load_draft_model``; None: only ``cloud`` can decode."""
+    tokenizer: Any
+    link: Link
+    times: Times
+    energy: EnergyModel
+    temperature: float = 0.0
+    rule: RuleName | None = None
+    """For the methods without a rule of their own kind; None: each method's."""
+    policy: str = "survival"
+    max_length: int = 8
+    fixed_length: int = 4
+    top_k: int = 10
+    tail_samples: int = 4
+    max_new_tokens: int = 128
+    seed: int = 0
+
+    def config(self, method: Method) -> DecodeConfig:
+        """What a method decodes by here."""
+        settings: dict[str, Any] = dict(method.settings)
+        if self.temperature == 0:
+            settings.pop("verifier", None)
+        elif method.drafts_in in (None, "draft"):
+            settings["verifier"] = self.rule or "match"
+        elif self.rule is not None and not method.has_own_rule:
+            settings["verifier"] = self.rule
+        if method.length == "policy" and method.schedule != "autoregressive":
+            settings |= {"policy": self.policy, "max_length": self.max_length}
+        elif method.length == "fixed":
+            longest = max(self.fixed_length, self.max_length)
+            settings |= {"policy": f"fixed:{self.fixed_length}", "max_length": longest}
+        elif method.length == "own":
+            settings["max_length"] = self.max_length
+        return DecodeConfig.of(
+            method.schedule,
+            num_stages=1,
+            temperature=self.temperature,
+            payload_tokens=self.top_k,
+            tail_samples=self.tail_samples,
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            **settings,
+        )
+
+    def caveat(self, method: Method) -> str:
+        """Why the output is not distributed as the target's; "": it is."""
+        if method.drafts_in is None:
+            return ""
+        return method.caveat or RULES[self.config(method).rule].caveat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """One output and what it cost."""
+
+    result: DecodeResult
+    """``token_times_s`` are virtual, from the request on."""
+    up_bytes: int
+    """Payloads; the link's headers and what it sent twice are not in them."""
+    down_bytes: int
+    messages: int
+    wire_bytes: int
+    joules: dict[str, float]
+    """Of the edge, by cause."""
+
+    @property
+    def decode_s(self) -> float:
+        """From the first token to the last."""
+        times_s = self.result.token_times_s
+        return times_s[-1] - times_s[0]
+
+
+def decode(
+    method: Method, simulation: Simulation, prompt_ids: list[int], *, prompt_index: int
+) -> Decoded:
+    """One output on a fresh virtual link.
+
+    Raises:
+        ValueError: a method that drafts, and no draft.
+    """
+    if method.drafts_in == "draft":
+        channel = Channel(simulation.link)
+        result = _decode_alone(simulation, prompt_ids, prompt_index)
+        elapsed_s, num_drafted = result.token_times_s[-1], len(result.token_ids)
+    else:
+        is_colocated = method.drafts_in == "target"
+        pipeline = LinkPipeline(
+            RemoteTarget(),
+            simulation.target,
+            simulation.link,
+            simulation.times,
+            is_colocated=is_colocated,
+        )
+        engine = Engine(
+            pipeline.target,
+            simulation.tokenizer,
+            simulation.config(method),
+            simulation.draft,
+            connect=lambda target: pipeline,
+        )
+        result = engine.decode(prompt_ids, prompt_index=prompt_index)
+        channel, elapsed_s = pipeline.channel, pipeline.now()
+        if is_colocated:
+            elapsed_s = _stream_down(result, channel)
+        num_drafted = result.num_drafted if method.drafts_in == "both" else 0
+    up, down = channel.traffic("up"), channel.traffic("down")
+    return Decoded(
+        result=result,
+        up_bytes=up.payload_bytes,
+        down_bytes=down.payload_bytes,
+        messages=up.messages + down.messages,
+        wire_bytes=up.wire_bytes + down.wire_bytes,
+        joules=simulation.energy.joules(channel, num_drafted=num_drafted, elapsed_s=elapsed_s),
+    )
+
+
+def _stream_down(result: DecodeResult, channel: Channel) -> float:
+    """Send the tokens of each round to the user when they are made; returns the last arrival."""
+    times_s, arrivals_s = result.token_times_s, list[float]()
+    while len(arrivals_s) < len(times_s):
+        made_s = times_s[len(arrivals_s)]
+        count = times_s.count(made_s)
+        ids = result.token_ids[len(arrivals_s) : len(arrivals_s) + count]
+        arrivals_s += [channel.transmit(made_s, len(encode(ids)), "down")] * count
+    result.token_times_s[:] = arrivals_s
+    return arrivals_s[-1]
+
+
+@torch.inference_mode()
+def _decode_alone(simulation: Simulation, prompt_ids: list[int], prompt_index: int) -> DecodeResult:
+    """The draft's own output, a token every ``draft_s``."""
+    if simulation.draft is None:
+        raise ValueError("draft: none is given; give --checkpoint or --draft-model")
+    source, staged = make_source(simulation.draft), simulation.target.staged()
+    name: RuleName = "rejection" if simulation.temperature else "match"
+    random = KeyedRandom(simulation.seed, prompt_index)
+    rule = make_verifier(name, simulation.temperature, random, top_k=1, tail_samples=1)
+    result = DecodeResult(list(prompt_ids), [], "", "", num_stages=1)
+    source.begin({}, list(prompt_ids))
+    position = len(prompt_ids)
+    root = prompt_ids[-1]
+    while not result.stop_reason:
+        (logits_U,) = source.leaf_logits(TokenTree(root, position - 1), [0], {})
+        root = rule.propose(logits_U, source.draft_ids, position, attempt=0).token
+        position += 1
+        source.keep(Keep((0,), 1))
+        source.observe({}, [root])
+        result.emit(
+            root,
+            (len(result.token_ids) + 1) * simulation.times.draft_s,
+            eos_token_ids=staged.eos_token_ids,
+            max_new_tokens=simulation.max_new_tokens,
+            limit=staged.max_positions,
+        )
+    result.num_draft_forwards = source.num_forwards
+    result.text = simulation.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    return result

@@ -1,0 +1,183 @@
+"""A target behind a virtual link: real networks make the tokens, constants make the time.
+
+Draft and target each compute one thing at a time. Messages cross a ``Channel`` as the bytes they
+are encoded to, and are decoded on the other side.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipedraft.inference.channel import Channel, Direction, Link, LinkEstimate, LinkState
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.pipelines.estimates import Estimates
+from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget
+from pipedraft.inference.transport.session_messages import (
+    Open,
+    Reply,
+    Request,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from pipedraft.inference.transport.target_session import SharedTarget, TargetSession
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of computing."""
+
+    draft_s: float
+    """One draft token on the edge."""
+    verify_s: float
+    """The target's pass over one row."""
+    verify_row_s: float = 0.0
+    """Each further row."""
+    cloud_draft_s: float
+    """One draft token where the target runs."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"times.{name}: {value} is no duration; give 0 or more, finite")
+
+    def forward_s(self, num_rows: int) -> float:
+        return self.verify_s + self.verify_row_s * (num_rows - 1)
+
+
+class LinkPipeline(LinkedPipeline):
+    """Event by event; the time passes while the draft computes and while a reply is waited for."""
+
+    def __init__(
+        self,
+        target: RemoteTarget,
+        shared: SharedTarget,
+        link: Link,
+        times: Times,
+        *,
+        is_colocated: bool = False,
+    ) -> None:
+        """
+        Args:
+            is_colocated: the draft runs beside the target, and the link of a session has no length;
+                only the prompt crosses the given one.
+        """
+        super().__init__(target)
+        self.shared, self.link, self.times, self.is_colocated = shared, link, times, is_colocated
+        self.draft_s = times.cloud_draft_s if is_colocated else times.draft_s
+        self._now_s = 0.0
+
+    def _begin(self) -> Estimates:
+        seed = self.settings.seed * 1_000_003 + self.settings.prompt
+        self.channel = Channel(self.link, seed=seed)
+        """Of this prompt, with what has crossed it."""
+        self.num_passes = 0
+        """After the prompt's."""
+        self._session = TargetSession(self.shared)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._is_computing = False
+        state, header_bytes = self.link.state(0.0), self.link.header_bytes
+        if self.is_colocated:
+            state = LinkState(up_bytes_per_s=math.inf, down_bytes_per_s=math.inf, round_trip_s=0.0)
+            header_bytes = 0
+        return Estimates(
+            draft_s=self.draft_s,
+            verify_s=self.times.verify_s,
+            verify_row_s=self.times.verify_row_s,
+            link=LinkEstimate(state),
+            header_bytes=header_bytes,
+        )
+
+    def close(self) -> int:
+        super().close()
+        return self.num_passes
+
+    # -- time -------------------------------------------------------------------------------
+
+    def open(self, config: DecodeConfig, prompt_index: int) -> None:
+        super().open(config, prompt_index)
+        self._now_s = 0.0
+
+    def now(self) -> float:
+        return self._now_s
+
+    def drafted(self, num_tokens: int, started_s: float) -> None:
+        for _ in range(num_tokens):
+            self._pass_time(self._now_s + self.draft_s)
+        self._hear_of_link()
+        super().drafted(num_tokens, started_s)
+
+    def _wait(self) -> None:
+        self._hear_of_link()
+        self._pass_time(math.inf)
+
+    def _pass_time(self, until_s: float) -> None:
+        """Until the draft's side may act: to a moment, or if that is infinite to the next event."""
+        while True:
+            self._compute()
+            next_s = min(self._events[0][0], until_s) if self._events else until_s
+            assert next_s < math.inf, "draft and target wait for each other"
+            self._now_s = next_s
+            # What happens at the same moment is all known before anyone acts on it.
+            while self._events and self._events[0][0] == next_s:
+                heapq.heappop(self._events)[2]()
+            if until_s in (next_s, math.inf):
+                return
+
+    def _hear_of_link(self) -> None:
+        """The radio reports its bandwidths."""
+        if not self.is_colocated:
+            state = self.link.state(self._now_s)
+            self.estimates.link.set_bandwidth(
+                up_bytes_per_s=state.up_bytes_per_s, down_bytes_per_s=state.down_bytes_per_s
+            )
+
+    def _at(self, time_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), event))
+
+    # -- the target's side ------------------------------------------------------------------
+
+    def _compute(self) -> None:
+        if self._is_computing:
+            return
+        is_prompt = self._session.wants_prefill
+        num_rows = self._session.start(self._now_s)
+        if num_rows:
+            self._is_computing = True
+            self._session.run()
+            self.num_passes += not is_prompt
+            self._at(self._now_s + self.times.forward_s(num_rows), self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._is_computing = False
+        self._send_down(self._session.finish(self._now_s))
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def _transmit(self, num_bytes: int, direction: Direction) -> float:
+        """Arrival time of a message."""
+        if self.is_colocated:
+            return self._now_s
+        return self.channel.transmit(self._now_s, num_bytes, direction)
+
+    def _send(self, request: Request) -> None:
+        data = encode(request)
+        if self.is_colocated and isinstance(request, Open):
+            self._now_s = self.channel.transmit(0.0, len(data), "up")
+
+        def arrive() -> None:
+            self._send_down(self._session.receive(decode_request(data), self._now_s))
+
+        self._at(self._transmit(len(data), "up"), arrive)
+
+    def _send_down(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            data = encode(reply)
+            arrival_s = self._transmit(len(data), "down")
+            self._at(
+                arrival_s,
+                lambda data=data: self.receive(decode_reply(data), self._now_s),  # type: ignore[misc]
+            )

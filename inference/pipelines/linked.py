@@ -1,0 +1,493 @@
+"""The draft's side of a target behind a network: batches of draft tokens up, verdicts down.
+
+A session (``transport/session_messages.py``) speaks of one chain: tokens that are certain, and
+draft tokens behind them. A subclass carries the messages and knows the time; what it waits for and
+what it costs to be wrong is in ``Estimates``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import abstractmethod
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from pipedraft.inference.draft_length import RoundCost
+from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
+from pipedraft.inference.pipelines.estimates import Estimates
+from pipedraft.inference.pipelines.local import FeatureStore
+from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
+from pipedraft.inference.timeline import Timeline
+from pipedraft.inference.transport.session_messages import (
+    WINDOW,
+    Close,
+    Error,
+    More,
+    Open,
+    Opened,
+    Preverify,
+    Reject,
+    Reply,
+    Request,
+    Result,
+    Samples,
+    Settings,
+    Stream,
+    Verify,
+    encode,
+    prefix_hash,
+)
+from pipedraft.inference.verify import (
+    DraftToken,
+    Payload,
+    RejectionVerifier,
+    Token,
+    Verifier,
+    Walk,
+)
+from pipedraft.models.target import Keep, Segment
+
+if TYPE_CHECKING:
+    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.sources import DraftSource
+    from pipedraft.inference.tree import TokenTree
+
+
+@dataclass
+class RemoteTarget:
+    """What the draft's side knows of a target that is elsewhere: one stage, a chain at a time."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    max_positions: int = sys.maxsize
+    """Until a session is open."""
+    vocab_size: int = sys.maxsize
+    num_stages: int = field(default=1, init=False)
+    boundaries: tuple[int, ...] = field(default=(0, 1), init=False)
+    is_chain_only: bool = field(default=True, init=False)
+
+
+def check_draft(source: DraftSource) -> None:
+    """
+    Raises:
+        ValueError: a draft that reads hidden states of the target.
+    """
+    if source.taps:
+        raise ValueError(
+            "draft: it reads hidden states of the target, which do not cross the link; give a "
+            "FlexSpec draft or a language model"
+        )
+
+
+@dataclass
+class Batch:
+    """Draft tokens that are going to have one verdict."""
+
+    start: int
+    """Position of the first one."""
+    size: int
+    started_s: float
+    num_drafted: int = 0
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A batch on its way."""
+
+    seq: int
+    start: int
+    size: int
+    num_bytes: int
+    sent_s: float
+
+
+@dataclass(frozen=True)
+class LinkVerdict(Returned):
+    """What a reply says of the chain."""
+
+    num_accepted: int
+    """Draft tokens below the root."""
+    token: int | None
+    """The target's own, behind them."""
+    payload: Payload | None
+    """What stands for the draft token behind them, which was rejected."""
+    outcomes: list[tuple[int, int]]
+    """Of the batches that are decided: draft tokens, and how many of them were right."""
+
+
+class LinkedPipeline(Pipeline):
+    """One session for each prompt.
+
+    ``batch`` is being drafted, ``flights`` are away. Replies are taken in their order, one by each
+    ``tick``, which waits for it.
+    """
+
+    is_link: ClassVar[bool] = True
+    estimates: Estimates
+    """Of the sequence under way."""
+
+    def __init__(self, target: RemoteTarget) -> None:
+        self.target = target
+        self.timeline = Timeline("draft")
+        self.last_rows = []
+        self.features = FeatureStore(())
+        self.anchor = ""
+        """Hash of the target's last block that the draft contains; "": none."""
+        self.fallback = ""
+        """Why the target decodes alone although there is a draft; "": it does not."""
+
+    # -- what a subclass adds ---------------------------------------------------------------
+
+    @abstractmethod
+    def _begin(self) -> Estimates:
+        """A session is about to be opened."""
+
+    @abstractmethod
+    def _send(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Until something has happened; replies go to ``receive``."""
+
+    # -- a sequence -------------------------------------------------------------------------
+
+    def open(self, config: DecodeConfig, prompt_index: int) -> None:
+        schedule = config.schedule
+        assert not schedule.needs_link or isinstance(schedule, LinkSchedule)
+        self.settings = Settings(
+            rule=config.rule,
+            temperature=config.temperature,
+            seed=config.seed,
+            prompt=prompt_index,
+            top_k=config.payload_tokens,
+            tail_samples=config.tail_samples,
+            has_bonus=not isinstance(schedule, LinkSchedule) or not schedule.drafts_on,
+            is_fast=isinstance(schedule, LinkSchedule) and schedule.early,
+            max_new_tokens=config.max_new_tokens,
+        )
+        self.fallback = ""
+        self._streams = schedule.grows is None
+        self._round_bytes: dict[str, int] | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        """A session of the same sequence begins."""
+        self.batch: Batch | None = None
+        self.flights: deque[Flight] = deque()
+        self.num_batches = 0
+        """Sent in this epoch."""
+        self.knows_root = True
+        self._tokens: list[int] = []
+        """Certain, and known at the target."""
+        self._sent: list[int] = []
+        """Draft tokens behind them that it knows, too."""
+        self._stream_request: Open | Stream | None = None
+        """To decode alone, from the present epoch on."""
+        self._inbox: dict[int, tuple[Reply, float]] = {}
+        self._epoch = self._next_number = 0
+        self._next_seq = 1
+
+    def prefill(
+        self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
+    ) -> tuple[int, dict[int, Tensor]]:
+        self.estimates = self._begin()
+        return self._open_session(input_ids.tolist()), {}
+
+    def _open_session(self, tokens: list[int]) -> int:
+        """
+        Returns:
+            The target's next token.
+        """
+        opening = Open(
+            session=0,
+            prompt_ids=tokens,
+            settings=self.settings,
+            anchor="" if self._streams else self.anchor,
+            streams=self._streams,
+        )
+        self._tokens = tokens
+        if opening.streams:
+            self._stream_request = opening
+        self._send(opening)
+        reply = self._next_reply()
+        if not isinstance(reply, Opened):
+            raise ValueError(f"server: {type(reply).__name__} before the session was open")
+        self.target.eos_token_ids = tuple(reply.eos_token_ids)
+        self.target.max_positions, self.target.vocab_size = reply.max_positions, reply.vocab_size
+        self._tokens.append(reply.token)
+        if opening.anchor not in ("", reply.anchor):
+            self.fallback = (
+                f"the draft's anchor is {opening.anchor[:12]}, the target's last block "
+                f"{reply.anchor[:12]}: it was retrained; the target decodes alone"
+            )
+        return reply.token
+
+    def close(self) -> int | None:
+        self._send(self._numbered(Close))
+        return None
+
+    # -- sending ----------------------------------------------------------------------------
+
+    def begin_batch(self, size: int, start: int) -> None:
+        self.batch = Batch(start, size, self.now())
+
+    def drafted(self, num_tokens: int, started_s: float) -> None:
+        self.estimates.observe_draft(self.now() - started_s)
+        if self.batch is not None:
+            self.batch.num_drafted += num_tokens
+
+    def send(self, certain: list[int], ids: list[int], q: list[float], *, is_early: bool) -> None:
+        """Send what is new of the batch.
+
+        Args:
+            certain: the root, where the target does not know it.
+            q: probability that each draft token was drawn with, where the rule needs it.
+            is_early: more of the batch follows; for a pass ahead of it.
+        """
+        assert self.batch is not None
+        message = self._batch_message(Preverify if is_early else Verify, self.batch, certain)
+        message = msgspec.structs.replace(message, ids=ids, q=q)
+        self._next_seq += 1
+        self._know(certain)
+        self._sent += ids
+        self._send(message)
+        if is_early:
+            return
+        num_bytes = len(encode(message)) + self.estimates.header_bytes
+        batch, self.batch = self.batch, None
+        flight = Flight(message.seq, batch.start, batch.num_drafted, num_bytes, self.now())
+        self.flights.append(flight)
+        self.num_batches += 1
+
+    def _batch_message(self, kind: type, batch: Batch, certain: list[int]) -> Any:
+        """Without its draft tokens."""
+        next_s = (batch.size - batch.num_drafted) * self.estimates.draft_s
+        if kind is Verify:
+            next_s = self.estimates.link.state.round_trip_s + batch.size * self.estimates.draft_s
+        return kind(
+            session=0,
+            epoch=self._epoch,
+            seq=self._next_seq,
+            **self._prefix(self._tokens + self._sent, certain),
+            ids=[],
+            q=[],
+            next_s=next_s,
+        )
+
+    def _prefix(self, known: list[int], certain: list[int]) -> dict[str, Any]:
+        assert bool(certain) != self.knows_root, "the root is sent once, if it is not known"
+        return {"base": len(known), "prefix_hash": prefix_hash(known), "certain": certain}
+
+    def _know(self, certain: list[int]) -> None:
+        self._tokens += certain
+        self.knows_root = True
+
+    def inject(self, segment: Segment) -> None:
+        raise AssertionError("draft tokens cross a link in batches")
+
+    @property
+    def is_streaming(self) -> bool:
+        """The target has been asked to decode alone, from the present epoch on."""
+        return self._stream_request is not None
+
+    def stream(self, certain: list[int]) -> None:
+        """Ask for that.
+
+        Args:
+            certain: as of ``send``.
+        """
+        self._streams, self.batch = True, None
+        request: Stream = self._numbered(Stream, **self._prefix(self._tokens, certain))
+        self._know(certain)
+        self._stream_request = request
+        self._send(request)
+
+    def _numbered(self, kind: type, **fields: Any) -> Any:
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        return kind(session=0, epoch=self._epoch, seq=seq, **fields)
+
+    def round_cost(
+        self, max_length: int, *, drafts_on: bool, window: int | None, needs_q: bool
+    ) -> RoundCost:
+        """Of a coming round; the sizes of the messages are this session's own."""
+        # Without q the target knows the correction itself, and begins while its verdict travels.
+        spare_s = 0.0 if needs_q else self.estimates.link.state.round_trip_s
+        if self._round_bytes is None:
+            self._round_bytes = self._measure_messages()
+        return self.estimates.round_cost(
+            self._round_bytes,
+            max_length,
+            drafts_on=drafts_on,
+            window=window,
+            early_within_s=spare_s if self.settings.is_fast else None,
+        )
+
+    def _measure_messages(self) -> dict[str, int]:
+        verifier, size = self.settings.verifier, self.target.vocab_size
+        empty = Batch(len(self._tokens), 0, 0.0)
+        certain = [] if self.knows_root else [0]
+        request = self._batch_message(Verify, empty, certain)
+        q = [0.5] * 8 * verifier.needs_q
+        longer = msgspec.structs.replace(request, ids=[size - 1] * 8, q=q)
+        header = self.estimates.header_bytes
+        return {
+            "up_bytes": len(encode(request)) + header,
+            "up_bytes_per_token": math.ceil((len(encode(longer)) - len(encode(request))) / 8),
+            "down_bytes": len(encode(request)) + header,  # a verdict has about as many fields
+            "reject_bytes": verifier.payload_bytes(size),
+        }
+
+    # -- receiving --------------------------------------------------------------------------
+
+    def receive(self, reply: Reply, arrived_s: float) -> None:
+        if self._next_number <= reply.number < self._next_number + 4 * WINDOW:
+            self._inbox.setdefault(reply.number, (reply, arrived_s))
+
+    def verdict_waits(self) -> bool:
+        return self._next_number in self._inbox
+
+    def tick(self, ahead: Ahead | None = None) -> LinkVerdict:
+        """
+        Raises:
+            ValueError: the target's side refuses, or does not follow the protocol.
+        """
+        reply = self._next_reply()
+        match reply:
+            case Result():
+                return self._take_result(reply)
+            case Reject():
+                return self._take_reject(reply)
+        raise ValueError(f"server: {type(reply).__name__} that nobody asked for")
+
+    def _next_reply(self) -> Reply:
+        while self._next_number not in self._inbox:
+            self._wait()
+        reply, arrived_s = self._inbox.pop(self._next_number)
+        self._next_number += 1
+        if isinstance(reply, Error):
+            raise ValueError(f"server: {reply.text}")
+        if reply.epoch != self._epoch:
+            raise ValueError(f"server: a reply of epoch {reply.epoch} in epoch {self._epoch}")
+        if isinstance(reply, Result | Reject):
+            self._measure(reply, arrived_s)
+        return reply
+
+    def _measure(self, verdict: Result | Reject, arrived_s: float) -> None:
+        """What the answer to a batch says about link and target."""
+        flight = next((flight for flight in self.flights if flight.seq == verdict.seq), None)
+        if flight is None:
+            return
+        self.estimates.observe_forward(verdict.forward_s, flight.size)
+        self.estimates.link.observe(
+            arrived_s - flight.sent_s - verdict.held_s,
+            up_bytes=flight.num_bytes,
+            down_bytes=len(encode(verdict)) + self.estimates.header_bytes,
+        )
+
+    def _take_result(self, reply: Result) -> LinkVerdict:
+        num_accepted, num_rows = self._accept(reply.length), 1 + len(self._sent)
+        if not num_accepted and reply.token is None:
+            raise ValueError(f"server: a verdict on {reply.length} tokens that says nothing new")
+        outcomes = []
+        if self.flights and self.flights[0].seq == reply.seq:
+            flight = self.flights.popleft()
+            outcomes.append((flight.size, flight.size))
+        if reply.token is not None:
+            asked = self._stream_request
+            if asked is not None and asked.seq != reply.seq:  # this bonus made it stale
+                self._stream_request = None
+            self._start_epoch(reply.token)
+        return self._verdict(num_rows, num_accepted, outcomes, token=reply.token)
+
+    def _take_reject(self, reply: Reject) -> LinkVerdict:
+        num_rows = 1 + len(self._sent)
+        if reply.length - len(self._tokens) == len(self._sent):
+            raise ValueError(f"server: rejects a token at {reply.length} that was never drafted")
+        num_accepted = self._accept(reply.length)
+        batches = [(flight.start, flight.size) for flight in self.flights]
+        if self.batch is not None:
+            batches.append((self.batch.start, self.batch.size))
+        outcomes = [
+            (size, reply.length - start)
+            for start, size in batches
+            if start <= reply.length < start + size
+        ]
+        payload, self._stream_request = reply.payload, None
+        self._start_epoch(payload.id if isinstance(payload, Token) else None)
+        return self._verdict(num_rows, num_accepted, outcomes, payload=payload)
+
+    def _verdict(
+        self,
+        num_rows: int,
+        num_accepted: int,
+        outcomes: list[tuple[int, int]],
+        *,
+        token: int | None = None,
+        payload: Payload | None = None,
+    ) -> LinkVerdict:
+        return LinkVerdict(num_rows, torch.empty(0), num_accepted, token, payload, outcomes)
+
+    def _accept(self, length: int) -> int:
+        """Draft tokens become certain.
+
+        Raises:
+            ValueError: a length that the sequence cannot have.
+        """
+        count = length - len(self._tokens)
+        if not 0 <= count <= len(self._sent):
+            raise ValueError(
+                f"server: a verdict on {length} tokens, but there are {len(self._tokens)} and "
+                f"{len(self._sent)} draft tokens"
+            )
+        self._tokens += self._sent[:count]
+        del self._sent[:count]
+        return count
+
+    def _start_epoch(self, token: int | None) -> None:
+        """What is away or being drafted belongs to another sequence.
+
+        Args:
+            token: the new root, if it is the target's own.
+        """
+        self._epoch += 1
+        self._sent.clear()
+        self.flights.clear()
+        self.batch, self.num_batches = None, 0
+        self.knows_root = token is not None
+        if token is not None:
+            self._tokens.append(token)
+
+    def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Walk:
+        assert isinstance(returned, LinkVerdict)
+        last = returned.num_accepted
+        path, tests = list(range(last + 1)), [True] * last
+        if returned.payload is not None:
+            token = self._corrected(verifier, tree, last + 1, returned.payload)
+            return Walk(path, token, [*tests, False], restarts=True)
+        if returned.token is not None:
+            return Walk(path, returned.token, tests, restarts=True)
+        return Walk(path[:-1], tree.tokens[last], tests)
+
+    def _corrected(self, verifier: Verifier, tree: TokenTree, row: int, payload: Payload) -> int:
+        """The token in place of a rejected one; payloads may have to be asked for."""
+        rejected = DraftToken(tree.tokens[row], tree.draft_probabilities[row])
+        payloads = [payload]
+        while True:
+            token = verifier.correct(rejected, tree.position(row), payloads)
+            if token is not None:
+                return token
+            assert isinstance(verifier, RejectionVerifier), "others need no more"
+            self._send(self._numbered(More, count=verifier.next_samples(len(payloads))))
+            reply = self._next_reply()
+            if not isinstance(reply, Samples):
+                raise ValueError(f"server: {type(reply).__name__} where samples were asked for")
+            payloads.append(reply.payload)
+
+    def keep(self, keep: Keep) -> dict[int, Tensor]:
+        """The target's side has kept what its verdict said."""
+        return {}

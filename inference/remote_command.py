@@ -1,0 +1,226 @@
+"""Decoding a prompt with a draft on this machine and the target on a server: ``--server``."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipedraft.inference.prompts import Stream, encode
+
+if TYPE_CHECKING:
+    from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
+    from pipedraft.inference.result import DecodeResult
+    from pipedraft.inference.transport.stream import Access
+
+TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
+ELSEWHERE = {"target": None, "stages": None, "boundaries": (), "backend": "local", "trace": None}
+"""Options of a target on this machine, and their defaults."""
+DEFAULTS = {
+    "tokenizer": None,
+    "status": False,
+    "keep_drafting": False,
+    "tls": False,
+    "tls_ca": None,
+    "token_file": None,
+    "connect_s": 10.0,
+    "answer_s": 30.0,
+    "give_up_s": 60.0,
+}
+"""Options of a server, with what holds where they are not given."""
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, asked: Any) -> None:
+    """``asked``: group of what the command is asked for."""
+    asked.add_argument(
+        "--status",
+        action="store_true",
+        help="print what the server says of itself, as JSON",
+    )
+    add = parser.add_argument_group("a target on a server (inference serve)").add_argument
+    add("--server", metavar="HOST:PORT", help="the target is there, the draft here")
+    add("--tokenizer", help="folder or Hub id; default: that of the draft")
+    add("--keep-drafting", action="store_true", help="also where the target alone would be faster")
+    add("--tls", action="store_true", help="TLS; its certificate signed as the system wants it")
+    add("--tls-ca", type=Path, metavar="FILE", help="TLS; its certificate signed by this one (PEM)")
+    add("--token-file", type=Path, metavar="FILE", help="what the server wants to be sent")
+    for name, text in (
+        ("connect_s", "for one attempt"),
+        ("answer_s", "without an answer for so long the connection is made again"),
+        ("give_up_s", "without a server for so long the output ends, status 1"),
+    ):
+        add(
+            f"--{name.replace('_', '-')}",
+            type=seconds,
+            default=DEFAULTS[name],
+            metavar="S",
+            help=f"{text} ({DEFAULTS[name]:g})",
+        )
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds above 0")
+    return value
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: options of a server without one, or of a target here beside one.
+    """
+    wrong = DEFAULTS if options.server is None else ELSEWHERE
+    for name, default in wrong.items():
+        if getattr(options, name) != default:
+            flag = f"--{name.replace('_', '-')}"
+            if options.server is None:
+                raise ValueError(f"{flag}: it needs --server HOST:PORT")
+            raise ValueError(f"{flag}: the target is on {options.server}; leave it out")
+
+
+def read_token(file: Path | None) -> str:
+    """From the file or the environment; never from the command line, which others can list."""
+    if file is None:
+        return os.environ.get(TOKEN_VARIABLE, "")
+    token = file.read_text().strip()
+    if not token.isascii() or not token.isprintable() or not token:
+        raise ValueError(f"--token-file: {str(file)!r} holds no printable ASCII text; write one")
+    return token
+
+
+def read_access(options: argparse.Namespace) -> "Access":
+    from pipedraft.inference.transport.stream import Access
+
+    return Access(
+        server=options.server,
+        uses_tls=options.tls or options.tls_ca is not None,
+        root_certificates=None if options.tls_ca is None else options.tls_ca.read_bytes(),
+        token=read_token(options.token_file),
+        connect_s=options.connect_s,
+        answer_s=options.answer_s,
+        give_up_s=options.give_up_s,
+    )
+
+
+def print_status(access: "Access") -> None:
+    import msgspec
+
+    from pipedraft.inference.transport.stream import Connection
+
+    with Connection(access) as connection:
+        about, round_trip_s = connection.describe()
+    status = msgspec.to_builtins(about) | {"round_trip_s": round_trip_s}
+    print(msgspec.json.encode(status).decode())
+
+
+def load(options: argparse.Namespace) -> tuple["LocalDraft | None", Any]:
+    """The draft, None without one, and the tokenizer."""
+    from pipedraft.inference.pipelines.remote import LocalDraft
+    from pipedraft.models.draft import read_description, resolve_folder
+    from pipedraft.models.flexspec import FlexSpec
+    from pipedraft.models.language_model import LanguageModelDraft, model_folder
+    from pipedraft.models.target import load_target, load_tokenizer
+
+    if options.draft_model is not None:
+        name = model_folder(options.draft_model)
+        model = load_target(name)
+        tokenizer = load_tokenizer(options.tokenizer or name)
+        return LocalDraft(network=LanguageModelDraft(model, model)), tokenizer
+    if options.checkpoint is None:
+        if options.tokenizer is None:
+            raise ValueError("--tokenizer: missing; without a draft nothing names the target's")
+        return None, load_tokenizer(options.tokenizer)
+    folder = resolve_folder(options.checkpoint)
+    description = read_description(folder)
+    if description["draft_type"] != FlexSpec.draft_type:
+        raise ValueError(
+            f"--checkpoint: a {description['draft_type']} draft reads hidden states of the target, "
+            "which do not cross the link; give a FlexSpec draft, or a language model by "
+            "--draft-model"
+        )
+    draft = FlexSpec.load(folder, description)
+    reference = draft.reference
+    revision = reference.revision if options.tokenizer is None else None
+    tokenizer = load_tokenizer(options.tokenizer or reference.name, revision=revision)
+    own = reference.fingerprint
+    return (
+        LocalDraft(network=draft, target=str(own["hash"]), anchor=str(own["anchor"])),
+        tokenizer,
+    )
+
+
+def run(options: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """
+    Args:
+        settings: of the schedule, and those that every schedule has.
+    """
+    access = read_access(options)
+    if options.status:
+        print_status(access)
+        return
+    from transformers.utils import logging
+
+    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.engine import Engine
+    from pipedraft.inference.pipelines.remote import RemotePipeline
+    from pipedraft.inference.transport.stream import Connection
+    from pipedraft.inference.verify import RULES
+    from pipedraft.models.fingerprint import vocabulary_hash
+
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not text.strip():
+        raise ValueError(f"--prompt: {text!r} is empty; give at least one word")
+    has_draft = options.checkpoint is not None or options.draft_model is not None
+    name = options.schedule or ("flexspec" if has_draft else "autoregressive")
+    if name == "autoregressive" and options.verifier == "auto":
+        settings["verifier"] = "match"
+    config = DecodeConfig.of(name, num_stages=1, **settings)
+    if config.schedule.grows is not None and not has_draft:
+        raise ValueError(f"--schedule: {name} drafts; give --checkpoint or --draft-model")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    draft, tokenizer = load(options)
+    if config.schedule.grows is not None and RULES[config.rule].caveat:
+        print(f"warning: {RULES[config.rule].caveat}", file=sys.stderr)
+    stream = Stream(tokenizer)
+    with Connection(access) as connection:
+        pipeline = RemotePipeline(
+            connection,
+            draft,
+            keeps_drafting=options.keep_drafting,
+            tokenizer=vocabulary_hash(tokenizer),
+            warn=lambda line: print(f"warning: {line}", file=sys.stderr),
+        )
+        network = None if draft is None else draft.network
+        engine = Engine(pipeline.target, tokenizer, config, network, connect=lambda _: pipeline)
+        result = engine.decode(encode(tokenizer, text, options.raw), on_token=stream)
+    stream.finish(result.text)
+    if not options.quiet:
+        print_figures(name, result, pipeline)
+
+
+def print_figures(name: str, result: "DecodeResult", pipeline: "RemotePipeline") -> None:
+    sent = pipeline.connection.bytes
+    elapsed_s = result.token_times_s[-1] - result.token_times_s[0]
+    round_trip_s = pipeline.estimates.link.state.round_trip_s
+    print(
+        f"[{name}] {result.num_tokens} tokens after the first: "
+        f"{elapsed_s * 1e3 / max(result.num_tokens, 1):.1f} ms a token, "
+        f"{result.prefill_s * 1e3:.0f} ms to the first; tokens per target pass L' "
+        f"{result.equivalent_acceptance_length:.2f}, tokens per round tau "
+        f"{result.mean_acceptance_length:.2f}, acceptance {result.draft_acceptance_rate:.2f}; "
+        f"{sent.up} bytes up in {sent.messages_up} messages, {sent.down} down in "
+        f"{sent.messages_down}; round trip {round_trip_s * 1e3:.1f} ms "
+        f"({result.stop_reason})",
+        file=sys.stderr,
+    )
+    num_breaks, num_reopened = pipeline.connection.num_breaks, pipeline.num_reopened
+    if num_breaks:
+        print(
+            f"{num_breaks} connections broke, {num_reopened} sessions began again",
+            file=sys.stderr,
+        )

@@ -1,0 +1,57 @@
+"""PEARL: draft on while the target verifies, one batch away, verdicts at barriers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pipedraft.inference.draft_length import DraftLengthPolicy, parse_policy
+from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
+
+if TYPE_CHECKING:
+    from pipedraft.inference.config import RuleName
+    from pipedraft.inference.pipelines.estimates import Estimates
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEARL(LinkSchedule):
+    """Pre-verify and post-verify.
+
+    Verdicts are read between batches only. After a miss the first draft token is a batch of its
+    own, the rest of it the next one. Draft length: T_v / t_d tokens, or a policy's.
+    """
+
+    name: ClassVar[str] = "pearl"
+
+    policy: str = "ratio"
+    """Draft length of a batch: ratio (T_v / t_d), fixed:K, eq11, alg2, geometric or survival."""
+
+    def __post_init__(self) -> None:
+        if self.policy != "ratio":
+            super().__post_init__()
+
+    @property
+    def auto_rule(self) -> RuleName:
+        return "tail_escape"
+
+    @property
+    def early(self) -> bool:
+        return True
+
+    @property
+    def drafts_on(self) -> bool:
+        return True
+
+    def make_policy(self, estimates: Estimates) -> DraftLengthPolicy:
+        if self.policy != "ratio":
+            return super().make_policy(estimates)
+        ratio = estimates.verify_s / estimates.draft_s if estimates.draft_s else math.inf
+        length = max(1, round(min(ratio, self.max_length)))
+        return parse_policy(f"fixed:{length}", max_length=max(length, self.max_length))
+
+    def batch_size(self, chosen: int, num_batches: int) -> int:
+        return {0: 1, 1: chosen - 1}.get(num_batches, chosen) if chosen > 1 else chosen
+
+    def reads(self, is_complete: bool) -> bool:
+        return is_complete

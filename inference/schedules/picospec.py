@@ -1,0 +1,58 @@
+"""PicoSpec: draft on while the target verifies, as many batches away as keep it busy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pipedraft.inference.schedules.base import check_at_least
+from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
+
+if TYPE_CHECKING:
+    from pipedraft.inference.config import RuleName
+    from pipedraft.inference.pipelines.linked import LinkedPipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class PicoSpec(LinkSchedule):
+    """Parallel drafting, early passes, batches cut by time, a part of the distribution down.
+
+    A batch is cut by elapsed time alone: to drop a draft token for its probability would change the
+    distribution of what is kept.
+    """
+
+    name: ClassVar[str] = "picospec"
+
+    slow: bool = False
+    """No early passes: the target computes nothing of a batch before it is complete."""
+    serial: bool = False
+    """Wait for each verdict; batches have a bonus then and are never cut."""
+    truncate: bool = True
+    """A batch ends once its drafting has taken as long as a verdict does."""
+    window: int | None = None
+    """Batches that may be away; None: as many as keep the target busy, ceil((RTT + T_v) / T_d)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "window")
+
+    @property
+    def auto_rule(self) -> RuleName:
+        return "tail_escape"
+
+    @property
+    def early(self) -> bool:
+        return not self.slow
+
+    @property
+    def drafts_on(self) -> bool:
+        return not self.serial
+
+    @property
+    def max_window(self) -> int | None:
+        return 1 if self.serial else self.window
+
+    def is_late(self, link: LinkedPipeline) -> bool:
+        if self.serial or not self.truncate or link.batch is None:
+            return False
+        return link.now() - link.batch.started_s >= link.estimates.away_s - 1e-9

@@ -1,0 +1,159 @@
+"""Decoding across links for tests: tables in place of networks, and one call to run it.
+
+A table is a Markov chain: the distribution of its outputs is a product of its entries, exactly.
+"""
+
+# V vocabulary, R rows
+
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+from conftest import tiny_llama
+from decode_runs import PlainTokenizer, SimulatedSource, StatelessSource, greedy_reference
+
+from pipedraft.eval.edge.methods import Simulation
+from pipedraft.inference.channel import EnergyModel, Link
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.link import LinkPipeline, Times
+from pipedraft.inference.pipelines.linked import RemoteTarget
+from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.schedules.autoregressive import Autoregressive
+from pipedraft.inference.schedules.pearl import PEARL
+from pipedraft.inference.schedules.picospec import PicoSpec
+from pipedraft.inference.schedules.stop_and_wait import StopAndWait
+from pipedraft.inference.sources import add_layer, deepest_rows
+from pipedraft.inference.transport.target_session import SharedTarget
+from pipedraft.models.target import Segment
+
+TIMES = Times(draft_s=0.02, verify_s=0.09, verify_row_s=0.001, cloud_draft_s=0.005)
+LINK = Link.constant(up_mbps=50, rtt_ms=60)
+NEW_TOKENS = 20
+ENERGY = EnergyModel(joules_per_draft_token=0.1, joules_per_byte_up=1e-6, joules_per_byte_down=0)
+PLANS = {
+    "stop_and_wait": StopAndWait(),
+    "pearl": PEARL(),
+    "picospec": PicoSpec(),
+    "picospec_serial": PicoSpec(serial=True),
+    "picospec_slow": PicoSpec(slow=True, truncate=False),
+    "one_away": PicoSpec(slow=True, truncate=False, window=1),
+}
+
+
+SMALL = tiny_llama(layers=1, hidden=16, vocab=16, heads=2, kv_heads=1)
+
+
+@cache
+def greedy_text(target, prompt: tuple[int, ...], length: int) -> list[int]:
+    """New tokens of transformers; computed once for all tests."""
+    return greedy_reference(target, list(prompt), length)
+
+
+class ChainSource(StatelessSource):
+    """Draft tokens by its logits, as networks have them."""
+
+    grows = ("layers",)
+
+    @property
+    def target_vocab_size(self):
+        return self.vocab
+
+    def grow_layer(self, tree, features, *, width, sampling):
+        logits_QU = self.leaf_logits(tree, deepest_rows(tree), features)
+        return add_layer(tree, logits_QU, self, width=width, sampling=sampling)
+
+
+class BernoulliSource(ChainSource, SimulatedSource):
+    """Guesses right with a given probability, decided once for each position."""
+
+    def __init__(self, prompt, acceptance, *, target=SMALL, length=200, seed=0) -> None:
+        text = [*prompt, *greedy_text(target, tuple(prompt), length)]
+        super().__init__(target, prompt, acceptance, seed=seed, text=text)
+
+
+class TableStage:
+    """Rows of a chain: what a stage counts, and the newest tokens as its output."""
+
+    num_speculative = 0
+
+    def forward(self, segment: Segment) -> Segment:
+        assert segment.lo == self.num_speculative
+        self.num_speculative += segment.num_rows
+        return Segment(segment.positions, segment.visible, hidden=segment.ids)
+
+    def keep(self, keep) -> None:
+        assert keep.rows == tuple(range(len(keep.rows))) and len(keep.rows) <= self.num_speculative
+        self.num_speculative = len(keep.rows) - keep.num_committed
+
+
+class TableTarget:
+    """Stands where a ``SharedTarget`` and its ``StagedTarget`` stand."""
+
+    fingerprint = anchor = "table"
+    eos_token_ids: tuple[int, ...] = ()
+    max_positions = 1000
+
+    def __init__(self, logits_VV: torch.Tensor) -> None:
+        self.logits_VV, self.vocab_size = logits_VV, len(logits_VV)
+
+    def staged(self):
+        return SimpleNamespace(
+            stages=[TableStage()],
+            prefill=lambda ids: (self.logits_VV[ids[-1]], {}),
+            logits=lambda ids_R: self.logits_VV[ids_R],
+            eos_token_ids=self.eos_token_ids,
+            max_positions=self.max_positions,
+            vocab_size=self.vocab_size,
+        )
+
+
+class TableSource(ChainSource):
+    def __init__(self, logits_VV: torch.Tensor) -> None:
+        self.logits_VV, self.vocab = logits_VV, len(logits_VV)
+
+    def leaf_logits(self, tree, rows, features):
+        return self.logits_VV[[tree.tokens[row] for row in rows]]
+
+
+def config_for(
+    source, *, plan="stop_and_wait", policy="fixed:3", rule=None, **settings
+) -> DecodeConfig:
+    """``source`` None: the target decodes alone; ``plan``: a name in ``PLANS``, or a schedule."""
+    schedule = Autoregressive()
+    if source is not None:
+        schedule = replace(PLANS[plan] if isinstance(plan, str) else plan, policy=policy)
+    names = {"top_k": "payload_tokens"}
+    settings = {names.get(name, name): value for name, value in settings.items()}
+    if settings.get("temperature"):
+        settings["verifier"] = rule or "match"
+    return DecodeConfig(schedule=schedule, num_stages=1, **settings)
+
+
+def run_session(
+    target, source, prompt, *, times=TIMES, link=LINK, **options
+) -> tuple[DecodeResult, LinkPipeline]:
+    """A whole output on a virtual link.
+
+    Args:
+        target: a ``SharedTarget``.
+    """
+    pipeline = LinkPipeline(RemoteTarget(), target, link, times)
+    config = config_for(source, **options)
+    engine = Engine(
+        pipeline.target, PlainTokenizer(), config, source=source, connect=lambda _: pipeline
+    )
+    return engine.decode(prompt), pipeline
+
+
+def simulate(target, draft, **options) -> Simulation:
+    return Simulation(
+        target=SharedTarget(target),
+        draft=draft,
+        tokenizer=PlainTokenizer(),
+        link=LINK,
+        times=TIMES,
+        energy=ENERGY,
+        **{"max_new_tokens": NEW_TOKENS, **options},
+    )
