@@ -48,7 +48,10 @@ def runner_of(command: Command) -> str:
     if command.module.startswith("docs/images/"):
         return "test_docs.py"  # which compares the pictures
     is_served = any(word.startswith("127.0.0.1:") for word in words)
-    is_several = words[:1] in (["serve"], ["edge"]) and command.module != "pipedraft.eval"
+    is_client = command.module == "pipedraft.inference" and "--server" in words
+    is_several = is_client or (
+        words[:1] in (["serve"], ["edge"]) and command.module != "pipedraft.eval"
+    )
     if command.launcher == "torchrun" or is_served or is_several:
         return "test_doc_processes.py"
     return "test_doc_runs.py"
@@ -117,6 +120,7 @@ SMALLER = {
         "--max-new-tokens=4",
         "--links=none,5g",
         "--sessions=1,2",
+        *("--draft-model", "out/draft_model/best"),  # its default, made before it is read
     ],
     "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
     "benchmarks/pipeinfer.py": [*SMALL_TARGET.split(), "--acceptance", "0.85"],

@@ -97,6 +97,8 @@ def test_segments_pruned_to_one_row_and_to_none_change_nothing(schedule, tree_fi
     """Of many small segments, by a draft that is wrong often enough."""
     watch = Watch(monkeypatch)
     target = attentive_llama(8, vocab=16)
+    grows = {"expansion_depth": 2, "step_tokens": 1, "expansion_tokens": 6}
+    own = grows | {"tree_first": tree_first} if schedule == "flowspec" else {}
     for prompt in PROMPTS:
         simulate(
             target,
@@ -106,10 +108,7 @@ def test_segments_pruned_to_one_row_and_to_none_change_nothing(schedule, tree_fi
             max_new_tokens=48,
             micro_batches=9,
             tree=TreeShape(depth=6, top_k=3, num_tokens=18),
-            expansion_depth=2,
-            step_tokens=1,
-            expansion_tokens=6,
-            tree_first=tree_first,
+            **own,
         )
     assert watch.single > 5 and watch.emptied > 5
 
