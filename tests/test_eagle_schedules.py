@@ -311,7 +311,7 @@ def test_a_static_tree_has_the_published_shape():
     source.begin({layer: hidden[0] for layer, hidden in taps.items()}, [1, 2, 3, 4])
     tree = TokenTree(4, 3)
     sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
-    assert source.grow_tree(tree, config.tree, by_score=False, sampling=sampling) == 25
+    assert source.grow_tree(tree, config.schedule.tree, by_score=False, sampling=sampling) == 25
     assert sorted(map(len, paths_of(tree)[1:])) == sorted(map(len, EAGLE1_PATHS))
 
 

@@ -334,7 +334,7 @@ def test_recordings_name_what_was_decoded(evaluated) -> None:
     digest = recordings.pop("autoregressive").draft_hash
     assert digest == ""
     for name, recording in recordings.items():
-        shape = "spd W=1" if recording.config.schedule == "spd" else "pruned_pp dynamic:3:3:8"
+        shape = "spd W=1" if recording.config.schedule.name == "spd" else "pruned_pp dynamic:3:3:8"
         assert name == f"language_model {recording.draft_hash[:6]}: {shape}"
         assert recording.relative_cost == 1 / 8 and recording.boundaries == (0, 2, 4, 6, 8)
     assert len(recordings) == 2

@@ -266,7 +266,7 @@ class ScriptedEngine(StubEngine):
     def decode(self, prompt_ids, *, prompt_index=0, on_token=None):
         text = self.tokenizer.decode(prompt_ids)
         reply = next((r for words, r in REPLIES.items() if words in text), "Hello.")
-        if self.config.schedule == "spd":
+        if self.config.schedule.name == "spd":
             reply = reply.replace("4", "5")
         tokens = self.tokenizer.encode(reply)[: self.config.max_new_tokens]
         rounds = [1] * (len(tokens) - 1)
