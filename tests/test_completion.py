@@ -67,7 +67,10 @@ def test_bash_completes_commands_and_subcommands(scripts):
     [
         ("pipedraft models push --re", {"--repo", "--results", "--revision"}),
         ("pipedraft doctor --", {"--help", "--json", "--assets"}),
-        ("pipedraft eval --max", {"--max-new-tokens", "--max-in-flight"}),
+        (
+            "pipedraft eval --max",
+            {"--max-new-tokens", "--max-in-flight", "--max-segment-rows", "--max-length"},
+        ),
         ("pipedraft inference --check", {"--checkpoint"}),
         ("pipedraft train --optim.l", {"--optim.lr"}),
         ("pipedraft train --model.num_stag", {"--model.num_stages"}),
