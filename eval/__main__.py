@@ -99,16 +99,21 @@ def _spec(
     from pipedraft.inference.sources import default_schedule
 
     rows = []
-    for name, (_, network) in drafts.items():
-        schedules = arguments.schedule or [default_schedule(network.draft_type)]
-        grid = settings_grid(arguments, schedules)
-        for schedule, ways in zip(schedules, grid, strict=True):
+    schedules_of = {
+        name: arguments.schedule or [default_schedule(network.draft_type)]
+        for name, (_, network) in drafts.items()
+    }
+    # Of all drafts at once: a setting may belong to the schedule of one of them.
+    used = list(dict.fromkeys(schedule for own in schedules_of.values() for schedule in own))
+    grid = dict(zip(used, settings_grid(arguments, used), strict=True))
+    for name, schedules in schedules_of.items():
+        for schedule in schedules:
             # One draft may run under several schedules; its type alone would hide which.
             label = name if len(schedules) == 1 else f"{name}: {schedule}"
             rows += [
                 Row(name=label, draft=name, run={"schedule": schedule, "temperature": t, **way})
                 for t in arguments.temperature
-                for way in ways
+                for way in grid[schedule]
             ]
     return Spec(
         title="Evaluation",

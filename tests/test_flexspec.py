@@ -31,12 +31,12 @@ from inline_ranks import decode_both
 from staged_targets import tiny
 from tiny_drafts import KINDS, evolved, kind_name, make_draft
 
-from pipedraft.inference import sources
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.schedules.pipeinfer import PipeInfer
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.flexspec import FlexSpecSource
+from pipedraft.inference.verify import DraftToken, RejectionVerifier
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference, read_description
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
@@ -322,7 +322,13 @@ def test_sampled_text_has_the_targets_law(way):
 
 
 def test_the_law_test_catches_a_guess_that_was_not_drawn_from_its_q(monkeypatch):
-    monkeypatch.setattr(sources, "draw", lambda q_V, uniform: int(q_V.argmax()))
+    propose = RejectionVerifier.propose
+
+    def most_likely(*arguments, **options):
+        q_V = propose(*arguments, **options).q_V
+        return DraftToken(int(q_V.argmax()), q_V)
+
+    monkeypatch.setattr(RejectionVerifier, "propose", most_likely)
     target = sampling_target()
     assert distribution_p_value(target, make_draft(target), samples=60, **SAMPLED_WAYS[0]) < 1e-6
 
