@@ -14,6 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from fork_server import ForkServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -133,6 +134,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     quieten()
     return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_accelerator_of_another_file() -> Iterator[None]:
+    """accelerate keeps a process's precision for good; the next file's runs have their own."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")

@@ -263,7 +263,7 @@ def surplus(one_hot_EV, p_EV) -> tuple[float, int]:
     return float(excess_U @ torch.linalg.solve(covariance_UU, excess_U)), len(excess_U)
 
 
-def distribution_p_value(target, draft, *, samples=240, **options) -> float:
+def distribution_p_value(target, draft, *, samples=330, **options) -> float:
     """Chance of sampled texts at least as far from the target's distribution.
 
     Every token is held against its chances under the target given all tokens before it. They are

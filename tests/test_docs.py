@@ -107,6 +107,37 @@ def test_every_page_is_reachable_from_the_readme():
     assert set(PAGES) <= seen, sorted(page.name for page in set(PAGES) - seen)
 
 
+SOURCE = r"(?:models|train|data_recipes|inference|eval|tests|benchmarks|configs|assets)/[\w./-]+"
+
+
+def quoted_sources(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Files that a page quotes, each with the names that it says are in there."""
+    for path, names in re.findall(rf"`({SOURCE})(?:: ([^`]*))?`", page.read_text()):
+        if not path.endswith("...") and "NAME" not in path:
+            yield path, re.findall(r"\b[A-Za-z_]\w+\b", names)
+
+
+def misquotes(quotes: Iterator[tuple[str, list[str]]]) -> Iterator[str]:
+    for path, names in quotes:
+        file = REPOSITORY / path
+        if not file.exists():
+            yield path
+        elif file.suffix == ".py" and names:
+            text = file.read_text()
+            yield from (f"{path}: {name}" for name in names if not re.search(rf"\b{name}\b", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_quoted_files_exist_and_hold_what_is_said(page):
+    if not page.name.startswith("adding_"):  # these name files that their reader writes
+        assert list(misquotes(quoted_sources(page))) == []
+
+
+def test_a_file_that_has_moved_is_noticed():
+    quotes = [("inference/schedules/layered.py", []), ("models/spd.py", ["SPD", "SPQ"])]
+    assert list(misquotes(iter(quotes))) == ["inference/schedules/layered.py", "models/spd.py: SPQ"]
+
+
 def test_every_picture_is_shown():
     shown = {(page.parent / link).resolve() for page in PAGES for link in links_of(page)}
     folder = REPOSITORY / "docs" / "images"

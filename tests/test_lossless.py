@@ -7,18 +7,23 @@ from decode_runs import (
     PROMPTS,
     AcceptMostLikelyMutant,
     assert_sampled_like_the_target,
+    count_guesses,
     decode_exactly,
     distribution_p_value,
     engine_for,
     friendly_module,
     greedy_reference,
+    plain_text,
     sampling_target,
     simulate,
     unlike_plain_text,
+    way_name,
 )
+from tiny_drafts import make_head
 
 from pipedraft.inference.closed_forms import continuous_acceptance_length
-from pipedraft.inference.verify import RULES
+from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.verify import RULES, Walk
 
 WAYS = [
     {"schedule": "autoregressive"},
@@ -136,6 +141,85 @@ def test_both_tests_of_sampled_text_catch_the_published_tree_rule(monkeypatch):
     draft = friendly_module(target, num_stages=2, num_layers=1)
     assert distribution_p_value(target, draft, verifier="match", samples=120) < 1e-6
     assert unlike_plain_text(target, draft, verifier="match", samples=50) > 2
+
+
+# -- rules that links use as well, on stages ------------------------------------------------
+
+SMALLEST = {"payload_tokens": 1, "tail_samples": 1}
+"""Corrections mostly need the tail."""
+
+
+def test_the_rule_of_partial_payloads_keeps_the_distribution_on_stages():
+    target = sampling_target()
+    draft = friendly_module(target, num_stages=2, num_layers=1)
+    assert distribution_p_value(target, draft, verifier="tail_escape", **SMALLEST) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["topk", "argmax"])
+def test_biased_rules_are_found_out_on_stages(rule):
+    """They say so themselves: nothing that has no caveat may fail this test's statistic."""
+    assert RULES[rule].caveat
+    target = sampling_target()
+    draft = friendly_module(target, num_stages=2, num_layers=1)
+    assert distribution_p_value(target, draft, verifier=rule, **SMALLEST) < 1e-4
+
+
+GUMBEL_WAYS = [
+    {"schedule": "spd"},
+    {"schedule": "spd", "tree_width": 3},
+    {"schedule": "eagle", "tree": TreeShape.parse("dynamic:3:2:4")},
+]
+
+
+def count_unlike_plain_gumbel(way, samples=60) -> int:
+    """Texts by the rule ``gumbel`` that are not those of plain decoding by it."""
+    target = sampling_target()
+    is_spd = way["schedule"] == "spd"
+    draft = (
+        friendly_module(target, num_stages=2, num_layers=1)
+        if is_spd
+        else make_head(target, "eagle")
+    )
+    shared = {"temperature": 1.3, "max_new_tokens": 8, "verifier": "gumbel"}
+    engine = engine_for(target, draft=draft, num_stages=2, **way, **shared)
+    results = [engine.decode([1, 2], prompt_index=index) for index in range(samples)]
+    assert sum(result.num_accepted for result in results) > samples / 5
+    plain = [plain_text(target, [1, 2], prompt_index=index, **shared) for index in range(samples)]
+    assert len(set(map(tuple, plain))) > samples / 2
+    return sum(result.token_ids != text for result, text in zip(results, plain, strict=True))
+
+
+@pytest.mark.parametrize("way", GUMBEL_WAYS, ids=way_name)
+def test_gumbel_gives_plain_decodings_text_whatever_is_drafted(way):
+    assert count_unlike_plain_gumbel(way) == 0
+
+
+def test_the_comparison_notices_a_draw_that_depends_on_the_draft(monkeypatch):
+    class TakesTheFirstChild(RULES["gumbel"]):
+        """A draft token is accepted whenever the target thinks it likelier than not drawn."""
+
+        def walk(self, tree, verdicts_R):
+            children = tree.children(0)
+            if children and self.random.uniform(tree.position(0), "accept") < 0.2:
+                return Walk([0], tree.tokens[children[0]], [True])
+            return super().walk(tree, verdicts_R)
+
+    monkeypatch.setitem(RULES, "gumbel", TakesTheFirstChild)
+    assert count_unlike_plain_gumbel(GUMBEL_WAYS[0]) > 2
+
+
+def test_shared_noise_makes_draft_and_target_agree_more_often():
+    target = sampling_target()
+    draft = friendly_module(target, num_stages=2, num_layers=1)
+    rates = {}
+    for rule in ("match", "gumbel"):
+        options = {"temperature": 1.3, "max_new_tokens": 8, "verifier": rule}
+        engine = engine_for(target, draft=draft, num_stages=2, **options)
+        tested, accepted = count_guesses(
+            [engine.decode([1, 2], prompt_index=index) for index in range(60)]
+        )
+        rates[rule] = accepted / tested
+    assert rates["gumbel"] > 1.1 * rates["match"]
 
 
 def test_the_match_rule_gives_the_same_text_whatever_the_schedule():
