@@ -71,8 +71,8 @@ def main() -> None:
     folders |= {command: folder for command, (folder, _, _) in COMMANDS.items()}
     if name not in folders:
         nearest = difflib.get_close_matches(name, folders, n=1)
-        mend = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
-        print(f"error: command: {name!r} is unknown; {mend}", file=sys.stderr)
+        fix = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
+        print(f"error: command: {name!r} is unknown; {fix}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"pipedraft {name}", *arguments]
     runpy.run_module(f"pipedraft.{folders[name]}", run_name="__main__", alter_sys=True)

@@ -59,12 +59,12 @@ class Finding:
     status: Literal["ok", "warning", "failure"]
     check: str
     detail: str
-    mend: str = ""
+    fix: str = ""
 
     def line(self) -> str:
         shown = "FAILURE" if self.status == "failure" else self.status
         text = f"{shown:<8} {self.check}: {self.detail}"
-        return f"{text}; {self.mend}" if self.mend else text
+        return f"{text}; {self.fix}" if self.fix else text
 
 
 def build_parser() -> Parser:
@@ -143,8 +143,8 @@ def check_versions(constraints: Path) -> Iterator[Finding]:
             wanted = f"'{requirement.name}{requirement.specifier}'"
             yield Finding("failure", name, f"{version}, not {wanted}", f"pip install {wanted}")
         elif pin is not None and Version(pin).release != Version(version).release:
-            mend = f"pip install {requirement.name}=={pin} if something is odd"
-            yield Finding("warning", name, f"{version}; tested with {pin}", mend)
+            fix = f"pip install {requirement.name}=={pin} if something is odd"
+            yield Finding("warning", name, f"{version}; tested with {pin}", fix)
         elif extra is not None or requirement.name in LIBRARIES:
             yield Finding("ok", name, version)
 
@@ -196,8 +196,8 @@ def check_torch() -> Iterator[Finding]:
         except RuntimeError as error:
             fault = str(error).splitlines()[0]
         if fault:
-            mend = "train and decode in float32" if dtype == torch.bfloat16 else "reinstall torch"
-            yield Finding("failure", name, fault, mend)
+            fix = "train and decode in float32" if dtype == torch.bfloat16 else "reinstall torch"
+            yield Finding("failure", name, fault, fix)
         else:
             yield Finding("ok", name, "scaled_dot_product_attention computes it")
 
@@ -225,8 +225,8 @@ def check_threads() -> Iterator[Finding]:
     detail = f"{cores} {limit}, OMP_NUM_THREADS {asked or 'unset'}, torch uses {threads} threads"
     # torch cuts a number that is far too large; other libraries believe it.
     if max(threads, int(asked) if asked.isdecimal() else 0) > cores:
-        mend = f"set OMP_NUM_THREADS={cores}, or less for several processes"
-        yield Finding("warning", "cores", f"{detail}: more threads than cores", mend)
+        fix = f"set OMP_NUM_THREADS={cores}, or less for several processes"
+        yield Finding("warning", "cores", f"{detail}: more threads than cores", fix)
     elif not asked and cores > 1:
         detail += "; under several processes each takes as many, unless it is set"
         yield Finding("ok", "cores", detail)
@@ -265,8 +265,8 @@ def check_gloo() -> Iterator[Finding]:
             with rank:  # closes its pipe, and waits
                 pass
     if reason:
-        mend = "set GLOO_SOCKET_IFNAME=lo, and let processes talk on 127.0.0.1"
-        yield Finding("failure", "gloo", f"two processes could not add numbers: {reason}", mend)
+        fix = "set GLOO_SOCKET_IFNAME=lo, and let processes talk on 127.0.0.1"
+        yield Finding("failure", "gloo", f"two processes could not add numbers: {reason}", fix)
     else:
         yield Finding("ok", "gloo", "two processes added their numbers over 127.0.0.1")
 
@@ -296,16 +296,16 @@ def check_folder(folder: Path) -> Iterator[Finding]:
             file.write(b"x")
             file.flush()
     except OSError as error:
-        mend = "change to a folder where you may write"
-        yield Finding("failure", name, f"nothing can be written ({error.strerror})", mend)
+        fix = "change to a folder where you may write"
+        yield Finding("failure", name, f"nothing can be written ({error.strerror})", fix)
         return
     free = shutil.disk_usage(folder).free
     detail = f"writable, {free / 2**30:.1f} GiB free"
     if free < NO_SPACE:
         yield Finding("failure", name, detail, "make room, or change to another disk")
     elif free < LITTLE_SPACE:
-        mend = "checkpoints of a large target need more; --plan of train says how much"
-        yield Finding("warning", name, detail, mend)
+        fix = "checkpoints of a large target need more; --plan of train says how much"
+        yield Finding("warning", name, detail, fix)
     else:
         yield Finding("ok", name, detail)
 
@@ -313,15 +313,15 @@ def check_folder(folder: Path) -> Iterator[Finding]:
 def check_target(folder: Path) -> Iterator[Finding]:
     """Its files are those that were shipped, and they load and decode."""
     if not folder.is_dir():
-        mend = "give --assets of a checkout, or use any other target"
-        yield Finding("warning", "embedded target", f"none in {folder}", mend)
+        fix = "give --assets of a checkout, or use any other target"
+        yield Finding("warning", "embedded target", f"none in {folder}", fix)
         return
     for name, digest in read_sums(folder / SUMS):
         path = folder / name
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             fault = "differs from what was shipped" if path.is_file() else "is missing"
-            mend = f"git checkout {folder}, or copy it again"
-            yield Finding("failure", "embedded target", f"{path} {fault}", mend)
+            fix = f"git checkout {folder}, or copy it again"
+            yield Finding("failure", "embedded target", f"{path} {fault}", fix)
             return
     import torch
     from transformers.utils import logging
@@ -341,8 +341,8 @@ def check_target(folder: Path) -> Iterator[Finding]:
         size = f"{model.num_parameters() / 1e6:.2f} M parameters"
         yield Finding("ok", "embedded target", f"{folder}: sums right, {size}, decodes")
     else:
-        mend = "reinstall torch: the weights are right"
-        yield Finding("failure", "embedded target", "its logits are not finite", mend)
+        fix = "reinstall torch: the weights are right"
+        yield Finding("failure", "embedded target", "its logits are not finite", fix)
 
 
 def read_sums(path: Path) -> list[tuple[str, str]]:
@@ -389,8 +389,8 @@ def ask_hub(endpoint: str) -> list[Finding]:
             answer = client.get(f"{endpoint}/api/whoami-v2", headers=headers)
     except httpx2.TransportError as error:
         reason = str(error) or type(error).__name__
-        mend = "work with folders, or set HF_HUB_OFFLINE=1"
-        return [Finding("warning", "Hub", f"{endpoint} cannot be reached ({reason})", mend)]
+        fix = "work with folders, or set HF_HUB_OFFLINE=1"
+        return [Finding("warning", "Hub", f"{endpoint} cannot be reached ({reason})", fix)]
     if answer.status_code == 200:
         return [Finding("ok", "Hub", f"{endpoint} answers, signed in as {answer.json()['name']}")]
     detail = f"{endpoint} refuses the token ({answer.status_code})"

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 
 class UsageError(ValueError):
-    """Bad input. The message is one line that names the field, the value and the mend."""
+    """Bad input. The message is one line that names the field, the value and the fix."""
 
 
 class Failure(RuntimeError):
-    """Nothing that the input could mend, as a network that is down; one line, status 1."""
+    """Nothing that the input could fix, as a network that is down; one line, status 1."""
 
 
 class Parser(argparse.ArgumentParser):

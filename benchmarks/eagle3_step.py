@@ -3,8 +3,8 @@
     python benchmarks/eagle3_step.py --json
     python benchmarks/eagle3_step.py --lengths 512,1024,2048,4096 --json
 
-A step is what the training loop runs: target without gradients, the head's guesses one after the
-other, distillation of the counted rows of each, backward, gradient clipping, AdamW. The draft
+A step is what the training loop runs: target without gradients, the head's draft tokens one after
+the other, distillation of the counted rows of each, backward, gradient clipping, AdamW. The draft
 vocabulary is the target's. For what is measured see `training_step.py`. With --lengths: the peak
 memory of one step at each length above that of a short one, each in its own process.
 """
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=7, help="guesses of a chain")
+    parser.add_argument("--steps", type=int, default=7, help="draft tokens of a chain")
     parser.add_argument("--lengths", help="measure memory at these lengths instead: 512,1024")
     parser.add_argument("--memory", action="store_true", help="of --length, in this process")
     add_arguments(parser, length=512)
@@ -59,22 +59,22 @@ def build_objective(args: argparse.Namespace) -> Eagle3Objective:
 def gigaflop(args: argparse.Namespace, counted: float) -> dict[str, float]:
     """Products and attention of one step; everything elementwise is left out.
 
-    The projections of the embeddings are the same for all guesses, and so is the target's
+    The projections of the embeddings are the same for all draft tokens, and so is the target's
     distribution of a token: each is counted once. The fused backward of attention is five products
     to the forward's two. Taps need no gradient, so their fusion has only that of its weight.
     """
     rows, hidden = args.batch * args.length, args.hidden
     lengths = chain_lengths(make_batch(args, counted, args.length)["loss_mask"], args.steps)
-    guessed, labels = int(lengths.sum()), int((lengths > 0).sum())
-    layer, guess = layer_gigaflop(args, rows, hidden), layer_gigaflop(args, guessed, hidden)
+    drafted, labels = int(lengths.sum()), int((lengths > 0).sum())
+    layer, step = layer_gigaflop(args, rows, hidden), layer_gigaflop(args, drafted, hidden)
     one_head = 2e-9 * hidden * args.vocabulary
     return {
         "target": args.target_layers * sum(layer.values()),
         "fused features": 4e-9 * rows * 3 * hidden**2,
         "embedding projections": 3 * (layer["query"] + layer["key and value"]),
-        "guess projections": 3 * (guess["query"] + guess["key and value"] + guess["rest"]),
+        "draft token projections": 3 * (step["query"] + step["key and value"] + step["rest"]),
         "attention": 3.5 * args.steps * layer["attention"],
-        "LM heads": one_head * (3 * guessed + labels),
+        "LM heads": one_head * (3 * drafted + labels),
     }
 
 

@@ -149,7 +149,7 @@ def make_draft(kind: str, target: PreTrainedModel, num_stages: int) -> Any:
         reference = TargetReference(name="small", fingerprint=FlexSpec.fingerprint(target))
         draft = FlexSpec(FlexSpecConfig(), layer, reference)
     torch.manual_seed(5)
-    draft.initialise(target)
+    draft.initialize(target)
     return add_noise(draft, 0.2)
 
 

@@ -87,7 +87,7 @@ def breakdown(
     with ExitStack() as wrapped:
         for label, name in parts:
             if name:
-                wrapped.enter_context(patch(name, _labelled(label, resolve_name(name))))
+                wrapped.enter_context(patch(name, _labeled(label, resolve_name(name))))
         for _ in range(repeats):
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 step()
@@ -97,7 +97,7 @@ def breakdown(
     return {label: value / total for label, value in least.items()}
 
 
-def _labelled(label: str, function: Callable) -> Callable:
+def _labeled(label: str, function: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         with record_function(label):
             return function(*args, **kwargs)

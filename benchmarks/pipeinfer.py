@@ -3,14 +3,14 @@
     python benchmarks/pipeinfer.py --json
 
 The target and its processes are those of pipeline_step.py. The draft is a language model with
-random weights (a layer of the target's width) that runs in full for every guess; its token is then
-put right with probability --acceptance, with a probability of 0.9 either way: a wrong draft is as
-sure as a right one, so a cutoff cannot save it. "unsure" leaves the random draft's own, flat
+random weights (a layer of the target's width) that runs in full for every draft token; its token is
+then put right with probability --acceptance, with a probability of 0.9 either way: a wrong draft is
+as sure as a right one, so a cutoff cannot save it. "unsure" leaves the random draft's own, flat
 distribution, which a cutoff of 0.3 stops. Each case decodes the same texts, in turn with plain
-decoding on the same processes. Micro-batches hold up to three guesses, fewer where further rows
-take longer than they save: the engine's cost model has what a first text measured. Reported are
-tokens per second over plain decoding's (median and range over texts), the virtual clock's L', and
-the time to the first and to the second token over plain decoding's.
+decoding on the same processes. Micro-batches hold up to three draft tokens, fewer where further
+rows take longer than they save: the engine's cost model has what a first text measured. Reported
+are tokens per second over plain decoding's (median and range over texts), the virtual clock's L',
+and the time to the first and to the second token over plain decoding's.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def make_draft(args: argparse.Namespace) -> Any:
 
 
 def make_source(args: argparse.Namespace, draft: Any, text: list[int], acceptance: float) -> Any:
-    """Guesses at the full cost of the draft, right as often as asked."""
+    """Draft tokens at the full cost of the draft, right as often as asked."""
     from pipedraft.inference.sources.language_model import LanguageModelSource
 
     others = math.log((1 - SURE) / (args.vocab - 1))
@@ -75,7 +75,7 @@ def cases(args: argparse.Namespace) -> dict[str, tuple[float, dict[str, Any], bo
         found[f"no early cancellation, {acceptance:g}"] = acceptance, {}, False
         found[f"no continuous speculation, {acceptance:g}"] = acceptance, {"max_in_flight": 2}, True
         found[f"restart as published, {acceptance:g}"] = acceptance, {"restart": True}, True
-        found[f"one guess at a time, {acceptance:g}"] = acceptance, {"draft_tokens": 1}, True
+        found[f"one draft token at a time, {acceptance:g}"] = acceptance, {"draft_tokens": 1}, True
     found["random, unsure, no cutoff"] = -1.0, {}, True
     found["random, unsure, cutoff 0.3"] = -1.0, {"accept": 0.3}, True
     return found

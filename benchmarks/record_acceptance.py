@@ -1,11 +1,11 @@
-"""Where a small language model guesses the target's next token: recordings for draft_length.py.
+"""Where a small language model drafts the target's next token: recordings for draft_length.py.
 
     python -m pipedraft.train --config configs/target/tiny_draft.yaml
     python benchmarks/record_acceptance.py --out assets/acceptance/tiny_draft.json
 
 The target answers the prompts of assets/eval, greedily and at temperature 1. A draft that reads the
-text alone can be tested at every place of it in one pass, because the guesses before an accepted
-one are the text. "1" is a token that would be accepted where all before it are:
+text alone can be tested at every place of it in one pass, because the draft tokens before an
+accepted one are the text. "1" is a token that would be accepted where all before it are:
 
 - match: it is the draft's likeliest token (temperature 0 and 1; one id back from the cloud);
 - rejection: with probability min(1, q / p), what speculative sampling's acceptances look like from

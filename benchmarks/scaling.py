@@ -1,13 +1,14 @@
-"""Where pipelined speculation pays: modelled speed-up by stages, links and target sizes.
+"""Where pipelined speculation pays: modeled speed-up by stages, links and target sizes.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --acceptance 0.85 --json
 
-A chain draft whose guesses are right independently of each other, with the same probability for
-every method and n (a simplification: heads that see deeper states guess better), is decoded on the
-virtual clock with durations from sizes and bandwidths. A stage streams its weights from memory and
-launches its layers; a hop is latency plus hidden states over bandwidth; verification and drafting
-stream the LM head and the draft's layers. Sources of the numbers are in docs/scaling.md.
+A chain draft whose draft tokens are right independently of each other, with the same probability
+for every method and n (a simplification: heads that see deeper states are right more often), is
+decoded on the virtual clock with durations from sizes and bandwidths. A stage streams its weights
+from memory and launches its layers; a hop is latency plus hidden states over bandwidth;
+verification and drafting stream the LM head and the draft's layers. Sources of the numbers are in
+docs/scaling.md.
 
 S is over plain decoding on the SAME pipeline; "over one device" compares with plain decoding where
 all layers are on one device (which may not exist for the larger targets), so that it shows what

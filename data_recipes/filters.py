@@ -113,8 +113,8 @@ class Filters:
                 continue
             most = 1 if field.name in SHARES else float("inf")
             if not 0 <= limit <= most:
-                mend = "a share from 0 to 1" if field.name in SHARES else "0 or more"
-                raise ValueError(f"sources.filters.{field.name}: {limit}; give {mend}, or null")
+                fix = "a share from 0 to 1" if field.name in SHARES else "0 or more"
+                raise ValueError(f"sources.filters.{field.name}: {limit}; give {fix}, or null")
         for name in ("turns", "characters", "cjk"):
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if least is not None and most is not None and least > most:

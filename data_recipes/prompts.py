@@ -3,8 +3,8 @@
     python -m pipedraft.data_recipes.prompts --conversations data/chat.jsonl --take all=2000 \\
         --functions 1000 --out prompts.jsonl
 
-A draft learns to guess what its target says, so the prompts should be of the kinds that it will
-meet, and the answers the target's own: `data_recipes.regenerate` writes them.
+A draft learns to draft token what its target says, so the prompts should be of the kinds that it
+will meet, and the answers the target's own: `data_recipes.regenerate` writes them.
 """
 
 import argparse

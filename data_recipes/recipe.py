@@ -357,7 +357,7 @@ def _nothing_usable(
     elif report.refused_rows():
         message += "; loosen the filters, too_long or the weights, or name another source"
     else:
-        message += "; mend the rows or name another source"
+        message += "; fix the rows or name another source"
     return message
 
 

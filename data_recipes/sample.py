@@ -1,4 +1,4 @@
-"""Conversations that a chat model makes up by itself: the text a draft for it will have to guess.
+"""Conversations that a chat model makes up by itself: the text a draft for it will have to draft.
 
     python -m pipedraft.data_recipes.sample --target assets/target --rows 4000 --out answers.jsonl
 

@@ -198,8 +198,8 @@ def _load_target(
 def _subcommand(name: str) -> Callable[[Sequence[str]], None]:
     if name not in SUBCOMMANDS:
         nearest = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
-        mend = f"did you mean {nearest[0]}?" if nearest else f"give {' or '.join(SUBCOMMANDS)}"
-        raise UsageError(f"command: {name!r} is unknown; {mend} (see --help)")
+        fix = f"did you mean {nearest[0]}?" if nearest else f"give {' or '.join(SUBCOMMANDS)}"
+        raise UsageError(f"command: {name!r} is unknown; {fix} (see --help)")
     return importlib.import_module(SUBCOMMANDS[name]).run
 
 

@@ -82,7 +82,7 @@ def build_parser() -> Parser:
         "--cost",
         type=Path,
         metavar="FILE",
-        help="cost model (JSON, as --calibrate writes it) for the modelled speed-up S; default: "
+        help="cost model (JSON, as --calibrate writes it) for the modeled speed-up S; default: "
         "links and verification free, a draft forward by its layers",
     )
     add(

@@ -432,7 +432,7 @@ def build_parser() -> Parser:
     add(
         "--entropy",
         action="store_true",
-        help="also the share of right guesses where the target's entropy is from 0, 0.05, .. nats",
+        help="share of right draft tokens where the target's entropy is from 0, 0.05, .. nats",
     )
     add("--json", type=Path, metavar="FILE", help="write the comparisons there as well")
     return parser

@@ -136,10 +136,10 @@ def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[flo
     effective = min(rate * (1 - rate) / variance, num_tests) if variance > 0 else alike
     t = student_quantile((1 + CONFIDENCE) / 2, max(alike - 1, 1.0))
     shrink = 1 + t**2 / effective
-    centre = (rate + t**2 / (2 * effective)) / shrink
+    center = (rate + t**2 / (2 * effective)) / shrink
     spread = rate * (1 - rate) / effective + t**2 / (4 * effective**2)
     half = t / shrink * math.sqrt(spread)
-    return max(centre - half, 0.0), min(centre + half, 1.0)
+    return max(center - half, 0.0), min(center + half, 1.0)
 
 
 def wilson_interval(passed: int, total: int) -> tuple[float, float]:

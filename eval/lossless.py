@@ -202,7 +202,7 @@ class GreedyReference:
         Infinite where one of the texts ends and the other goes on.
 
         Returns:
-            The margin, and the distance of neighbouring numbers of the dtype at the best logit:
+            The margin, and the distance of neighboring numbers of the dtype at the best logit:
             either logit is rounded by up to half of it, however little the rest is off.
         """
         if place >= min(len(result.token_ids), len(expected)):

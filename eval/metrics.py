@@ -272,10 +272,10 @@ def acceptance_intervals_by_position(rows: Sequence[PromptRecord]) -> list[Inter
     return [wilson_over_prompts(accepts_P, tests_P) for accepts_P, tests_P in pairs]
 
 
-def guessed_tokens(result: DecodeResult) -> Iterator[tuple[int, bool]]:
-    """Index in ``token_ids`` of every token that was tested against a guess, and the outcome.
+def tested_tokens(result: DecodeResult) -> Iterator[tuple[int, bool]]:
+    """Index in ``token_ids`` of every token that was tested against a draft token, and the outcome.
 
-    Every token of a round but the last was a guess that was right: the round went on with it.
+    Every token of a round but the last was a draft token that was right: the round went on with it.
     """
     index = 1  # after the token from the prefill
     for length, end in zip(result.round_lengths, result.round_ends, strict=True):
@@ -294,7 +294,7 @@ def count_by_entropy(
         entropies: of the target's distribution of each of the ``token_ids``.
     """
     tests, accepts = [0] * len(ENTROPY_EDGES), [0] * len(ENTROPY_EDGES)
-    for index, accepted in guessed_tokens(result):
+    for index, accepted in tested_tokens(result):
         # Rounding leaves a certain token an entropy just below 0.
         place = max(bisect_right(ENTROPY_EDGES, entropies[index]) - 1, 0)
         tests[place] += 1

@@ -50,14 +50,14 @@ def drafted_series(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
             series.setdefault((*setting, run.tree, run.folder), []).append(run)
     varies = [len({key[i] for key in series}) > 1 for i in range(5)]
     names_run = len({key[:-1] for key in series}) < len(series)
-    labelled = {}
+    labeled = {}
     for key, entries in series.items():
         method, stages, temperature, width, tree, name = key
         label = f"{method}, n={stages}"
         label += f", T={temperature:g}" * varies[2]
         label += f", {tree}" * varies[4] if tree else f", W={width}" * varies[3]
-        labelled[label + f", {name}" * names_run] = entries
-    return labelled
+        labeled[label + f", {name}" * names_run] = entries
+    return labeled
 
 
 def _by_temperature(

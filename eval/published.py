@@ -18,9 +18,9 @@ Value = tuple[float | None, Sequence[float | None] | None]
 NOT_AVAILABLE = "not available here"
 LEGEND = """\
 - **ours** measured with the command above: L' equivalent acceptance length (95 % interval over
-  prompts), S modelled speed-up over plain decoding, tau tokens per round, alpha accepted over
-  tested guesses; texts equal to the target's own, of those compared. **published** as its source
-  has it, on its own target, prompts and hardware.
+  prompts), S modeled speed-up over plain decoding, tau tokens per round, alpha accepted over
+  tested draft tokens; texts equal to the target's own, of those compared. **published** as its
+  source has it, on its own target, prompts and hardware.
 - "not available here": the paper may have the number; no source of it was at hand."""
 
 

@@ -31,10 +31,10 @@ is replayed; no model is loaded.
 """
 LEGEND = """\
 how: recorded, the steps of the run itself on the clock of the cost model; exact, another number of
-stages, whose guesses and verdicts are the same; assumed, the draft's guesses depend on the number
-of stages, and those on the new one are taken to be right as often. N tokens, K steps, L' = n N / K,
-S modelled speed-up over plain decoding on the same pipeline, both with 95 % bootstrap intervals
-over conversations. link: one hop, in times of a target pass over one token."""
+stages, whose draft tokens and verdicts are the same; assumed, the draft's tokens depend on the
+number of stages, and those on the new one are taken to be right as often. N tokens, K steps, L' = n
+N / K, S modeled speed-up over plain decoding on the same pipeline, both with 95 % bootstrap
+intervals over conversations. link: one hop, in times of a target pass over one token."""
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 

@@ -435,7 +435,7 @@ class Evaluation:
     def _with_entropies(
         self, records: list[DecodedTurn], method: Method, description: str
     ) -> list[DecodedTurn]:
-        """Of tokens that no draft guessed nobody asks."""
+        """Of tokens that no draft proposed nobody asks."""
         if self.reference is None or method.config.schedule.name == AUTOREGRESSIVE:
             return records
         traces = None if self.traces is None else self.traces.open(entropies="nats, T = 1")

@@ -14,7 +14,7 @@ Column = Callable[[RunRecord], str]
 HISTOGRAM_LENGTHS = 8
 NUM_POSITIONS = 6
 LEGEND = """\
-- **n** pipeline stages of the target, **T** temperature, **W** tree width (guesses per layer,
+- **n** pipeline stages of the target, **T** temperature, **W** tree width (draft tokens per layer,
   children of the root, or branches of a micro-batch), **tree** what is drafted at once
   (chain:levels, dynamic:levels:beams:tokens, or micro-batch:tokens), **N** tokens after the prefill
   token, **K** pipeline steps (idle and rejecting ones counted).
@@ -23,7 +23,7 @@ LEGEND = """\
   bootstrap interval over conversations, *mean* the average over conversations. Autoregressive
   decoding has L' = 1 by construction for every n, so it is decoded once per temperature, on the
   smallest n of the table.
-- **S** modelled speed-up under the engine's cost model. **tokens/s** and **speed-up** are measured
+- **S** modeled speed-up under the engine's cost model. **tokens/s** and **speed-up** are measured
   in this process (prefill excluded), the latter against the autoregressive row. The three
   measures are different things and must not be compared with each other.
 - **lossless** turns whose greedy text equals that of `transformers`, of turns checked. It is exact

@@ -156,9 +156,9 @@ def _benchmark_file(name: str, data_dir: str | Path | None) -> Path:
             "mt_bench, gsm8k and humaneval, and an installed wheel carries none); give --data-dir "
             f"DIR{' or --data-dir hub:' if benchmark.hub else ''}"
         )
-    mend = SPEC_BENCH_SOURCE if SPEC_BENCH_FILE in benchmark.files else f"put {name}'s file there"
+    fix = SPEC_BENCH_SOURCE if SPEC_BENCH_FILE in benchmark.files else f"put {name}'s file there"
     from_hub = ", or use --data-dir hub:" if benchmark.hub else ""
-    raise ValueError(f"--data-dir: {str(folder)!r} has no {missing}; {mend}{from_hub}")
+    raise ValueError(f"--data-dir: {str(folder)!r} has no {missing}; {fix}{from_hub}")
 
 
 def _in_category(rows: Rows, category: str) -> Rows:
@@ -221,7 +221,7 @@ def load_task(
             all writing.
 
     Raises:
-        ValueError: names the field or file and line, the value, and the mend.
+        ValueError: names the field or file and line, the value, and the fix.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"--limit: {limit} leaves no prompt; give 1 or more, or leave it out")

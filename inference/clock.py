@@ -1,4 +1,4 @@
-"""The virtual clock: counts steps (K) and adds up a modelled time."""
+"""The virtual clock: counts steps (K) and adds up a modeled time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,5 +111,5 @@ class VirtualClock:
         self._note([forwards])
 
     def autoregressive_time(self, num_tokens: int) -> float:
-        """Modelled time of plain decoding of as many tokens on the same pipeline."""
+        """Modeled time of plain decoding of as many tokens on the same pipeline."""
         return num_tokens * (1.0 + self.num_stages * self._fixed)

@@ -13,7 +13,7 @@ def chain_acceptance_length(acceptance: float, draft_length: int) -> float:
 
 
 def micro_batch_acceptance_length(acceptance: float, size: int, num_stages: int) -> float:
-    """Equivalent acceptance length of a chain of ``size`` guesses at every step (PipeInfer).
+    """Equivalent acceptance length of a chain of ``size`` draft tokens at every step (PipeInfer).
 
     L' = 1 / ((1 - a) + a / (m n)) with i.i.d. acceptance, if rounds filled their micro-batches.
     """

@@ -133,7 +133,7 @@ class Engine:
 
     @property
     def draft_cost(self) -> float:
-        """Modelled time of one draft forward, in target passes of one token."""
+        """Modeled time of one draft forward, in target passes of one token."""
         is_elsewhere = isinstance(self.target, RemoteTarget)
         if self.config.cost.draft_forward is not None or self.draft is None or is_elsewhere:
             return self.config.cost.draft_forward or 0.0
@@ -308,7 +308,7 @@ class Session:
         """Spend the time of the drafting since the last step while every stage waits.
 
         Args:
-            at_least: forwards that take their time even where their guesses are of no use.
+            at_least: forwards that take their time even where their draft tokens are of no use.
         """
         self.clock.serial_draft(max(self.pending_forwards, at_least))
         self.pending_forwards = 0
@@ -448,7 +448,7 @@ class Session:
     def _end_round(self, accepted: bool | None) -> None:
         """
         Args:
-            accepted: outcome of the test of the round's last token; None: there was no guess.
+            accepted: outcome of the test of the round's last token; None: there was no draft token.
         """
         result, num_forwards = self.result, self.source.num_forwards if self.source else 0
         result.round_lengths.append(self.round_length)

@@ -47,10 +47,10 @@ class DecodeResult:
     round_lengths: list[int] = field(default_factory=list)
     """Tokens emitted by each round (restart to restart), the correction or bonus token included."""
     round_ends: str = ""
-    """A letter for each round, of its last token: r, a guess was tested there and was wrong; u, no
-    guess was tested; a, the text ended on a guess that was right."""
+    """A letter for each round, of its last token: r, a draft token was tested there and was wrong;
+    u, no draft token was tested; a, the text ended on a draft token that was right."""
     round_drafted: list[int] = field(default_factory=list)
-    """Guesses that joined the tree in each round."""
+    """Draft tokens that joined the tree in each round."""
     round_forwards: list[int] = field(default_factory=list)
     """Forward passes of the draft in each round."""
     step_log: list[list[int]] = field(default_factory=list)
@@ -63,9 +63,9 @@ class DecodeResult:
     """Draft tokens proposed (tree rows, the root excluded), tested or not."""
     num_draft_forwards: int = 0
     virtual_time: float = 0.0
-    """T: modelled time of the steps, in units of one full target pass of one token."""
+    """T: modeled time of the steps, in units of one full target pass of one token."""
     virtual_time_autoregressive: float = 0.0
-    """Modelled time of the same N tokens decoded autoregressively on the same pipeline."""
+    """Modeled time of the same N tokens decoded autoregressively on the same pipeline."""
     prefill_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)
     """Wall-clock seconds after the start of the request at which each new token was emitted."""
@@ -142,7 +142,7 @@ class DecodeResult:
 
     @property
     def theoretical_speedup(self) -> float:
-        """S: modelled autoregressive time over modelled time, for the same tokens."""
+        """S: modeled autoregressive time over modeled time, for the same tokens."""
         if not self.virtual_time:
             return float("nan")
         return self.virtual_time_autoregressive / self.virtual_time

@@ -12,7 +12,7 @@ EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
     (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
     (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
 )  # fmt: skip
-"""Ranks from the root: EAGLE-1's published tree of 25 guesses for 7B chat models."""
+"""Ranks from the root: EAGLE-1's published tree of 25 draft tokens for 7B chat models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +21,16 @@ class TreeShape:
 
     kind: Literal["chain", "static", "dynamic"] = "dynamic"
     """dynamic: EAGLE-2's, the best ``num_tokens`` of all candidates by cumulative score.
-    static: the ranks in ``paths``, whatever the scores. chain: one guess per level."""
+    static: the ranks in ``paths``, whatever the scores. chain: one draft token per level."""
     depth: int = 7
-    """Levels of guesses (forward passes of the draft). EAGLE's code counts the expansions after
-    the first level: its depth 6 is 7 here."""
+    """Levels of draft tokens (forward passes of the draft). EAGLE's code counts the expansions
+    after the first level: its depth 6 is 7 here."""
     top_k: int = 10
     """Beams of a dynamic tree, and children of each."""
     num_tokens: int = 59
-    """Guesses of a dynamic tree, the root not counted."""
+    """Draft tokens of a dynamic tree, the root not counted."""
     paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
-    """Ranks from the root of every guess of a static tree; parents of all must be there."""
+    """Ranks from the root of every draft token of a static tree; parents of all must be there."""
 
     def __post_init__(self) -> None:
         for name in ("depth", "top_k", "num_tokens"):

@@ -1,4 +1,4 @@
-"""The controller's ordered token tree: what is pending, what is guessed, who descends from whom."""
+"""The controller's ordered token tree: what is pending, what is drafted, who descends from whom."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipedraft.models.target import Keep, Segment
 class TokenTree:
     """Rows in the order in which they enter the pipeline; row 0 is the pending root.
 
-    The root is a token of the text that no stage has committed yet. Every other row is a guess
-    below it. Rows are append-only between Keeps, parents come before children, and no parent has
-    two children with the same token. The key-value rows of every stage follow the same order.
+    The root is a token of the text that no stage has committed yet. Every other row is a draft
+    token below it. Rows are append-only between Keeps, parents come before children, and no parent
+    has two children with the same token. The key-value rows of every stage follow the same order.
     """
 
     def __init__(self, root_token: int, root_position: int) -> None:
@@ -39,7 +39,7 @@ class TokenTree:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, score: float, q: Tensor | None = None) -> int:
-        """Append a guess below ``parent``; returns its row (the existing one if it is there)."""
+        """Append a draft token below ``parent``; returns its row (the existing one if there)."""
         existing = self._children[parent].get(token)
         if existing is not None:
             return existing

@@ -1,4 +1,4 @@
-"""Networks: the staged target and the drafts that guess ahead for it."""
+"""Networks: the staged target and the drafts that draft ahead for it."""
 
 from pathlib import Path
 from typing import Any

@@ -332,9 +332,9 @@ def ttt_attention(
     out_t = softmax over {K_0[T'] : T' <= t} and {K_j[t] : 1 <= j <= i}         EAGLE-3
             (arXiv:2503.01840), Section 3.2: causal attention plus i diagonals at distance 0
 
-    Row t of step i is a draft that has made i guesses after position t: it sees the rows made of
-    the target's features up to t, and of the guessed ones its own alone.
-    For memory order and dtypes see `banded_attention`.
+    Row t of step i is a draft that has made i draft tokens after position t: it sees the rows made
+    of the target's features up to t, and of the drafted ones its own alone. For memory order and
+    dtypes see `banded_attention`.
 
     Args:
         keys: of steps 0 .. i, [B, J, T, D] each.

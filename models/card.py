@@ -30,7 +30,7 @@ class CardSource:
     """Of an export for a serving engine."""
     launch: str | None = None
     """Command that serves the export."""
-    licence: "Licence" = field(default_factory=lambda: Licence())
+    license: "License" = field(default_factory=lambda: License())
     measured: "Measured | None" = None
 
     @property
@@ -65,8 +65,8 @@ def render_card(source: CardSource) -> str:
         *(_usage(source) if source.layout is None else _served(source)),
         "## Training data",
         *_training_data(source.description.get("training", {})),
-        "## Licence",
-        source.licence.sentence(target),
+        "## License",
+        source.license.sentence(target),
         "## Acceptance",
         *_acceptance(source),
         "## Architecture",
@@ -92,7 +92,7 @@ def _metadata(source: CardSource) -> str:
         tags=tags,
         model_name=None if measured is None else source.place.rpartition("/")[2],
         eval_results=None if measured is None else measured.eval_results(),
-        **source.licence.fields,
+        **source.license.fields,
     )
     order = ["library_name", "base_model", "license", "license_name", "license_link", "datasets"]
     return metadata.to_yaml(original_order=[*order, "tags"])
@@ -169,7 +169,7 @@ def _training_data(training: dict[str, Any]) -> list[str]:
     ]
     if data.get("licenses"):
         counts = ", ".join(f"{name} {count}" for name, count in data["licenses"].items())
-        parts.append(f"Rows by licence: {counts}.")
+        parts.append(f"Rows by license: {counts}.")
     metrics = training.get("metrics", {})
     if metrics:
         values = [[name, f"{value:.4f}"] for name, value in sorted(metrics.items())]
@@ -181,18 +181,18 @@ def _training_data(training: dict[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Licence:
+class License:
     """Of the target, as its own card or configuration says."""
 
     fields: dict[str, Any] = field(default_factory=dict)
-    """license, and for the licence `other` license_name and license_link."""
+    """license, and for the license `other` license_name and license_link."""
     origin: str = "was not looked up"
     """Where the fields are from, or why there are none."""
 
     def sentence(self, target: str) -> str:
         if not self.fields:
             return (
-                f"Unknown: the licence of the target `{target}` {self.origin}. A draft is made of "
+                f"Unknown: the license of the target `{target}` {self.origin}. A draft is made of "
                 "its target's outputs; look there before you use this one."
             )
         names = [str(value) for value in self.fields.values()]

@@ -74,7 +74,7 @@ class Draft(nn.Module):
 
     @property
     def initial_layers(self) -> Sequence[int]:
-        """Decoder layers of the target that ``initialise`` copies."""
+        """Decoder layers of the target that ``initialize`` copies."""
         return ()
 
     @property
@@ -268,7 +268,7 @@ class StagedDraft(Draft):
         return cast(list[DecoderLayer], list(self.layers))
 
     @torch.no_grad()
-    def initialise_head(self, target: Any, draft_ids: Tensor | None) -> None:
+    def initialize_head(self, target: Any, draft_ids: Tensor | None) -> None:
         """The target's final norm, and the rows of its LM head that the draft vocabulary has."""
         self.norm.weight.copy_(target.get_decoder().norm.weight)
         if draft_ids is not None:

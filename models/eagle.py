@@ -2,7 +2,7 @@
 
 Row t of a text joins the embedding of token t + 1 with the state of position t and yields the
 state of position t + 1, whose logits are those of token t + 2. The first state of a row is made of
-the target's own hidden states; below it the head's own output is fed back, one row per guess.
+the target's own hidden states; below it the head's own output is fed back, one row per draft token.
 
 This file holds what EAGLE-1 (arXiv:2401.15077) and EAGLE-3 share, and EAGLE-1 itself.
 """
@@ -26,7 +26,7 @@ from pipedraft.models.layers import (
     LayerConfig,
     RotaryEmbedding,
     causal_attention,
-    initialise_matrices,
+    initialize_matrices,
     positions_of,
 )
 
@@ -56,7 +56,7 @@ class EagleHead(Draft):
         """Layer indices of the target that the head reads (0 the embedding, L the last, raw)."""
 
     @abstractmethod
-    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
         """Take over from the target what the head starts with, and attach it."""
 
     @abstractmethod
@@ -162,7 +162,7 @@ class Eagle(EagleHead):
         self._norm, self._head = [target.get_decoder().norm], [target.get_output_embeddings()]
 
     @torch.no_grad()
-    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
         """fc starts by passing the state on, so that f'_{t+1} starts near f_t."""
         assert draft_ids is None, "EAGLE-1 reads its logits off the target's LM head"
         self.attach(target)
@@ -170,7 +170,7 @@ class Eagle(EagleHead):
         self.fc.weight.normal_(std=0.1 * hidden**-0.5)
         self.fc.weight[:, hidden:] += torch.eye(hidden)
         self.fc.bias.zero_()
-        initialise_matrices(self.layer, 1)
+        initialize_matrices(self.layer, 1)
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
         with torch.no_grad():

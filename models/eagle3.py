@@ -20,7 +20,7 @@ from pipedraft.models.layers import (
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
-    initialise_matrices,
+    initialize_matrices,
     positions_of,
     rotate,
 )
@@ -118,7 +118,7 @@ class Eagle3(EagleHead):
         return self.config.feature_layers
 
     @torch.no_grad()
-    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
         """LM head and final norm start as the target's; the deepest fused layer is passed on."""
         self.attach(target)
         self.norm.weight.copy_(target.get_decoder().norm.weight)
@@ -128,7 +128,7 @@ class Eagle3(EagleHead):
         hidden = self.layer_config.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:] = torch.eye(hidden)
-        initialise_matrices(self.midlayer, 1)
+        initialize_matrices(self.midlayer, 1)
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
         fused = [taps[layer] for layer in self.config.feature_layers]
@@ -151,7 +151,8 @@ class Eagle3(EagleHead):
         rows: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Training-time test: the states that decoding would make, guess after guess, at all rows.
+        """Training-time test: the states that decoding would make, draft token after draft token,
+        at all rows.
 
         Step i continues row t from its own state of step i - 1 (step 0: from the feature) with the
         text's token t + 1 + i, at rotary position t + i; see `ttt_attention` for what it sees.

@@ -13,7 +13,7 @@
 
 Weights stay float32 as trained; ``--dtype`` is what the engine then computes in. The embedding of
 tokens is the target's: SGLang takes it from there, vLLM's layout gets a copy. (vLLM needs none, but
-the package speculators then reads uninitialised memory with transformers 5.23.)
+the package speculators then reads uninitialized memory with transformers 5.23.)
 
 Layer numbers: here and in vLLM index i is the input of the target's layer i. SGLang adds one to the
 numbers it reads, so they are written one lower for it, and left out where its default is meant.
@@ -36,13 +36,13 @@ from pipedraft.models.card import CARD, CardSource, render_card
 from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, read_description
 from pipedraft.models.eagle3 import Eagle3
 from pipedraft.models.fingerprint import weights_hash
-from pipedraft.models.licence import licence_of
+from pipedraft.models.license import license_of
 from pipedraft.models.target import read_config
 
 Layout = Literal["sglang", "speculators"]
 
 CHAIN_LENGTH = 5
-"""Guesses in a row that the launch lines and vLLM's configuration ask for."""
+"""Draft tokens in a row that the launch lines and vLLM's configuration ask for."""
 
 ORIGIN_FILE = "pipedraft.json"
 
@@ -130,7 +130,7 @@ class Origin:
             place=place,
             layout=self.layout,
             launch=launch_line(self.layout, name, place),
-            licence=licence_of(name, reference.get("revision"), asks_hub=False),
+            license=license_of(name, reference.get("revision"), asks_hub=False),
         )
 
 

@@ -1,6 +1,6 @@
 """FlexSpec (arXiv:2601.00644): a small model around a frozen copy of the target's last block.
 
-It reads token ids alone, so it can guess on another machine than the target's, and it goes on
+It reads token ids alone, so it can draft on another machine than the target's, and it goes on
 fitting a target that is fine-tuned without touching what it has copied: the anchor.
 """
 
@@ -25,7 +25,7 @@ from pipedraft.models.layers import (
     RotaryEmbedding,
     cached_layer,
     causal_layer,
-    initialise_matrices,
+    initialize_matrices,
     positions_of,
 )
 from pipedraft.models.target_part import load_target_part
@@ -89,8 +89,8 @@ class FlexSpec(Draft):
 
     The copies (embedding, last block B_L, and with preset practical the final norm) are saved with
     the draft, which decodes where the target is not. A row depends on the tokens up to its own and
-    on nothing else, so what a guess computed stays right when the guess becomes text. The block's
-    attention is full here, also where the target limits it to a window.
+    on nothing else, so what was computed for a draft token stays right when the draft token becomes
+    text. The block's attention is full here, also where the target limits it to a window.
 
     A state holds the outputs of all readings of a position, [..., E, H]; the last one is h_t.
     """
@@ -147,13 +147,13 @@ class FlexSpec(Draft):
         return self.config.num_readings * own / (layer * target.num_layers)
 
     @torch.no_grad()
-    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
         """Copy the frozen parts; with preset practical start as the anchor on plain embeddings."""
         decoder, hidden = target.get_decoder(), self.layer_config.hidden_size
         self.embedding.load_state_dict(decoder.embed_tokens.state_dict())
         self.anchor.load_state_dict(decoder.layers[-1].state_dict())
-        initialise_matrices(self.stem_layers, len(self.stem_layers))
-        initialise_matrices(self.mlp, 1)
+        initialize_matrices(self.stem_layers, len(self.stem_layers))
+        initialize_matrices(self.mlp, 1)
         if self.config.preset == "practical":
             self.norm.load_state_dict(decoder.norm.state_dict())
             linear = cast(nn.Linear, cast(nn.Sequential, self.stem)[0])

@@ -20,7 +20,7 @@ from pipedraft.models.card import CARD, MADE, CardSource, Measured, render_card
 from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, read_description
 from pipedraft.models.export import ORIGIN_FILE, Origin, launch_line, read_target
 from pipedraft.models.hub_link import hub_link
-from pipedraft.models.licence import licence_of
+from pipedraft.models.license import license_of
 
 __all__ = ["CARD", "Upload", "check_repo_id", "fill_folder", "model_card", "prepare_upload", "push"]
 
@@ -49,8 +49,8 @@ def model_card(description: dict[str, Any]) -> str:
         description: its config.json.
     """
     reference = description["target"]
-    licence = licence_of(reference["name"], reference.get("revision"), asks_hub=False)
-    return render_card(CardSource(description=description, licence=licence))
+    license = license_of(reference["name"], reference.get("revision"), asks_hub=False)
+    return render_card(CardSource(description=description, license=license))
 
 
 # -- the files ------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def _card(folder: Path, origin: Origin | None, description: dict[str, Any], uplo
             revision=upload.revision,
             layout=layout,
             launch=launch,
-            licence=licence_of(reference["name"], reference.get("revision"), asks_hub=True),
+            license=license_of(reference["name"], reference.get("revision"), asks_hub=True),
             measured=None if upload.results is None else Measured.read(upload.results, digest),
         )
     )

@@ -21,7 +21,7 @@ def hub_link(field: str) -> Iterator[None]:
         field: what an error names first, the option and its value.
 
     Raises:
-        ValueError: refused for a reason that the user can mend: token, rights, name, revision.
+        ValueError: refused for a reason that the user can fix: token, rights, name, revision.
         Failure: the Hub cannot be reached, breaks off, stays silent or fails.
     """
     import sys
@@ -109,7 +109,7 @@ def _refused(field: str, error: Any) -> Exception:
             f"{field}: {answer}; check the name and the revision, and HF_TOKEN if it is private"
         )
     if 400 <= status < 500 and status not in (408, 409, 412, 429):
-        return ValueError(f"{field}: {answer}; mend what it says")
+        return ValueError(f"{field}: {answer}; fix what it says")
     return Failure(f"{field}: {answer}; {AGAIN}")
 
 

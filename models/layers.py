@@ -33,7 +33,7 @@ class LayerConfig:
     rope_parameters: dict[str, Any]
     max_positions: int
     has_query_key_norm: bool = False
-    """Qwen3 normalises each query and key head before the rotation."""
+    """Qwen3 normalizes each query and key head before the rotation."""
     has_attention_bias: bool = False
 
     @classmethod
@@ -175,7 +175,7 @@ class DecoderLayer(nn.Module):
 
 
 @torch.no_grad()
-def initialise_matrices(module: nn.Module, num_layers: int) -> None:
+def initialize_matrices(module: nn.Module, num_layers: int) -> None:
     """Random matrices of a draft's layers; those that write to the residual stream are smaller.
 
     Half of the usual 1 / sqrt(fan-in): the residual stream starts as a state of the target, and

@@ -24,7 +24,7 @@ from pipedraft.models.layers import (
     RotaryEmbedding,
     cached_layer,
     causal_layer,
-    initialise_matrices,
+    initialize_matrices,
     positions_of,
 )
 
@@ -40,7 +40,7 @@ class PPSDConfig(StagedDraftConfig):
         super().__post_init__()
         if self.num_stages < 2:
             raise ValueError(
-                f"model.num_stages: {self.num_stages} leaves nothing to guess while a token "
+                f"model.num_stages: {self.num_stages} leaves nothing to draft while a token "
                 "travels; give at least 2"
             )
         if self.num_layers < 1:
@@ -79,14 +79,14 @@ class PPSD(StagedDraft):
         return range(self.exit_layer, min(end, self.config.num_target_layers))
 
     @torch.no_grad()
-    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
         """Start from the target: the layers after the first stage, the final norm, the LM head.
 
         Those layers know this very input. Layers of another kind (recurrent, mixture-of-experts)
         cannot be taken over, and the head's start random in their place.
         """
-        self.initialise_head(target, draft_ids)
-        initialise_matrices(self.layers, len(self.layers))
+        self.initialize_head(target, draft_ids)
+        initialize_matrices(self.layers, len(self.layers))
         for layer, index in zip(self.layers, self.initial_layers, strict=False):
             source = target.get_decoder().layers[index]
             if _shapes(layer) == _shapes(source):

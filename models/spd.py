@@ -25,7 +25,7 @@ from pipedraft.models.layers import (
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
-    initialise_matrices,
+    initialize_matrices,
     positions_of,
     rotate,
 )
@@ -157,18 +157,18 @@ class SPD(StagedDraft):
         return tuple(sorted(set().union(*self.feature_layers)))
 
     @torch.no_grad()
-    def initialise(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
         """Start from the target: its final norm and LM head; features start as the deepest state.
 
         Each projection starts as the identity on its deepest checkpoint and zero on the others,
         so that the residual stream begins in the space the norm and the LM head know.
         """
-        self.initialise_head(target, draft_ids)
+        self.initialize_head(target, draft_ids)
         hidden = self.layer_config.hidden_size
         for projection in self.projections:
             projection.weight.zero_()
             projection.weight[:, -hidden:] = torch.eye(hidden)
-        initialise_matrices(self.layers, len(self.layers))
+        initialize_matrices(self.layers, len(self.layers))
 
     def feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
         """g^k = FC_k(concat of the hidden states at the checkpoints of depth k): [..., H].
@@ -232,7 +232,7 @@ class SPD(StagedDraft):
         """Keys and values of the depths 1..n, whose rows are the same for every layer.
 
         The layers' norms differ by their weights only, which are folded into the projections, so
-        one normalisation and one product per block serve all layers while its rows are in cache.
+        one normalization and one product per block serve all layers while its rows are in cache.
 
         Returns:
             keys, values: [B_r, J, T_r, D] by layer and block.

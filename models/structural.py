@@ -35,7 +35,7 @@ def structural_attention(
     out_t    = softmax over T' <= t of q_t . K[block_of_depth[k], T'] / sqrt(D), times V
              = causal attention over block n with T' <= t - W, plus W = a - d diagonals
 
-    d = n is plain causal attention over block n. Deviation: the fill rule is generalised to d > 0
+    d = n is plain causal attention over block n. Deviation: the fill rule is generalized to d > 0
     by the distance to the newest token, which is what decoding computes.
 
     For memory order and dtypes see `banded_attention`.

@@ -47,7 +47,7 @@ __all__ = [
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_5", "qwen3_5_text")
 THREADED_HIDDEN_SIZE = 1024
 """From this hidden size on several threads decode faster than one."""
-ATTENTION_KERNELS = ("sdpa", "eager")  # those that honour an explicit additive mask
+ATTENTION_KERNELS = ("sdpa", "eager")  # those that honor an explicit additive mask
 
 
 def load_target(
@@ -98,7 +98,7 @@ def choose_decoding_threads(target: PreTrainedModel) -> None:
 def _check_attention(attention: str) -> None:
     if attention not in ATTENTION_KERNELS:
         raise ValueError(
-            f"attention: {attention!r} does not honour tree masks; "
+            f"attention: {attention!r} does not honor tree masks; "
             f"choose one of {', '.join(ATTENTION_KERNELS)}"
         )
 

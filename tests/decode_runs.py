@@ -1,4 +1,4 @@
-"""Decoding tiny targets, and what a text is held against: the target's own, or its law."""
+"""Decoding tiny targets, and what a text is held against: the target's own, or its distribution."""
 
 # Q rows asked for, R rows of a tree, U draft vocabulary, V vocabulary
 
@@ -69,7 +69,7 @@ def friendly_module(target, **options):
 
 
 class StatelessSource(DraftSource):
-    """Guesses any token of ``vocab`` without reading the text."""
+    """Drafts any token of ``vocab`` without reading the text."""
 
     vocab: int
 
@@ -85,9 +85,9 @@ class StatelessSource(DraftSource):
 
 
 class SimulatedSource(StatelessSource):
-    """Guesses the target's own greedy token with a given probability, among ``width`` children.
+    """Drafts the target's own greedy token with a given probability, among ``width`` children.
 
-    Whether the guess at a position is right is drawn once per visit of a growing verb.
+    Whether the draft token at a position is right is drawn once per visit of a growing verb.
     """
 
     grows = ("layers", "trees", "micro_batches")
@@ -120,10 +120,10 @@ class SimulatedSource(StatelessSource):
         """The right token's child among the others, or not; returns the best child's row."""
         position = tree.position(leaf) + 1
         right = self.text[position] if position < len(self.text) else 0
-        guess_right = self.rng.random() < self.acceptance
+        is_right = self.rng.random() < self.acceptance
         rows = []
         for rank in range(width):
-            shift = rank if guess_right else rank + 1
+            shift = rank if is_right else rank + 1
             score = tree.scores[leaf] - float(rank) - 0.1
             rows.append(tree.add(leaf, (right + shift) % self.vocab, score))
         return rows[0]
@@ -160,7 +160,7 @@ class SimulatedSource(StatelessSource):
 
 
 class RemembersText:
-    """Mixed into a draft source whose guesses are compared with those of a text from scratch."""
+    """Mixed into a draft source whose tokens are compared with those of a text from scratch."""
 
     text: list[int]
 
@@ -174,7 +174,7 @@ class RemembersText:
         self.text += next_tokens
 
     def text_at(self, tree, row) -> list[int]:
-        """The text and the guesses below it, down to a row; the root is the text's last token."""
+        """The text and the draft tokens below it, down to a row; the root is its last token."""
         path = []
         while row:
             path, row = [tree.tokens[row], *path], tree.parents[row]
@@ -214,13 +214,13 @@ def decode_exactly(engine, prompt, expected=None):
     return result
 
 
-def count_guesses(results: Sequence) -> tuple[int, int]:
+def count_tests(results: Sequence) -> tuple[int, int]:
     """How many the target tested, and how many it accepted."""
     return sum(r.num_tested for r in results), sum(r.num_accepted for r in results)
 
 
 def simulate(target, prompt, acceptance, *, text=None, **options):
-    """Decodes exactly with guesses that are right with a given probability, on four stages."""
+    """Decodes exactly with draft tokens that are right with a given probability, on four stages."""
     options = {"num_stages": 4, "max_new_tokens": NEW_TOKENS, **options}
     length = options["max_new_tokens"]
     source = SimulatedSource(target, prompt, acceptance, length, text=text)
@@ -229,7 +229,7 @@ def simulate(target, prompt, acceptance, *, text=None, **options):
 
 
 def simulated_texts(target, length, **options) -> list[list[int]]:
-    """Of all prompts, on four stages, by guesses that are often wrong; compared with nothing."""
+    """Results of all prompts on four stages, by draft tokens that are often wrong."""
     texts = []
     for prompt in PROMPTS:
         source = SimulatedSource(target, prompt, 0.7, length)
@@ -318,7 +318,7 @@ def assert_sampled_like_the_target(target, draft, **options) -> None:
 
 
 class AcceptMostLikelyMutant(MatchVerifier):
-    """Published: accept a greedy guess with probability p(x) / q(x) although it was not sampled."""
+    """Published: accept a greedy token with probability p(x) / q(x) although it was not sampled."""
 
     def judge(self, logits_RV, positions_R):
         return logits_RV

@@ -54,7 +54,7 @@ def save_draft(folder: Path, target, name: str, *, stages: int = 2, eagle: bool 
     else:
         config = SPDConfig(num_target_layers=8, num_stages=stages, num_layers=1)
         draft = SPD(config, layer, reference)
-    draft.initialise(target)
+    draft.initialize(target)
     generator = torch.Generator().manual_seed(5)
     for parameter in draft.parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3

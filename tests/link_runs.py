@@ -66,7 +66,7 @@ class ChainSource(StatelessSource):
 
 
 class BernoulliSource(ChainSource, SimulatedSource):
-    """Guesses right with a given probability, decided once for each position."""
+    """Drafts right with a given probability, decided once for each position."""
 
     def __init__(self, prompt, acceptance, *, target=SMALL, length=200, seed=0) -> None:
         text = [*prompt, *greedy_text(target, tuple(prompt), length)]

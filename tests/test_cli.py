@@ -174,7 +174,11 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         [*RUN, "--prompt", "a", "--max-new-tokens", "0"],
         ["max_new_tokens", "0", "give"],
     ),
-    ("inference", [*RUN, *INFERENCE, "--verifier", "guess"], ["--verifier", "'guess'", "match"]),
+    (
+        "inference",
+        [*RUN, *INFERENCE, "--verifier", "proposal"],
+        ["--verifier", "'proposal'", "match"],
+    ),
     (
         "inference",
         [*RUN, *INFERENCE, "--verifier", "rejection"],
@@ -259,7 +263,7 @@ def shown(case: tuple[str, list[str], list[str]]) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=shown)
-def test_bad_input_is_one_line_with_field_value_and_mend(case, place, monkeypatch, capfd):
+def test_bad_input_is_one_line_with_field_value_and_fix(case, place, monkeypatch, capfd):
     command, arguments, words = case
     monkeypatch.chdir(place.folder)
     status = call(command, [place.fill(part) for part in arguments], monkeypatch)
@@ -290,7 +294,7 @@ TRAIN_CASES: list[tuple[dict[str, object], list[str]]] = [
 
 
 @pytest.mark.parametrize("case", TRAIN_CASES, ids=lambda case: " ".join(map(str, case[0].items())))
-def test_bad_training_input_is_one_line_with_field_value_and_mend(
+def test_bad_training_input_is_one_line_with_field_value_and_fix(
     case, place, monkeypatch, capfd, tmp_path
 ):
     changes, words = case
@@ -305,7 +309,7 @@ def test_damaged_rows_are_bad_input_with_their_counts(place, tmp_path, monkeypat
     rows.write_text('{"messages": []}\n{"text": "no turns"}\nnot JSON\n')
     changes = {"data__sources": json.dumps([{"path": str(rows)}])}
     status = call("train", place.world.arguments("spd", tmp_path / "out", **changes), monkeypatch)
-    words = ["data.sources", "none of 3 rows is usable", "not valid JSON", "mend the rows"]
+    words = ["data.sources", "none of 3 rows is usable", "not valid JSON", "fix the rows"]
     assert_one_line(status, *capfd.readouterr(), words)
 
 

@@ -41,7 +41,7 @@ def test_settings_go_both_ways():
         ({"num_stages": 0}, "num_stages: 0 .*at least 1"),
         ({"boundaries": [0, 1]}, "boundaries: .* do not make 4 stages"),
         ({"cost": {"row": -1.0}}, "cost.row: -1.0"),
-        ({"verifier": "guess"}, "verifier: "),
+        ({"verifier": "proposal"}, "verifier: "),
     ],
 )
 def test_what_is_wrong_is_one_line_that_names_it(values, words):

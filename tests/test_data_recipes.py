@@ -196,7 +196,7 @@ def test_a_hub_id_is_loaded_with_its_split_and_a_failure_names_it(tokenizer, con
         load_data(config(Source(path="user/other")), tokenizer)
 
 
-def test_a_second_call_tokenises_nothing_and_a_changed_file_is_read_again(
+def test_a_second_call_tokenizes_nothing_and_a_changed_file_is_read_again(
     tokenizer, tmp_path, config, monkeypatch
 ):
     source = write(tmp_path / "r.jsonl", [chat_row(i) for i in range(5)])

@@ -258,7 +258,7 @@ def test_the_card_has_what_the_hub_reads_and_every_count(recipe, tmp_path, capsy
         ({"filters": {"min_turns": 99}}, {}, ["none of 23 rows", "filter: min_turns", "loosen"]),
     ],
 )
-def test_a_malformed_recipe_is_one_line_with_field_value_and_mend(
+def test_a_malformed_recipe_is_one_line_with_field_value_and_fix(
     recipe, tmp_path, capsys, source, data, words
 ):
     path = tmp_path / "recipe.yaml"

@@ -52,7 +52,7 @@ def blocks(pattern: str) -> list[tuple[str, str]]:
 def apply_change(source: str, change: str) -> str:
     """Replace context and removed lines by context and added ones, hunk by hunk.
 
-    A hunk ends where a context line follows another one that is not its neighbour in the file.
+    A hunk ends where a context line follows another one that is not its neighbor in the file.
     """
     for hunk in split_hunks(source, change.splitlines()):
         before = "\n".join(line[1:] for line in hunk if line[0] != "+")

@@ -1,4 +1,4 @@
-"""pipedraft doctor: a sound environment passes, and each broken part is named with its mend."""
+"""pipedraft doctor: a sound environment passes, and each broken part is named with its fix."""
 
 import json
 import shutil
@@ -98,7 +98,7 @@ def test_versions_are_compared_with_bounds_and_with_the_tested_set(tmp_path, mon
     monkeypatch.setattr(metadata, "version", installed)
     found = {f.check: f for f in doctor.check_versions(REPOSITORY / "constraints.txt")}
     assert found["transformers"].status == "failure"
-    assert found["transformers"].mend.startswith("pip install 'transformers")
+    assert found["transformers"].fix.startswith("pip install 'transformers")
     assert found["accelerate"].status == "failure" and "not installed" in found["accelerate"].detail
     assert found["peft (optional)"].status == "ok"
     assert "pip install 'pipedraft[peft]'" in found["peft (optional)"].detail
@@ -138,7 +138,7 @@ def test_the_hub_is_asked_with_the_token_and_its_absence_is_no_failure(endpoint,
     assert finding.status == "warning" and "refuses the token (401)" in finding.detail
     endpoint.faults = [Fault("HEAD", "", "stall")]
     finding = only(doctor.check_hub())
-    assert finding.status == "warning" and "HF_HUB_OFFLINE=1" in finding.mend
+    assert finding.status == "warning" and "HF_HUB_OFFLINE=1" in finding.fix
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be reached" in only(doctor.check_hub()).detail
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

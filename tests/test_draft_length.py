@@ -1,4 +1,4 @@
-"""Draft-length policies: costs against enumeration, estimators against known laws, rates."""
+"""Draft-length policies: costs against enumeration, estimators, known distributions, rates."""
 
 import math
 from collections.abc import Callable
@@ -64,9 +64,9 @@ def brute_force(
     """The length of the highest rate, by enumeration of what may become of each."""
     rates = []
     for length in range(1, len(survival_K) + 1):
-        law = outcomes(survival_K, length)
-        tokens = sum(p * (m + (1 if m < length or has_bonus else 0)) for m, p in law)
-        rates.append(tokens / sum(p * seconds(length, m) for m, p in law))
+        distribution = outcomes(survival_K, length)
+        tokens = sum(p * (m + (1 if m < length or has_bonus else 0)) for m, p in distribution)
+        rates.append(tokens / sum(p * seconds(length, m) for m, p in distribution))
     return int(np.argmax(rates)) + 1
 
 
@@ -430,16 +430,16 @@ class OneUniform(KeyedRandom):
 
 
 def test_algorithm_2s_acceptance_is_told_from_the_match_rule() -> None:
-    """Greedy acceptance, whatever the temperature: the likeliest token, if it is the guess."""
+    """Greedy acceptance, whatever the temperature: the likeliest token, if it was drafted."""
     p_V = torch.tensor([0.15, 0.6, 0.05, 0.2], dtype=torch.float64)
-    guess, number = 1, 2000
+    draft_token, number = 1, 2000
     match_V, greedy_V = np.zeros(4), np.zeros(4)
     for step in range(number):
         random = OneUniform(seed=2 * step + 1, prompt=2 * number)
         rule = MatchVerifier(1.0, random)
         match_V[rule.judge(p_V.log()[None], torch.tensor([7]))] += 1 / number
         drawn = draw(p_V, random.uniform(8, "target"))
-        greedy_V[guess if guess == p_V.argmax() else drawn] += 1 / number
+        greedy_V[draft_token if draft_token == p_V.argmax() else drawn] += 1 / number
     assert match_V == pytest.approx(p_V.numpy(), abs=1e-3)
     assert np.abs(greedy_V - p_V.numpy()).sum() / 2 == pytest.approx(1 - 0.6)
 

@@ -35,7 +35,7 @@ def make_head(target) -> Eagle:
         LayerConfig.from_target(target.config),
         TargetReference(name="tiny", fingerprint=fingerprint),
     )
-    head.initialise(target)
+    head.initialize(target)
     generator = torch.Generator().manual_seed(3)
     for parameter in head.parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
@@ -52,7 +52,7 @@ def text_of(target, head) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.Tensor]:
-    """States of a chain below ``row``: committed rows in two calls, then one guess at a time."""
+    """States of a chain below ``row``: committed rows in two calls, then one token at a time."""
     cache = KeyValues()
     for start, stop in ((0, row // 2), (row // 2, row + 1)):
         if stop > start:
@@ -65,13 +65,13 @@ def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.T
                 visible_RC=visible,
             )
     states = [state[-1]]
-    for guess in range(1, depth):
+    for step in range(1, depth):
         state = head.rows(
-            ids_T[row + guess + 1, None],
+            ids_T[row + step + 1, None],
             states[-1][None],
-            positions_R=torch.tensor([row + guess]),
+            positions_R=torch.tensor([row + step]),
             cache=cache,
-            visible_RC=torch.ones(1, row + 1 + guess, dtype=torch.bool),
+            visible_RC=torch.ones(1, row + 1 + step, dtype=torch.bool),
         )
         states.append(state[0])
     return states
@@ -91,8 +91,8 @@ def test_training_states_equal_decoding_states_at_every_depth(make_target):
         depth = min(4, LENGTH - 1 - row)
         decoded = decode_chain(head, ids_T, features_TH, row, depth)
         assert torch.allclose(trained_RH[row], decoded[0], atol=1e-10), row
-        for guess, state in enumerate(decoded):
-            assert torch.allclose(unrolled[guess][0, row], state, atol=1e-10), (row, guess)
+        for step, state in enumerate(decoded):
+            assert torch.allclose(unrolled[step][0, row], state, atol=1e-10), (row, step)
 
 
 def test_the_first_state_is_the_formula_of_the_paper():
@@ -209,7 +209,7 @@ def test_a_batch_without_counted_rows_has_a_zero_gradient_for_every_parameter(wo
         assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-def test_rates_of_deeper_guesses_are_those_of_decoded_chains(world, tmp_path):
+def test_rates_of_deeper_draft_tokens_are_those_of_decoded_chains(world, tmp_path):
     trainer = world.trainer("eagle", tmp_path)
     objective, batch = trainer.objective, batch_of(trainer, 2)
     head, target, depth = objective.draft, objective.target, 3
@@ -230,11 +230,11 @@ def test_rates_of_deeper_guesses_are_those_of_decoded_chains(world, tmp_path):
 
 def test_the_score_is_the_length_of_a_chain_with_the_measured_rates(world, tmp_path):
     trainer = world.trainer("eagle", tmp_path)
-    guesses = range(2, EVALUATED_DEPTH + 1)
+    steps = range(2, EVALUATED_DEPTH + 1)
     sums = {"loss": 1.0, "count": 10.0, "regression": 1.0, "kl": 1.0}
     sums |= {"acceptance": 6.0, "agreement": 8.0}
-    sums |= {f"count_{i}": 5.0 for i in guesses}
-    sums |= {f"agreement_{i}": 4.0 for i in guesses} | {f"acceptance_{i}": 3.0 for i in guesses}
+    sums |= {f"count_{i}": 5.0 for i in steps}
+    sums |= {f"agreement_{i}": 4.0 for i in steps} | {f"acceptance_{i}": 3.0 for i in steps}
     metrics = trainer.objective.summarize(sums)
     assert metrics["score"] == pytest.approx(chain_acceptance_length(0.8, EVALUATED_DEPTH))
     length = chain_acceptance_length(0.6, EVALUATED_DEPTH)

@@ -183,7 +183,7 @@ def features_of(objective, batch):
 
 @torch.no_grad()
 def decode(draft, ids_T, feature_TH, row, num_steps):
-    """States of a chain of guesses below ``row``, one call of the runtime after another."""
+    """States of a chain of draft tokens below ``row``, one call of the runtime after another."""
     cache, T = KeyValues(), row + 1
     visible = torch.ones(T, T, dtype=torch.bool).tril()
     positions = torch.arange(T)
@@ -295,8 +295,8 @@ def test_loss_sums_and_gradients_equal_the_plain_formula(options):
         )
 
 
-def test_a_step_that_attends_to_no_guess_of_its_own_row_is_another_function(monkeypatch):
-    """Known-bad: plain causal attention to step 0 alone, as if guesses left no keys."""
+def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_function(monkeypatch):
+    """Known-bad: plain causal attention to step 0 alone, as if draft tokens left no keys."""
     objective, batch = make_objective(), make_batch(MASKS)
     expected = objective(batch, torch.Generator()).loss
     monkeypatch.setattr(
@@ -330,7 +330,7 @@ def test_padding_and_company_change_nothing():
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
 
 
-def test_simulated_acceptance_length_multiplies_the_rates_of_the_guesses():
+def test_simulated_acceptance_length_multiplies_the_rates_of_the_draft_tokens():
     objective = make_objective(num_steps=3)
     sums = {"loss": 8.0, "count": 4.0, "mass_outside": 0.0}
     rates = {"agreement": (0.5, 0.5, 1.0), "acceptance": (0.8, 0.5, 0.0)}

@@ -1,4 +1,4 @@
-"""EAGLE heads on a pipelined target: exact text, exact law, steps as in the closed forms."""
+"""EAGLE heads on a pipelined target: exact text and distribution, steps as in closed forms."""
 
 import math
 from dataclasses import replace
@@ -84,7 +84,7 @@ class Watch:
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
-def test_greedy_text_is_the_targets_whatever_the_draft_guesses(way, acceptance):
+def test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens(way, acceptance):
     target = tiny_llama(layers=4, vocab=16)
     for prompt in PROMPTS[1:3]:
         simulate(target, prompt, acceptance, **way)
@@ -215,19 +215,21 @@ SAMPLED_WAYS = [
 
 
 @pytest.mark.parametrize("way", SAMPLED_WAYS, ids=way_name)
-def test_sampled_text_has_the_targets_law(way):
+def test_sampled_text_has_the_targets_distribution(way):
     target = sampling_target()
     assert_sampled_like_the_target(target, make_head(target), **way)
 
 
 def reference_tree(head, target, text, shape):
-    """EAGLE-2's tree with the head run from scratch for every guess: {path: score}."""
+    """EAGLE-2's tree with the head run from scratch for every draft token: {path: score}."""
     taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
     states = head.feature({layer: hidden[0, :-1] for layer, hidden in taps.items()})
 
     def outputs(path):
         tokens, rows, cache = [*text[1:], *path], states, KeyValues()
-        for count in range(len(path) + 1):  # one guess at a time: its state is the last output
+        for count in range(
+            len(path) + 1
+        ):  # one draft token at a time: its state is the last output
             if count:
                 rows = torch.cat([rows, out[-1:]])  # noqa: F821
             size = len(text) - 1 + count

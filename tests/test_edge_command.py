@@ -26,7 +26,7 @@ def words(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def out(words, tmp_path_factory):
-    """All methods on one link; the target is its own draft, so every greedy guess is right."""
+    """All methods on one link; the target is its own draft, so greedy drafts are right."""
     folder = tmp_path_factory.mktemp("edge") / "out"
     run([*words, "--links", "5g", "--temperature", "0,1", "--out", str(folder)])
     return folder
@@ -59,7 +59,7 @@ def test_figures_follow_from_the_constants(out):
     assert alone["ms_per_token"] == pytest.approx(24.25)
     assert cloud["ms_per_token"] == pytest.approx(87, abs=2) and cloud["speedup"] == 1
     assert alone["up_bytes_per_token"] == 0 and alone["joules_by_cause"]["up"] == 0
-    # 5 tokens after the first: a round of 4 guesses and a bonus.
+    # 5 tokens after the first: a round of 4 draft tokens and a bonus.
     waits = rows["stop_and_wait", 0.0]
     assert waits["draft_acceptance_rate"] == 1
     assert waits["ms_per_token"] == pytest.approx((4 * 24.25 + 20 + 87) / 5, abs=2)

@@ -1,4 +1,4 @@
-"""Acceptance rules across a link: exact laws by enumeration, and of whole sessions by counting."""
+"""Acceptance rules across a link: distributions by enumeration and by counting."""
 
 import itertools
 
@@ -61,11 +61,11 @@ def counted_triples(rule, plan, **options) -> np.ndarray:
     return counts_abc
 
 
-def law_p_value(counts_abc: np.ndarray) -> float:
-    """Of the hypothesis that c depends on b alone, by the target's law; chi-square."""
+def distribution_p_value(counts_abc: np.ndarray) -> float:
+    """Of the hypothesis that c depends on b alone, by the target's distribution; chi-square."""
     p_bc = probabilities(tables()[0], 1.0).numpy()
     expected_abc = counts_abc.sum(-1, keepdims=True) * p_bc
-    enough_ab = expected_abc.min(-1) >= 2  # rarer contexts have no chi-square law
+    enough_ab = expected_abc.min(-1) >= 2  # rarer contexts have no chi-square distribution
     counts_nc, expected_nc = counts_abc[enough_ab], expected_abc[enough_ab]
     statistic = ((counts_nc - expected_nc) ** 2 / expected_nc).sum()
     assert len(counts_nc) >= VOCAB
@@ -86,54 +86,56 @@ def law_p_value(counts_abc: np.ndarray) -> float:
         ("tail_escape", "pearl"),
     ],
 )
-def test_sampled_text_has_the_targets_law(rule, plan):
+def test_sampled_text_has_the_targets_distribution(rule, plan):
     """A top K of one and one sample, so that corrections mostly need the tail."""
-    assert law_p_value(counted_triples(rule, plan, top_k=1, tail_samples=1)) > 1e-3
+    assert distribution_p_value(counted_triples(rule, plan, top_k=1, tail_samples=1)) > 1e-3
 
 
-def test_the_first_three_tokens_have_the_product_law():
+def test_the_first_three_tokens_have_the_product_distribution():
     p_VV, num_texts = probabilities(tables()[0], 1.0).numpy(), 600
-    law = np.einsum("a,ab,bc->abc", p_VV[1], p_VV, p_VV)
-    counts = np.zeros_like(law)
+    distribution = np.einsum("a,ab,bc->abc", p_VV[1], p_VV, p_VV)
+    counts = np.zeros_like(distribution)
     for seed in range(num_texts):
         counts[tuple(sample("tail_escape", "picospec", seed, 3, top_k=2))] += 1
-    draws = np.random.default_rng(1).multinomial(num_texts, law.ravel(), size=200) / num_texts
-    noise = 0.5 * np.abs(draws - law.ravel()).sum(1)
-    distance = 0.5 * np.abs(counts / num_texts - law).sum()
+    draws = (
+        np.random.default_rng(1).multinomial(num_texts, distribution.ravel(), size=200) / num_texts
+    )
+    noise = 0.5 * np.abs(draws - distribution.ravel()).sum(1)
+    distance = 0.5 * np.abs(counts / num_texts - distribution).sum()
     assert distance < noise.mean() + 4 * noise.std()
 
 
-def test_top_k_misses_the_law_by_what_is_predicted():
+def test_top_k_misses_the_distribution_by_what_is_predicted():
     """Without bonus every token but the first is tested, so each context has its own bias."""
     counts_abc = counted_triples("topk", "picospec", top_k=2)
     counts_bc = counts_abc.sum(0)
     p_bc, q_bc = (probabilities(table, 1.0) for table in tables())
     share_b = counts_bc.sum(1) / counts_bc.sum()
     predicted = sum(share_b[b] * top_k_bias(p_bc[b], q_bc[b], 2) for b in range(VOCAB))
-    law_bc = counts_bc / counts_bc.sum(1, keepdims=True)
-    measured = float((share_b * 0.5 * np.abs(law_bc - p_bc.numpy()).sum(1)).sum())
-    assert law_p_value(counts_abc) < 1e-6
+    distribution_bc = counts_bc / counts_bc.sum(1, keepdims=True)
+    measured = float((share_b * 0.5 * np.abs(distribution_bc - p_bc.numpy()).sum(1)).sum())
+    assert distribution_p_value(counts_abc) < 1e-6
     assert measured == pytest.approx(predicted, abs=0.02) and predicted > 0.03
 
 
-def test_the_published_argmax_rule_misses_the_law():
-    assert law_p_value(counted_triples("argmax", "stop_and_wait")) < 1e-6
+def test_the_published_argmax_rule_misses_the_distribution():
+    assert distribution_p_value(counted_triples("argmax", "stop_and_wait")) < 1e-6
 
 
 class NoThinning(TailEscapeVerifier):
     """Takes every tail sample as it comes."""
 
-    def correct(self, guess, position, payloads):
-        thinned = DraftToken(guess.token, guess.q_V.clone())
+    def correct(self, draft_token, position, payloads):
+        thinned = DraftToken(draft_token.token, draft_token.q_V.clone())
         top = payloads[0]
         inside = np.frombuffer(top.ids, "<i4")
-        outside = np.setdiff1d(np.arange(len(guess.q_V)), inside)
+        outside = np.setdiff1d(np.arange(len(draft_token.q_V)), inside)
         thinned.q_V[torch.from_numpy(outside)] = 0
         return super().correct(thinned, position, payloads)
 
 
 @pytest.mark.parametrize("mutant, top_k", [("no_thinning", 1), ("same_uniform", 3), ("p_again", 3)])
-def test_the_law_test_catches_known_mistakes(mutant, top_k, monkeypatch):
+def test_the_distribution_test_catches_known_mistakes(mutant, top_k, monkeypatch):
     if mutant == "no_thinning":
         monkeypatch.setitem(RULES, "tail_escape", NoThinning)
     elif mutant == "same_uniform":  # the test's uniform draws the correction, too (PEARL's code)
@@ -148,12 +150,12 @@ def test_the_law_test_catches_known_mistakes(mutant, top_k, monkeypatch):
         monkeypatch.setattr(
             TailEscapeVerifier,
             "_residual",
-            lambda self, guess, top: (
+            lambda self, draft_token, top: (
                 np.frombuffer(top.ids, "<i4"),
                 torch.from_numpy(np.frombuffer(top.p, "<f8").copy()),
             ),
         )
-    assert law_p_value(counted_triples("tail_escape", "stop_and_wait", top_k=top_k)) < 1e-4
+    assert distribution_p_value(counted_triples("tail_escape", "stop_and_wait", top_k=top_k)) < 1e-4
 
 
 # -- one step -------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def test_a_turn_of_tail_escape_ends_at_each_token_in_proportion_to_the_residual(
         inside, outside = float(residual_V[top].sum()), 1 - float(p_V[top].sum())
         if not residual_V.any():
             continue
-        law_V = np.zeros(len(p_V))
+        distribution_V = np.zeros(len(p_V))
         for tail in grid:
             cloud.random = Script(tail=tail)
             payload = cloud.payload(p_V.log(), 7)
@@ -201,9 +203,9 @@ def test_a_turn_of_tail_escape_ends_at_each_token_in_proportion_to_the_residual(
                 edge.random = Script(branch=branch, thin=thin, residual=0.5)
                 token = edge.correct(DraftToken(0, q_V), 7, [payload])
                 if token is not None:
-                    law_V[token] += 1 / 12**3
+                    distribution_V[token] += 1 / 12**3
         expected_V = residual_V.numpy() / (inside + outside)
-        np.testing.assert_allclose(law_V, expected_V, atol=1e-9)
+        np.testing.assert_allclose(distribution_V, expected_V, atol=1e-9)
 
 
 def test_samples_are_asked_for_until_everything_comes():
@@ -237,8 +239,8 @@ def test_a_race_draws_from_p_and_two_races_mostly_agree():
     drawn = [gumbel_sample(p_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
     counts = np.bincount(drawn, minlength=4)
     assert counts[3] == 0 and chisquare(counts[:3], p_V[:3] * 4000).pvalue > 1e-3
-    guessed = [gumbel_sample(q_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
-    agreement = np.mean(np.equal(drawn, guessed))
+    drafted = [gumbel_sample(q_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
+    agreement = np.mean(np.equal(drawn, drafted))
     independent = float(p_V @ q_V)
     assert agreement > 0.8 > independent
 
@@ -279,12 +281,12 @@ def test_bias_is_the_sum_outside_the_top_k():
 
 def test_payloads_that_cannot_be_are_refused():
     edge = rule_of("tail_escape")
-    guess = DraftToken(0, torch.tensor([1.0, 0.0], dtype=torch.float64))
+    draft_token = DraftToken(0, torch.tensor([1.0, 0.0], dtype=torch.float64))
     with pytest.raises(ValueError, match="Token after a rejection by rule 'tail_escape'"):
-        edge.correct(guess, 3, [Token(id=1)])
+        edge.correct(draft_token, 3, [Token(id=1)])
     bad = Top(ids=b"\1\0\0", p=b"", tail_mass=0.5, sample_ids=b"", sample_p=b"")
     with pytest.raises(ValueError, match="3 bytes are no numbers"):
-        edge.correct(guess, 3, [bad])
+        edge.correct(draft_token, 3, [bad])
     with pytest.raises(ValueError, match="sends no samples"):
         rule_of("match").more(torch.zeros(2), 3, 0, 4)
     assert draw(torch.tensor([0.0, 1.0]), 0.5) == 1

@@ -71,7 +71,7 @@ def test_nq_is_natural_questions_and_not_a_second_benchmark(tmp_path) -> None:
         load_tasks(["natural_questions", "nq"], tmp_path)
 
 
-ALPACA = {"instruction": "Name a colour.", "input": "", "output": "Red."}
+ALPACA = {"instruction": "Name a color.", "input": "", "output": "Red."}
 ALPACA_WITH_INPUT = {"instruction": "Double it.", "input": "4", "output": "8"}
 
 
@@ -85,7 +85,7 @@ def test_alpaca_joins_instruction_and_input(tmp_path, file) -> None:
     else:
         write_rows(path, *rows)
     first, second = load_task("alpaca", tmp_path)
-    assert (first.turns, first.reference) == (["Name a colour."], "Red.")
+    assert (first.turns, first.reference) == (["Name a color."], "Red.")
     assert second.turns == ["Double it.\n\n4"]
 
 
@@ -100,7 +100,7 @@ def test_alpaca_may_be_eagles_questions(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "row", "asked", "turn", "reference"),
     [
-        ("alpaca", ALPACA, ("tatsu-lab/alpaca", None, "train"), "Name a colour.", "Red."),
+        ("alpaca", ALPACA, ("tatsu-lab/alpaca", None, "train"), "Name a color.", "Red."),
         (
             "cnn_dm",
             {"article": "It rained.", "highlights": "Rain .", "id": "f1"},
@@ -159,7 +159,7 @@ def test_another_hub_set_may_hold_spec_benchs_rows(monkeypatch) -> None:
         ("alpaca", "nowhere", ["alpaca_data.json nor", "put alpaca's file there", "hub:"]),
     ],
 )
-def test_missing_benchmark_is_named_with_its_mend(name, data_dir, words) -> None:
+def test_missing_benchmark_is_named_with_its_fix(name, data_dir, words) -> None:
     with pytest.raises(ValueError) as error:
         load_task(name, data_dir)
     for word in words:
@@ -198,7 +198,7 @@ def test_missing_benchmark_is_named_with_its_mend(name, data_dir, words) -> None
         ("alpaca", "alpaca/alpaca_data.json", ALPACA, ["no list of objects", "write [{...}"]),
     ],
 )
-def test_bad_row_is_named_with_its_line_field_and_mend(tmp_path, name, file, row, words) -> None:
+def test_bad_row_is_named_with_its_line_field_and_fix(tmp_path, name, file, row, words) -> None:
     write_rows(tmp_path / file, row)
     with pytest.raises(ValueError) as error:
         load_task(name, tmp_path)

@@ -249,7 +249,7 @@ def test_command_prints_tables_and_noise_and_writes_what_it_printed(tmp_path, ca
 
 
 def test_acceptance_by_entropy_is_compared_bin_by_bin_if_asked(tmp_path, capsys) -> None:
-    """Guesses at uncertain places are better in the second run, elsewhere they are the same."""
+    """Drafts at uncertain places are better in the second run, elsewhere they are the same."""
     folders = []
     for name, better in (("a", 0), ("b", 3)):
         rows = make_rows(stages=4, rejection=0.4)

@@ -18,7 +18,7 @@ from pipedraft.eval.metrics import (
     ENTROPY_EDGES,
     acceptance_by_entropy,
     count_by_entropy,
-    guessed_tokens,
+    tested_tokens,
 )
 from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.tasks import Prompt
@@ -51,13 +51,13 @@ def draft(target):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(map(str, way.values())))
-def test_the_guessed_tokens_are_those_that_the_engine_counted(way, target, draft) -> None:
+def test_the_tested_tokens_are_those_that_the_engine_counted(way, target, draft) -> None:
     """By their position in the round too; the text ends in the middle of one."""
     config = DecodeConfig.of(num_stages=3, max_new_tokens=20, **way)
     result = Engine(target, PlainTokenizer(), config, draft).decode([1, 2, 3])
     starts = np.cumsum([1, *result.round_lengths])
     tests, accepts = [], []
-    for index, accepted in guessed_tokens(result):
+    for index, accepted in tested_tokens(result):
         place = index - int(starts[starts <= index][-1])
         tests += [0] * (place + 1 - len(tests))
         accepts += [0] * (place + 1 - len(accepts))
@@ -113,7 +113,7 @@ def test_tests_fall_into_the_bins_of_their_entropies() -> None:
     assert acceptance_by_entropy([prompt_record()]) == []
 
 
-def test_a_certain_target_is_guessed_better_and_entries_say_so(tmp_path) -> None:
+def test_a_certain_target_is_draft_tokened_better_and_entries_say_so(tmp_path) -> None:
     """End to end; a copy with noise agrees where the target is sure."""
     tokenizer = byte_tokenizer()
     model = tiny_llama(layers=2, vocab=len(tokenizer))

@@ -1,6 +1,6 @@
 """Replay: what a recorded run says of other stages and costs equals real runs there, or is refused.
 
-The real runs are tiny models on 2, 3, 4 and 8 stages; every law is checked prompt by prompt.
+The real runs are tiny models on 2, 3, 4 and 8 stages; every formula is checked prompt by prompt.
 """
 
 import json
@@ -138,7 +138,7 @@ def test_another_cost_model_gives_the_time_of_a_run_under_it(kind) -> None:
     assert slower.cost == replace(COST, link=3.0)
 
 
-def test_some_guesses_are_right_and_some_are_wrong() -> None:
+def test_some_draft_tokens_are_right_and_some_are_wrong() -> None:
     """Else the exact figures above would say little."""
     for kind in ("language_model", "flexspec", "flexspec, self", "eagle3"):
         schedule = {"schedule": "eagle", "tree": SMALL} if kind == "eagle3" else {"schedule": "spd"}
@@ -155,7 +155,7 @@ ASSUMED = [
 
 
 @pytest.mark.parametrize("case", ASSUMED, ids=lambda case: way_name(case[:2]))
-def test_guesses_that_depend_on_the_stages_are_marked_as_assumed(case) -> None:
+def test_draft_tokens_that_depend_on_the_stages_are_marked_as_assumed(case) -> None:
     kind, way, stages = case
     recording = record(kind, stages, **way)
     found = replay(recording, 8, RECORDED)
@@ -211,8 +211,8 @@ def test_a_schedule_that_drafts_by_its_cost_model_is_not_replayed_under_another(
         replay(recording, 2, Hardware("costly", COST, None))
 
 
-def test_a_run_that_does_not_follow_its_law_is_refused(monkeypatch) -> None:
-    """Known-bad law: a step more for every round."""
+def test_a_run_that_does_not_follow_its_distribution_is_refused(monkeypatch) -> None:
+    """Known-bad formula: a step more for every round."""
     recording = record("language_model", 4, schedule="spd")
     replay_round = SPD.replay
 

@@ -127,9 +127,9 @@ def test_rows_of_single_prompts_add_up_to_the_entry(target, tokenizer, engine) -
             assert sum(getattr(row, key) for row in rows) == getattr(entry, key)
         seconds = sum(row.decode_s for row in rows)
         assert entry.tokens / seconds == pytest.approx(entry.wallclock.tokens_per_s)
-        modelled = sum(row.virtual_time_autoregressive for row in rows)
-        modelled /= sum(row.virtual_time for row in rows)
-        assert modelled == pytest.approx(entry.theoretical_speedup)
+        modeled = sum(row.virtual_time_autoregressive for row in rows)
+        modeled /= sum(row.virtual_time for row in rows)
+        assert modeled == pytest.approx(entry.theoretical_speedup)
         for field in ("position_tests", "position_accepts"):
             assert sum(sum(getattr(row, field)) for row in rows) == sum(getattr(entry, field))
         assert len(entry.acceptance_by_position_ci95) == len(entry.acceptance_by_position)
@@ -287,7 +287,7 @@ def test_two_checkpoints_make_one_table_with_one_baseline(folders, engine) -> No
         (["--data-dir", "absent", "--benchmarks", "gsm8k"], ["--data-dir", "'absent'"]),
         (["--device", "abacus"], ["--device", "'abacus'", "give cpu"]),
         (["--schedule", "spdd"], ["schedule", "'spdd'", "known"]),
-        (["--verifier", "guess"], ["--verifier", "'guess'", "match"]),
+        (["--verifier", "proposal"], ["--verifier", "'proposal'", "match"]),
         (["--checkpoint", "./absent"], ["checkpoint", "./absent"]),
         (["--target", "./absent"], ["target", "absent"]),
     ],

@@ -326,8 +326,8 @@ def plain_wilson(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[float, flo
     tests, z = tests_P.sum(), 1.959964
     rate = accepts_P.sum() / tests
     half = z * math.sqrt(rate * (1 - rate) / tests + z**2 / (4 * tests**2))
-    centre = rate + z**2 / (2 * tests)
-    return (centre - half) / (1 + z**2 / tests), (centre + half) / (1 + z**2 / tests)
+    center = rate + z**2 / (2 * tests)
+    return (center - half) / (1 + z**2 / tests), (center + half) / (1 + z**2 / tests)
 
 
 def test_acceptance_interval_over_prompts_covers_the_truth_and_wilsons_does_not() -> None:

@@ -94,7 +94,7 @@ def test_own_file_may_hold_prompt_turns_or_messages(tmp_path) -> None:
         (["x"], ["mine.jsonl:1", "not an object"]),
     ],
 )
-def test_bad_row_is_named_with_its_line_field_and_mend(tmp_path, row, words) -> None:
+def test_bad_row_is_named_with_its_line_field_and_fix(tmp_path, row, words) -> None:
     with pytest.raises(ValueError) as error:
         load_task(write_rows(tmp_path / "mine.jsonl", row))
     for word in words:
@@ -117,7 +117,7 @@ def test_broken_json_is_named_with_its_line(tmp_path) -> None:
         (("gsm8k", None, 0), "--limit: 0"),
     ],
 )
-def test_bad_argument_is_named_with_its_mend(arguments, message) -> None:
+def test_bad_argument_is_named_with_its_fix(arguments, message) -> None:
     with pytest.raises(ValueError) as error:
         load_task(*arguments)
     assert message in str(error.value)
@@ -149,7 +149,7 @@ def test_hub_prefix_reads_the_published_data_set(monkeypatch) -> None:
     assert asked == [("openai/gsm8k", "main", "test"), ("me/other", "main", "test")]
 
 
-def test_unreachable_hub_is_an_error_with_a_mend(monkeypatch) -> None:
+def test_unreachable_hub_is_an_error_with_a_fix(monkeypatch) -> None:
     def load_dataset(*args, **kwargs):
         raise ConnectionError("no network")
 

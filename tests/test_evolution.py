@@ -288,7 +288,7 @@ def test_only_adapters_are_trained_and_cost_less(world):
     ],
     ids=str,
 )
-def test_bad_settings_are_refused_with_field_value_and_mend(world, tmp_path, options, words):
+def test_bad_settings_are_refused_with_field_value_and_fix(world, tmp_path, options, words):
     with pytest.raises((ValueError, UsageError), match=words):
         world.trainer("language_model", tmp_path, **tuning(world, {}) | options)
 

@@ -58,7 +58,7 @@ def make_checkpoint(folder: Path, make_target=tiny_llama, **options) -> Path:
     size, ids = config.draft_vocab_size, None
     if size is not None:
         ids = torch.randperm(VOCABULARY, generator=generator)[:size].sort().values
-    head.initialise(target, ids)
+    head.initialize(target, ids)
     for parameter in head.parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
         parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
@@ -74,7 +74,7 @@ def read(out: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 def chain_logits(folder: Path, ids_T: torch.Tensor, depth: int) -> list[torch.Tensor]:
-    """Logits [T-1, U] of guess 1 .. depth of every row, by the decode-time code in float32."""
+    """Logits [T-1, U] of step 1 .. depth of every row, by the decode-time code in float32."""
     target = tiny_target(folder)
     head = load_draft(str(folder), target)
     feature_TH = head.feature(capture_hidden(target, ids_T[None], head.taps))[0]
@@ -82,16 +82,16 @@ def chain_logits(folder: Path, ids_T: torch.Tensor, depth: int) -> list[torch.Te
     visible = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
     tokens, states_RH = F.pad(ids_T, (0, depth)), feature_TH[:-1]
     cache, found = KeyValues(), []
-    for guess in range(depth):
+    for step in range(depth):
         states_RH = head.rows(
-            tokens[guess + 1 : guess + 1 + num_rows],
+            tokens[step + 1 : step + 1 + num_rows],
             states_RH,
-            positions_R=torch.arange(num_rows) + guess,
+            positions_R=torch.arange(num_rows) + step,
             cache=cache,
             visible_RC=visible,
         )
         visible = torch.cat([visible, torch.eye(num_rows, dtype=torch.bool)], 1)
-        found.append(head.logits(states_RH)[: num_rows - guess])
+        found.append(head.logits(states_RH)[: num_rows - step])
     return found
 
 
@@ -328,7 +328,7 @@ def test_another_target_is_refused(layout, other, word, tmp_path, monkeypatch, c
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tied_target_in_shards_is_recognised(tmp_path):
+def test_a_tied_target_in_shards_is_recognized(tmp_path):
     """Read file by file; its fingerprint is the one of the loaded model."""
     target = tiny_llama(layers=2, vocab=512)
     target.lm_head.weight = target.model.embed_tokens.weight
@@ -420,7 +420,7 @@ def test_the_package_converts_the_layout_of_the_authors(tmp_path, draft_vocab_si
     ],
     ids=str,
 )
-def test_the_package_computes_the_same_logits_at_every_guess(tmp_path, options):
+def test_the_package_computes_the_same_logits_at_every_draft_token(tmp_path, options):
     """float32 on both sides; 1e-5 of the largest logit is a hundred times its rounding."""
     package()
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -444,7 +444,7 @@ def test_the_package_computes_the_same_logits_at_every_guess(tmp_path, options):
             ttt_steps=depth,
         )
     expected = chain_logits(folder, ids_T, depth)
-    for guess in range(depth):
-        theirs = logits[guess][: LENGTH - 1 - guess]
-        difference = (theirs - expected[guess]).abs().max() / expected[guess].abs().max()
-        assert difference < 1e-5, (guess, float(difference))
+    for step in range(depth):
+        theirs = logits[step][: LENGTH - 1 - step]
+        difference = (theirs - expected[step]).abs().max() / expected[step].abs().max()
+        assert difference < 1e-5, (step, float(difference))

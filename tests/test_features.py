@@ -73,7 +73,7 @@ def test_over_several_epochs_the_losses_are_those_of_online_training(
         assert worst < tolerance and (worst > 0 or dtype == "fp32")
 
 
-def test_states_of_a_neighbour_are_another_training(world, dumps, tmp_path, monkeypatch):
+def test_states_of_a_neighbor_are_another_training(world, dumps, tmp_path, monkeypatch):
     """What the comparisons above would say if every row were read one token late."""
     build = ShardFolder.__init__
 

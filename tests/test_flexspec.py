@@ -18,7 +18,7 @@ from decode_runs import (
     RemembersText,
     assert_sampled_like_the_target,
     attentive_llama,
-    count_guesses,
+    count_tests,
     decode_exactly,
     distribution_p_value,
     engine_for,
@@ -132,12 +132,12 @@ def test_it_starts_as_the_anchor_on_plain_embeddings():
     layer = LayerConfig.from_target(target.config)
     for source in ("none", "self"):
         draft = FlexSpec(FlexSpecConfig(feature_source=source), layer, reference)
-        draft.initialise(target)
+        draft.initialize(target)
         assert torch.equal(draft.lm_head.weight, target.lm_head.weight)
         states_BTEH = draft(torch.arange(8)[None])
         assert torch.equal(states_BTEH[:, :, 0], states_BTEH[:, :, -1])
     paper = FlexSpec(FlexSpecConfig(preset="paper"), layer, reference)
-    paper.initialise(target)
+    paper.initialize(target)
     assert not torch.allclose(paper.lm_head.weight, target.lm_head.weight, atol=0.1)
 
 
@@ -199,14 +199,14 @@ def decode_checked(kind, way) -> int:
     teach(draft, texts)
     source = Checked(draft)
     engine = engine_for(target, source=source, num_stages=4, max_new_tokens=12, **way)
-    tested, accepted = count_guesses(decode_texts(engine, prompts, texts))
+    tested, accepted = count_tests(decode_texts(engine, prompts, texts))
     assert 5 < accepted < tested
     return len(source.expected)
 
 
 @pytest.mark.parametrize("kind", KINDS[3:5], ids=kind_name)
 @pytest.mark.parametrize("way", CHECKED_WAYS, ids=way_name)
-def test_guesses_are_those_of_their_paths_read_from_scratch(kind, way):
+def test_draft_tokens_are_those_of_their_paths_read_from_scratch(kind, way):
     assert decode_checked(kind, way) > 20
 
 
@@ -278,7 +278,7 @@ def test_greedy_text_equals_transformers_greedy(kind, num_stages):
         engine = engine_for(
             target, draft=draft, num_stages=num_stages, max_new_tokens=NEW_TOKENS, **way
         )
-        tested, accepted = count_guesses(decode_texts(engine, prompts, texts))
+        tested, accepted = count_tests(decode_texts(engine, prompts, texts))
         assert 0 < accepted < tested, way
 
 
@@ -288,9 +288,9 @@ def test_both_backends_agree(way):
     decode_both(target, PROMPTS[::3], draft=make_draft(target), num_stages=2, **way)
 
 
-def test_a_guess_that_becomes_text_is_not_computed_again():
-    """With everything accepted a round takes one forward per guess: the first one reads the bonus
-    token and the guess before it, which nothing has continued yet."""
+def test_a_draft_token_that_becomes_text_is_not_computed_again():
+    """With everything accepted a round takes one forward per draft token: the first one reads the
+    bonus token and the draft token before it, which nothing has continued yet."""
     target = tiny_llama(vocab=16)
     draft = make_draft(target)
     rows = []
@@ -305,8 +305,8 @@ def test_a_guess_that_becomes_text_is_not_computed_again():
     config = DecodeConfig.of(schedule="eagle", tree=CHAIN, num_stages=2, max_new_tokens=40)
     result = Engine(target, PlainTokenizer(), config, source=source).decode([3, 1, 4])
     assert source.num_forwards == len(rows) == 3 * len(result.round_lengths)
-    guesses_that_left = sum(3 - length for length in result.round_lengths if length < 3)
-    assert sum(rows) <= 3 + result.num_tokens + guesses_that_left + 3
+    draft_tokens_that_left = sum(3 - length for length in result.round_lengths if length < 3)
+    assert sum(rows) <= 3 + result.num_tokens + draft_tokens_that_left + 3
 
 
 SAMPLED_WAYS = [
@@ -316,12 +316,12 @@ SAMPLED_WAYS = [
 
 
 @pytest.mark.parametrize("way", SAMPLED_WAYS, ids=way_name)
-def test_sampled_text_has_the_targets_law(way):
+def test_sampled_text_has_the_targets_distribution(way):
     target = sampling_target()
     assert_sampled_like_the_target(target, make_draft(target), **way)
 
 
-def test_the_law_test_catches_a_guess_that_was_not_drawn_from_its_q(monkeypatch):
+def test_the_distribution_test_catches_a_draft_token_that_was_not_drawn_from_its_q(monkeypatch):
     propose = RejectionVerifier.propose
 
     def most_likely(*arguments, **options):

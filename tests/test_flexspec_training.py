@@ -18,7 +18,7 @@ from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.train import flexspec as flexspec_training
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig, prefix_survival
-from pipedraft.train.objective import labelled_rows
+from pipedraft.train.objective import labeled_rows
 
 # -- training -----------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def compare_losses(world, folder, changes) -> None:
         objective.regressor.weight.data.add_(0.1 * torch.randn(32, 32))
     output = objective(batch, torch.Generator())
     loss, agreed = expected_loss(objective, batch)
-    assert output.counted == objective.num_counted(batch) == labelled_rows(batch).sum() > 0
+    assert output.counted == objective.num_counted(batch) == labeled_rows(batch).sum() > 0
     assert output.loss.item() == pytest.approx(loss, rel=1e-4)
     assert output.sums["agreement"] == agreed
 
@@ -115,13 +115,13 @@ def test_frozen_parts_keep_every_bit_and_the_others_move(world, tmp_path, kind):
 
 
 def test_an_anchor_that_is_not_frozen_is_noticed(world, tmp_path, monkeypatch):
-    initialise = FlexSpec.initialise
+    initialize = FlexSpec.initialize
 
     def mutant(draft, target, draft_ids=None):
-        initialise(draft, target, draft_ids)
+        initialize(draft, target, draft_ids)
         draft.anchor.requires_grad_(True)
 
-    monkeypatch.setattr(FlexSpec, "initialise", mutant)
+    monkeypatch.setattr(FlexSpec, "initialize", mutant)
     with pytest.raises(AssertionError, match="anchor"):
         train_and_compare(world, tmp_path, {})
 
@@ -191,8 +191,10 @@ def test_the_score_is_the_acceptance_length_of_decoded_chains(world, tmp_path):
     with torch.no_grad():
         sums = objective(batch, torch.Generator(), depth=depth).sums
         states_TEH = draft(batch["input_ids"])[0]
-        guesses = draft.draft_ids[draft.logits(states_TEH).argmax(-1)].tolist()
-    right = [guess == token for guess, token in zip(guesses, text[1:], strict=False)]
+        draft_tokens = draft.draft_ids[draft.logits(states_TEH).argmax(-1)].tolist()
+    right = [
+        draft_token == token for draft_token, token in zip(draft_tokens, text[1:], strict=False)
+    ]
     assert sum(right) == sums["agreement"] + sum(right[: len(prompt) - 1])
     for j in range(1, depth + 1):
         chains = [right[t : t + j] for t in range(len(prompt) - 1, len(right) - j + 1)]
@@ -208,7 +210,7 @@ def test_the_score_is_the_acceptance_length_of_decoded_chains(world, tmp_path):
         max_new_tokens=new_tokens,
     )
     at, lengths = len(prompt), []
-    while at < len(text) - 1:  # rounds as they must come: guesses right in a row, and one more
+    while at < len(text) - 1:  # rounds as they must come: draft tokens right in a row, and one more
         run = 0
         while run < depth and at + run < len(right) and right[at + run]:
             run += 1

@@ -74,7 +74,7 @@ def test_the_card_holds_the_measured_figures_as_the_hub_reads_them(place, hub, m
     assert card.data.tags == ["speculative-decoding", "pipedraft", "spd"]
     assert card.data.datasets == ["openai/gsm8k"]
     assert str(results.parent) in card.text  # the command that measured
-    assert "Rows by licence: mit 5, unknown 2." in card.text
+    assert "Rows by license: mit 5, unknown 2." in card.text
     assert yaml.safe_load(str(card).split("---\n")[1])["model-index"][0]["name"] == "name"
 
 
@@ -125,8 +125,8 @@ def test_a_card_that_pipedraft_wrote_is_written_anew(place, hub, tmp_path, monke
     assert "--checkpoint user/name" in text and text.count(MADE) == 1 and "# old" not in text
 
 
-LICENCES = [
-    ({}, {}, "Unknown: the licence of the target"),
+LICENSES = [
+    ({}, {}, "Unknown: the license of the target"),
     ({"README.md": "no metadata"}, {}, "is not given in its folder's README.md"),
     ({"README.md": "---\nlicense: [\n---\n"}, {}, "is not given"),
     ({"README.md": "---\nlicense: apache-2.0\n---\n"}, {"license": "apache-2.0"}, "apache-2.0 (by"),
@@ -139,8 +139,8 @@ LICENCES = [
 ]
 
 
-@pytest.mark.parametrize(("files", "metadata", "text"), LICENCES)
-def test_the_licence_is_the_targets_own_or_unknown(
+@pytest.mark.parametrize(("files", "metadata", "text"), LICENSES)
+def test_the_license_is_the_targets_own_or_unknown(
     files, metadata, text, place, hub, tmp_path, monkeypatch
 ):
     target = Path(shutil.copytree(place.target, tmp_path / "target"))

@@ -115,7 +115,7 @@ def test_very_short_texts(name, max_new_tokens):
 
 @pytest.mark.parametrize("rule", ["match", "gumbel"])
 def test_sampled_text_is_plain_decodings_with_the_same_random_numbers(rule):
-    """These rules draw the target's token without looking at the guess."""
+    """These rules draw the target's token without looking at the draft token."""
     target = tiny_llama(layers=3, vocab=16)
     simulation = simulate(target, small_draft(target), temperature=0.9, rule=rule, seed=4)
     names = [name for name in LOSSLESS if not METHODS[name].has_own_rule]
@@ -146,7 +146,7 @@ AWAY_S = 5.25
 
 
 def epochs(source, first: int, last: int) -> list[int]:
-    """Guesses in a row that are right, from each position that follows a token of the cloud's."""
+    """Draft tokens in a row that are right, from each position after a token of the cloud."""
     runs, position = [], first
     while position < last:
         run = 0
@@ -162,8 +162,8 @@ def epochs(source, first: int, last: int) -> list[int]:
 def test_picospecs_time_equals_the_closed_form(in_flight, away_s, hit_s, acceptance):
     """K = 2, T_d = 2, RTT + T_v = 5.25: a hit costs T_d with B = 3 away, max(T_d, RTT + T_v) with
     one, a miss T_d + RTT + T_v. With three away the edge always drafts, and reads a verdict when
-    the token under way is done: after 6. The first guess after a hit is tested with logits that
-    are there already: if it is wrong, T_v is saved."""
+    the token under way is done: after 6. The first draft token after a hit is tested with logits
+    that are there already: if it is wrong, T_v is saved."""
     prompt = [1, 2, 3]
     source = BernoulliSource(prompt, acceptance, seed=1)
     result, _ = run_session(
@@ -218,8 +218,8 @@ def test_plain_decoding_streams_a_token_per_pass():
 
 @pytest.mark.parametrize("size, round_s", [(4, 4.75), (8, 8.0)])
 def test_pearls_rounds_end_at_barriers(size, round_s):
-    """Every guess is wrong: the first one is back after T_d + RTT, but is read only when the other
-    size - 1 are drafted, too."""
+    """Every draft token is wrong: the first one is back after T_d + RTT, but is read only when the
+    other size - 1 are drafted, too."""
     prompt = [1, 2, 3]
     result, _ = run_session(
         SharedTarget(SMALL),
@@ -235,7 +235,7 @@ def test_pearls_rounds_end_at_barriers(size, round_s):
     assert [b - a for a, b in itertools.pairwise(times_s)][1:11] == pytest.approx([round_s] * 10)
 
 
-def test_an_early_pass_answers_a_wrong_first_guess_without_another_one():
+def test_an_early_pass_answers_a_wrong_first_draft_token_without_another_one():
     """The cloud computes the row of its own correction while the edge drafts."""
     prompt = [1, 2, 3]
 
@@ -285,7 +285,7 @@ def test_a_batch_ends_when_it_has_taken_as_long_as_a_verdict():
         times = Times(draft_s=2.0, verify_s=1.5, cloud_draft_s=1.0)
         times_s = right_times_s(plan, policy="fixed:8", times=times, max_new_tokens=40)
         longest.append(max(times_s.count(time_s) for time_s in times_s))
-    assert longest == [8, 3]  # the third guess of 2 s ends after the 5.25 s of RTT and T_v
+    assert longest == [8, 3]  # the third draft token of 2 s ends after the 5.25 s of RTT and T_v
 
 
 def test_round_costs_are_those_of_the_schedule():
@@ -332,7 +332,7 @@ def test_bytes_are_those_of_the_messages_and_energy_follows():
 
 
 def test_the_more_tokens_are_away_the_more_a_slow_link_hides():
-    """On a fast link and on a slow one, all guesses right: picospec's time is the drafting's."""
+    """On a fast link and on a slow one, all drafts right: picospec's time is the drafting's."""
     for rtt_ms in (2000, 20_000):
         source = BernoulliSource([1], 1.0)
         result, _ = run_session(

@@ -161,8 +161,8 @@ def test_bfloat16_is_close_and_gradients_have_the_dtype_of_their_inputs(autocast
         assert (x.grad - y).norm() < 0.03 * y.norm()
 
 
-def test_renormalising_matters_with_a_draft_vocabulary():
-    """Known-bad: forgetting to renormalise the restricted target is a different gradient."""
+def test_renormalizing_matters_with_a_draft_vocabulary():
+    """Known-bad: forgetting to renormalize the restricted target is a different gradient."""
     inputs, ids = make_inputs(U=6)
     hidden, head, teacher_hidden, teacher_head = inputs
     kept = (teacher_hidden @ teacher_head.t()).softmax(-1)[:, ids]

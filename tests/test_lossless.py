@@ -1,4 +1,4 @@
-"""Losslessness of every schedule: greedy text is the target's own, sampled text has its law."""
+"""Losslessness of every schedule: greedy text of the target, sampled text of its distribution."""
 
 import pytest
 from conftest import tiny_llama, tiny_mistral, tiny_qwen3
@@ -7,7 +7,7 @@ from decode_runs import (
     PROMPTS,
     AcceptMostLikelyMutant,
     assert_sampled_like_the_target,
-    count_guesses,
+    count_tests,
     decode_exactly,
     distribution_p_value,
     engine_for,
@@ -57,7 +57,7 @@ def test_greedy_text_equals_transformers_greedy(make_target, num_stages, query):
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("width", [1, 2])
-def test_greedy_text_is_the_targets_whatever_the_draft_guesses(acceptance, width):
+def test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens(acceptance, width):
     """Hits, misses, leaves and segments pruned to one row or to none, at every acceptance."""
     target = tiny_llama(layers=4, vocab=16)
     for prompt in PROMPTS:
@@ -106,10 +106,11 @@ def test_text_stops_at_the_last_position_of_the_target():
     assert (len(result.token_ids), result.stop_reason) == (3, "max_length")
 
 
-# -- sampling: the first three tokens against the exact product law -------------------------
+# -- sampling: the first three tokens against the exact product distribution
+# -------------------------
 
 
-def test_plain_sampled_text_has_the_targets_law():
+def test_plain_sampled_text_has_the_targets_distribution():
     assert distribution_p_value(sampling_target(), None, schedule="autoregressive") > 1e-3
 
 
@@ -121,7 +122,7 @@ SAMPLED_WAYS = [
 
 
 @pytest.mark.parametrize("way", SAMPLED_WAYS)
-def test_sampled_text_has_the_targets_law(way):
+def test_sampled_text_has_the_targets_distribution(way):
     target = sampling_target()
     draft = friendly_module(target, num_stages=2, num_layers=1)
     assert_sampled_like_the_target(target, draft, **way)
@@ -129,7 +130,7 @@ def test_sampled_text_has_the_targets_law(way):
 
 @pytest.mark.all
 @pytest.mark.parametrize("way", SAMPLED_WAYS)
-def test_many_sampled_texts_have_the_targets_law(way):
+def test_many_sampled_texts_have_the_targets_distribution(way):
     target = sampling_target()
     draft = friendly_module(target, num_stages=2, num_layers=1)
     assert distribution_p_value(target, draft, samples=1500, **way) > 1e-3
@@ -215,7 +216,7 @@ def test_shared_noise_makes_draft_and_target_agree_more_often():
     for rule in ("match", "gumbel"):
         options = {"temperature": 1.3, "max_new_tokens": 8, "verifier": rule}
         engine = engine_for(target, draft=draft, num_stages=2, **options)
-        tested, accepted = count_guesses(
+        tested, accepted = count_tests(
             [engine.decode([1, 2], prompt_index=index) for index in range(60)]
         )
         rates[rule] = accepted / tested

@@ -79,8 +79,8 @@ def planted(tmp_path: Path, name: str, edit) -> None:
         ("spd1", lambda t: t["rows"][0].update(draft=None), "draft None"),
         (
             "spd1",
-            lambda t: t["rows"][0].update(colour="red"),
-            "unknown field `colour`.*give one of",
+            lambda t: t["rows"][0].update(color="red"),
+            "unknown field `color`.*give one of",
         ),
         ("spd1", lambda t: t["rows"][0]["published"].update(x=1.0), "'x' has no source"),
         ("spd1", lambda t: t["rows"].append(t["rows"][0]), "there are two"),

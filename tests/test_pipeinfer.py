@@ -39,7 +39,7 @@ from pipedraft.inference.sources.language_model import LanguageModelSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.language_model import LanguageModelDraft
 
-# Simulated guesses have the probabilities 0.62, 0.23 and 0.01.
+# Simulated draft tokens have the probabilities 0.62, 0.23 and 0.01.
 OPTIONS = {
     "default": PipeInfer(),
     "one": PipeInfer(draft_tokens=1),
@@ -71,7 +71,7 @@ def simulated(acceptance, batch, *, new_tokens=NEW_TOKENS, **options):
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("batch", OPTIONS.values(), ids=OPTIONS)
-def test_greedy_text_is_the_targets_whatever_the_draft_guesses(batch, acceptance):
+def test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens(batch, acceptance):
     for num_stages in (1, 3, 4):
         result = simulated(acceptance, batch, num_stages=num_stages)
         assert result.num_steps <= num_stages * result.num_tokens  # never slower than plain
@@ -102,7 +102,7 @@ def test_steps_follow_the_closed_form(size):
 
 
 def test_a_draft_that_is_never_right_is_asked_rarely():
-    """The text and its steps stay; a probe now and then notices when guesses become right."""
+    """The text and its steps stay; a probe now and then notices when draft tokens become right."""
     eager, rare = (simulated(0.0, PipeInfer(give_up=floor), new_tokens=80) for floor in (0, 0.1))
     assert rare.token_ids == eager.token_ids and rare.num_steps == eager.num_steps
     assert rare.num_drafted < 0.25 * eager.num_drafted
@@ -309,7 +309,7 @@ class Checked(RemembersText, LanguageModelSource):
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
 def test_a_language_model_drafts_in_every_schedule(way):
-    """Exact text, and guesses from exactly the text and path that they continue."""
+    """Exact text, and draft tokens from exactly the text and path that they continue."""
     target = (tiny_mistral if "tree" in way else tiny_llama)(layers=4, vocab=16).double()
     source = Checked(noisy_copy(target))
     engine = engine_for(target, source=source, num_stages=2, max_new_tokens=NEW_TOKENS, **way)
@@ -337,8 +337,8 @@ def test_rows_that_are_kept_at_the_wrong_place_are_noticed(monkeypatch):
         engine.decode(PROMPTS[2])
 
 
-def test_what_a_guess_cost_is_paid_once():
-    """A guess that becomes text, or the root, is not forwarded again."""
+def test_what_a_draft_token_cost_is_paid_once():
+    """A draft token that becomes text, or the root, is not forwarded again."""
     target = tiny_llama(layers=4, vocab=16)
     same = LanguageModelDraft(target, target)
     way = {"schedule": "pipeinfer", "num_stages": 4, "max_new_tokens": 41}
@@ -348,7 +348,7 @@ def test_what_a_guess_cost_is_paid_once():
     assert result.num_draft_forwards == result.num_drafted == 3 * result.num_steps
 
 
-def test_sampled_text_has_the_targets_law():
+def test_sampled_text_has_the_targets_distribution():
     target = sampling_target()
     small = tiny_llama(layers=1, hidden=16, vocab=target.config.vocab_size, heads=2, kv_heads=1)
     draft, schedule = LanguageModelDraft(small, target), PipeInfer(draft_tokens=2, branches=2)
@@ -412,7 +412,7 @@ def test_what_cannot_be_combined_is_refused():
 @pytest.mark.parametrize(
     ("row", "share", "size"), [(0.0, 0.1, 3), (0.3, 0.5, 1), (0.3, 0.9, 3), (0.02, 0.5, 3)]
 )
-def test_micro_batches_are_as_large_as_rows_are_cheap_and_guesses_right(row, share, size):
+def test_micro_batches_are_as_large_as_rows_are_cheap_and_draft_tokens_right(row, share, size):
     clock = VirtualClock(CostModel(row=row), (0, 4, 8), draft_forward=0.01)
     assert worthwhile_size(3, share, clock) == size
 

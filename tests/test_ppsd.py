@@ -14,7 +14,7 @@ from decode_runs import (
     RemembersText,
     assert_sampled_like_the_target,
     attentive_llama,
-    count_guesses,
+    count_tests,
     decode_exactly,
     engine_for,
     greedy_reference,
@@ -36,7 +36,7 @@ from pipedraft.models import load_draft
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.ppsd import PPSDConfig
-from pipedraft.train.objective import labelled_rows
+from pipedraft.train.objective import labeled_rows
 
 LENGTH = 11
 
@@ -76,7 +76,8 @@ def test_a_row_of_the_head_is_blind_to_what_comes_later():
 
 
 class Checked(RemembersText, PPSDSource):
-    """Compares the score of every guess with a head and a target that read its path from scratch.
+    """Compares the score of every draft token with a head and a target that read its path from
+    scratch.
 
     That covers the masks of a tree, and what becomes of cached rows when the text moves on.
     """
@@ -105,13 +106,13 @@ def decode_checked(width) -> int:
     options = {"schedule": "ppsd", "num_stages": 4, "tree_width": width, "max_new_tokens": 12}
     engine = engine_for(target, source=source, **options)
     prompts = ([5], [1, 2, 7, 3, 4, 3])  # the second text must not see the first one's rows
-    tested, accepted = count_guesses([decode_exactly(engine, prompt) for prompt in prompts])
+    tested, accepted = count_tests([decode_exactly(engine, prompt) for prompt in prompts])
     assert 0 < accepted < tested
     return source.num_checked
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_guesses_in_flight_are_those_of_their_paths_read_from_scratch(width):
+def test_draft_tokens_in_flight_are_those_of_their_paths_read_from_scratch(width):
     assert decode_checked(width) > 24 * width
 
 
@@ -159,7 +160,7 @@ def test_greedy_text_equals_transformers_greedy(options, width):
                 max_new_tokens=NEW_TOKENS,
             )
             results.append(decode_exactly(engine, prompt, expected))
-    tested, accepted = count_guesses(results)
+    tested, accepted = count_tests(results)
     assert 0 < accepted < tested
 
 
@@ -170,7 +171,7 @@ def simulated(acceptance, prompt=(1, 2, 3), **options):
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("width", [1, 2])
-def test_greedy_text_is_the_targets_whatever_the_draft_guesses(acceptance, width):
+def test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens(acceptance, width):
     for prompt, num_stages in ((PROMPTS[0], 1), (PROMPTS[1], 2), (PROMPTS[2], 4), (PROMPTS[3], 4)):
         simulated(acceptance, prompt, tree_width=width, num_stages=num_stages)
 
@@ -194,7 +195,7 @@ def test_an_eagle_head_runs_under_the_schedule(kind):
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_hit_takes_one_step_and_a_miss_n(num_stages):
-    """The law of SPD's schedule: the drafts differ in what they know, not in when they come."""
+    """The formula of SPD's schedule: the drafts differ in what they know, not in when they come."""
     result = simulated(0.8, max_new_tokens=200, num_stages=num_stages)
     *finished, last = result.round_lengths
     assert result.num_steps == sum(num_stages + tokens - 1 for tokens in [*finished, last])
@@ -237,11 +238,11 @@ def sampled() -> tuple:
 
 
 @pytest.mark.parametrize("way", SAMPLED_WAYS, ids=lambda way: str(*way.values()))
-def test_sampled_text_has_the_targets_law(way, sampled):
+def test_sampled_text_has_the_targets_distribution(way, sampled):
     assert_sampled_like_the_target(*sampled, schedule="ppsd", **way)
 
 
-def test_the_law_test_catches_the_published_tree_rule(monkeypatch, sampled):
+def test_the_distribution_test_catches_the_published_tree_rule(monkeypatch, sampled):
     monkeypatch.setitem(RULES, "match", AcceptMostLikelyMutant)
     assert unlike_plain_text(*sampled, schedule="ppsd", verifier="match") > 5
 
@@ -270,7 +271,7 @@ def test_the_loss_is_the_divergence_before_every_assistant_token(world, tmp_path
                 loss += F.kl_div(log_q, inside, reduction="sum").item()
                 agreed += int(draft.draft_ids[log_q.argmax()] == p[position].argmax())
                 count += 1
-    assert output.counted == count == objective.num_counted(batch) == labelled_rows(batch).sum()
+    assert output.counted == count == objective.num_counted(batch) == labeled_rows(batch).sum()
     assert output.loss.item() == pytest.approx(loss, rel=1e-4)
     assert output.sums["agreement"] == agreed
 

@@ -1,5 +1,5 @@
-"""Guesses that begin before the verdict they depend on is here, and end with it if it is against
-them: same texts, same K."""
+"""Draft tokens that begin before the verdict they depend on is here, and end with it if it is
+against them: same texts, same K."""
 
 import pytest
 import torch

@@ -241,7 +241,7 @@ def test_what_the_store_holds_is_signed_with_a_key_in_the_environment(monkeypatc
 # -- what is behind the lines ------------------------------------------------------------------
 
 
-def test_every_allocator_is_recognised():
+def test_every_allocator_is_recognized():
     def allocation_error(allocate):
         with pytest.raises((MemoryError, RuntimeError)) as caught:
             allocate(1 << 50)

@@ -251,7 +251,7 @@ def test_bad_input_is_one_line(change, status, words, server, monkeypatch, tmp_p
     assert len(said) == 1 and all(word in said[0] for word in words), said
 
 
-def test_a_mended_command_may_follow_one_that_never_began(server, monkeypatch, tmp_path):
+def test_a_fixed_command_may_follow_one_that_never_began(server, monkeypatch, tmp_path):
     data, expected = make_data(tmp_path, 2)
     given = arguments(server, data, tmp_path / "own.jsonl")
     assert call([*given, "--model", "large"], monkeypatch) == 2

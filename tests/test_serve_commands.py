@@ -50,7 +50,7 @@ class Place:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             draft = FlexSpec(FlexSpecConfig(), layer, reference)
-            draft.initialise(model)
+            draft.initialize(model)
         draft.save(folder)
 
     def make_certificate(self) -> None:

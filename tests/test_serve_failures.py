@@ -63,7 +63,7 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
 
     def run_together(cores):
         time.sleep(0.01)  # so that the others stream until the last failure
-        batches.append([POISON in core._guesses for core in cores])
+        batches.append([POISON in core._draft_tokens for core in cores])
         target_session.run_together(cores)
 
     monkeypatch.setattr(server_module, "run_together", run_together)

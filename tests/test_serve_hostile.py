@@ -328,7 +328,7 @@ def test_a_text_that_could_never_fit_is_refused_for_good():
     assert "retry-after-ms" not in metadata
 
 
-def test_guesses_without_a_verdict_are_bounded():
+def test_draft_tokens_without_a_verdict_are_bounded():
     target = make_target()
     target.config.max_position_embeddings = 4096
 
@@ -349,7 +349,7 @@ def test_guesses_without_a_verdict_are_bounded():
             (error,) = await raw.read(1)
             return decode_reply(error).text
 
-    assert "more than 512 guesses" in run(scene())
+    assert "more than 512 draft tokens" in run(scene())
 
 
 def test_a_port_in_use_is_refused():

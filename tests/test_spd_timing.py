@@ -39,7 +39,7 @@ def test_greedy_text_equals_transformers_greedy(make_target, num_stages, query, 
         decode_exactly(engine, prompt)
 
 
-def test_a_sampled_chain_has_the_targets_law():
+def test_a_sampled_chain_has_the_targets_distribution():
     target = sampling_target()
     module = friendly_module(target, num_stages=2, num_layers=1)
     assert distribution_p_value(target, module, temperature=1.0, **OUTPUT) > 1e-3

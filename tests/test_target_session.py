@@ -333,7 +333,7 @@ def test_a_repeated_request_has_the_same_answer_and_no_other_effect():
     assert cloud.start(0.6) == 0
 
 
-def test_guesses_of_an_ended_epoch_are_dropped():
+def test_draft_tokens_of_an_ended_epoch_are_dropped():
     cloud, _ = opened()
     cloud.receive(verify(ids=[5]), 0.2)  # wrong: the epoch ends
     more = verify(seq=2, base=4, prefix_hash=prefix_hash([1, 2, 2, 5]), ids=[5, 5])
@@ -352,7 +352,7 @@ def test_guesses_of_an_ended_epoch_are_dropped():
         (verify(prefix_hash=b"12345678"), "base: 3 tokens, but this session has 3 or others"),
         (verify(ids=[9]), "ids: 9 is outside the target's vocabulary of 8"),
         (verify(certain=[2]), "certain: 1 tokens"),
-        (verify(q=[0.5]), "q: 1 of 1 guesses by rule 'match'"),
+        (verify(q=[0.5]), "q: 1 of 1 draft tokens by rule 'match'"),
         (verify(epoch=3), "epoch: 3 has not begun"),
         (verify(session=2), "session: 2 is not open"),
         (More(session=1, epoch=0, seq=1, count=4), "more: no correction is owed"),

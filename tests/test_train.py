@@ -210,7 +210,7 @@ def test_spd_learns_a_handful_of_conversations_by_heart(
 def test_a_language_model_learns_a_handful_of_conversations_by_heart(world, tmp_path):
     trainer = world.trainer("language_model", tmp_path, optim__lr=1e-2, optim__warmup_fraction=0.0)
     losses = losses_on_one_batch(trainer, 4, 40)
-    assert losses[0] == pytest.approx(math.log(300), rel=0.05)  # starts as the uniform guess
+    assert losses[0] == pytest.approx(math.log(300), rel=0.05)  # starts as the uniform prediction
     assert losses[-1] < 0.2 * losses[0]
 
 

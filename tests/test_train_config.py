@@ -79,7 +79,7 @@ def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
         (["--method", "eagel"], ["method", "'eagel'", "did you mean 'eagle'"]),
     ],
 )
-def test_bad_settings_are_refused_with_field_value_and_mend(base, arguments, words):
+def test_bad_settings_are_refused_with_field_value_and_fix(base, arguments, words):
     with pytest.raises(UsageError) as caught:
         parse("--config", base, *arguments)
     text = str(caught.value)
@@ -102,7 +102,7 @@ def test_bad_settings_are_refused_with_field_value_and_mend(base, arguments, wor
         ("method: sdp", ["method", "'sdp'", "'spd'"]),
     ],
 )
-def test_bad_files_are_refused_with_field_value_and_mend(base, tmp_path, text, words):
+def test_bad_files_are_refused_with_field_value_and_fix(base, tmp_path, text, words):
     with pytest.raises(UsageError) as caught:
         parse("--config", base, "--config", layer(tmp_path, "bad.yaml", text))
     for word in words:

@@ -110,7 +110,7 @@ def test_random_growth_and_rerooting_follow_the_path_model(seed):
     assert 3 < hits < 25  # hits and misses were both seen
 
 
-def test_a_repeated_guess_is_the_row_that_is_there():
+def test_a_repeated_draft_token_is_the_row_that_is_there():
     tree = TokenTree(1, 0)
     first = tree.add(0, 3, -0.5, torch.ones(4))
     assert tree.add(0, 3, -9.0) == first

@@ -1,4 +1,4 @@
-"""What a tree-growing draft remembers: rows of two trees, read text, guesses that are continued."""
+"""What a tree-growing draft remembers: rows of two trees, read text, continued tokens."""
 
 import contextlib
 
@@ -30,7 +30,7 @@ def begun(head, target, text, size=None):
 
 
 def logits_from_scratch(head, target, text, tree, rows):
-    """Each row after its path alone, guess by guess."""
+    """Each row after its path alone, draft token by draft token."""
     found = []
     for path in (paths_of(tree)[row] for row in rows):
         source, _ = begun(head, target, text)
@@ -56,7 +56,7 @@ def fresh_tree_then_more(head, target):
     return (logits_QU - logits_from_scratch(head, target, text, tree, rows)).abs().max()
 
 
-def test_guesses_of_a_fresh_tree_are_continued_from_what_was_computed_for_them():
+def test_draft_tokens_of_a_fresh_tree_are_continued_from_what_was_computed_for_them():
     target = tiny_llama(layers=4, vocab=16).double()
     assert fresh_tree_then_more(make_head(target).double(), target) < 1e-9
 
@@ -101,7 +101,7 @@ def expanded(head, target, by_score=True, num_forwards=2):
     return source, tree, source.num_forwards - before
 
 
-def test_a_tree_on_its_way_is_continued_below_its_root_and_its_best_guesses():
+def test_a_tree_on_its_way_is_continued_below_its_root_and_its_best_draft_tokens():
     target = tiny_llama(layers=4, vocab=16).double()
     head = make_head(target).double()
     text = [3, 1, 4, 1, 5]
@@ -123,8 +123,8 @@ def test_a_tree_on_its_way_is_continued_below_its_root_and_its_best_guesses():
         }
 
 
-def test_text_read_together_with_guesses_is_read_as_before():
-    """One pass or two: the same outputs of the root and of the guesses."""
+def test_text_read_together_with_draft_tokens_is_read_as_before():
+    """One pass or two: the same outputs of the root and of the draft tokens."""
     target = tiny_llama(layers=4, vocab=16).double()
     head = make_head(target).double()
     outcomes = []
@@ -149,7 +149,7 @@ def test_text_read_together_with_guesses_is_read_as_before():
     torch.testing.assert_close(*outcomes, rtol=0, atol=1e-9)
 
 
-def test_without_scores_every_guess_has_as_many_children():
+def test_without_scores_every_draft_token_has_as_many_children():
     target = tiny_llama(layers=4, vocab=16).double()
     head = make_head(target).double()
     source, _ = begun(head, target, [3, 1, 4])

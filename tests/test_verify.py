@@ -1,4 +1,4 @@
-"""Acceptance rules and their random numbers: exact laws, by enumeration and by counting."""
+"""Acceptance rules and their random numbers: exact distributions, enumerated and counted."""
 
 import argparse
 import itertools
@@ -29,7 +29,7 @@ PURPOSES = ("target", "draft", "accept", "residual")
 
 
 @pytest.mark.parametrize("varied", ["seed", "prompt", "position", "purpose", "attempt"])
-def test_uniforms_are_uniform_and_neighbouring_keys_are_independent(varied):
+def test_uniforms_are_uniform_and_neighboring_keys_are_independent(varied):
     def number(i: int) -> float:
         key = {"seed": 1, "prompt": 2, "position": 3, "attempt": 4} | {varied: i}
         purpose = PURPOSES[i % 4] if varied == "purpose" else "target"
@@ -51,7 +51,7 @@ def test_a_key_has_one_number_and_no_two_keys_share_one():
     assert len(values) == len(keys)
 
 
-def test_the_digits_of_neighbouring_keys_do_not_run_together():
+def test_the_digits_of_neighboring_keys_do_not_run_together():
     assert KeyedRandom(1, 12).uniform(3, "target") != KeyedRandom(11, 2).uniform(3, "target")
     assert KeyedRandom(1, 1).uniform(11, "target") != KeyedRandom(1, 11).uniform(1, "target")
 
@@ -84,7 +84,7 @@ def test_draw_never_returns_a_token_of_probability_zero():
             assert p[draw(p, min(uniform, edges[1]))] > 0
 
 
-def test_draw_does_not_need_normalised_weights():
+def test_draw_does_not_need_normalized_weights():
     weights = torch.tensor([3.0, 0.0, 1.0], dtype=torch.float64)
     assert [draw(weights, u) for u in (0.0, 0.74, 0.76)] == [0, 0, 2]
 
@@ -163,48 +163,50 @@ def simplex_points(size: int) -> list[torch.Tensor]:
 GRID = (np.arange(12) + 0.5) / 12  # midpoints: exact for accept ratios and residuals in twelfths
 
 
-def one_step_law(p: torch.Tensor, q: torch.Tensor, residual_of=None) -> np.ndarray:
-    """Law of the emitted token over all guesses and all uniforms on the grid."""
-    law = np.zeros(len(p))
+def one_step_distribution(p: torch.Tensor, q: torch.Tensor, residual_of=None) -> np.ndarray:
+    """Distribution of the emitted token over all draft tokens and all uniforms on the grid."""
+    distribution = np.zeros(len(p))
     logits = p.log()[None]
-    for guess in np.flatnonzero(q.numpy()):
+    for draft_token in np.flatnonzero(q.numpy()):
         tree = TokenTree(0, 0)
-        tree.add(0, int(guess), 0.0, q)
+        tree.add(0, int(draft_token), 0.0, q)
         for accept, residual in itertools.product(GRID, GRID):
             rule = RejectionVerifier(1.0, Script(accept=accept, residual=residual))
             walk = walk_on(rule, tree, logits)
             token = walk.next_token
             if residual_of is not None and not walk.tests[0]:
                 token = draw(residual_of(p, q), residual)
-            law[token] += float(q[guess]) / len(GRID) ** 2
-    return law
+            distribution[token] += float(q[draft_token]) / len(GRID) ** 2
+    return distribution
 
 
-def test_the_rejection_rule_emits_the_targets_law_exactly():
+def test_the_rejection_rule_emits_the_targets_distribution_exactly():
     """All pairs of distributions on three tokens in quarters, disjoint supports included.
 
-    Acceptance ratios and normalised residuals are ratios of whole numbers up to 4, so every edge
+    Acceptance ratios and normalized residuals are ratios of whole numbers up to 4, so every edge
     is a multiple of 1/12 and the midpoints of twelfths integrate exactly.
     """
     for p, q in itertools.product(simplex_points(3), repeat=2):
-        np.testing.assert_allclose(one_step_law(p, q), p.numpy(), atol=1e-12)
+        np.testing.assert_allclose(one_step_distribution(p, q), p.numpy(), atol=1e-12)
 
 
-def test_sampling_the_target_again_after_a_rejection_has_another_law():
+def test_sampling_the_target_again_after_a_rejection_has_another_distribution():
     p = torch.tensor([0.75, 0.25, 0.0], dtype=torch.float64)
     q = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)
-    wrong = one_step_law(p, q, residual_of=lambda p, q: p)
+    wrong = one_step_distribution(p, q, residual_of=lambda p, q: p)
     assert np.abs(wrong - p.numpy()).max() > 0.05
 
 
 def test_the_rejection_rule_accepts_with_the_overlap_of_both_distributions():
     for p, q in itertools.product(simplex_points(3), repeat=2):
         accepted = 0.0
-        for guess, accept in itertools.product(np.flatnonzero(q.numpy()), GRID):
+        for draft_token, accept in itertools.product(np.flatnonzero(q.numpy()), GRID):
             tree = TokenTree(0, 0)
-            tree.add(0, int(guess), 0.0, q)
+            tree.add(0, int(draft_token), 0.0, q)
             rule = RejectionVerifier(1.0, Script(accept=accept, residual=0.5))
-            accepted += float(q[guess]) / len(GRID) * walk_on(rule, tree, p.log()[None]).tests[0]
+            accepted += (
+                float(q[draft_token]) / len(GRID) * walk_on(rule, tree, p.log()[None]).tests[0]
+            )
         assert accepted == pytest.approx(float(torch.minimum(p, q).sum()))
 
 
@@ -226,16 +228,16 @@ def chain(tokens: list[int], q_V: torch.Tensor) -> TokenTree:
     return tree
 
 
-def test_two_rejection_steps_have_the_product_law_with_hashed_uniforms():
-    """Guesses, tests and residuals from KeyedRandom over many seeds; chi-square on 9 pairs."""
+def test_two_rejection_steps_have_the_product_distribution_with_hashed_uniforms():
+    """Draft tokens, tests and residuals from KeyedRandom over many seeds; chi-square on 9 pairs."""
     p_2V = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.1, 0.8]], dtype=torch.float64)
     q = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
     counts, seeds = np.zeros((3, 3)), 6000
     for seed in range(seeds):
         random = KeyedRandom(seed, 0)
-        guesses = [draw(q, random.uniform(position, "draft")) for position in (11, 12)]
-        walk = walk_on(RejectionVerifier(1.0, random), chain(guesses, q), p_2V.log())
-        text = [guesses[row - 1] for row in walk.path[1:]] + [walk.next_token]
+        draft_tokens = [draw(q, random.uniform(position, "draft")) for position in (11, 12)]
+        walk = walk_on(RejectionVerifier(1.0, random), chain(draft_tokens, q), p_2V.log())
+        text = [draft_tokens[row - 1] for row in walk.path[1:]] + [walk.next_token]
         if len(text) == 1:  # rejected: the second token is drawn in a round of its own
             text.append(draw(p_2V[1], KeyedRandom(seed, 1).uniform(12, "target")))
         counts[text[0], text[1]] += 1
@@ -265,7 +267,7 @@ def test_a_leaf_gets_one_more_token_and_no_test():
         assert (walk.path, walk.next_token, walk.tests) == ([0], 0, [])
 
 
-def test_the_match_rule_draws_without_looking_at_the_guesses():
+def test_the_match_rule_draws_without_looking_at_the_draft_tokens():
     """Every node's token is the inverse CDF at (position, "target"), whatever the tree holds."""
     p_RV = probabilities(torch.randn(9, 6, generator=torch.Generator().manual_seed(1)), 0.8)
     rng = np.random.default_rng(0)

@@ -38,7 +38,7 @@ def make_head(target, kind="eagle3", **options):
         config = Eagle3Config(**options).for_target(num_layers)
         head = Eagle3(config, layer, reference)
     torch.manual_seed(5)
-    head.initialise(target)
+    head.initialize(target)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn(parameter.shape) * 0.2 / parameter.shape[-1] ** 0.5)
     return head.eval().requires_grad_(False)
@@ -49,7 +49,7 @@ def make_module(target, *, bias=False, **options) -> SPD:
     config = SPDConfig(num_target_layers=fingerprint["num_layers"], **options)
     layer = replace(LayerConfig.from_target(target.config), has_attention_bias=bias)
     module = SPD(config, layer, TargetReference(name="tiny", fingerprint=fingerprint))
-    module.initialise(target)
+    module.initialize(target)
     generator = torch.Generator().manual_seed(3)
     for parameter in module.parameters():  # no projection may stay an identity or a zero
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
@@ -64,7 +64,7 @@ def make_exit(target, **options) -> PPSD:
     reference = TargetReference(name="tiny", fingerprint=fingerprint)
     head = PPSD(config, LayerConfig.from_target(target.config), reference)
     torch.manual_seed(5)
-    head.initialise(target)
+    head.initialize(target)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5)
     return head.eval().requires_grad_(False)
@@ -80,7 +80,7 @@ def make_draft(target, **options) -> FlexSpec:
     layer = LayerConfig.from_target(target.config)
     draft = FlexSpec(FlexSpecConfig(**options), layer, reference)
     torch.manual_seed(5)
-    draft.initialise(target)
+    draft.initialize(target)
     for name, parameter in draft.named_parameters():
         if not name.startswith(FROZEN):
             parameter.data.add_(torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5)

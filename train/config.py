@@ -20,7 +20,7 @@ class OptimConfig:
     """Optimizer and learning rate."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: orthogonalised momentum for weight matrices inside the layers, AdamW for the rest."""
+    """muon: orthogonalized momentum for weight matrices inside the layers, AdamW for the rest."""
     lr: float = 1e-4
     """Peak learning rate; for muon the update is scaled to AdamW's root mean square."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -178,7 +178,7 @@ MISSING = r"the following arguments are required: (?P<key>.*)"
 
 
 def _explain(error: Exception, parser: Any) -> str:
-    """jsonargparse's message as one line: the field, the value, the mend."""
+    """jsonargparse's message as one line: the field, the value, the fix."""
     text = " ".join(str(error).split())
     for pattern in UNKNOWN_KEYS:
         if found := re.search(pattern, text):
@@ -238,7 +238,7 @@ def parse_run(
         The run, the network's configuration, and the resolved YAML.
 
     Raises:
-        UsageError: one line that names the field, the value and the mend.
+        UsageError: one line that names the field, the value and the fix.
     """
     from jsonargparse import ArgumentError, set_parsing_settings
 

@@ -43,7 +43,8 @@ class EagleTrainConfig(EagleConfig):
 def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
     """Rows t whose tokens t+1 .. t+1+depth are all of one assistant turn: bool [B, T-1].
 
-    Row t is fed token t + 1 and predicts token t + 1 + depth with a chain of ``depth`` guesses.
+    Row t is fed token t + 1 and predicts token t + 1 + depth with a chain of ``depth`` draft
+    tokens.
     """
     padded, num_rows = F.pad(loss_mask_BT.bool(), (0, depth)), loss_mask_BT.shape[1] - 1
     shifted = [padded[:, 1 + i : 1 + i + num_rows] for i in range(depth + 1)]
@@ -79,10 +80,11 @@ def unroll(
     depth: int,
     lengths: list[int] | None = None,
 ) -> list[Tensor]:
-    """States after 1 .. depth guesses below every row, [B, R, H] each, as decoding makes them.
+    """States after 1 .. depth draft tokens below every row, [B, R, H] each, as decoding makes them.
 
-    The tokens of the text stand in for the guesses, as if all before had been accepted. Guess i of
-    row t sees the rows up to t made of the target's states, and the guesses 1 .. i of its own row.
+    The tokens of the text stand in for the draft tokens, as if all before had been accepted. Draft
+    token i of row t sees the rows up to t made of the target's states, and the draft tokens 1 .. i
+    of its own row.
 
     Args:
         lengths: rows of each document in a packed row.
@@ -92,9 +94,9 @@ def unroll(
     keys: list[Tensor] = []
     values: list[Tensor] = []
     out = []
-    for guess in range(depth):
-        turn = draft.rotary.of_heads(positions_R + guess, states_BRH.dtype)
-        embedded_BRH = draft.embed(tokens[:, guess + 1 : guess + 1 + R])
+    for step in range(depth):
+        turn = draft.rotary.of_heads(positions_R + step, states_BRH.dtype)
+        embedded_BRH = draft.embed(tokens[:, step + 1 : step + 1 + R])
         residual_BRH, query, key, value = draft.project(embedded_BRH, states_BRH, *turn)
         keys.append(key.transpose(1, 2))
         values.append(value.transpose(1, 2))
@@ -133,7 +135,7 @@ class EagleObjective(DraftObjective):
         """Loss of one batch.
 
         Args:
-            depth: evaluation: no noise, and rates of chains of this many guesses.
+            depth: evaluation: no noise, and rates of chains of this many draft tokens.
         """
         draft, ids_BT = self.draft, batch["input_ids"]
         features_BTH = states_BTH = draft.feature(self.hidden(batch))
@@ -164,7 +166,7 @@ class EagleObjective(DraftObjective):
     def _deeper(
         self, batch: dict[str, Tensor], features_BTH: Tensor, depth: int
     ) -> dict[str, Tensor]:
-        """Sums of guesses 2 .. depth, each over the rows whose chain stays inside the turn."""
+        """Sums of draft tokens 2 .. depth, each over the rows whose chain stays inside the turn."""
         ids_BT, lengths = batch["input_ids"], row_lengths(document_lengths(batch))
         # On CUDA this attention has no float32 kernel; training can do without the attention.
         with torch.autocast("cuda", torch.bfloat16) if ids_BT.is_cuda else nullcontext():
@@ -172,22 +174,23 @@ class EagleObjective(DraftObjective):
         padded = F.pad(features_BTH, (0, 0, 0, depth))
         num_rows, head_VH = features_BTH.shape[1] - 1, self.draft.head_weight
         sums: dict[str, Tensor] = {}
-        for guess in range(2, depth + 1):
-            counted_BR = chain_rows(batch["loss_mask"], guess)
-            wanted_MH = padded[:, guess : guess + num_rows][counted_BR]
-            guessed_MH = unrolled[guess - 1][counted_BR].to(wanted_MH.dtype)
-            result = chunked_distillation(guessed_MH, head_VH, wanted_MH, head_VH)
-            sums[f"count_{guess}"] = counted_BR.sum()
-            sums[f"acceptance_{guess}"] = result.acceptance_sum
-            sums[f"agreement_{guess}"] = result.agreement_sum
+        for step in range(2, depth + 1):
+            counted_BR = chain_rows(batch["loss_mask"], step)
+            wanted_MH = padded[:, step : step + num_rows][counted_BR]
+            drafted_MH = unrolled[step - 1][counted_BR].to(wanted_MH.dtype)
+            result = chunked_distillation(drafted_MH, head_VH, wanted_MH, head_VH)
+            sums[f"count_{step}"] = counted_BR.sum()
+            sums[f"acceptance_{step}"] = result.acceptance_sum
+            sums[f"agreement_{step}"] = result.agreement_sum
         return sums
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{"depth": EVALUATED_DEPTH}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Evaluation adds the rates of every guess of a chain, and the tokens per round they give:
-        1 + sum_j prod_{i<=j} a_i, as if guesses were accepted independently of each other."""
+        """Evaluation adds the rates of every draft token of a chain, and the tokens per round they
+        give: 1 + sum_j prod_{i<=j} a_i, as if draft tokens were accepted independently of each
+        other."""
         count = max(sums["count"], 1)
         names = ("loss", "regression", "kl", "acceptance", "agreement")
         metrics = {name: sums[name] / count for name in names}
@@ -195,9 +198,9 @@ class EagleObjective(DraftObjective):
             return metrics
         for key, temperature in (("agreement", 0), ("acceptance", 1)):
             rates = [metrics[key]]
-            for guess in range(2, EVALUATED_DEPTH + 1):
-                rates.append(sums[f"{key}_{guess}"] / max(sums[f"count_{guess}"], 1))
-                metrics[f"{key}_{guess}"] = rates[-1]
+            for step in range(2, EVALUATED_DEPTH + 1):
+                rates.append(sums[f"{key}_{step}"] / max(sums[f"count_{step}"], 1))
+                metrics[f"{key}_{step}"] = rates[-1]
             metrics[f"acceptance_length_T{temperature}"] = 1 + float(np.cumprod(rates).sum())
         metrics["score"] = metrics["acceptance_length_T0"]
         return metrics

@@ -1,4 +1,4 @@
-"""Training of the EAGLE-3 head by training-time test: the loss of every guess of a chain."""
+"""Training of the EAGLE-3 head by training-time test: the loss of every draft token of a chain."""
 
 # B batch, T positions, H hidden, M rows of one step or of all of them, L distinct labels, S steps
 
@@ -24,9 +24,9 @@ class Eagle3TrainConfig(Eagle3Config):
     """The head and its loss."""
 
     num_steps: int = 7
-    """Guesses of a chain that are trained, the authors' 7."""
+    """Draft tokens of a chain that are trained, the authors' 7."""
     step_decay: float = 0.8
-    """The loss of guess i (from 0) is multiplied by step_decay ** i."""
+    """The loss of draft token i (from 0) is multiplied by step_decay ** i."""
     loss: Literal["kl", "tv", "lk"] = "kl"
     """kl: KL(target || draft). tv, lk: total variation and -log of the acceptance probability,
     which are what decoding pays for."""
@@ -103,7 +103,7 @@ class Eagle3Objective(DraftObjective):
         )
         label_M = torch.cat([order[:count] + 2 + step for step, count in enumerate(counts)])
         state_MH = torch.cat([state[:count] for state, count in zip(states, counts, strict=True)])
-        # By label: the rows that guess the same token share the target's distribution of it.
+        # By label: the rows that predict the same token share the target's distribution of it.
         label_M, by_label_M = label_M.sort(stable=True)
         label_L, teacher_index_M = label_M.unique_consecutive(return_inverse=True)
         step_M = steps_S.repeat_interleave(counts_S)[by_label_M]
@@ -130,16 +130,17 @@ class Eagle3Objective(DraftObjective):
         return LossOutput(result.loss, counts_S[0], sums)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Rates of every guess of a chain after right ones, and the tokens per round they give:
-        1 + sum_i prod_{j<=i} a_j, as if guesses were accepted independently of each other."""
+        """Rates of every draft token of a chain after right ones, and the tokens per round they
+        give: 1 + sum_i prod_{j<=i} a_j, as if draft tokens were accepted independently of each
+        other."""
         metrics = {"loss": sums["loss"] / max(sums["count"], 1)}
-        guesses = range(1, self.config.num_steps + 1)
+        steps = range(1, self.config.num_steps + 1)
         if self.config.draft_vocab_size:
-            rows = sum(sums[f"count_{guess}"] for guess in guesses)
+            rows = sum(sums[f"count_{step}"] for step in steps)
             metrics["mass_outside"] = sums["mass_outside"] / max(rows, 1)
         for key, temperature in (("agreement", 0), ("acceptance", 1)):
-            rates = [sums[f"{key}_{guess}"] / max(sums[f"count_{guess}"], 1) for guess in guesses]
-            metrics |= {f"{key}_{guess}": rate for guess, rate in zip(guesses, rates, strict=True)}
+            rates = [sums[f"{key}_{step}"] / max(sums[f"count_{step}"], 1) for step in steps]
+            metrics |= {f"{key}_{step}": rate for step, rate in zip(steps, rates, strict=True)}
             metrics[f"acceptance_length_T{temperature}"] = 1 + float(np.cumprod(rates).sum())
         metrics["score"] = metrics["acceptance_length_T0"]
         return metrics

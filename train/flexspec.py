@@ -13,9 +13,9 @@ from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
 from pipedraft.models.layers import LayerConfig
 from pipedraft.train.eagle import EVALUATED_DEPTH
 from pipedraft.train.losses import DistillationLoss, chunked_distillation
-from pipedraft.train.objective import DraftObjective, LossOutput, labelled_rows
+from pipedraft.train.objective import DraftObjective, LossOutput, labeled_rows
 
-# B batch, T positions, S rows (t = 0 .. T-2), E readings, H hidden, M labelled rows
+# B batch, T positions, S rows (t = 0 .. T-2), E readings, H hidden, M labeled rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,26 +50,26 @@ class FlexSpecTrainConfig(FlexSpecConfig):
         return FlexSpecConfig(**{f.name: getattr(self, f.name) for f in fields(FlexSpecConfig)})
 
 
-def prefix_survival(rates_M: Tensor, labelled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Of the chains of 1 .. depth guesses below each row, how many are accepted as a whole.
+def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Of the chains of 1 .. depth draft tokens below each row, how many are accepted as a whole.
 
-    The text stands in for the guesses, as if all before had been accepted.
+    The text stands in for the draft tokens, as if all before had been accepted.
 
     Args:
-        rates_M: probability that the guess after each counted row is accepted.
-        labelled_BS: bool, the rows whose next token is of an assistant turn.
+        rates_M: probability that the draft token after each counted row is accepted.
+        labeled_BS: bool, the rows whose next token is of an assistant turn.
 
     Returns:
         Sums [depth] of the products of 1 .. depth rates in a row, and the numbers [depth] of rows
         that have as many counted ones from themselves on.
     """
-    rates_BS = rates_M.new_zeros(labelled_BS.shape).masked_scatter(labelled_BS, rates_M)
-    alive_BS, inside_BS = torch.ones_like(rates_BS), torch.ones_like(labelled_BS)
-    num_rows, sums, counts = labelled_BS.shape[1], [], []
-    for guess in range(depth):
-        rows = slice(guess, guess + num_rows)
+    rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)
+    alive_BS, inside_BS = torch.ones_like(rates_BS), torch.ones_like(labeled_BS)
+    num_rows, sums, counts = labeled_BS.shape[1], [], []
+    for step in range(depth):
+        rows = slice(step, step + num_rows)
         alive_BS = alive_BS * F.pad(rates_BS, (0, depth))[:, rows]
-        inside_BS = inside_BS & F.pad(labelled_BS, (0, depth))[:, rows]
+        inside_BS = inside_BS & F.pad(labeled_BS, (0, depth))[:, rows]
         sums.append(alive_BS.sum())
         counts.append(inside_BS.sum())
     return torch.stack(sums), torch.stack(counts)
@@ -124,14 +124,14 @@ class FlexSpecObjective(DraftObjective):
         """Loss of one batch.
 
         Args:
-            depth: evaluation: how long chains of 1 .. depth guesses survive.
+            depth: evaluation: how long chains of 1 .. depth draft tokens survive.
         """
         config = self.config
-        labelled_BS = labelled_rows(batch)
+        labeled_BS = labeled_rows(batch)
         last_BTH = self.hidden(batch)[self.num_target_layers]
         states_BTEH = self.draft(batch["input_ids"], document_lengths(batch))
-        wanted_MH = self.teacher(last_BTH, labelled_BS)
-        hidden_MH = states_BTEH[:, :-1, -1][labelled_BS]
+        wanted_MH = self.teacher(last_BTH, labeled_BS)
+        hidden_MH = states_BTEH[:, :-1, -1][labeled_BS]
         result = self._distil(hidden_MH, wanted_MH, config.distillation_temperature)
         loss = config.distillation_weight * config.distillation_temperature**2 * result.loss
         sums = {"kl": result.loss.detach(), "agreement": result.agreement_sum}
@@ -144,8 +144,8 @@ class FlexSpecObjective(DraftObjective):
         if config.distillation_temperature == 1:
             sums["acceptance"] = result.acceptance_sum
         if depth is not None:
-            sums |= self._survival(hidden_MH, wanted_MH, labelled_BS, depth)
-        return LossOutput(loss, labelled_BS.sum(), sums)
+            sums |= self._survival(hidden_MH, wanted_MH, labeled_BS, depth)
+        return LossOutput(loss, labeled_BS.sum(), sums)
 
     def _regression(self, hidden_MH: Tensor, wanted_MH: Tensor) -> Tensor:
         dtype = torch.promote_types(wanted_MH.dtype, torch.float32)
@@ -164,16 +164,16 @@ class FlexSpecObjective(DraftObjective):
         )
 
     def _survival(
-        self, hidden_MH: Tensor, wanted_MH: Tensor, labelled_BS: Tensor, depth: int
+        self, hidden_MH: Tensor, wanted_MH: Tensor, labeled_BS: Tensor, depth: int
     ) -> dict[str, Tensor]:
         """Sums of chains of each length, greedy and at temperature 1, whatever the loss has."""
         result = self._distil(hidden_MH, wanted_MH, 1.0)
         sums = {"acceptance": result.acceptance_sum}
         for key, rates_M in (("T0", result.agreement_M), ("T1", result.acceptance_M)):
-            survived, counts = prefix_survival(rates_M, labelled_BS, depth)
-            for guess in range(depth):
-                sums[f"survived_{key}_{guess + 1}"] = survived[guess]
-                sums[f"chains_{guess + 1}"] = counts[guess]
+            survived, counts = prefix_survival(rates_M, labeled_BS, depth)
+            for step in range(depth):
+                sums[f"survived_{key}_{step + 1}"] = survived[step]
+                sums[f"chains_{step + 1}"] = counts[step]
         return sums
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ class FlexSpecObjective(DraftObjective):
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         """Evaluation adds the measured survival of chains and the tokens per round that follow:
-        1 + sum_j s_j, s_j the share of chains of j guesses that are accepted as a whole."""
+        1 + sum_j s_j, s_j the share of chains of j draft tokens that are accepted as a whole."""
         count = max(sums["count"], 1)
         names = ("loss", "regression", "kl", "acceptance", "agreement", "mass_outside")
         metrics = {name: sums[name] / count for name in names if name in sums}
@@ -189,8 +189,8 @@ class FlexSpecObjective(DraftObjective):
             return metrics
         for key in ("T0", "T1"):
             survival = [
-                sums[f"survived_{key}_{guess}"] / max(sums[f"chains_{guess}"], 1)
-                for guess in range(1, EVALUATED_DEPTH + 1)
+                sums[f"survived_{key}_{step}"] / max(sums[f"chains_{step}"], 1)
+                for step in range(1, EVALUATED_DEPTH + 1)
             ]
             metrics |= {f"survival_{key}_{j}": rate for j, rate in enumerate(survival, 1)}
             metrics[f"acceptance_length_{key}"] = 1 + sum(survival)

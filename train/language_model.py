@@ -103,7 +103,7 @@ class LanguageModelConfig:
 
 
 def build_language_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A randomly initialised causal LM with tied embeddings."""
+    """A randomly initialized causal LM with tied embeddings."""
     if config.init_from is not None:
         model = load_model(
             config.init_from,

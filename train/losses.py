@@ -72,7 +72,7 @@ def chunked_distillation(
     kl: sum_v p (log p - log q)                SPD (arXiv:2605.30852)
     tv: 1 - sum_v min(p, q)                    1 - the acceptance rate of Leviathan et al. 2023
     lk: -log sum_v min(p, q)                   (arXiv:2211.17192), Theorem 3.5, and its likelihood
-    Deviation: with a draft vocabulary p is restricted to it and renormalised, in the loss only.
+    Deviation: with a draft vocabulary p is restricted to it and renormalized, in the loss only.
 
     Products run in the dtype of the inputs (autocast's, when enabled), everything else and the
     gradient of the head in float32 (float64 for float64 inputs). Largest memory: a few
@@ -226,7 +226,7 @@ def _restrict(logits_CV: Tensor, rows_U: Tensor | None, kind: Divergence) -> tup
     """The target's distribution over the draft vocabulary; consumes its logits.
 
     Returns:
-        p_CU, renormalised.
+        p_CU, renormalized.
         target_3C: sum_u p log p (kl only), probability of the draft vocabulary, and the most
             likely token of the whole one: ids are exact in float32.
     """
@@ -255,7 +255,7 @@ def _compare(
         vocabulary: target id of every draft token [U], and the target's probability of it [C, 1].
 
     Returns:
-        draft_4C: cross-entropy (kl only), sum_u min(p, q) with p renormalised and with p as it is,
+        draft_4C: cross-entropy (kl only), sum_u min(p, q) with p renormalized and with p as it is,
             most likely target id.
     """
     q_CU, log_z_C, top_C = _softmax(draft_CU)
@@ -298,8 +298,8 @@ def _above_zero(overlap_C: Tensor) -> Tensor:
 
 
 def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities, log normaliser (from the largest entry, not by a second exp), argmax."""
+    """Probabilities, log normalizer (from the largest entry, not by a second exp), argmax."""
     top_C = logits_CV.argmax(-1)
     probs_CV, top_C1 = logits_CV.softmax(-1), top_C[:, None]
-    log_normaliser_C1 = logits_CV.gather(-1, top_C1) - probs_CV.gather(-1, top_C1).log_()
-    return probs_CV, log_normaliser_C1[:, 0], top_C
+    log_normalizer_C1 = logits_CV.gather(-1, top_C1) - probs_CV.gather(-1, top_C1).log_()
+    return probs_CV, log_normalizer_C1[:, 0], top_C

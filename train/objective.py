@@ -1,6 +1,6 @@
 """What a method brings to the training loop, and what the methods that train a draft share."""
 
-# B batch, T positions, M labelled rows, H hidden
+# B batch, T positions, M labeled rows, H hidden
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class Objective(nn.Module, ABC):
         """
 
 
-def labelled_rows(batch: dict[str, Tensor]) -> Tensor:
+def labeled_rows(batch: dict[str, Tensor]) -> Tensor:
     """Rows whose NEXT token is an assistant token: bool [B, T-1]."""
     return batch["loss_mask"][:, 1:].bool()
 
@@ -115,7 +115,7 @@ class DraftObjective(Objective):
             counts = label_counts(data, int(self.reference.fingerprint["vocab_size"]))
             draft_ids = draft_vocabulary(counts, size)
         self.draft = self.make_draft(config, self.layer_config, self.reference)
-        self.draft.initialise(target, draft_ids)
+        self.draft.initialize(target, draft_ids)
 
     @staticmethod
     def check(config: Any, target: Any) -> None:
@@ -156,16 +156,16 @@ class DraftObjective(Objective):
         hidden = self.features.read(batch, layers - {0}, norm.weight.dtype)
         return hidden | ({0: self.target.get_input_embeddings()(ids_BT)} if 0 in layers else {})
 
-    def teacher(self, last_BTH: Tensor, labelled_BT: Tensor) -> Tensor:
-        """What the target's LM head reads on the labelled rows [M, H]; last is layer L, raw."""
+    def teacher(self, last_BTH: Tensor, labeled_BT: Tensor) -> Tensor:
+        """What the target's LM head reads on the labeled rows [M, H]; last is layer L, raw."""
         with torch.no_grad():
-            return self.target.get_decoder().norm(last_BTH[:, :-1][labelled_BT])
+            return self.target.get_decoder().norm(last_BTH[:, :-1][labeled_BT])
 
     def use_checkpointing(self) -> None:
         self.draft.checkpointing = True
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
-        return int(labelled_rows(batch).sum())
+        return int(labeled_rows(batch).sum())
 
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
         own = {
@@ -208,12 +208,12 @@ class NextTokenObjective(DraftObjective):
             )
 
     def distil(
-        self, stream_BTH: Tensor, labelled_BT: Tensor, teacher_MH: Tensor
+        self, stream_BTH: Tensor, labeled_BT: Tensor, teacher_MH: Tensor
     ) -> DistillationLoss:
         """Divergence of the draft's output rows from the teacher's, at temperature 1."""
         draft = self.draft
         return chunked_distillation(
-            draft.norm(stream_BTH[:, :-1][labelled_BT]),
+            draft.norm(stream_BTH[:, :-1][labeled_BT]),
             draft.lm_head.weight,
             teacher_MH,
             self.target.get_output_embeddings().weight,

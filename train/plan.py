@@ -30,8 +30,8 @@ NARROW_HEAD_SIZES = (8, 16)
 NARROW_TOKENS = (64, 128)
 NARROW_TEXTS = 8
 """Whose FLOPs are counted together: a head may treat each in a way that is drawn at random."""
-ASSUMED_UTILISATION = 0.35
-"""Of the peak; a run's own ``mfu`` replaces the guess."""
+ASSUMED_UTILIZATION = 0.35
+"""Of the peak; a run's own ``mfu`` replaces the assumption."""
 STRATEGIES = ("ddp", "zero2", "fsdp2, zero3")
 BITS = {None: 0, "8bit": 8, "4bit": 4}
 
@@ -253,9 +253,9 @@ def speed(run: Any, sizes: Sizes) -> list[str]:
     lines = [f"{sizes.flops / 1e9:.3f} GFLOP a token, in texts of {tokens:,} tokens"]
     if run.peak_tflops is None:
         return [*lines, "give peak_tflops of a device for tokens per second"]
-    rate = run.peak_tflops * 1e12 * ASSUMED_UTILISATION / sizes.flops
+    rate = run.peak_tflops * 1e12 * ASSUMED_UTILIZATION / sizes.flops
     lines.append(
-        f"{rate:,.0f} tokens/s on each device if {ASSUMED_UTILISATION:.0%} of its peak is reached"
+        f"{rate:,.0f} tokens/s on each device if {ASSUMED_UTILIZATION:.0%} of its peak is reached"
     )
     if run.max_steps is not None:
         hours = run.max_steps * run.accumulation * run.batch_tokens / rate / 3600

@@ -9,7 +9,7 @@ from torch import Tensor
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.models.ppsd import PPSD, PPSDConfig
-from pipedraft.train.objective import LossOutput, NextTokenObjective, labelled_rows
+from pipedraft.train.objective import LossOutput, NextTokenObjective, labeled_rows
 
 # B batch, T positions, H hidden
 
@@ -35,19 +35,19 @@ class PPSDObjective(NextTokenObjective):
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
     ) -> LossOutput:
         draft, last = self.draft, self.num_target_layers
-        labelled_BT = labelled_rows(batch)
+        labeled_BT = labeled_rows(batch)
         taps = self.hidden(batch)
         stream_BTH = draft(taps, document_lengths(batch))
-        result = self.distil(stream_BTH, labelled_BT, self.teacher(taps[last], labelled_BT))
+        result = self.distil(stream_BTH, labeled_BT, self.teacher(taps[last], labeled_BT))
         sums = {
             "acceptance": result.acceptance_sum,
             "agreement": result.agreement_sum,
             "mass_outside": result.mass_outside_sum,
         }
-        return LossOutput(result.loss, labelled_BT.sum(), sums)
+        return LossOutput(result.loss, labeled_BT.sum(), sums)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Rates, and the L' that they give if guesses are accepted independently of each other."""
+        """Rates, and the L' if draft tokens are accepted independently."""
         count = max(sums["count"], 1)
         metrics = {name: sums[name] / count for name in ("loss", "acceptance", "agreement")}
         if self.config.draft_vocab_size:

@@ -10,9 +10,9 @@ from torch import Tensor
 from pipedraft.data_recipes.batch import document_lengths, reorder
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.train.objective import LossOutput, NextTokenObjective, labelled_rows
+from pipedraft.train.objective import LossOutput, NextTokenObjective, labeled_rows
 
-# B batch, T positions, H hidden, M labelled rows
+# B batch, T positions, H hidden, M labeled rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +68,18 @@ class SPDObjective(NextTokenObjective):
             runs = [drawn]
         else:
             runs = [[a] * len(batch["lengths"]) for a in occupancies]
-        labelled_BT = labelled_rows(batch)
+        labeled_BT = labeled_rows(batch)
         taps = self.hidden(batch)
-        teacher_MH = self.teacher(taps[last], labelled_BT)
+        teacher_MH = self.teacher(taps[last], labeled_BT)
         sums: dict[str, Tensor] = {}
         for run in runs:
             stream_BTH = draft(taps, run, document_lengths(batch))
-            result = self.distil(stream_BTH, labelled_BT, teacher_MH)
+            result = self.distil(stream_BTH, labeled_BT, teacher_MH)
             prefix = f"fill{run[0]}_" if occupancies is not None else ""
             sums[prefix + "acceptance"] = result.acceptance_sum
             sums[prefix + "agreement"] = result.agreement_sum
             sums["mass_outside"] = result.mass_outside_sum
-        return LossOutput(result.loss, labelled_BT.sum(), sums)
+        return LossOutput(result.loss, labeled_BT.sum(), sums)
 
     def _fill(
         self, batch: dict[str, Tensor], generator: torch.Generator

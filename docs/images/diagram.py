@@ -1,6 +1,6 @@
 """Shapes of the pictures in docs/methods.md: an SVG that reads on light and dark pages.
 
-Colours are never alone: what is wrong is hatched, what is certain has a thick left edge.
+Colors are never alone: what is wrong is hatched, what is certain has a thick left edge.
 """
 
 from xml.sax.saxutils import escape, quoteattr

@@ -229,13 +229,13 @@ def draw_words(picture: Diagram, run: RecordingPipeline, y: float) -> None:
         LEFT,
         y,
         [
-            ("right", "guess that is right"),
-            ("wrong", "x, guess that is wrong"),
+            ("right", "draft token that is right"),
+            ("wrong", "x, draft token that is wrong"),
             ("work", "pass of the target"),
         ],
     )
     x = LEFT + 520
-    for kind, words in (("edge", "accepted"), ("badline", "rejected"), ("line", "guesses")):
+    for kind, words in (("edge", "accepted"), ("badline", "rejected"), ("line", "draft tokens")):
         picture.path(f"M{x} {y + 5}l16 -10", kind, 1.5)
         picture.text(x + 22, y, words, "faint", anchor="start")
         x += 90

@@ -35,8 +35,8 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "spd_tree": ("SPD, a tree of width 4", {"schedule": "spd", "tree_width": 4}),
     "ppsd": ("PPSD", {"schedule": "ppsd"}),
     "eagle": ("EAGLE, one batch", {"schedule": "eagle", "tree": TREE}),
-    "naive_pp": ("Naive pipeline parallelism", {"schedule": "naive_pp", "tree": TREE}),
-    "pruned_pp": ("Pruned pipeline parallelism", {"schedule": "pruned_pp", "tree": TREE}),
+    "naive_pp": ("Naive pipeline parallelizm", {"schedule": "naive_pp", "tree": TREE}),
+    "pruned_pp": ("Pruned pipeline parallelizm", {"schedule": "pruned_pp", "tree": TREE}),
     "pipedec": ("PipeDec, width 16", {"schedule": "pipedec"}),
     "flowspec": (
         "FlowSpec",
@@ -65,14 +65,14 @@ class Row:
 
     place: int
     """In the text; 0 is the token that the prompt's pass gave."""
-    is_guess: bool
+    is_draft_token: bool
     is_right: bool
 
     @property
     def kind(self) -> str:
         if not self.is_right:
             return "wrong"
-        return "right" if self.is_guess else "certain"
+        return "right" if self.is_draft_token else "certain"
 
 
 @dataclass
@@ -158,7 +158,7 @@ def record(target: Any, text: list[int], options: dict[str, Any]) -> tuple[Any, 
     result = engine.decode(PROMPT, on_token=on_token)
     assert result.token_ids == text[len(PROMPT) : len(PROMPT) + len(result.token_ids)]
     steps = engine.pipeline.steps
-    if source is None:  # nothing is guessed, so nothing begins again
+    if source is None:  # nothing is drafted, so nothing begins again
         for step in steps:
             step.restarts = False
     return steps, result
@@ -247,8 +247,8 @@ def draw_step(picture: Diagram, x: float, tops: list[float], step: Step, number:
 def draw_words(picture: Diagram, steps: list[Step], y: float) -> None:
     entries = [
         ("certain", "certain when it entered"),
-        ("right", "guess that is right"),
-        ("wrong", "guesses (+ how many) that are wrong"),
+        ("right", "draft token that is right"),
+        ("wrong", "draft tokens (+ how many) that are wrong"),
         ("work", "draft passes"),
     ]
     picture.legend(LEFT, y, entries)

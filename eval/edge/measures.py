@@ -25,7 +25,7 @@ from pipedraft.models.target import Keep
 
 UNCHECKED = LosslessRecord(checked=0, mismatches=0)
 SAME_TEXT_RULES = ("match", "gumbel")
-"""Whose text does not depend on the guesses: the same random numbers give the same text."""
+"""Whose text does not depend on the draft tokens: the same random numbers give the same text."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ def _per_conversation(texts: Texts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rule(texts: Texts) -> str | None:
-    """None: greedy, or no guess is tested."""
+    """None: greedy, or no draft token is tested."""
     method = METHODS[texts.method]
     if not texts.simulation.temperature or method.drafts_in in (None, "draft"):
         return None
@@ -211,8 +211,8 @@ def _top_k_bias(simulation: Simulation, result: DecodeResult) -> float:
 
 
 def _lossless(mine: Texts, alone: Texts | None, greedy: GreedyReference) -> LosslessRecord:
-    """Greedy: against transformers. Sampled by a rule that guesses do not touch: against the cloud
-    alone with the same random numbers. Other rules keep the law, not the text."""
+    """Greedy: against transformers. Sampled by a rule that draft tokens do not touch: against the
+    cloud alone with the same random numbers. Other rules keep the distribution, not the text."""
     if METHODS[mine.method].caveat:
         return UNCHECKED
     if not mine.simulation.temperature:

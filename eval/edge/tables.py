@@ -16,10 +16,10 @@ from pipedraft.inference.pipelines.link import Times
 LEGEND = """\
 ms/token: seconds from the first token to the last over the tokens after the first, pooled over the
 prompts, with 95 % intervals of a bootstrap over prompts; smaller is better. p50, p99: over prompts.
-speed-up: over the cloud alone, streamed, on the same network. alpha: accepted over tested guesses.
+speed-up: over the cloud alone, streamed, on the same network. alpha: accepted over tested tokens.
 up, down: payload bytes per token, the prompt included; wire: with headers and what was sent again.
 J/token: of the edge, its idle time included. same: texts equal to transformers' greedy ones, or at
-T > 0 to the cloud's with the same random numbers; - where a rule keeps the law but not the text."""
+T > 0 to the cloud's with the same random numbers; - where a rule keeps only the distribution."""
 
 
 def _columns(rows: Sequence[LatencyRecord]) -> list[tuple[str, float]]:
@@ -80,7 +80,7 @@ def notes(rows: Sequence[LatencyRecord]) -> list[str]:
         where = f"{row.method}, {row.network}, T = {row.temperature:g}"
         if row.total_variation_bound is not None:
             found.append(
-                f"{where}: total variation of a tested token from the target's law "
+                f"{where}: total variation of a tested token from the target's distribution "
                 f"{row.total_variation_bound:.4f} on average"
             )
         if row.lossless.mismatches:

@@ -93,7 +93,7 @@ class ProcessPipeline(Pipeline):
         self.last_rows: list[int] = [0] * target.num_stages
         """Rows that each stage processed in the last step of the lock-step pipeline."""
         self.runs_ahead = True
-        """Begins with a guess before the verdict that it depends on is here."""
+        """Begins with a draft token before the verdict that it depends on is here."""
         self._sequence = 0
         self._forget()
 

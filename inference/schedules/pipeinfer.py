@@ -258,7 +258,7 @@ class DraftGate:
 
 
 def worthwhile_size(largest: int, share: float, clock: VirtualClock) -> int:
-    """Draft tokens a step that give most output per modelled time if ``share`` is right."""
+    """Draft tokens a step that give most output per modeled time if ``share`` is right."""
     if not clock.cost.row:
         return largest
 

@@ -1,4 +1,4 @@
-"""Where guesses come from. A schedule and a head meet only in ``DraftSource``."""
+"""Where draft tokens come from. A schedule and a head meet only in ``DraftSource``."""
 
 # P positions of the prompt, a committed positions, H hidden, Q leaves
 # U draft vocabulary, V target vocabulary
@@ -33,7 +33,7 @@ class Sampling:
 
 
 class DraftSource:
-    """A draft at decode time: it sees committed text and rows in flight, and adds guesses.
+    """A draft at decode time: it sees committed text and rows in flight, and adds draft tokens.
 
     A source offers the growing verbs in ``grows``; a schedule that needs another is refused.
     """
@@ -43,7 +43,7 @@ class DraftSource:
     grows: tuple[Growth, ...] = ()
     """Which of the growing verbs it has; micro-batches: ``leaf_logits``."""
     is_chain_only: bool = False
-    """It has one state per sequence: guesses are a chain."""
+    """It has one state per sequence: draft tokens are a chain."""
     num_forwards: int = 0
     """Forward passes of the draft so far."""
 
@@ -86,7 +86,7 @@ class DraftSource:
         width: int,
         sampling: Sampling,
     ) -> int:
-        """Add up to ``width`` guesses below the deepest rows; returns how many were added.
+        """Add up to ``width`` draft tokens below the deepest rows; returns how many were added.
 
         Args:
             features: hidden states of the rows in flight as they are NOW; entry l covers the
@@ -140,7 +140,7 @@ def add_sampled(
 def add_layer(
     tree: TokenTree, logits_QU: Tensor, draft: Any, *, width: int, sampling: Sampling
 ) -> int:
-    """Guesses below the deepest rows of the tree; returns how many.
+    """Draft tokens below the deepest rows of the tree; returns how many.
 
     Args:
         logits_QU: of these Q rows, in the order of the tree.

@@ -1,8 +1,8 @@
 """EAGLE heads at decode time.
 
 The head's key-value rows of committed positions are kept and only extended. What it computed for
-guesses below the root is dropped when they are committed, because the target's true states replace
-it.
+draft tokens below the root is dropped when they are committed, because the target's true states
+replace it.
 """
 
 # R rows of a call after A of the text, C cached rows, H hidden
@@ -22,7 +22,7 @@ from pipedraft.models.target import Keep
 
 
 class EagleSource(TreeSource):
-    """Guesses of an EAGLE head.
+    """Draft tokens of an EAGLE head.
 
     Rows of the session's tree that are continued stay as they were drafted, while the committed
     ones below them are refreshed with the target's states.

@@ -16,10 +16,10 @@ from pipedraft.models.target import Keep
 
 
 class FlexSpecSource(TextSource):
-    """Guesses of FlexSpec's draft.
+    """Draft tokens of FlexSpec's draft.
 
-    Keys, values and states of a guess that becomes text stay: nothing is computed twice, except
-    that fresh trees do not look at what is in the session's tree already.
+    Keys, values and states of a draft token that becomes text stay: nothing is computed twice,
+    except that fresh trees do not look at what is in the session's tree already.
     """
 
     def _reset(self, tokens: list[int]) -> None:

@@ -16,11 +16,11 @@ CHUNK_ROWS = 512  # rows of one forward pass over the prompt; bounds its mask
 
 
 class LanguageModelSource(TextSource):
-    """Guesses of a causal LM.
+    """Draft tokens of a causal LM.
 
     The LM is a target of one stage: the text, the pending root included, is committed in its cache
-    and the guesses are speculative rows there. A guess that becomes text is committed with a Keep,
-    so what was computed once is never computed again.
+    and the draft tokens are speculative rows there. A draft token that becomes text is committed
+    with a Keep, so what was computed once is never computed again.
     """
 
     def __init__(self, draft: Any) -> None:

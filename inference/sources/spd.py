@@ -14,7 +14,7 @@ from pipedraft.models.target import Keep
 
 
 class SPDSource(DraftSource):
-    """Reads the states of the rows in flight, one layer of guesses at a time.
+    """Reads the states of the rows in flight, one layer of draft tokens at a time.
 
     Rows in flight are presented by their distance to the deepest ones: distance i at depth i. With
     no row pruned that is the true depth; after a prune that left a gap a row may be deeper than it

@@ -11,9 +11,10 @@ from pipedraft.inference.sources.tree_source import TreeSource
 
 
 class TextSource(TreeSource):
-    """Committed text waits until guesses below it are wanted: what nobody continues costs nothing.
+    """Committed text waits until draft tokens below it are wanted: what nobody continues costs
+    nothing.
 
-    What was computed for a guess that becomes text stays.
+    What was computed for a draft token that becomes text stays.
     """
 
     def __init__(self, draft: Any) -> None:

@@ -1,4 +1,4 @@
-"""Drafts that can continue any of their own guesses: layers, chains, trees and micro-batches."""
+"""Drafts that can continue any of their own tokens: layers, chains, trees and micro-batches."""
 
 # Q rows asked about, R forwarded rows, W children of each, H hidden, U draft vocabulary
 
@@ -24,7 +24,7 @@ from pipedraft.models.target import Keep
 
 @dataclass
 class _FreshTree:
-    """Guesses below the root that were drafted from the committed text alone.
+    """Draft tokens below the root that were drafted from the committed text alone.
 
     All of them, in the order of their making; some are merged into the session's tree.
     """
@@ -34,15 +34,15 @@ class _FreshTree:
     """Row -> its row in the session's tree."""
 
     @property
-    def guesses(self) -> range:
+    def draft_tokens(self) -> range:
         return range(1, len(self.tree))
 
     def best(self, count: int | None = None) -> list[int]:
-        """Best guesses by cumulative score; a tie goes to the older one, so parents come first."""
-        return sorted(self.guesses, key=lambda row: (-self.tree.scores[row], row))[:count]
+        """Best draft tokens by cumulative score; of a tie the older one, so parents come first."""
+        return sorted(self.draft_tokens, key=lambda row: (-self.tree.scores[row], row))[:count]
 
     def merge(self, tree: TokenTree, chosen: list[int]) -> int:
-        """Add guesses where their token path is not there yet; returns rows added."""
+        """Add draft tokens where their token path is not there yet; returns rows added."""
         before = len(tree)
         for row in chosen:
             parent = self.merged[self.tree.parents[row]]
@@ -55,7 +55,7 @@ class TreeSource(DraftSource):
 
     ``leaf_logits`` continues rows of the session's tree from what was computed for them earlier;
     layers and micro-batches rest on it. ``grow_tree`` drafts a fresh tree below the root from the
-    committed text alone. What was computed for its guesses stays with those that were merged.
+    committed text alone. What was computed for its draft tokens stays with those that were merged.
     """
 
     grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
@@ -190,7 +190,7 @@ class TreeSource(DraftSource):
         self._fresh = fresh = _FreshTree(TokenTree(tree.tokens[0], tree.root_position))
         if shape.kind == "static":
             self._draft_static(fresh.tree, shape.paths)
-            chosen = list(fresh.guesses)
+            chosen = list(fresh.draft_tokens)
         else:
             top_k = 1 if shape.is_chain else shape.top_k
             self._expand(fresh.tree, [0], top_k)
@@ -200,14 +200,14 @@ class TreeSource(DraftSource):
 
     def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
         fresh = self._fresh
-        if fresh is None or not fresh.guesses:
+        if fresh is None or not fresh.draft_tokens:
             return 0
         self._deepen(fresh.tree, levels, len(fresh.tree.children(0)))
         unmerged = [row for row in fresh.best() if row not in fresh.merged]
         return fresh.merge(tree, unmerged[:num_tokens])
 
     def _deepen(self, tree: TokenTree, levels: int, top_k: int) -> None:
-        """EAGLE-2: per level the best k guesses of the last one get k children each."""
+        """EAGLE-2: per level the best k draft tokens of the last one get k children each."""
         for _ in range(levels):
             beams = sorted(deepest_rows(tree), key=lambda row: -tree.scores[row])
             self._expand(tree, beams[:top_k], top_k)

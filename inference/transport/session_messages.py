@@ -5,12 +5,12 @@ A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., t
 duplicate, late or repeated message changes nothing. A cloud's message names the ``seq`` it answers.
 
 An epoch ends whenever the cloud's or the edge's own token follows the text (a correction, a bonus):
-guesses that were drafted before that token was known belong to another text. What still arrives
-from an ended epoch is stale and dropped.
+draft tokens that were drafted before that token was known belong to another text. What still
+arrives from an ended epoch is stale and dropped.
 
     Open(prompt) ->                     <- Opened(first token)
     Preverify(known prefix) ->
-    Verify(guesses) ->                  <- Result(accepted) or Reject(payload)
+    Verify(draft tokens) ->                  <- Result(accepted) or Reject(payload)
     More(samples) ->                    <- Samples(payload)
     Stream() ->                         <- Result(token), Result(token), ...
     Close() ->                          <- Error(text), at any time
@@ -38,13 +38,13 @@ from pipedraft.inference.verify import (
 
 MAX_BYTES = 16 * 2**20
 """Of one encoded message: the logits of a vocabulary of four million."""
-MAX_GUESSES = 256
+MAX_DRAFT_TOKENS = 256
 MAX_PROMPT = 2**20
 WINDOW = 64
 """Messages that may arrive before one that precedes them."""
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
-Ids = Annotated[list[Count], Meta(max_length=MAX_GUESSES)]
+Ids = Annotated[list[Count], Meta(max_length=MAX_DRAFT_TOKENS)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 PrefixHash = Annotated[bytes, Meta(min_length=8, max_length=8)]
@@ -122,7 +122,7 @@ class _OfSession(Message, frozen=True):
 
 
 class _Continues(_OfSession, frozen=True):
-    """Text that follows ``base`` tokens, guesses that wait for their verdict included."""
+    """Text that follows ``base`` tokens, draft tokens that wait for their verdict included."""
 
     base: Count
     prefix_hash: PrefixHash
@@ -131,32 +131,32 @@ class _Continues(_OfSession, frozen=True):
     """Tokens that the edge has drawn itself from a payload: they are text."""
 
 
-class _Guesses(_Continues, frozen=True):
+class _DraftTokens(_Continues, frozen=True):
     ids: Ids
-    q: Annotated[list[Probability], Meta(max_length=MAX_GUESSES)]
-    """Probability that each guess was drawn with, where the rule needs it; else empty."""
+    q: Annotated[list[Probability], Meta(max_length=MAX_DRAFT_TOKENS)]
+    """Probability that each draft token was drawn with, where the rule needs it; else empty."""
     next_s: Seconds
     """When the edge will complete its next batch: counted from this message, or from the verdict
     on it."""
 
 
-class Preverify(_Guesses, frozen=True, tag="pre"):
-    """The first guesses of a batch, or only the text before it; nothing needs to be answered."""
+class Preverify(_DraftTokens, frozen=True, tag="pre"):
+    """First draft tokens of a batch, or only the text before it; nothing needs an answer."""
 
 
-class Verify(_Guesses, frozen=True, tag="verify"):
-    """The last guesses of a batch, which wants a verdict."""
+class Verify(_DraftTokens, frozen=True, tag="verify"):
+    """The last draft tokens of a batch, which wants a verdict."""
 
 
 class More(_OfSession, frozen=True, tag="more"):
     """The samples of a payload are used up."""
 
-    count: Annotated[int, Meta(ge=0, le=MAX_GUESSES)]
+    count: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
     """How many more; 0: all logits instead."""
 
 
 class Stream(_Continues, frozen=True, tag="stream"):
-    """Guesses are over: the cloud is to decode alone from its text on."""
+    """Draft tokens are over: the cloud is to decode alone from its text on."""
 
 
 class Close(_OfSession, frozen=True, tag="close"):
@@ -198,14 +198,14 @@ class _Verdict(_Numbered, frozen=True):
 
 
 class Result(_Verdict, frozen=True, tag="result"):
-    """All guesses before ``length`` are text."""
+    """All draft tokens before ``length`` are text."""
 
     token: Count | None
     """A bonus, or a streamed token; it ends the epoch."""
 
 
 class Reject(_Verdict, frozen=True, tag="reject"):
-    """The guess at ``length`` is wrong; the epoch has ended."""
+    """The draft token at ``length`` is wrong; the epoch has ended."""
 
     payload: Payload
 

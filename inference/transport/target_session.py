@@ -1,4 +1,4 @@
-"""The cloud's half of a session: the text, the target's cache, and verdicts on guesses.
+"""The cloud's half of a session: the text, the target's cache, and verdicts on draft tokens.
 
     session = TargetSession(SharedTarget(model))
     replies = session.receive(request, now_s)
@@ -47,7 +47,7 @@ from pipedraft.models.target import Keep, Segment, StagedTarget, target_fingerpr
 NUM_REMEMBERED = 256
 """Replies that can be sent again."""
 MAX_PENDING = 512
-"""Guesses that may wait for their verdict: each may have a row of logits in memory."""
+"""Draft tokens that may wait for their verdict: each may have a row of logits in memory."""
 
 
 class SharedTarget:
@@ -95,11 +95,11 @@ class TargetSession:
         self._text: list[int] = []
         """Certain tokens; the last one is the root, whose row is the first speculative one."""
         self._num_prompt = 0
-        self._guesses: list[int] = []
+        self._draft_tokens: list[int] = []
         """Behind the text, not tested yet."""
         self._q: list[float] = []
         self._logits: deque[Tensor] = deque()
-        """[V] of the root and of the first guesses, as far as they are computed."""
+        """[V] of the root and of the first draft tokens, as far as they are computed."""
         self._rejected: Tensor | None = None
         """Logits behind the text where the edge draws the next token."""
         self._num_samples = 0
@@ -147,7 +147,7 @@ class TargetSession:
                 self.next_seq += 1
                 replies += self._take(request, arrived_s)
             if not self.wants_prefill:
-                replies += self._test_guesses(now_s)
+                replies += self._test_draft_tokens(now_s)
         except Refusal as error:
             self.is_closed = True
             replies.append(self._numbered(Error, self.next_seq - 1, text=str(error)))
@@ -189,26 +189,24 @@ class TargetSession:
             self._rejected = None
             self._append(token)
         if isinstance(request, Stream):
-            self._guesses, self._q = [], []
+            self._draft_tokens, self._q = [], []
             self._batches.clear()
             if self._logits:
                 self._retain(1)
             self._streams_for = request.seq
             return []
         if len(request.q) != len(request.ids) * self._rule.needs_q:
-            raise Refusal(
-                f"q: {len(request.q)} of {len(request.ids)} guesses by rule {self._rule.name!r}"
-            )
-        self._guesses += request.ids
+            raise Refusal(f"q: {len(request.q)} of {len(request.ids)} by rule {self._rule.name!r}")
+        self._draft_tokens += request.ids
         self._q += request.q or [1.0] * len(request.ids)
         self._expected_s = now_s + request.next_s
         if isinstance(request, Verify):
-            end = len(self._text) + len(self._guesses)
+            end = len(self._text) + len(self._draft_tokens)
             self._batches.append(_Batch(request.seq, end, now_s, request.next_s))
         return []
 
     def _check_base(self, request: Preverify | Verify | Stream) -> None:
-        known = self._text + self._guesses
+        known = self._text + self._draft_tokens
         if isinstance(request, Stream):
             known = known[: request.base]
         if request.base != len(known) or request.prefix_hash != prefix_hash(known):
@@ -219,8 +217,8 @@ class TargetSession:
         if len(request.certain) != (self._rejected is not None):
             raise Refusal(f"certain: {len(request.certain)} tokens; the edge owes its correction")
         ids = [] if isinstance(request, Stream) else request.ids
-        if len(self._guesses) + len(ids) > MAX_PENDING:
-            raise Refusal(f"ids: more than {MAX_PENDING} guesses would wait for a verdict")
+        if len(self._draft_tokens) + len(ids) > MAX_PENDING:
+            raise Refusal(f"ids: more than {MAX_PENDING} draft tokens would wait for a verdict")
         size = self._staged.vocab_size
         wrong = [token for token in (*request.certain, *ids) if token >= size]
         if wrong:
@@ -287,18 +285,18 @@ class TargetSession:
             self._logits.popleft()
 
     def _end_epoch(self) -> None:
-        """The root's row is text, and what follows it is not what was guessed."""
+        """The root's row is text, and what follows it is not what was drafted."""
         self._retain(1, 1)
-        self._guesses, self._q = [], []
+        self._draft_tokens, self._q = [], []
         self._batches.clear()
         self._epoch += 1
 
-    def _test_guesses(self, now_s: float) -> list[Reply]:
+    def _test_draft_tokens(self, now_s: float) -> list[Reply]:
         replies: list[Reply] = []
         while self._logits and not self._stop_reason:
             if self._streams_for is not None:
                 replies.append(self._add_own(self._streams_for, now_s, now_s))
-            elif self._guesses and not self._hits_end:
+            elif self._draft_tokens and not self._hits_end:
                 reject = self._test_one(now_s)
                 if reject is not None:
                     replies.append(reject)
@@ -321,11 +319,11 @@ class TargetSession:
         return self._hits_end and not self._opening.settings.has_bonus
 
     def _test_one(self, now_s: float) -> Reject | None:
-        position, guess = len(self._text), self._guesses[0]
-        payload = self._rule.test(self._logits[0], position, guess, self._q[0])
+        position, draft_token = len(self._text), self._draft_tokens[0]
+        payload = self._rule.test(self._logits[0], position, draft_token, self._q[0])
         if payload is None:
-            del self._guesses[0], self._q[0]
-            self._append(guess)
+            del self._draft_tokens[0], self._q[0]
+            self._append(draft_token)
             self._retain(len(self._logits), 1)
             return None
         batch = self._batches[0] if self._batches else None
@@ -360,7 +358,7 @@ class TargetSession:
         return result
 
     def _verdict(self, kind: type, batch: _Batch | None, now_s: float, **fields: Any) -> Any:
-        """``batch`` None: guesses that came before their batch was complete."""
+        """``batch`` None: draft tokens that came before their batch was complete."""
         return self._numbered(
             kind,
             self.next_seq - 1 if batch is None else batch.seq,
@@ -398,7 +396,7 @@ class TargetSession:
         if not num_rows:
             return 0
         if not self.wants_prefill:
-            rows = [self._text[-1], *self._guesses][len(self._logits) :]
+            rows = [self._text[-1], *self._draft_tokens][len(self._logits) :]
             first = self._stage.num_speculative
             positions = torch.arange(len(rows)) + len(self._text) - 1 + first
             visible = torch.ones(len(rows), first + len(rows), dtype=torch.bool).tril(first)
@@ -413,7 +411,7 @@ class TargetSession:
             return self._num_prompt
         if self._rejected is not None:
             return 0
-        num_rows = 1 + len(self._guesses) - len(self._logits)
+        num_rows = 1 + len(self._draft_tokens) - len(self._logits)
         if self._batches or self._streams_for is not None:
             return num_rows
         # A pass that would end after the batch has come would only delay it.

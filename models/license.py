@@ -1,4 +1,4 @@
-"""Under which licence a target is, by what lies beside its weights."""
+"""Under which license a target is, by what lies beside its weights."""
 
 import json
 from collections.abc import Callable
@@ -7,15 +7,15 @@ from typing import Any
 
 import yaml
 
-from pipedraft.models.card import CARD, Licence
+from pipedraft.models.card import CARD, License
 from pipedraft.models.draft import CONFIG_FILE
 from pipedraft.models.hub_link import hub_link
 
 FIELDS = ("license", "license_name", "license_link")
 
 
-def licence_of(name: str, revision: str | None, *, asks_hub: bool) -> Licence:
-    """What the target's card says, else its configuration; nothing is guessed from the name.
+def license_of(name: str, revision: str | None, *, asks_hub: bool) -> License:
+    """What the target's card says, else its configuration; nothing is inferred from the name.
 
     Args:
         name: folder or Hub id of the target.
@@ -33,8 +33,8 @@ def licence_of(name: str, revision: str | None, *, asks_hub: bool) -> Licence:
             continue
         found = path
         if fields := read(path):
-            return Licence(fields, f"by its {file}")
-    return Licence({}, f"is not given {place}" if found else f"was not found: nothing {place}")
+            return License(fields, f"by its {file}")
+    return License({}, f"is not given {place}" if found else f"was not found: nothing {place}")
 
 
 def _of_card(path: Path) -> dict[str, Any]:
