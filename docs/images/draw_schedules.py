@@ -35,8 +35,8 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "spd_tree": ("SPD, a tree of width 4", {"schedule": "spd", "tree_width": 4}),
     "ppsd": ("PPSD", {"schedule": "ppsd"}),
     "eagle": ("EAGLE, one batch", {"schedule": "eagle", "tree": TREE}),
-    "naive_pp": ("Naive pipeline parallelizm", {"schedule": "naive_pp", "tree": TREE}),
-    "pruned_pp": ("Pruned pipeline parallelizm", {"schedule": "pruned_pp", "tree": TREE}),
+    "naive_pp": ("Naive pipeline parallelism", {"schedule": "naive_pp", "tree": TREE}),
+    "pruned_pp": ("Pruned pipeline parallelism", {"schedule": "pruned_pp", "tree": TREE}),
     "pipedec": ("PipeDec, width 16", {"schedule": "pipedec"}),
     "flowspec": (
         "FlowSpec",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSpec(PrunedPP):
-    """Pruned pipeline parallelizm that keeps drafting beside the stages.
+    """Pruned pipeline parallelism that keeps drafting beside the stages.
 
     The tree on its way is continued where it is most likely right: below the root after a commit
     (context-aware expansion), and below its best draft tokens that were not continued (score-aware
@@ -27,7 +27,7 @@ class FlowSpec(PrunedPP):
     name: ClassVar[str] = "flowspec"
 
     expansion: bool = True
-    """Off: no new draft tokens inside a round, which is pruned pipeline parallelizm."""
+    """Off: no new draft tokens inside a round, which is pruned pipeline parallelism."""
     expansion_depth: int | None = None
     """Draft forwards beside a step; None: as many as fit beside it under the cost model, at least
     one and at most those of a whole tree."""

@@ -1,4 +1,4 @@
-"""Naive pipeline parallelizm: a tree in micro-batches, verified once all of them are back."""
+"""Naive pipeline parallelism: a tree in micro-batches, verified once all of them are back."""
 
 from __future__ import annotations
 

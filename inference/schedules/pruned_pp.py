@@ -1,4 +1,4 @@
-"""Pruned pipeline parallelizm: a tree travels in segments, pruned at every one that returns."""
+"""Pruned pipeline parallelism: a tree travels in segments, pruned at every one that returns."""
 
 from __future__ import annotations
 
