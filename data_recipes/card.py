@@ -3,20 +3,23 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import yaml
+from datasets import Dataset
 
-from pipedraft.data_recipes.decontamination import CONTAMINATED, MIN_WORDS, NGRAM_WORDS, Benchmarks
-from pipedraft.data_recipes.filters import EXACT_DUPLICATE, FILTERED, NEAR_DUPLICATE, Filters
-from pipedraft.data_recipes.rows import TOO_LONG
+from pipedraft.data_recipes.config import DataConfig, Filters
+from pipedraft.data_recipes.overlap import (
+    CONTAMINATED,
+    EXACT_DUPLICATE,
+    MIN_WORDS,
+    NEAR_DUPLICATE,
+    NGRAM_WORDS,
+    Benchmarks,
+)
+from pipedraft.data_recipes.rows import FILTERED, TOO_LONG
 from pipedraft.data_recipes.sources import list_files
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from pipedraft.data_recipes.recipe import DataConfig
 
 EMPTY_MASK = "empty mask"
 UNKNOWN_LICENSE = "unknown"
@@ -112,7 +115,7 @@ class DataReport:
 
 
 def build_report(
-    rows: "Dataset",
+    rows: Dataset,
     errors: np.ndarray,
     copies: np.ndarray,
     *,
@@ -182,7 +185,7 @@ def build_report(
     )
 
 
-def _count_benchmarks(rows: "Dataset", benchmarks: Benchmarks | None) -> dict[str, dict[str, int]]:
+def _count_benchmarks(rows: Dataset, benchmarks: Benchmarks | None) -> dict[str, dict[str, int]]:
     if benchmarks is None:
         return {}
     masks = np.asarray(rows["contamination"][:], dtype=np.int64)
@@ -197,7 +200,7 @@ def _count_benchmarks(rows: "Dataset", benchmarks: Benchmarks | None) -> dict[st
     }
 
 
-def _count_licenses(rows: "Dataset", kept: np.ndarray) -> dict[str, int]:
+def _count_licenses(rows: Dataset, kept: np.ndarray) -> dict[str, int]:
     found = np.asarray(rows["license"][:], dtype=object)[kept]
     return dict(Counter(name or UNKNOWN_LICENSE for name in found).most_common())
 
@@ -207,7 +210,7 @@ SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "1
 LARGER = "1M<n<10M"
 
 
-def dataset_card(config: "DataConfig", tokenizer_name: str, report: DataReport) -> str:
+def dataset_card(config: DataConfig, tokenizer_name: str, report: DataReport) -> str:
     """What the rows are made of, what was left out and why, and how to make them again."""
     form = f"blocks of {config.max_length} tokens" if config.pack else "one row per conversation"
     sections = [
@@ -234,7 +237,7 @@ def dataset_card(config: "DataConfig", tokenizer_name: str, report: DataReport) 
     return f"---\n{metadata}---\n" + "\n\n".join(sections) + "\n"
 
 
-def _metadata(config: "DataConfig", report: DataReport) -> dict[str, object]:
+def _metadata(config: DataConfig, report: DataReport) -> dict[str, object]:
     rows = report.train_rows + report.valid_rows
     hub_sources = [s.path for s in config.sources if list_files(s) is None]
     files = [{"split": "train", "path": "train/*.arrow"}]
@@ -250,7 +253,7 @@ def _metadata(config: "DataConfig", report: DataReport) -> dict[str, object]:
     }
 
 
-def _source_table(config: "DataConfig", report: DataReport) -> str:
+def _source_table(config: DataConfig, report: DataReport) -> str:
     """One line per source; sources of one path share their counts."""
     rows = []
     for source in config.sources:

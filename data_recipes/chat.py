@@ -26,11 +26,13 @@ ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
 }
+Message = dict[str, str]
+"""{"role": system | user | assistant, "content": text}."""
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "pipedraftprobe"
 
 
-def normalize_conversation(row: dict) -> list[dict[str, str]]:
+def normalize_conversation(row: dict) -> list[Message]:
     """As ``read_turns``, of a row that has something to supervise.
 
     Raises:
@@ -42,7 +44,7 @@ def normalize_conversation(row: dict) -> list[dict[str, str]]:
     return messages
 
 
-def read_turns(row: dict) -> list[dict[str, str]]:
+def read_turns(row: dict) -> list[Message]:
     """Read one row as a list of {"role": system | user | assistant, "content": text}.
 
     Accepted: ``messages`` or ``conversations``, a list of {role, content} or of {from, value}.
@@ -132,7 +134,7 @@ class ChatRenderer:
             f"begins {begin!r})"
         )
 
-    def render(self, messages: list[dict[str, str]]) -> RenderedChat:
+    def render(self, messages: list[Message]) -> RenderedChat:
         """Render all turns once and locate every assistant turn.
 
         Raises:
@@ -147,7 +149,7 @@ class ChatRenderer:
         except TemplateError as error:
             raise ValueError(f"chat template refused: {error}") from error
 
-    def _render_unmarked(self, messages: list[dict[str, str]]) -> RenderedChat:
+    def _render_unmarked(self, messages: list[Message]) -> RenderedChat:
         text = self._render(messages)
         spans, num_missing, cursor = [], 0, 0
         for index, message in enumerate(messages):
@@ -161,14 +163,14 @@ class ChatRenderer:
             spans.append(span)
         return RenderedChat(text, spans, num_missing)
 
-    def _render(self, messages: list[dict[str, str]], *, prompt: bool = False) -> str:
+    def _render(self, messages: list[Message], *, prompt: bool = False) -> str:
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=prompt
         )
         assert isinstance(text, str)
         return text
 
-    def _render_marked(self, messages: list[dict[str, str]]) -> RenderedChat:
+    def _render_marked(self, messages: list[Message]) -> RenderedChat:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         variables: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
@@ -192,7 +194,7 @@ class ChatRenderer:
         num_turns = sum(message["role"] == "assistant" for message in messages)
         return RenderedChat(text, spans, max(0, num_turns - len(spans)))
 
-    def _prefix_length(self, text: str, messages: list[dict[str, str]], prompt: bool) -> int | None:
+    def _prefix_length(self, text: str, messages: list[Message], prompt: bool) -> int | None:
         """Length of the rendered messages if the text begins with them, else None."""
         if not messages:
             return None
@@ -203,7 +205,7 @@ class ChatRenderer:
         return len(prefix) if text.startswith(prefix) else None
 
     def _find_turn(
-        self, text: str, messages: list[dict[str, str]], index: int, cursor: int
+        self, text: str, messages: list[Message], index: int, cursor: int
     ) -> tuple[int, int] | None:
         """Span of assistant turn ``index``, at or after ``cursor``; None if it left no trace."""
         content = messages[index]["content"]
@@ -233,7 +235,7 @@ class ChatRenderer:
         at = text.find(answer, floor, ceiling) if answer else -1
         return (at, self._close(text, at + len(answer))) if at >= 0 else None
 
-    def _next_turn(self, text: str, messages: list[dict[str, str]], index: int) -> int:
+    def _next_turn(self, text: str, messages: list[Message], index: int) -> int:
         """A position before which turn ``index`` ends: the next turn's content."""
         if index + 1 == len(messages):
             return len(text)
@@ -279,7 +281,7 @@ def mark_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) ->
 
 
 def tokenize_conversation(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]], max_length: int
+    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], max_length: int
 ) -> tuple[list[int], list[int]]:
     """One conversation as (input_ids, loss_mask), cut at ``max_length`` tokens.
 

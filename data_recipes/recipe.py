@@ -7,110 +7,52 @@ stay on disk: memory holds a few numbers per row (and all tokens, if packed).
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from datasets import Dataset, Features, concatenate_datasets
+from datasets.exceptions import DatasetGenerationError
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pipedraft.data_recipes.card import EMPTY_MASK, DataReport, build_report
 from pipedraft.data_recipes.chat import ChatRenderer
-from pipedraft.data_recipes.decontamination import Benchmarks, read_benchmarks
-from pipedraft.data_recipes.filters import (
+from pipedraft.data_recipes.config import DataConfig, Source
+from pipedraft.data_recipes.overlap import (
     EXACT_DUPLICATE,
     NEAR_DUPLICATE,
+    Benchmarks,
     exact_duplicates,
     hash_shingles,
     near_duplicates,
+    read_benchmarks,
 )
 from pipedraft.data_recipes.rows import (
-    RAW_COLUMNS,
-    Duplicates,
-    RowSettings,
+    RAW_FEATURES,
     draw_copies,
     pack_documents,
     read_messages,
     separator_token,
+    settings_key,
     split_rows,
     table_features,
     tokenize_batch,
 )
-from pipedraft.data_recipes.sources import Source, hub_stamp, list_files, parse_json, read_source
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from pipedraft.data_recipes.sources import hub_stamp, list_files, parse_json, read_source
 
 # Part of every cache fingerprint: raise it when the meaning of a cached column changes.
 CACHE_FORMAT = 2
 ROWS_PER_CALL = 512
-# Below, the bands of `duplicates` miss more than one pair in ten.
-LEAST_NEAR_THRESHOLD = 0.7
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What to train on, and how rows become token sequences."""
-
-    sources: list[Source]
-    """Read in this order, all rows of each; ``weight`` of each decides how often they occur."""
-    max_length: int = 2048
-    """Tokens per row: longer conversations are cut, packed text is cut in blocks of this size."""
-    too_long: Literal["cut", "drop"] = "cut"
-    """What happens to a row of more than max_length tokens; drop: it is left out and counted."""
-    duplicates: Duplicates = "keep"
-    """exact: leave out a row that says what an earlier one says, but for case, white space and
-    Unicode form. near: also one that shares most of its word 5-grams with an earlier one."""
-    near_threshold: float = 0.8
-    """Least Jaccard index of the word 5-grams of two rows that are near duplicates."""
-    decontaminate: list[str | Source] = field(default_factory=list)
-    """Files or folders of benchmarks, or Hub data sets in the form of a source: rows that share a
-    13-gram of words with one of their prompts are left out, and counted per benchmark."""
-    valid_fraction: float = 0.02
-    """Share of rows, chosen by a hash of content and seed, held out for validation. 0 holds out
-    none; any other value at least one, given two different rows."""
-    seed: int = 0
-    """Decides the split, the rows that weights draw, and the order of packed documents."""
-    num_proc: int = 1
-    """Processes that tokenize."""
-    cache_dir: str | None = None
-    """Folder of the Arrow files; null is the cache folder of ``datasets``."""
-    pack: bool = False
-    """Language-model training: concatenate all documents instead of one row per conversation."""
-
-    def __post_init__(self) -> None:
-        if not self.sources:
-            raise ValueError("data.sources: []; name at least one source")
-        for name, value, least in (
-            ("max_length", self.max_length, 2),
-            ("num_proc", self.num_proc, 1),
-        ):
-            if value < least:
-                raise ValueError(f"data.{name}: {value}; give {least} or more")
-        if not 0 <= self.valid_fraction < 1:
-            raise ValueError(f"data.valid_fraction: {self.valid_fraction}; give 0 <= value < 1")
-        if not LEAST_NEAR_THRESHOLD <= self.near_threshold <= 1:
-            raise ValueError(
-                f"data.near_threshold: {self.near_threshold}; give {LEAST_NEAR_THRESHOLD} to 1"
-            )
-        if self.pack and self.too_long == "drop":
-            raise ValueError(
-                "data.too_long: 'drop' with data.pack, which cuts documents in blocks whatever "
-                "their length; leave one of the two out"
-            )
-
-    @property
-    def chat_sources(self) -> set[str]:
-        return {source.name for source in self.sources if source.kind == "conversations"}
 
 
 @dataclass(frozen=True)
 class TokenizedData:
     """Columns of both sets: ``input_ids`` list[int32], ``loss_mask`` list[int8], ``source``."""
 
-    train: "Dataset"
-    valid: "Dataset"
+    train: Dataset
+    valid: Dataset
     report: DataReport
 
 
@@ -202,33 +144,25 @@ def iterate_texts(config: DataConfig) -> Iterator[str]:
 
 def _tokenize_rows(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, benchmarks: Benchmarks | None
-) -> tuple["Dataset", np.ndarray]:
+) -> tuple[Dataset, np.ndarray]:
     """All rows of all sources, bad ones included, one table row each, and the source of each."""
-    from datasets import concatenate_datasets
-
     if config.chat_sources:
         ChatRenderer(tokenizer)
     identity = tokenizer_identity(tokenizer)
     tables = []
     for source in config.sources:
         raw = _read_raw(source, config.cache_dir)
-        settings = RowSettings(
-            source=source,
-            seed=config.seed,
-            max_length=None if config.pack else config.max_length,
-            drops_long=config.too_long == "drop",
-            duplicates=config.duplicates,
-            benchmarks=benchmarks,
-        )
+        settings = {"config": config, "source": source, "benchmarks": benchmarks}
+        key = tuple(settings_key(config, source, benchmarks))
         tables.append(
             raw.map(
                 tokenize_batch,
                 batched=True,
                 batch_size=ROWS_PER_CALL,
                 num_proc=config.num_proc if config.num_proc > 1 else None,
-                fn_kwargs={"tokenizer": tokenizer, "settings": settings},
-                features=table_features(config.duplicates),
-                new_fingerprint=_fingerprint([identity, raw._fingerprint, settings.key]),
+                fn_kwargs={"tokenizer": tokenizer, **settings},
+                features=table_features(config),
+                new_fingerprint=_fingerprint([identity, raw._fingerprint, key]),
                 desc=f"Tokenizing {source.name}",
             )
         )
@@ -236,7 +170,7 @@ def _tokenize_rows(
 
 
 def _mark_duplicates(
-    config: DataConfig, rows: "Dataset", errors: np.ndarray, source_N: np.ndarray
+    config: DataConfig, rows: Dataset, errors: np.ndarray, source_N: np.ndarray
 ) -> np.ndarray:
     """Write the reason of every duplicate into ``errors``; [N] the row it repeats, else -1."""
     repeated_N = np.full(len(errors), -1, dtype=np.int64)
@@ -267,22 +201,18 @@ def _mark_duplicates(
     return np.maximum(repeated_N, near_N)
 
 
-def _read_raw(source: Source, cache_dir: str | None) -> "Dataset":
-    from datasets import Dataset, Features
-    from datasets.exceptions import DatasetGenerationError
-
+def _read_raw(source: Source, cache_dir: str | None) -> Dataset:
     files = list_files(source)
-    stamp: Any
+    stamp: object = None
     if files is None:
         stamp = hub_stamp(source)
     else:
         stats = [(str(file.resolve()), file.stat()) for file in files]
         stamp = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    features = table_features("keep")
     try:
         return Dataset.from_generator(
             _raw_columns,
-            features=Features({name: features[name] for name in RAW_COLUMNS}),
+            features=Features(RAW_FEATURES),
             cache_dir=cache_dir,
             gen_kwargs={"source": source},
             fingerprint=_fingerprint([source.reading_key, stamp]),
@@ -309,7 +239,7 @@ def _raw_columns(source: Source) -> Iterator[dict[str, str]]:
         )
 
 
-def _fingerprint(parts: list[Any]) -> str:
+def _fingerprint(parts: list[object]) -> str:
     return sha256(repr([CACHE_FORMAT, *parts]).encode()).hexdigest()[:32]
 
 
@@ -320,9 +250,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return _fingerprint([json.dumps(state), tokenizer.chat_template, tokenizer.special_tokens_map])
 
 
-def _write_side_file(
-    path: Path, rows: "Dataset", errors: np.ndarray, repeated_N: np.ndarray
-) -> None:
+def _write_side_file(path: Path, rows: Dataset, errors: np.ndarray, repeated_N: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     bad = np.flatnonzero(errors != "")
     found = rows.select_columns(["source", "location", "raw", "detail"])
@@ -384,8 +312,6 @@ def train_tokenizer(config: DataConfig, vocab_size: int) -> PreTrainedTokenizerF
     and separates the documents of packed text. There is no BOS token. A corpus with too few merges
     is filled up with ``<|reserved_i|>`` tokens, so that len(tokenizer) == vocab_size always.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
     smallest = BYTES + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise ValueError(

@@ -4,199 +4,184 @@ N rows; hashes are int64 from 0 to 2^63, equal for equal content.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
+import pyarrow
+from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.chat import ChatRenderer, normalize_conversation
-from pipedraft.data_recipes.decontamination import CONTAMINATED, Benchmarks
-from pipedraft.data_recipes.filters import (
-    FILTERED,
+from pipedraft.data_recipes.chat import ChatRenderer, Message, RenderedChat, normalize_conversation
+from pipedraft.data_recipes.config import DataConfig, Source
+from pipedraft.data_recipes.overlap import (
+    CONTAMINATED,
     NUM_BANDS,
+    Benchmarks,
     band_keys,
     content_identity,
     mix_bits,
 )
-from pipedraft.data_recipes.sources import Source, check_unicode, parse_json
+from pipedraft.data_recipes.sources import check_unicode, parse_json
 
-if TYPE_CHECKING:
-    from datasets import Dataset, Features
-
-Duplicates = Literal["keep", "exact", "near"]
+FILTERED = "filter: "
 TOO_LONG = "too long"
-RAW_COLUMNS = ("raw", "location", "error", "source")
+RAW_FEATURES = {
+    "raw": Value("large_string"),
+    "location": Value("large_string"),
+    "error": Value("string"),
+    "source": Value("string"),
+}
+SEQUENCE_FEATURES = {
+    "input_ids": List(Value("int32")),
+    "loss_mask": List(Value("int8")),
+    "source": Value("string"),
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowSettings:
-    """What decides the columns of a row, besides the tokenizer."""
+@dataclass(slots=True)
+class TableRow:
+    """What is found out about a raw row; a column of the table each."""
 
-    source: Source
-    seed: int
-    max_length: int | None
-    """Tokens after which a row is cut; null: never."""
-    drops_long: bool
-    """A row of more than max_length tokens is left out instead."""
-    duplicates: Duplicates
-    benchmarks: Benchmarks | None
+    error: str
+    """Why the row is left out; "" for a good row."""
+    detail: str = ""
+    license: str = ""
+    hash: int = 0
+    identity: int = 0
+    contamination: int = 0
+    """Bit b is set if the row contains a prompt of benchmark b."""
+    num_missing: int = 0
+    num_tokens: int = 0
+    """Of the whole row, before the cut."""
+    num_supervised: int = 0
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    bands: list[int] = field(default_factory=lambda: [0] * NUM_BANDS)
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """For the fingerprint of a cached table."""
-        source = self.source
-        fields = (source.prompt_field, source.answer_field, source.license, repr(source.filters))
-        found = self.benchmarks.fingerprint if self.benchmarks else ""
-        return (*fields, self.seed, self.max_length, self.drops_long, self.duplicates, found)
+
+class RowRefused(Exception):
+    """A readable row that the configuration leaves out: the reason, and details."""
 
 
-def table_features(duplicates: Duplicates) -> "Features":
-    from datasets import Features, List, Value
+def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | None) -> list[Any]:
+    """What decides the columns of a row, besides the tokenizer: for the fingerprint of a table."""
+    fields = [source.prompt_field, source.answer_field, source.license, repr(source.filters)]
+    max_length = None if config.pack else config.max_length
+    found = benchmarks.fingerprint if benchmarks else ""
+    drops_long = config.too_long == "drop"
+    return [*fields, config.seed, max_length, drops_long, config.duplicates, found]
 
+
+def table_features(config: DataConfig) -> Features:
     columns = {
-        "raw": Value("large_string"),
-        "location": Value("large_string"),
-        "error": Value("string"),
-        "source": Value("string"),
-        "detail": Value("string"),
-        "license": Value("string"),
-        "hash": Value("int64"),
-        "identity": Value("int64"),
-        "contamination": Value("int64"),
+        **RAW_FEATURES,
+        **{name: Value("string") for name in ("detail", "license")},
+        **{name: Value("int64") for name in ("hash", "identity", "contamination")},
         "num_missing": Value("int32"),
-        "num_tokens": Value("int64"),
-        "num_supervised": Value("int64"),
-        "input_ids": List(Value("int32")),
-        "loss_mask": List(Value("int8")),
+        **{name: Value("int64") for name in ("num_tokens", "num_supervised")},
+        **SEQUENCE_FEATURES,
     }
-    if duplicates == "near":
+    if config.duplicates == "near":
         columns["bands"] = List(Value("int64"), length=NUM_BANDS)
     return Features(columns)
 
 
 def tokenize_batch(
-    batch: dict[str, list[Any]], *, tokenizer: PreTrainedTokenizerBase, settings: RowSettings
+    batch: dict[str, list[str]],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    source: Source,
+    benchmarks: Benchmarks | None,
 ) -> dict[str, list[Any]]:
     """Table columns for a batch of raw rows; a bad row keeps its place, with the reason."""
-    num_rows = len(batch["raw"])
-    columns = _empty_columns(batch, settings.duplicates == "near")
-    renderer = ChatRenderer(tokenizer) if settings.source.kind == "conversations" else None
-    good, chats, texts = [], [], []
-    for index in range(num_rows):
-        if columns["error"][index]:
+    renderer = ChatRenderer(tokenizer) if source.kind == "conversations" else None
+    rows = [TableRow(error) for error in batch["error"]]
+    good: list[TableRow] = []
+    chats: list[RenderedChat] = []
+    texts: list[str] = []
+    for row, text in zip(rows, batch["raw"], strict=True):
+        if row.error:
             continue
         try:
-            if renderer:
-                row = parse_json(batch["raw"][index])
-                messages = read_messages(row, settings.source)
+            if renderer is not None:
+                value = parse_json(text)
+                messages = read_messages(value, source)
                 chat = renderer.render(messages)
-                columns["num_missing"][index] = chat.num_missing
-                columns["license"][index] = license_of(row, settings.source)
-                content = json.dumps(messages, ensure_ascii=False)
+                row.num_missing, row.license = chat.num_missing, license_of(value, source)
+                row.hash = content_hash(json.dumps(messages, ensure_ascii=False), config.seed)
+                _judge(row, messages, config, source, benchmarks)
+                chats.append(chat)
             else:
-                messages, content = None, batch["raw"][index]
-                columns["license"][index] = (settings.source.license or "").lower()
+                row.license = license_of({}, source)
+                row.hash = content_hash(text, config.seed)
+                _judge(row, text, config, source, benchmarks)
+                texts.append(text)
+            good.append(row)
+        except RowRefused as refused:
+            row.error, row.detail = refused.args
         except ValueError as error:
-            columns["error"][index] = str(error)
-            continue
-        columns["hash"][index] = content_hash(content, settings.seed)
-        _judge(columns, index, messages, content, settings)
-        if columns["error"][index]:
-            continue
-        if renderer:
-            chats.append(chat)
-        else:
-            texts.append(content)
-        good.append(index)
-    if renderer:
-        pairs = renderer.tokenize(chats) if chats else []
-    else:
-        ids = (
-            tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        )
-        pairs = [(row, [1] * len(row)) for row in ids]
-    for index, (ids, mask) in zip(good, pairs, strict=True):
-        _store_tokens(columns, index, ids, mask, settings)
-    return columns
-
-
-def _empty_columns(batch: dict[str, list[Any]], has_bands: bool) -> dict[str, list[Any]]:
-    num_rows = len(batch["raw"])
-    columns: dict[str, list[Any]] = {
-        "error": list(batch["error"]),
-        "input_ids": [[] for _ in range(num_rows)],
-        "loss_mask": [[] for _ in range(num_rows)],
-    }
-    for name in ("detail", "license"):
-        columns[name] = [""] * num_rows
-    for name in ("hash", "identity", "contamination", "num_missing"):
-        columns[name] = [0] * num_rows
-    for name in ("num_tokens", "num_supervised"):
-        columns[name] = [0] * num_rows
-    if has_bands:
-        columns["bands"] = [[0] * NUM_BANDS for _ in range(num_rows)]
-    return columns
+            row.error = str(error)
+    pairs = renderer.tokenize(chats) if renderer is not None and chats else []
+    if texts:
+        found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        pairs = [(ids, [1] * len(ids)) for ids in found]
+    for row, (ids, mask) in zip(good, pairs, strict=True):
+        _store_tokens(row, ids, mask, config, source)
+    names = [name for name in table_features(config) if name in TableRow.__slots__]
+    return {name: [getattr(row, name) for row in rows] for name in names}
 
 
 def _judge(
-    columns: dict[str, list[Any]],
-    index: int,
-    messages: list[dict[str, str]] | None,
-    content: str,
-    settings: RowSettings,
+    row: TableRow,
+    content: str | list[Message],
+    config: DataConfig,
+    source: Source,
+    benchmarks: Benchmarks | None,
 ) -> None:
     """What the text alone decides: filters, benchmarks, and the keys of duplicates."""
-    texts = [content] if messages is None else [message["content"] for message in messages]
-    filters = settings.source.filters
-    if filters is not None:
-        num_turns = None
-        if messages is not None:
-            num_turns = sum(message["role"] != "system" for message in messages)
-        name, value = filters.refuse(texts, num_turns)
+    if isinstance(content, str):
+        texts, parts, num_turns = [content], [content], None
+    else:
+        texts = [message["content"] for message in content]
+        parts = [part for message in content for part in message.values()]
+        num_turns = sum(message["role"] != "system" for message in content)
+    if source.filters is not None:
+        name, value = source.filters.refuse(texts, num_turns)
         if name:
-            columns["error"][index] = FILTERED + name
-            columns["detail"][index] = f"{value:.4g}" if isinstance(value, float) else str(value)
-            return
+            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+            raise RowRefused(FILTERED + name, shown)
     whole = "\n".join(texts)
-    if settings.benchmarks is not None:
-        mask, shared = settings.benchmarks.find(whole)
-        if mask:
-            columns["error"][index] = CONTAMINATED
-            columns["contamination"][index] = mask
-            names = ", ".join(settings.benchmarks.names_of(mask))
-            columns["detail"][index] = f"{names}: {shared}"
-            return
-    if settings.duplicates != "keep":
-        parts = texts
-        if messages is not None:
-            parts = [part for message in messages for part in message.values()]
-        columns["identity"][index] = content_identity(parts)
-    if settings.duplicates == "near":
-        columns["bands"][index] = band_keys(whole)
+    if benchmarks is not None:
+        row.contamination, shared = benchmarks.find(whole)
+        if row.contamination:
+            names = ", ".join(benchmarks.names_of(row.contamination))
+            raise RowRefused(CONTAMINATED, f"{names}: {shared}")
+    if config.duplicates != "keep":
+        row.identity = content_identity(parts)
+    if config.duplicates == "near":
+        row.bands = band_keys(whole).tolist()
 
 
 def _store_tokens(
-    columns: dict[str, list[Any]],
-    index: int,
-    ids: list[int],
-    mask: list[int],
-    settings: RowSettings,
+    row: TableRow, ids: list[int], mask: list[int], config: DataConfig, source: Source
 ) -> None:
-    columns["num_tokens"][index] = len(ids)
-    filters, limit = settings.source.filters, settings.max_length
-    if filters is not None and filters.refuse_tokens(len(ids)):
-        columns["error"][index], columns["detail"][index] = f"{FILTERED}min_tokens", str(len(ids))
-    elif settings.drops_long and limit is not None and len(ids) > limit:
-        columns["error"][index], columns["detail"][index] = TOO_LONG, str(len(ids))
+    """Keep the tokens of a row, cut, unless their number refuses it."""
+    row.num_tokens = len(ids)
+    limit = None if config.pack else config.max_length
+    least = source.filters.min_tokens if source.filters is not None else None
+    if least is not None and len(ids) < least:
+        row.error, row.detail = f"{FILTERED}min_tokens", str(len(ids))
+    elif config.too_long == "drop" and len(ids) > config.max_length:
+        row.error, row.detail = TOO_LONG, str(len(ids))
     else:
-        columns["input_ids"][index] = ids[:limit]
-        columns["loss_mask"][index] = mask[:limit]
-        columns["num_supervised"][index] = sum(mask[:limit])
+        row.input_ids, row.loss_mask = ids[:limit], mask[:limit]
+        row.num_supervised = sum(row.loss_mask)
 
 
-def read_messages(row: Any, source: Source) -> list[dict[str, str]]:
+def read_messages(row: Any, source: Source) -> list[Message]:
     """The conversation in a row of this source.
 
     Raises:
@@ -259,7 +244,7 @@ def split_rows(hashes_N: np.ndarray, valid_fraction: float) -> np.ndarray:
     return is_valid
 
 
-def separator_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+def separator_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The pad token, or EOS for a tokenizer without one."""
     token_id = tokenizer.pad_token_id
     token_id = tokenizer.eos_token_id if token_id is None else token_id
@@ -272,47 +257,32 @@ def separator_token(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def pack_documents(
-    part: "Dataset", *, max_length: int, seed: int, separator: int, chat_sources: set[str]
-) -> "Dataset":
+    part: Dataset, *, max_length: int, seed: int, separator: int, chat_sources: set[str]
+) -> Dataset:
     """Shuffle the documents, end each with the separator, concatenate, cut in blocks.
 
     Args:
         chat_sources: names of the sources of conversations, after which the separator is not
             supervised.
     """
-    import pyarrow
-    from datasets import Dataset, Features, List, Value
-
-    features = Features(
-        {
-            "input_ids": List(Value("int32")),
-            "loss_mask": List(Value("int8")),
-            "source": Value("string"),
-        }
-    )
+    features = Features(SEQUENCE_FEATURES)
     if not len(part):
         return Dataset.from_dict({name: [] for name in features}, features=features)
-    table = part.with_format("arrow")[:].combine_chunks()
-    lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy()
-    ends = lengths.cumsum()
-    flat_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
-    flat_mask = table["loss_mask"].combine_chunks().flatten().to_numpy()
-    names = table["source"].to_pylist()
-    order = np.random.default_rng(seed).permutation(len(lengths))
-    id_pieces: list[Any] = []
-    mask_pieces: list[Any] = []
-    for index in order:
-        document = slice(ends[index] - lengths[index], ends[index])
-        id_pieces += [flat_ids[document], [separator]]
-        mask_pieces += [flat_mask[document], [names[index] not in chat_sources]]
-    ids = np.concatenate(id_pieces).astype(np.int32)
-    mask = np.concatenate(mask_pieces).astype(np.int8)
+    order = np.random.default_rng(seed).permutation(len(part))
+    table = part.select(order).with_format("arrow")[:].combine_chunks()
+    flat_ids, flat_mask, names = (table[name].combine_chunks() for name in features)
+    ends = flat_ids.value_lengths().to_numpy().cumsum()
+    sources = names.to_pylist()
+    is_text = [name not in chat_sources for name in sources]
+    ids = np.insert(flat_ids.flatten().to_numpy(), ends, separator)
+    mask = np.insert(flat_mask.flatten().to_numpy(), ends, is_text)
     starts = np.arange(0, len(ids), max_length)
-    first_documents = np.searchsorted((lengths[order] + 1).cumsum(), starts, side="right")
+    # Where each document ends now that every one before it has its separator.
+    first_documents = np.searchsorted(ends + np.arange(1, len(ends) + 1), starts, side="right")
     offsets = pyarrow.array(np.append(starts, len(ids)), type=pyarrow.int32())
     blocks = {
         "input_ids": pyarrow.ListArray.from_arrays(offsets, pyarrow.array(ids)),
         "loss_mask": pyarrow.ListArray.from_arrays(offsets, pyarrow.array(mask)),
-        "source": pyarrow.array([names[order[first]] for first in first_documents]),
+        "source": pyarrow.array([sources[first] for first in first_documents]),
     }
     return Dataset(pyarrow.table(blocks).cast(features.arrow_schema))

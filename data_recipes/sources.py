@@ -14,103 +14,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, cast
 
-from pipedraft.data_recipes.filters import Filters
+import datasets
+import pyarrow
+import pyarrow.parquet
+from datasets.exceptions import DatasetsError
+
+from pipedraft.data_recipes.config import Source
 
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SKIPPED_STDLIB = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 PARQUET_ROWS = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One place that rows come from."""
-
-    path: str = ""
-    """A file, a folder of files, or the id of a Hub data set. conversations: .jsonl, .json or
-    .parquet; text: .txt, .md or .py (.gz is read too). python_stdlib ignores it."""
-    kind: Literal["conversations", "text", "python_stdlib"] = "conversations"
-    """conversations: rows in the OpenAI or the ShareGPT form. text: one document per file, or per
-    row with text_field. python_stdlib: the modules of the running interpreter's standard library,
-    one per row."""
-    split: str = "train"
-    """Split of a Hub data set; a file or folder has none."""
-    subset: str | None = None
-    """Configuration of a Hub data set that has several, as `all` of HuggingFaceTB/smoltalk."""
-    files: str | None = None
-    """Files of a Hub data set to read instead of the whole, as a glob."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub data set; null is its main branch."""
-    streaming: bool = False
-    """Read a Hub data set over the network row by row; nothing but the rows read is stored. Local
-    files are always read like that."""
-    max_rows: int | None = None
-    """Read only this many rows, from the first."""
-    weight: float = 1.0
-    """Expected number of times that a row occurs in the training set: 0.25 draws a quarter of the
-    rows; 2.5 takes every row twice, and half of them once more. Which rows depends on their content
-    and data.seed only, and a larger weight only adds. Held-out rows occur at most once."""
-    prompt_field: str | None = None
-    """conversations: the field of the user's one turn, for rows that are a question and an
-    answer."""
-    answer_field: str | None = None
-    """conversations: the field of the assistant's one turn; goes with prompt_field."""
-    text_field: str | None = None
-    """text: the field that holds the document in .jsonl, .json or .parquet rows or a Hub data
-    set."""
-    license: str | None = None
-    """License of the rows, as the Hub writes it (mit, cc-by-4.0); a `license` field of a row of
-    conversations counts before it. Null and no such field: unknown."""
-    filters: Filters | None = None
-    """Limits that rows must keep; null: none."""
-
-    def __post_init__(self) -> None:
-        if not self.path and self.kind != "python_stdlib":
-            raise ValueError(
-                f"sources.path: {self.path!r} for kind {self.kind!r}; name a file, folder or Hub id"
-            )
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"sources.max_rows: {self.max_rows}; give a number above 0, or null")
-        if not 0 < self.weight <= 1000:
-            raise ValueError(
-                f"sources.weight: {self.weight}; give the number of times that a row occurs, above "
-                "0 and at most 1000, or remove the source"
-            )
-        if (self.prompt_field is None) != (self.answer_field is None):
-            given = "answer_field" if self.prompt_field is None else "prompt_field"
-            raise ValueError(
-                f"sources.{given}: {getattr(self, given)!r} stands alone; give prompt_field and "
-                "answer_field, or neither"
-            )
-        if self.prompt_field is not None and self.kind != "conversations":
-            raise ValueError(
-                f"sources.prompt_field: {self.prompt_field!r} with kind {self.kind!r}; it is for "
-                "kind 'conversations'"
-            )
-        if self.text_field is not None and self.kind != "text":
-            raise ValueError(
-                f"sources.text_field: {self.text_field!r} with kind {self.kind!r}; it is for kind "
-                "'text'"
-            )
-        if self.filters and self.filters.conversation_limits and self.kind != "conversations":
-            raise ValueError(
-                f"sources.filters.{self.filters.conversation_limits[0]}: set with kind "
-                f"{self.kind!r}, whose documents have no turns; leave it out"
-            )
-
-    @property
-    def name(self) -> str:
-        """How reports and the ``source`` column call it."""
-        return ":".join(part for part in (self.path, self.subset, self.files) if part) or self.kind
-
-    @property
-    def reading_key(self) -> tuple[Any, ...]:
-        """What decides the raw rows, apart from the files themselves."""
-        place = (self.path, self.kind, self.split, self.subset, self.files, self.revision)
-        return (*place, self.streaming, self.max_rows, self.text_field)
 
 
 @dataclass(frozen=True)
@@ -215,14 +132,14 @@ def _take_field(row: RawRow, field: str) -> RawRow:
         return row
     try:
         content = parse_json(row.text)
-        if not isinstance(content, dict) or not isinstance(content.get(field), str):
+        if not isinstance(content, dict) or not isinstance(text := content.get(field), str):
             raise ValueError("text_field is not a string")
-        check_unicode(content[field])
-        if not content[field].strip():
+        check_unicode(text)
+        if not text.strip():
             raise ValueError("empty document")
     except ValueError as error:
         return RawRow(row.text, row.location, str(error))
-    return RawRow(content[field], row.location)
+    return RawRow(text, row.location)
 
 
 def _suffix(path: Path) -> str:
@@ -300,9 +217,6 @@ def _read_lines(path: Path) -> Iterator[RawRow]:
 
 
 def _read_parquet(path: Path, source: Source) -> Iterator[RawRow]:
-    import pyarrow
-    import pyarrow.parquet
-
     number = 0
     try:
         file = pyarrow.parquet.ParquetFile(path)
@@ -330,23 +244,17 @@ def read_hub(source: Source) -> Iterator[RawRow]:
 
 def load_hub(source: Source) -> Any:
     """The split as a ``Dataset``, or as an ``IterableDataset`` if the source is streamed."""
-    import datasets
-
     return _load(datasets.load_dataset, source, split=source.split, streaming=source.streaming)
 
 
 def hub_stamp(source: Source) -> str:
     """Changes when the data set does: its fingerprint, or its commit if it is streamed."""
-    import datasets
-
     if source.streaming:
         return str(_load(datasets.load_dataset_builder, source).hash)
     return load_hub(source)._fingerprint
 
 
 def _load(loader: Callable[..., Any], source: Source, **options: Any) -> Any:
-    from datasets.exceptions import DatasetsError
-
     place = {"name": source.subset, "data_files": source.files, "revision": source.revision}
     try:
         return loader(source.path, **place, **options)

@@ -11,14 +11,14 @@ from data_rows import CHINESE, WORDS, Loader, chat, small_tokenizer, total, writ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedraft.data_recipes.decontamination import prompts_of, read_benchmarks
-from pipedraft.data_recipes.filters import (
-    Filters,
+from pipedraft.data_recipes.config import Filters
+from pipedraft.data_recipes.overlap import (
     hash_ngrams,
     hash_shingles,
     hash_words,
     jaccard,
-    prefix_sums,
+    prompts_of,
+    read_benchmarks,
     split_words,
 )
 from pipedraft.data_recipes.rows import content_hash, draw_copies, split_rows
@@ -254,7 +254,7 @@ def test_a_benchmark_that_cannot_be_read_is_an_error_with_its_place(tmp_path, co
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from("abcd"), max_size=30), st.integers(1, 14))
 def test_hashed_ngrams_are_equal_exactly_where_the_words_are(letters, length):
-    grams = hash_ngrams(prefix_sums(hash_words(letters)), length)
+    grams = hash_ngrams(hash_words(letters), length)
     windows = [tuple(letters[i : i + length]) for i in range(len(letters) - length + 1)]
     assert len(grams) == len(windows)
     for i, left in enumerate(windows):

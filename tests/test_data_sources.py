@@ -248,7 +248,7 @@ def test_the_card_has_what_the_hub_reads_and_every_count(recipe, tmp_path, capsy
         ({"filters": {"min_turns": -1}}, {}, ["sources.filters.min_turns: -1", "0 or more"]),
         ({"filters": {"min_cjk": 30}}, {}, ["sources.filters.min_cjk: 30", "0 to 1"]),
         ({"filters": {"min_turns": 4, "max_turns": 2}}, {}, ["min_turns: 4", "max_turns = 2"]),
-        ({"kind": "text", "filters": {"max_turns": 2}}, {}, ["filters.max_turns", "no turns"]),
+        ({"kind": "text", "filters": {"max_turns": 2}}, {}, ["filters.max_turns", "leave it out"]),
         ({"prompt_field": "q"}, {}, ["sources.prompt_field: 'q'", "answer_field"]),
         ({"text_field": "text"}, {}, ["sources.text_field: 'text'", "kind 'text'"]),
         ({}, {"duplicates": "fuzzy"}, ["duplicates", "fuzzy"]),

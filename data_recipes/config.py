@@ -1,0 +1,239 @@
+"""What a data recipe says: its sources, the limits of their rows, and what becomes of them."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Duplicates = Literal["keep", "exact", "near"]
+# Below, the bands of near duplicates miss more than one pair in ten.
+LEAST_NEAR_THRESHOLD = 0.7
+# Hiragana and katakana, CJK extension A, CJK unified ideographs.
+CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+CJK_CHARACTER = re.compile(f"[{CJK}]")
+SHARES = ("max_non_alphabetic", "max_repeated_lines", "min_cjk", "max_cjk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filters:
+    """Limits that a row must keep, all inclusive; null: no limit.
+
+    Characters, letters and lines are those of all turns, system prompts included.
+    """
+
+    min_turns: int | None = None
+    """Turns of the user and the assistant together; for conversations only."""
+    max_turns: int | None = None
+    min_characters: int | None = None
+    max_characters: int | None = None
+    min_tokens: int | None = None
+    """Tokens of the whole row, as the target reads it; for more than max_length see too_long."""
+    max_non_alphabetic: float | None = None
+    """Share of the characters other than white space that are no letters of any script."""
+    max_repeated_lines: float | None = None
+    """Share of the lines with text that are equal to an earlier one."""
+    min_cjk: float | None = None
+    """Share of the letters that are Chinese or Japanese."""
+    max_cjk: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in asdict(self).items():
+            if limit is not None and (limit < 0 or (name in SHARES and limit > 1)):
+                fix = "a share from 0 to 1" if name in SHARES else "0 or more"
+                raise ValueError(f"sources.filters.{name}: {limit}; give {fix}, or null")
+        for name in ("turns", "characters", "cjk"):
+            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if least is not None and most is not None and least > most:
+                raise ValueError(
+                    f"sources.filters.min_{name}: {least} is above max_{name} = {most}, which "
+                    "leaves no row; swap them or leave one out"
+                )
+
+    def refuse(self, texts: Sequence[str], num_turns: int | None) -> tuple[str, float]:
+        """The first limit that a row misses and its value there; ("", 0) for a good row.
+
+        Args:
+            texts: contents of all turns, or the one document.
+            num_turns: turns of user and assistant; None for a document.
+        """
+        measures: dict[str, Callable[[], float]] = {
+            "characters": lambda: sum(map(len, texts)),
+            "non_alphabetic": lambda: non_alphabetic_share(texts),
+            "repeated_lines": lambda: repeated_line_share(texts),
+            "cjk": lambda: cjk_share(texts),
+        }
+        if num_turns is not None:
+            measures = {"turns": lambda: num_turns, **measures}
+        for name, measure in measures.items():
+            least, most = (getattr(self, f"{side}_{name}", None) for side in ("min", "max"))
+            if least is None and most is None:
+                continue
+            value = measure()
+            if least is not None and value < least:
+                return f"min_{name}", value
+            if most is not None and value > most:
+                return f"max_{name}", value
+        return "", 0
+
+
+def count_letters(texts: Sequence[str]) -> int:
+    return sum(sum(map(str.isalpha, text)) for text in texts)
+
+
+def non_alphabetic_share(texts: Sequence[str]) -> float:
+    """1 for a row without any character but white space."""
+    visible = sum(len(part) for text in texts for part in text.split())
+    return 1 - count_letters(texts) / visible if visible else 1.0
+
+
+def repeated_line_share(texts: Sequence[str]) -> float:
+    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+    return 1 - len(set(lines)) / len(lines) if lines else 0.0
+
+
+def cjk_share(texts: Sequence[str]) -> float:
+    """0 for a row without letters."""
+    letters = count_letters(texts)
+    found = sum(len(CJK_CHARACTER.findall(text)) for text in texts)
+    return min(1.0, found / letters) if letters else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One place that rows come from."""
+
+    path: str = ""
+    """A file, a folder of files, or the id of a Hub data set. conversations: .jsonl, .json or
+    .parquet; text: .txt, .md or .py (.gz is read too). python_stdlib ignores it."""
+    kind: Literal["conversations", "text", "python_stdlib"] = "conversations"
+    """conversations: rows in the OpenAI or the ShareGPT form. text: one document per file, or per
+    row with text_field. python_stdlib: the modules of the running interpreter's standard library,
+    one per row."""
+    split: str = "train"
+    """Split of a Hub data set; a file or folder has none."""
+    subset: str | None = None
+    """Configuration of a Hub data set that has several, as `all` of HuggingFaceTB/smoltalk."""
+    files: str | None = None
+    """Files of a Hub data set to read instead of the whole, as a glob."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub data set; null is its main branch."""
+    streaming: bool = False
+    """Read a Hub data set over the network row by row; nothing but the rows read is stored. Local
+    files are always read like that."""
+    max_rows: int | None = None
+    """Read only this many rows, from the first."""
+    weight: float = 1.0
+    """Expected number of times that a row occurs in the training set: 0.25 draws a quarter of the
+    rows; 2.5 takes every row twice, and half of them once more. Which rows depends on their content
+    and data.seed only, and a larger weight only adds. Held-out rows occur at most once."""
+    prompt_field: str | None = None
+    """conversations: the field of the user's one turn, for rows that are a question and an
+    answer."""
+    answer_field: str | None = None
+    """conversations: the field of the assistant's one turn; goes with prompt_field."""
+    text_field: str | None = None
+    """text: the field that holds the document in .jsonl, .json or .parquet rows or a Hub data
+    set."""
+    license: str | None = None
+    """License of the rows, as the Hub writes it (mit, cc-by-4.0); a `license` field of a row of
+    conversations counts before it. Null and no such field: unknown."""
+    filters: Filters | None = None
+    """Limits that rows must keep; null: none."""
+
+    def __post_init__(self) -> None:
+        if not self.path and self.kind != "python_stdlib":
+            raise ValueError(
+                f"sources.path: {self.path!r} for kind {self.kind!r}; name a file, folder or Hub id"
+            )
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"sources.max_rows: {self.max_rows}; give a number above 0, or null")
+        if not 0 < self.weight <= 1000:
+            raise ValueError(
+                f"sources.weight: {self.weight}; give the number of times that a row occurs, above "
+                "0 and at most 1000, or remove the source"
+            )
+        if (self.prompt_field is None) != (self.answer_field is None):
+            given = "answer_field" if self.prompt_field is None else "prompt_field"
+            raise ValueError(
+                f"sources.{given}: {getattr(self, given)!r} stands alone; give prompt_field and "
+                "answer_field, or neither"
+            )
+        limits = self.filters or Filters()
+        for name, value, kind in (
+            ("prompt_field", self.prompt_field, "conversations"),
+            ("text_field", self.text_field, "text"),
+            ("filters.min_turns", limits.min_turns, "conversations"),
+            ("filters.max_turns", limits.max_turns, "conversations"),
+        ):
+            if value is not None and self.kind != kind:
+                raise ValueError(
+                    f"sources.{name}: {value!r} with kind {self.kind!r}; it is for kind {kind!r}, "
+                    "leave it out"
+                )
+
+    @property
+    def name(self) -> str:
+        """How reports and the ``source`` column call it."""
+        return ":".join(part for part in (self.path, self.subset, self.files) if part) or self.kind
+
+    @property
+    def reading_key(self) -> tuple[Any, ...]:
+        """What decides the raw rows, apart from the files themselves."""
+        place = (self.path, self.kind, self.split, self.subset, self.files, self.revision)
+        return (*place, self.streaming, self.max_rows, self.text_field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What to train on, and how rows become token sequences."""
+
+    sources: list[Source]
+    """Read in this order, all rows of each; ``weight`` of each decides how often they occur."""
+    max_length: int = 2048
+    """Tokens per row: longer conversations are cut, packed text is cut in blocks of this size."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What happens to a row of more than max_length tokens; drop: it is left out and counted."""
+    duplicates: Duplicates = "keep"
+    """exact: leave out a row that says what an earlier one says, but for case, white space and
+    Unicode form. near: also one that shares most of its word 5-grams with an earlier one."""
+    near_threshold: float = 0.8
+    """Least Jaccard index of the word 5-grams of two rows that are near duplicates."""
+    decontaminate: list[str | Source] = field(default_factory=list)
+    """Files or folders of benchmarks, or Hub data sets in the form of a source: rows that share a
+    13-gram of words with one of their prompts are left out, and counted per benchmark."""
+    valid_fraction: float = 0.02
+    """Share of rows, chosen by a hash of content and seed, held out for validation. 0 holds out
+    none; any other value at least one, given two different rows."""
+    seed: int = 0
+    """Decides the split, the rows that weights draw, and the order of packed documents."""
+    num_proc: int = 1
+    """Processes that tokenize."""
+    cache_dir: str | None = None
+    """Folder of the Arrow files; null is the cache folder of ``datasets``."""
+    pack: bool = False
+    """Language-model training: concatenate all documents instead of one row per conversation."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("data.sources: []; name at least one source")
+        for name, value, least in (
+            ("max_length", self.max_length, 2),
+            ("num_proc", self.num_proc, 1),
+        ):
+            if value < least:
+                raise ValueError(f"data.{name}: {value}; give {least} or more")
+        if not 0 <= self.valid_fraction < 1:
+            raise ValueError(f"data.valid_fraction: {self.valid_fraction}; give 0 <= value < 1")
+        if not LEAST_NEAR_THRESHOLD <= self.near_threshold <= 1:
+            raise ValueError(
+                f"data.near_threshold: {self.near_threshold}; give {LEAST_NEAR_THRESHOLD} to 1"
+            )
+        if self.pack and self.too_long == "drop":
+            raise ValueError(
+                "data.too_long: 'drop' with data.pack, which cuts documents in blocks whatever "
+                "their length; leave one of the two out"
+            )
+
+    @property
+    def chat_sources(self) -> set[str]:
+        return {source.name for source in self.sources if source.kind == "conversations"}
