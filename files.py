@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,15 +132,26 @@ def write_folder(
             fill(new)
             if replaces:
                 _mark(new)
-            if is_ours:
-                place.rename(Path(temporary, "old"))
-            new.rename(place)
+            _swap(new, place, Path(f"{temporary}.old"))
     except (OSError, SafetensorError) as error:
         said = getattr(error, "strerror", None) or str(error)
         what = f"--out: {str(out)!r} cannot be written ({said}); give another folder"
         by_input = isinstance(error, PermissionError | FileExistsError | NotADirectoryError)
         raise (UsageError(what) if by_input else Failure(f"{what}, or make room")) from error
     return sorted(path for path in out.iterdir() if not path.name.startswith("."))
+
+
+def _swap(new: Path, place: Path, aside: Path) -> None:
+    """Put a folder in the place of another one, which is gone only when the new one is there."""
+    try:
+        if place.exists():
+            place.rename(aside)
+        new.rename(place)
+    except BaseException:
+        if aside.exists() and not place.exists():
+            aside.rename(place)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _is_empty(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from pipedraft.errors import Failure
-from pipedraft.files import MARKER
+from pipedraft.files import MARKER, write_folder
 from pipedraft.models import hub_link, load_draft, load_untied
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.target import load_target
@@ -325,6 +325,30 @@ def test_a_dry_run_replaces_nothing_but_what_one_wrote(place, draft, tmp_path, m
         assert dry_run(draft, out, monkeypatch) == 2
         one_line(capfd, "in use, by what this command did not write")
         assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "error"), [(1, OSError), (2, OSError), (2, KeyboardInterrupt)]
+)
+def test_a_rename_that_fails_leaves_the_folder_before_it(fails_at, error, tmp_path, monkeypatch):
+    def fill(folder: Path, content: str = "new") -> None:
+        (folder / "a").write_text(content)
+
+    write_folder(tmp_path / "out", partial(fill, content="old"), replaces=True)
+    before, rename, renames = contents(tmp_path), Path.rename, []
+
+    def failing(self: Path, to: Path) -> Path:
+        renames.append(to)
+        if len(renames) == fails_at:
+            raise error("no")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(Failure if error is OSError else error):
+        write_folder(tmp_path / "out", fill, replaces=True)
+    assert contents(tmp_path) == before
+    write_folder(tmp_path / "out", fill, replaces=True)
+    assert (tmp_path / "out" / "a").read_text() == "new" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_full_disk_leaves_nothing_half_written(draft, tmp_path, monkeypatch, capfd):
