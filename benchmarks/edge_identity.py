@@ -9,16 +9,19 @@ Stored for each sequence: token ids, bytes, messages, times, rounds, tests and e
 of the output is one JSON object.
 """
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from identity import PlainTokenizer, add_noise, make_draft, make_target
+from identity import (
+    PlainTokenizer,
+    add_noise,
+    make_draft,
+    make_target,
+    read_options,
+    write_or_compare,
+)
 
 from pipedraft.eval.edge.constants import TIMES, radio_energy, radio_of
 from pipedraft.eval.edge.methods import METHODS, Simulation, decode
@@ -98,46 +101,18 @@ def summarize(decoded: Any) -> dict[str, Any]:
     }
 
 
-def decode_all(only: str) -> dict[str, Any]:
+def main() -> None:
+    options = read_options(__doc__)
+    torch.set_num_threads(1)
     target, found = make_target(), {}
     target.generation_config.eos_token_id = EOS
     for name, method, simulation in all_runs(target):
-        if only in name:
+        if options.only in name:
             found[name] = [
                 summarize(decode(METHODS[method], simulation, prompt, prompt_index=index))
                 for index, prompt in enumerate(PROMPTS)
             ]
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--write", type=Path, metavar="FILE")
-    chosen.add_argument("--compare", type=Path, metavar="FILE")
-    parser.add_argument("--only", default="", metavar="WORDS", help="runs whose name has them")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = decode_all(options.only)
-    if options.write is not None:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text(json.dumps(found, indent=0))
-        print(json.dumps({"runs": len(found), "sequences": len(found) * len(PROMPTS)}))
-        return
-    found = json.loads(json.dumps(found))
-    expected = json.loads(options.compare.read_text())
-    expected = {name: run for name, run in expected.items() if options.only in name}
-    different = []
-    for name, run in expected.items():
-        if found.get(name) != run:
-            mine = found.get(name) or [{} for _ in run]
-            fields = {k for old, new in zip(run, mine) for k in old if new.get(k) != old[k]}  # noqa: B905
-            different.append(name)
-            print(f"different: {name}: {', '.join(sorted(fields))}", file=sys.stderr)
-    print(json.dumps({"runs": len(expected), "different": len(different)}))
-    sys.exit(bool(different))
+    write_or_compare(found, options)
 
 
 if __name__ == "__main__":

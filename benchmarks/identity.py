@@ -42,6 +42,8 @@ from pipedraft.models.target import target_fingerprint
 NUM_LAYERS = 8
 PROMPTS = [[5], [index * 5 % 60 for index in range(29)]]
 NEW_TOKENS = 18
+Found = dict[str, list[dict[str, Any]]]
+"""Of each run by its name: what is compared of each of its sequences."""
 SMALL, WIDE = "dynamic:4:3:8", "dynamic:5:6:20"
 
 LAYERED: list[dict[str, Any]] = [{"tree_width": width} for width in (1, 2, 4)]
@@ -170,7 +172,7 @@ def all_runs(num_stages: int) -> Iterator[tuple[str, str, str, dict[str, Any], d
                     yield name, schedule, draft, settings, shared
 
 
-def decode_all(stages: list[int], cluster: Cluster | None, folder: str) -> dict[str, Any]:
+def decode_all(stages: list[int], cluster: Cluster | None, folder: str, only: str) -> Found:
     target, found = make_target(), {}
     part: Any = target
     if cluster is not None:
@@ -179,6 +181,8 @@ def decode_all(stages: list[int], cluster: Cluster | None, folder: str) -> dict[
     for num_stages in stages:
         drafts: dict[str, Any] = {}
         for name, schedule, kind, settings, shared in all_runs(num_stages):
+            if only not in name:
+                continue
             if kind not in drafts:
                 drafts[kind] = make_draft(kind, target, num_stages)
             config = DecodeConfig.of(
@@ -215,14 +219,40 @@ def summarize(result: Any, has_stable_steps: bool) -> dict[str, Any]:
     return summary
 
 
-def main() -> None:
+def read_options(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--write", type=Path, metavar="FILE")
     chosen.add_argument("--compare", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    parser.add_argument("--only", default="", metavar="WORDS", help="runs whose name has them")
+    return parser.parse_args()
+
+
+def write_or_compare(found: Found, options: argparse.Namespace) -> None:
+    """Store the runs, or end with status 1 where they differ from those that were stored."""
+    if options.write is not None:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text(json.dumps(found, indent=0))
+        print(json.dumps({"runs": len(found), "sequences": sum(map(len, found.values()))}))
+        return
+    found = json.loads(json.dumps(found))  # tuples become lists, as in the file
+    stored = json.loads(options.compare.read_text())
+    expected = {name: runs for name, runs in stored.items() if options.only in name}
+    different = 0
+    for name, runs in expected.items():
+        if (mine := found.get(name)) != runs:
+            different += 1
+            pairs = zip(runs, mine or [{}] * len(runs), strict=True)
+            fields = {field for old, new in pairs for field in old if new.get(field) != old[field]}
+            print(f"different: {name}: {', '.join(sorted(fields))}", file=sys.stderr)
+    print(json.dumps({"runs": len(expected), "different": different}))
+    sys.exit(different > 0)
+
+
+def main() -> None:
+    options = read_options(__doc__)
     torch.set_num_threads(1)
     limits = Limits(silence_s=60, undelivered_s=60, step_s=60)
     with Cluster(limits) if is_launched() else nullcontext() as cluster:
@@ -231,19 +261,8 @@ def main() -> None:
             return
         with TemporaryDirectory() as folder:
             stages = [4, 8] if cluster is None else [cluster.world_size]
-            found = decode_all(stages, cluster, folder)
-    drafted = sum(len(run) for run in found.values())
-    if options.write is not None:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text(json.dumps(found, indent=0))
-        print(json.dumps({"runs": len(found), "sequences": drafted}))
-        return
-    expected = json.loads(options.compare.read_text())
-    different = [name for name in expected if found.get(name) != expected[name]]
-    for name in different:
-        print(f"different: {name}", file=sys.stderr)
-    print(json.dumps({"runs": len(expected), "different": len(different)}))
-    sys.exit(bool(different))
+            found = decode_all(stages, cluster, folder, options.only)
+    write_or_compare(found, options)
 
 
 if __name__ == "__main__":
