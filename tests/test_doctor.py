@@ -7,6 +7,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import REPOSITORY
@@ -29,10 +30,11 @@ def test_a_sound_environment_has_no_failure(tmp_path):
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
     found = {entry["check"]: entry for entry in json.loads(done.stdout)}
     names = ["python", "transformers", "accelerate", "torch", "gloo", "cores", "Hub"]
-    names += [f"folder {tmp_path}", "embedded target", "attention in bfloat16"]
+    names += [f"folder {tmp_path}", "embedded target"]
     assert set(names) <= found.keys()
     assert all(entry["status"] != "failure" for entry in found.values())
     assert "sums right" in found["embedded target"]["detail"]
+    assert "decodes in float32 and bfloat16" in found["embedded target"]["detail"]
     assert found["gloo"]["status"] == found["torch"]["status"] == "ok"
 
 
@@ -44,7 +46,7 @@ def test_a_broken_environment_ends_with_status_one(tmp_path, monkeypatch, capfd)
     weights.write_bytes(content)
     monkeypatch.chdir("/proc")
     monkeypatch.setenv("OMP_NUM_THREADS", "999")
-    monkeypatch.setattr(doctor, "GLOO_RANK", "raise SystemExit('no way to the other one')")
+    monkeypatch.setattr(doctor, "add_numbers", fails)
     monkeypatch.setattr(sys, "argv", ["doctor", "--assets", str(tmp_path / "assets")])
     with pytest.raises(SystemExit) as stop:
         doctor.main()
@@ -107,18 +109,33 @@ def test_versions_are_compared_with_bounds_and_with_the_tested_set(tmp_path, mon
     assert without["datasets"].status == "ok"
 
 
-def test_processes_that_do_not_come_together_are_a_failure_within_the_limit(monkeypatch):
-    """One rank leaves and the other waits; then one waits alone."""
-    leaves = "import sys, time\ntime.sleep(99) if sys.argv[1] == '0' else sys.exit(3)"
-    monkeypatch.setattr(doctor, "GLOO_RANK", leaves)
+def fails(rank: int, *_: object) -> None:
+    raise OSError("no way to the other one")
+
+
+def leaves(rank: int, *_: object) -> None:
+    """One rank leaves and the other waits."""
+    time.sleep(99) if rank == 0 else sys.exit(3)
+
+
+def waits(*_: object) -> None:
+    time.sleep(99)
+
+
+@pytest.mark.parametrize(
+    ("work", "reason", "timeout_s"),
+    [(leaves, "terminated with exit code 3", 60), (waits, "no result in 0.2 s", -9.8)],
+)
+def test_processes_that_do_not_come_together_are_a_failure_within_the_limit(
+    work, reason, timeout_s, monkeypatch
+):
+    monkeypatch.setattr(doctor, "add_numbers", work)
+    monkeypatch.setattr(doctor, "GLOO_TIMEOUT_S", timeout_s)
+    monkeypatch.setattr("torch.distributed.TCPStore", lambda *_, **__: SimpleNamespace(port=0))
     start = time.monotonic()
     finding = only(doctor.check_gloo())
-    assert finding.status == "failure" and "status 3" in finding.detail
+    assert finding.status == "failure" and reason in finding.detail
     assert time.monotonic() - start < 30
-    ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], text=True)]
-    assert doctor.wait_for(ranks, 0.3) == "no result in 0.3 s"
-    ranks[0].kill()
-    ranks[0].wait()
 
 
 @pytest.fixture
