@@ -8,18 +8,16 @@ import hashlib
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
-import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.config import MIN_TEMPERATURE
+from pipedraft.inference.transport.codec import Message, check_tensor
 
 Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "branch", "thin"]
 """noise: Gumbel's; tail, branch and thin: draws from a distribution that is known in parts."""
-MAX_PAYLOAD_BYTES = 16 * 2**20
-"""Of one payload's values: the logits of a vocabulary of four million."""
 
 
 @dataclass(frozen=True)
@@ -89,41 +87,45 @@ def gumbel_sample(p_V: np.ndarray, random: KeyedRandom, position: int) -> int:
 
 # -- what a rejection carries across a network --------------------------------------------------
 
-Packed = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
-"""Little-endian numbers, one after the other."""
 
-
-class _Payload(
-    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True
-):
-    """Fields in the order of declaration; the tag comes first."""
-
-
-class Token(_Payload, frozen=True, tag="t"):
+class Token(Message, tag="t"):
     """The token that stands where the draft token stood."""
 
     id: Annotated[int, Meta(ge=0, lt=2**31)]
 
 
-class Logits(_Payload, frozen=True, tag="l"):
-    """All of the target's: both sides compute the same probabilities of them, to the bit."""
+class Logits(Message, tag="l"):
+    """All of the target's logits: both sides compute the same probabilities of them, to the bit."""
 
-    values: Packed
+    values: Tensor
     """float32 [V]."""
 
+    def __post_init__(self) -> None:
+        check_tensor("values", self.values, (torch.float32,), None)
 
-class Top(_Payload, frozen=True, tag="k"):
+
+class Top(Message, tag="k"):
     """The most likely tokens, the mass of the others, and draws from these."""
 
-    ids: Packed
-    """int32 [K]."""
-    p: Packed
-    """float64 [K]."""
+    ids: Tensor
+    """int32 [K + M]: the K most likely tokens, then M drawn from the target's distribution over
+    the others."""
+    p: Tensor
+    """float64 [K + M]: their probabilities under the whole distribution."""
+    num_top: Annotated[int, Meta(ge=1)]
+    """K."""
     tail_mass: Annotated[float, Meta(ge=0, le=1)]
-    sample_ids: Packed
-    """int32 [M]: tokens outside the K, drawn from the target's distribution over them."""
-    sample_p: Packed
-    """float64 [M]: their probabilities under the whole distribution."""
+
+    def __post_init__(self) -> None:
+        check_tensor("ids", self.ids, (torch.int32,), None)
+        check_tensor("p", self.p, (torch.float64,), len(self.ids))
+        if self.num_top > len(self.ids) or self.ids.min() < 0:
+            raise ValueError(f"ids: {len(self.ids)} of {self.num_top}, or a negative one")
+
+    @property
+    def num_samples(self) -> int:
+        """M."""
+        return len(self.ids) - self.num_top
 
 
 Payload: TypeAlias = Token | Logits | Top
@@ -141,13 +143,3 @@ class DraftToken:
     def q(self) -> float:
         """Its own probability, 1 where it was not drawn."""
         return 1.0 if self.q_V is None else float(self.q_V[self.token])
-
-
-def pack(values: Tensor, kind: str) -> bytes:
-    return values.numpy(force=True).astype(kind).tobytes()
-
-
-def unpack(values: bytes, kind: str) -> np.ndarray:
-    if len(values) % np.dtype(kind).itemsize:
-        raise ValueError(f"payload: {len(values)} bytes are no numbers of type {kind}")
-    return np.frombuffer(values, kind).copy()

@@ -30,9 +30,7 @@ from pipedraft.inference.draws import (
     Top,
     draw,
     gumbel_sample,
-    pack,
     probabilities,
-    unpack,
 )
 from pipedraft.inference.tree import TokenTree
 
@@ -313,7 +311,7 @@ class RejectionVerifier(Verifier):
 
     def payload(self, logits_V: Tensor, position: int) -> Payload:
         """What a correction at a position needs of the target."""
-        return Logits(values=pack(logits_V, "<f4"))
+        return Logits(values=logits_V.float().cpu())
 
     def payload_bytes(self, vocab_size: int) -> int:
         return 4 * vocab_size
@@ -327,9 +325,9 @@ class RejectionVerifier(Verifier):
         raise self._wrong(payloads)
 
     def _from_all(
-        self, draft_token: DraftToken, position: int, values: bytes, *, attempt: int
+        self, draft_token: DraftToken, position: int, logits_V: Tensor, *, attempt: int
     ) -> int:
-        p_V = probabilities(torch.from_numpy(unpack(values, "<f4")), self.temperature)
+        p_V = probabilities(logits_V, self.temperature)
         residual_V = (p_V - _padded(draft_token, len(p_V))).clamp_min(0)
         return draw(residual_V, self.random.uniform(position, "residual", attempt))
 
@@ -358,35 +356,32 @@ class TopKVerifier(RejectionVerifier):
             case [Top() as top]:
                 ids_K, residual_K = self._residual(draft_token, top)
                 if not residual_K.any():  # not published; the K tokens themselves stand in
-                    residual_K = torch.from_numpy(unpack(top.p, "<f8"))
+                    residual_K = top.p[: top.num_top]
                 uniform = self.random.uniform(position, "residual")
                 return int(ids_K[draw(residual_K, uniform)])
         raise self._wrong(payloads)
 
     def _top(self, logits_V: Tensor, position: int, first: int, count: int) -> Top:
         p_V = probabilities(logits_V, self.temperature)
-        p_K, ids_K = p_V.topk(min(self.top_k, len(p_V)))
+        ids_K = p_V.topk(min(self.top_k, len(p_V))).indices
         tail_V = p_V.clone()
         tail_V[ids_K] = 0
         tail_mass = float(tail_V.sum())
         attempts = range(first, first + count) if tail_mass else range(0)
         uniforms = [self.random.uniform(position, "tail", attempt) for attempt in attempts]
-        samples_M = torch.tensor([draw(tail_V, u) for u in uniforms], dtype=torch.int64)
+        samples_M = ids_K.new_tensor([draw(tail_V, u) for u in uniforms])
+        ids = torch.cat([ids_K, samples_M])
         return Top(
-            ids=pack(ids_K, "<i4"),
-            p=pack(p_K, "<f8"),
+            ids=ids.int().cpu(),
+            p=p_V[ids].cpu(),
+            num_top=len(ids_K),
             tail_mass=min(tail_mass, 1.0),
-            sample_ids=pack(samples_M, "<i4"),
-            sample_p=pack(p_V.cpu()[samples_M], "<f8"),
         )
 
-    def _residual(self, draft_token: DraftToken, top: Top) -> tuple[np.ndarray, Tensor]:
+    def _residual(self, draft_token: DraftToken, top: Top) -> tuple[Tensor, Tensor]:
         """Tokens [K] and (p - q)+ [K]."""
-        ids_K = unpack(top.ids, "<i4")
-        p_K, q_K = torch.from_numpy(unpack(top.p, "<f8")), _entries(draft_token, ids_K)
-        if len(p_K) != len(ids_K) or not len(ids_K):
-            raise ValueError(f"payload: {len(ids_K)} tokens with {len(p_K)} probabilities")
-        return ids_K, (p_K - q_K).clamp_min(0)
+        ids_K, p_K = top.ids[: top.num_top], top.p[: top.num_top]
+        return ids_K, (p_K - _entries(draft_token, ids_K)).clamp_min(0)
 
 
 class TailEscapeVerifier(TopKVerifier):
@@ -409,27 +404,25 @@ class TailEscapeVerifier(TopKVerifier):
 
     def more(self, logits_V: Tensor, position: int, first: int, count: int) -> Payload:
         if count == 0:
-            return Logits(values=pack(logits_V, "<f4"))
+            return Logits(values=logits_V.float().cpu())
         return self._top(logits_V, position, first, count)
 
     def correct(
         self, draft_token: DraftToken, position: int, payloads: Sequence[Payload]
     ) -> int | None:
         *tops, last = payloads
-        values = last.values if isinstance(last, Logits) else None
-        if values is None:
+        logits_V = last.values if isinstance(last, Logits) else None
+        if logits_V is None:
             tops.append(last)
         parts = [top for top in tops if isinstance(top, Top)]
         if not parts or len(parts) < len(tops):
             raise self._wrong(payloads)
         ids_K, residual_K = self._residual(draft_token, parts[0])
-        sample_M = np.concatenate([unpack(part.sample_ids, "<i4") for part in parts])
-        p_M = np.concatenate([unpack(part.sample_p, "<f8") for part in parts])
-        if len(sample_M) != len(p_M):
-            raise ValueError(f"payload: {len(sample_M)} samples with {len(p_M)} probabilities")
+        sample_M = torch.cat([part.ids[part.num_top :] for part in parts])
+        p_M = torch.cat([part.p[part.num_top :] for part in parts])
         inside, outside = float(residual_K.sum()), parts[0].tail_mass
-        q_M = _entries(draft_token, sample_M).tolist()
-        samples = iter(zip(sample_M.tolist(), p_M.tolist(), q_M, strict=True))
+        q_M = _entries(draft_token, sample_M)
+        samples = iter(zip(sample_M.tolist(), p_M.tolist(), q_M.tolist(), strict=True))
         turn = 0
         while True:
             # `not <` so that an empty remainder (rounding alone) ends among the K.
@@ -444,7 +437,9 @@ class TailEscapeVerifier(TopKVerifier):
                 return token
             turn += 1
         # All turns so far ended without a token, so what is left is the whole residual again.
-        return None if values is None else self._from_all(draft_token, position, values, attempt=1)
+        if logits_V is None:
+            return None
+        return self._from_all(draft_token, position, logits_V, attempt=1)
 
 
 RULES: dict[RuleName, type[Verifier]] = {
@@ -485,10 +480,9 @@ def _padded(draft_token: DraftToken, size: int) -> Tensor:
     return torch.nn.functional.pad(q_V, (0, size - len(q_V)))
 
 
-def _entries(draft_token: DraftToken, ids: np.ndarray) -> Tensor:
-    """q of some tokens."""
-    if len(ids) and ids.min() < 0:
-        raise ValueError(f"payload: token {ids.min()} is negative")
-    assert draft_token.q_V is not None
-    size = max(int(ids.max()) + 1 if len(ids) else 0, len(draft_token.q_V))
-    return _padded(draft_token, size)[torch.from_numpy(ids.astype(np.int64))]
+def _entries(draft_token: DraftToken, ids: Tensor) -> Tensor:
+    """q of some tokens; 0 behind the draft's last token, however large an id is."""
+    q_V = draft_token.q_V
+    assert q_V is not None, "only tokens that were drawn from q are tested against it"
+    known = ids < len(q_V)
+    return torch.where(known, q_V[torch.where(known, ids, 0).long()], 0.0)

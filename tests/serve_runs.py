@@ -15,7 +15,15 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.transport import wire
 from pipedraft.inference.transport.server import Security, Server
-from pipedraft.inference.transport.session_messages import MAX_BYTES, Open, Settings, encode
+from pipedraft.inference.transport.session_messages import (
+    HELLO,
+    MAX_BYTES,
+    REQUESTS,
+    Hello,
+    Open,
+    Request,
+    Settings,
+)
 from pipedraft.inference.transport.session_table import Limits
 from pipedraft.inference.transport.stream import Access, Connection
 from pipedraft.models.language_model import LanguageModelDraft
@@ -136,6 +144,10 @@ def run(scene: Any) -> Any:
             return await scene
 
     return asyncio.run(bounded())
+
+
+def encode(message: Hello | Request) -> bytes:
+    return HELLO.to_bytes(message) if isinstance(message, Hello) else REQUESTS.to_bytes(message)
 
 
 class RawConnection:

@@ -19,9 +19,9 @@ from serve_runs import Raw, RawConnection, opening
 
 from pipedraft.inference.__main__ import main
 from pipedraft.inference.transport import serve as serve_command
-from pipedraft.inference.transport.session_messages import Close, decode_reply
+from pipedraft.inference.transport.session_messages import REPLIES, Close, Hello
 from pipedraft.inference.transport.stream import Access
-from pipedraft.inference.transport.wire import HEALTH, NOT_SERVING, SERVING, Hello
+from pipedraft.inference.transport.wire import HEALTH, NOT_SERVING, SERVING
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
 from pipedraft.models.layers import LayerConfig
@@ -159,7 +159,7 @@ def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_server, pl
             refused = await late.end()
             replies = [first, *await raw.read(23)]
             await raw.send(Close(session=1, epoch=0, seq=1))
-            return refused, [decode_reply(data).token for data in replies], await raw.end()
+            return refused, [REPLIES.decode(data).token for data in replies], await raw.end()
 
     refused, tokens, ended = asyncio.run(scene())
     assert refused[:2] == ("UNAVAILABLE", "server: shutting down; try again")

@@ -20,10 +20,9 @@ from serve_runs import (
 
 from pipedraft.inference.transport import server as server_module
 from pipedraft.inference.transport import target_session
-from pipedraft.inference.transport.session_messages import Verify, decode_reply, prefix_hash
+from pipedraft.inference.transport.session_messages import REPLIES, Hello, Verify, prefix_hash
 from pipedraft.inference.transport.session_table import HeldSession
 from pipedraft.inference.transport.target_session import TargetSession
-from pipedraft.inference.transport.wire import Hello
 
 POISON = 63
 """The token of a session that fails."""
@@ -72,7 +71,7 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
         raw = Raw(connection)
         await raw.send(Hello(), opening([1, 2, 3], streams=False))
         (opened,) = (await raw.read(2))[1:]
-        text = [1, 2, 3, decode_reply(opened).token]
+        text = [1, 2, 3, REPLIES.decode(opened).token]
         await raw.send(
             Verify(
                 session=1,

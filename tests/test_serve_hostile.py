@@ -14,6 +14,7 @@ from serve_runs import (
     RawConnection,
     access_to,
     decode,
+    encode,
     lm_draft,
     make_server,
     make_target,
@@ -23,13 +24,15 @@ from serve_runs import (
 )
 
 from pipedraft.inference.transport.session_messages import (
+    PROTOCOL,
+    REPLIES,
+    WELCOME,
     Close,
     Error,
+    Hello,
     More,
     Preverify,
     Verify,
-    decode_reply,
-    encode,
     prefix_hash,
 )
 from pipedraft.inference.transport.session_table import (
@@ -38,8 +41,6 @@ from pipedraft.inference.transport.session_table import (
     Refused,
 )
 from pipedraft.inference.transport.stream import SessionStream
-from pipedraft.inference.transport.wire import PROTOCOL, Hello, Welcome
-from pipedraft.inference.transport.wire import decode as decode_frame
 from pipedraft.models.fingerprint import vocabulary_hash
 
 
@@ -88,8 +89,13 @@ VERIFY = {
 @pytest.mark.parametrize(
     "messages, code, text",
     [
-        ([b"\xc1\x00"], "INVALID_ARGUMENT", "no Hello"),
-        ([Hello(), b"nonsense"], "INVALID_ARGUMENT", "no message of this protocol"),
+        ([b"\xc1\x00"], "INVALID_ARGUMENT", "frame: 2 bytes"),
+        ([msgspec.msgpack.encode(("hello", 1, b"", 0))], "INVALID_ARGUMENT", "frame: "),
+        ([opening([1, 2])], "INVALID_ARGUMENT", "message: not one of this protocol"),
+        ([Hello(), Hello()], "INVALID_ARGUMENT", "message: not one of this protocol"),
+        ([Hello(), b"nonsense"], "INVALID_ARGUMENT", "frame: 8 bytes"),
+        ([Hello(), b"n" * 20], "INVALID_ARGUMENT", "frame: starts with 0x6e6e6e6e; want a peer"),
+        ([Hello(), encode(opening([1])) + b"x"], "INVALID_ARGUMENT", "1 bytes follow it"),
         ([Hello(), Close(session=1, epoch=0, seq=0)], "INVALID_ARGUMENT", "send Open after Hello"),
         ([Hello(protocol=PROTOCOL + 1)], "FAILED_PRECONDITION", "install the same version"),
         ([Hello(), opening([1] * 65)], "INVALID_ARGUMENT", "this server takes 64; shorten"),
@@ -97,7 +103,7 @@ VERIFY = {
         ([Hello(), tiny_temperature(5e-324)], "INVALID_ARGUMENT", "temperature: 5e-324 is"),
         ([Hello(), tiny_temperature(1e-200)], "INVALID_ARGUMENT", "0.0001 to 1e+06"),
         ([Hello(), tiny_temperature(float("nan"))], "INVALID_ARGUMENT", "temperature: nan is"),
-        ([Hello(), opening([1] * 9), b"\x00"], "INVALID_ARGUMENT", "no message of this protocol"),
+        ([Hello(), opening([1] * 9), b"\x00"], "INVALID_ARGUMENT", "frame: 1 bytes"),
         ([Hello(), b"x" * 200_000], "RESOURCE_EXHAUSTED", "larger than max"),
         ([Hello(ticket=b"0" * 24)], "NOT_FOUND", "open a new one with the text so far"),
     ],
@@ -127,9 +133,9 @@ def test_what_the_protocol_forbids_gets_an_error_reply(request_, text):
             raw = Raw(connection)
             await raw.send(Hello(), opening([1, 2], streams=False), request_)
             welcome, _, error = await raw.read(3)
-            assert isinstance(decode_reply(error), Error) and text in decode_reply(error).text
+            assert isinstance(REPLIES.decode(error), Error) and text in REPLIES.decode(error).text
             assert (await raw.end())[0] == "OK" and not server.table.held
-            return decode_frame(welcome, Welcome).ticket
+            return WELCOME.decode(welcome).ticket
 
     assert len(run(scene())) == 24
 
@@ -235,7 +241,7 @@ def test_nobody_goes_on_with_another_ones_session():
         ):
             owner = Raw(connection)
             await owner.send(Hello(), opening([1, 2], streams=False))
-            ticket = decode_frame((await owner.read(1))[0], Welcome).ticket
+            ticket = WELCOME.decode((await owner.read(1))[0]).ticket
             ends = []
             wrong = ticket[:-1] + bytes([ticket[-1] ^ 1])
             for stolen in (wrong, ticket[:8], ticket[:8] + bytes(16), bytes(8) + ticket[8:]):
@@ -248,7 +254,7 @@ def test_nobody_goes_on_with_another_ones_session():
             await second.send(Hello(ticket=ticket))
             assert (await owner.end())[0] == "ABORTED"
             _, opened = await second.read(2)
-            assert decode_reply(opened).token == greedy_reference(target, [1, 2], 1)[0]
+            assert REPLIES.decode(opened).token == greedy_reference(target, [1, 2], 1)[0]
 
     run(scene())
 
@@ -339,7 +345,7 @@ def test_draft_tokens_without_a_verdict_are_bounded():
         ):
             raw = Raw(connection)
             await raw.send(Hello(), opening([1, 2], streams=False))
-            text = [1, 2, decode_reply((await raw.read(2))[1]).token]
+            text = [1, 2, REPLIES.decode((await raw.read(2))[1]).token]
             for seq in range(1, 4):
                 fields = {"base": len(text), "prefix_hash": prefix_hash(text), "ids": [1] * 256}
                 await raw.send(
@@ -347,7 +353,7 @@ def test_draft_tokens_without_a_verdict_are_bounded():
                 )
                 text += [1] * 256
             (error,) = await raw.read(1)
-            return decode_reply(error).text
+            return REPLIES.decode(error).text
 
     assert "more than 512 draft tokens" in run(scene())
 
@@ -416,9 +422,9 @@ def test_replies_are_remembered_until_the_edge_has_read_them():
 
     held.add([reply(0, 0), reply(1, 0), reply(2, 1)])
     held.add([reply(1, 0)])  # sent again
-    assert [decode_reply(data).number for data in held.since(1)] == [1, 2]
+    assert [REPLIES.decode(data).number for data in held.since(1)] == [1, 2]
     held.note(Verify(session=1, **{**VERIFY, "epoch": 1}), 0.0)
-    assert [decode_reply(data).number for data in held.since(0)] == [2]
+    assert [REPLIES.decode(data).number for data in held.since(0)] == [2]
     held.note(More(session=1, epoch=1, seq=2, count=1), 0.0)
     assert held.since(0) == [] and held.retained_bytes == 0
     with pytest.raises(Refused, match="wait for this edge"):

@@ -25,10 +25,15 @@ from pipedraft.inference.channel import LinkEstimate
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.estimates import Estimates
 from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget
-from pipedraft.inference.transport import session_messages as messages
+from pipedraft.inference.transport.codec import MAGIC, PREFIX
 from pipedraft.inference.transport.session_messages import (
+    HELLO,
+    REPLIES,
+    REQUESTS,
+    WELCOME,
     Close,
     Error,
+    Hello,
     More,
     Open,
     Opened,
@@ -39,9 +44,7 @@ from pipedraft.inference.transport.session_messages import (
     Settings,
     Stream,
     Verify,
-    decode_reply,
-    decode_request,
-    encode,
+    Welcome,
     prefix_hash,
 )
 from pipedraft.inference.transport.target_session import (
@@ -53,13 +56,19 @@ from pipedraft.inference.verify import Token, Top
 
 HASH = prefix_hash([1, 2])
 FIELDS = {"session": 1, "epoch": 0, "base": 2, "prefix_hash": HASH}
-REQUESTS = [
+ASKED = [
     Open(session=1, prompt_ids=[1, 2], settings=Settings(rule="gumbel", temperature=0.5)),
-    Preverify(
-        session=1, epoch=0, seq=1, base=2, prefix_hash=HASH, certain=[7], ids=[], q=[], next_s=1
-    ),
+    Preverify(1, epoch=0, seq=1, base=2, prefix_hash=HASH, certain=[7], ids=[], q=[], next_s=1.0),
     Verify(
-        session=1, epoch=0, seq=2, base=2, prefix_hash=HASH, certain=[], ids=[3], q=[0.5], next_s=0
+        session=1,
+        epoch=0,
+        seq=2,
+        base=2,
+        prefix_hash=HASH,
+        certain=[],
+        ids=[3],
+        q=[0.5],
+        next_s=0.0,
     ),
     More(session=1, epoch=2, seq=3, count=16),
     Stream(session=1, epoch=2, seq=4, base=2, prefix_hash=HASH, certain=[]),
@@ -68,8 +77,8 @@ REQUESTS = [
 REPLY = {"session": 1, "number": 0, "seq": 0, "epoch": 0}
 LIMITS = {"vocab_size": 9, "max_positions": 9, "eos_token_ids": [2]}
 VERDICT = REPLY | {"length": 3, "held_s": 0.1, "forward_s": 0.1}
-TOP = Top(ids=b"\0" * 4, p=b"\0" * 8, tail_mass=0.1, sample_ids=b"", sample_p=b"")
-REPLIES = [
+TOP = Top(ids=torch.tensor([3, 5]).int(), p=torch.rand(2).double(), num_top=1, tail_mass=0.1)
+ANSWERED = [
     Opened(
         **REPLY, token=1, vocab_size=9, max_positions=9, eos_token_ids=[2], target="", anchor=""
     ),
@@ -84,28 +93,38 @@ REPLIES = [
 # -- bytes ----------------------------------------------------------------------------------
 
 
-def test_every_message_survives_its_encoding():
-    assert [decode_request(encode(message)) for message in REQUESTS] == REQUESTS
-    assert [decode_reply(encode(message)) for message in REPLIES] == REPLIES
+CODECS = [
+    *((REQUESTS, message) for message in ASKED),
+    *((REPLIES, message) for message in ANSWERED),
+    (HELLO, Hello(ticket=b"1234", next_number=3)),
+    (WELCOME, Welcome(b"1234", next_seq=5)),
+]
 
 
-@pytest.mark.parametrize("message", [*REQUESTS, *REPLIES], ids=lambda m: type(m).__name__)
-def test_damaged_bytes_are_refused_or_are_another_message(message):
+@pytest.mark.parametrize("codec, message", CODECS, ids=lambda it: type(it).__name__)
+def test_a_message_survives_and_damaged_bytes_are_refused_or_another_message(codec, message):
     """Never another exception than ValueError, and no half-read message."""
-    decode = decode_request if message in REQUESTS else decode_reply
-    data, rng = encode(message), random.Random(0)
+    data, rng = codec.to_bytes(message), random.Random(0)
+    assert codec.to_bytes(codec.decode(data)) == data
     for cut in range(len(data)):
-        with pytest.raises(ValueError, match="no message of this protocol"):
-            decode(data[:cut])
-    with pytest.raises(ValueError):
-        decode(data + b"\0")
+        with pytest.raises(ValueError):
+            codec.decode(data[:cut])
+    with pytest.raises(ValueError, match="1 bytes follow it"):
+        codec.decode(data + b"\0")
     for _ in range(300):
         damaged = bytearray(data)
         damaged[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            assert encode(decode(bytes(damaged)))
+            assert codec.to_bytes(codec.decode(bytes(damaged)))
         except ValueError as error:
             assert "\n" not in str(error)
+
+
+def test_a_frame_without_tensors_adds_eighteen_bytes_to_its_message():
+    """Prefix 16, and a list of no tensors; a virtual link counts them."""
+    for codec, message in CODECS:
+        if not isinstance(message, Reject | Samples):
+            assert len(codec.to_bytes(message)) == len(msgspec.msgpack.encode(message)) + 18
 
 
 @pytest.mark.parametrize(
@@ -123,21 +142,31 @@ def test_damaged_bytes_are_refused_or_are_another_message(message):
     ],
 )
 def test_fields_out_of_their_bounds_are_refused(fields):
-    data = encode(msgspec.structs.replace(REQUESTS[2], **fields))
-    with pytest.raises(ValueError, match="no message of this protocol"):
-        decode_request(data)
+    data = REQUESTS.to_bytes(msgspec.structs.replace(ASKED[2], **fields))
+    with pytest.raises(ValueError, match="not one of this protocol"):
+        REQUESTS.decode(data)
 
 
 def test_a_message_that_is_too_large_is_not_looked_at():
-    with pytest.raises(ValueError, match="send at most"):
-        decode_request(b"\0" * (messages.MAX_BYTES + 1))
+    for codec, header_bytes, tensor_bytes in (
+        (REQUESTS, 2**24 + 1, 0),
+        (REQUESTS, 9, 8),
+        (REPLIES, 9, 2**24 + 8),
+        (HELLO, 1025, 0),
+    ):
+        with pytest.raises(ValueError, match="this side takes"):
+            codec.decode(PREFIX.pack(MAGIC, header_bytes, tensor_bytes) + bytes(64))
 
 
 def test_a_side_does_not_read_its_own_messages():
-    with pytest.raises(ValueError):
-        decode_request(encode(REPLIES[1]))
-    with pytest.raises(ValueError):
-        decode_reply(encode(REQUESTS[2]))
+    for own, message, codec in (
+        (REPLIES, ANSWERED[1], REQUESTS),
+        (REQUESTS, ASKED[2], REPLIES),
+        (HELLO, Hello(), WELCOME),
+        (HELLO, Hello(), REQUESTS),
+    ):
+        with pytest.raises(ValueError, match="not one of this protocol"):
+            codec.decode(own.to_bytes(message))
 
 
 # -- order ----------------------------------------------------------------------------------
@@ -214,7 +243,8 @@ class Storm(TestPipeline):
 
     def put(self, side: str, message) -> None:
         if self.rng.random() >= self.loss:
-            self.under_way.append((side, encode(message)))
+            codec = REQUESTS if side == "target" else REPLIES
+            self.under_way.append((side, codec.to_bytes(message)))
 
     def target_turn(self) -> None:
         if self.is_computing:
@@ -233,9 +263,9 @@ class Storm(TestPipeline):
         if self.rng.random() < 0.8:  # else it comes again
             del self.under_way[index]
         if side == "draft":
-            self.receive(decode_reply(data), self.now_s)
+            self.receive(REPLIES.decode(data), self.now_s)
             return
-        for reply in self.session.receive(decode_request(data), self.now_s):
+        for reply in self.session.receive(REQUESTS.decode(data), self.now_s):
             self.put("draft", reply)
 
 
@@ -413,15 +443,15 @@ def test_a_retrained_anchor_lets_the_target_decode_alone():
         (Reject(**VERDICT | {"epoch": 1}, payload=Token(id=4)), "a reply of epoch 1 in epoch 0"),
         (Reject(**VERDICT, payload=TOP), "payload: Top after a rejection by rule 'match'"),
         (Samples(**REPLY, payload=TOP), "Samples that nobody asked for"),
-        (REPLIES[0], "Opened that nobody asked for"),
+        (ANSWERED[0], "Opened that nobody asked for"),
     ],
 )
 def test_a_server_that_errs_is_found_out(reply, message):
-    server = Scripted(REPLIES[0], msgspec.structs.replace(reply, number=1))
+    server = Scripted(ANSWERED[0], msgspec.structs.replace(reply, number=1))
     with pytest.raises(ValueError, match=message):
         server.decode(TableSource(torch.eye(6)), [1, 2], policy="fixed:3", max_new_tokens=9)
 
 
 def test_a_verdict_before_the_session_is_open_is_found_out():
     with pytest.raises(ValueError, match="server: Result before the session was open"):
-        Scripted(REPLIES[1]).decode(TableSource(torch.eye(6)), [1, 2])
+        Scripted(ANSWERED[1]).decode(TableSource(torch.eye(6)), [1, 2])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from pipedraft.inference.channel import Channel, EnergyModel, Link
@@ -16,7 +17,6 @@ from pipedraft.inference.pipelines.link import LinkPipeline, Times
 from pipedraft.inference.pipelines.linked import RemoteTarget
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.sources import make_source
-from pipedraft.inference.transport.session_messages import encode
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RULES, KeyedRandom, make_verifier
@@ -217,7 +217,8 @@ def _stream_down(result: DecodeResult, channel: Channel) -> float:
         made_s = times_s[len(arrivals_s)]
         count = times_s.count(made_s)
         ids = result.token_ids[len(arrivals_s) : len(arrivals_s) + count]
-        arrivals_s += [channel.transmit(made_s, len(encode(ids)), "down")] * count
+        num_bytes = len(msgspec.msgpack.encode(ids))
+        arrivals_s += [channel.transmit(made_s, num_bytes, "down")] * count
     result.token_times_s[:] = arrivals_s
     return arrivals_s[-1]
 

@@ -9,18 +9,18 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pipedraft.inference.channel import Channel, Direction, Link, LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines.estimates import Estimates
 from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget
 from pipedraft.inference.transport.session_messages import (
+    REPLIES,
+    REQUESTS,
     Open,
     Reply,
     Request,
-    decode_reply,
-    decode_request,
-    encode,
 )
 from pipedraft.inference.transport.target_session import SharedTarget, TargetSession
 
@@ -164,20 +164,19 @@ class LinkPipeline(LinkedPipeline):
         return self.channel.transmit(self._now_s, num_bytes, direction)
 
     def _send(self, request: Request) -> None:
-        data = encode(request)
+        data = REQUESTS.to_bytes(request)
         if self.is_colocated and isinstance(request, Open):
             self._now_s = self.channel.transmit(0.0, len(data), "up")
 
         def arrive() -> None:
-            self._send_down(self._session.receive(decode_request(data), self._now_s))
+            self._send_down(self._session.receive(REQUESTS.decode(data), self._now_s))
 
         self._at(self._transmit(len(data), "up"), arrive)
 
     def _send_down(self, replies: list[Reply]) -> None:
         for reply in replies:
-            data = encode(reply)
-            arrival_s = self._transmit(len(data), "down")
-            self._at(
-                arrival_s,
-                lambda data=data: self.receive(decode_reply(data), self._now_s),  # type: ignore[misc]
-            )
+            data = REPLIES.to_bytes(reply)
+            self._at(self._transmit(len(data), "down"), partial(self._arrive, data))
+
+    def _arrive(self, data: bytes) -> None:
+        self.receive(REPLIES.decode(data), self._now_s)

@@ -25,6 +25,8 @@ from pipedraft.inference.pipelines.local import FeatureStore
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.session_messages import (
+    REPLIES,
+    REQUESTS,
     WINDOW,
     Close,
     Error,
@@ -40,7 +42,6 @@ from pipedraft.inference.transport.session_messages import (
     Settings,
     Stream,
     Verify,
-    encode,
     prefix_hash,
 )
 from pipedraft.inference.verify import (
@@ -258,7 +259,7 @@ class LinkedPipeline(Pipeline):
         self._send(message)
         if is_early:
             return
-        num_bytes = len(encode(message)) + self.estimates.header_bytes
+        num_bytes = len(REQUESTS.to_bytes(message)) + self.estimates.header_bytes
         batch, self.batch = self.batch, None
         flight = Flight(message.seq, batch.start, batch.num_drafted, num_bytes, self.now())
         self.flights.append(flight)
@@ -334,11 +335,12 @@ class LinkedPipeline(Pipeline):
         request = self._batch_message(Verify, empty, certain)
         q = [0.5] * 8 * verifier.needs_q
         longer = msgspec.structs.replace(request, ids=[size - 1] * 8, q=q)
-        header = self.estimates.header_bytes
+        num_bytes, num_longer = (len(REQUESTS.to_bytes(message)) for message in (request, longer))
         return {
-            "up_bytes": len(encode(request)) + header,
-            "up_bytes_per_token": math.ceil((len(encode(longer)) - len(encode(request))) / 8),
-            "down_bytes": len(encode(request)) + header,  # a verdict has about as many fields
+            "up_bytes": num_bytes + self.estimates.header_bytes,
+            "up_bytes_per_token": math.ceil((num_longer - num_bytes) / 8),
+            # A verdict has about as many fields.
+            "down_bytes": num_bytes + self.estimates.header_bytes,
             "reject_bytes": verifier.payload_bytes(size),
         }
 
@@ -386,7 +388,7 @@ class LinkedPipeline(Pipeline):
         self.estimates.link.observe(
             arrived_s - flight.sent_s - verdict.held_s,
             up_bytes=flight.num_bytes,
-            down_bytes=len(encode(verdict)) + self.estimates.header_bytes,
+            down_bytes=len(REPLIES.to_bytes(verdict)) + self.estimates.header_bytes,
         )
 
     def _take_result(self, reply: Result) -> LinkVerdict:

@@ -21,9 +21,8 @@ from pipedraft.inference.pipelines import Ahead
 from pipedraft.inference.pipelines.estimates import Estimates
 from pipedraft.inference.pipelines.linked import LinkedPipeline, LinkVerdict, RemoteTarget
 from pipedraft.inference.sources import make_source
-from pipedraft.inference.transport.session_messages import Close, Request
+from pipedraft.inference.transport.session_messages import Close, Description, Request
 from pipedraft.inference.transport.stream import Connection, SessionLost, SessionStream
-from pipedraft.inference.transport.wire import Description
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import Payload, Verifier
 

@@ -4,8 +4,8 @@ A message set is a union of ``Message`` classes, whose fields declare types, siz
 may be tensors. A ``Codec`` turns one message into one frame:
 
     prefix   magic, bytes of the header, bytes of the tensors
-    header   msgpack: dtype and shape of every tensor, then the message; padded to 8 bytes
-    tensors  each padded to 8 bytes; bool as packed bits
+    header   msgpack: dtype and shape of every tensor, then the message
+    tensors  each starts at a multiple of 8 bytes and ends at one; bool as packed bits
 
 Nothing is pickled. Frames are judged before memory is taken for them, and what is read from a
 stream takes memory as its bytes come, not on the word of a header. On an accelerator tensors may
@@ -32,7 +32,7 @@ Fetch: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Receives the next tensor that travels apart, of this shape and dtype."""
 
 PREFIX = struct.Struct("<IIQ")
-MAGIC = 0x50444631
+MAGIC = 0x50444632
 """Its first byte on the wire is not 0: by it a posted buffer tells whether a frame has come."""
 PIECE_BYTES = 1 << 16
 """Memory taken for a frame before any byte of it is there."""
@@ -88,6 +88,7 @@ class Frame:
     """Tensors to be sent beside it, in this order."""
 
     def join(self) -> bytearray:
+        """The frame as one piece of memory."""
         return bytearray().join(self.buffers)
 
 
@@ -130,13 +131,18 @@ class Codec(Generic[M]):
             else:
                 raw.append(_raw(tensor))
         header = msgspec.msgpack.encode(Header(heads, msgspec.Raw(body)))
-        buffers = [piece for part in (header, *raw) for piece in (part, bytes(-len(part) % 8))]
-        sizes = len(header), sum(map(len, buffers[2:]))
+        buffers = [piece for part in raw for piece in (part, bytes(-len(part) % 8))]
+        sizes = len(header), sum(map(len, buffers))
         self._check(*sizes, self.max_tensor_bytes)
-        return Frame([PREFIX.pack(MAGIC, *sizes), *buffers], apart)
+        gap = bytes(_header_room(*sizes) - len(header))
+        return Frame([PREFIX.pack(MAGIC, *sizes), header, gap, *buffers], apart)
+
+    def to_bytes(self, message: M) -> bytes:
+        """The whole frame, for a link that carries messages of any length."""
+        return b"".join(self.encode(message).buffers)
 
     def decode(self, frame: Buffer, fetch: Fetch | None = None) -> M:
-        """The message at the start of ``frame``; its tensors are copies."""
+        """The message of one whole frame; its tensors are copies."""
         view = memoryview(frame)
 
         def take(size: int) -> bytearray:
@@ -146,7 +152,10 @@ class Codec(Generic[M]):
             piece, view = bytearray(view[:size]), view[size:]
             return piece
 
-        return self._decode(take, self.max_tensor_bytes, fetch)
+        message = self._decode(take, self.max_tensor_bytes, fetch)
+        if view:
+            raise ValueError(f"frame: {len(view)} bytes follow it; want one message")
+        return message
 
     def read(self, fill: Fill, max_tensor_bytes: int | None = None) -> M:
         """The next message of a stream.
@@ -160,13 +169,13 @@ class Codec(Generic[M]):
     def frame_bytes(self, start: Buffer) -> int:
         """Length of a frame whose first bytes are ``start``."""
         header_bytes, tensor_bytes = self._sizes(start, self.max_tensor_bytes)
-        return PREFIX.size + _padded(header_bytes) + tensor_bytes
+        return PREFIX.size + _header_room(header_bytes, tensor_bytes) + tensor_bytes
 
     def _decode(
         self, take: Callable[[int], bytearray], max_tensor_bytes: int, fetch: Fetch | None
     ) -> M:
         header_bytes, tensor_bytes = self._sizes(take(PREFIX.size), max_tensor_bytes)
-        data = memoryview(take(_padded(header_bytes)))[:header_bytes]
+        data = memoryview(take(_header_room(header_bytes, tensor_bytes)))[:header_bytes]
         header = self._judged(lambda: _headers.decode(data))
         inside = sum(_padded(head.num_bytes) for head in header.tensors if not head.is_apart)
         apart = [head.num_bytes for head in header.tensors if head.is_apart]
@@ -274,6 +283,10 @@ def _tensor(head: TensorHeader, data: bytearray, at: int) -> Tensor:
     return flat.view(head.shape)
 
 
+def _header_room(header_bytes: int, tensor_bytes: int) -> int:
+    """Bytes between the prefix and the first tensor; without tensors nothing is aligned."""
+    return _padded(header_bytes) if tensor_bytes else header_bytes
+
+
 def _padded(size: int) -> int:
-    """Tensors start at multiples of 8 bytes."""
     return -(-size // 8) * 8

@@ -182,7 +182,7 @@ class Receiver:
         work, buffer = self._posted.popleft()
         work.wait(DAY)
         total = CODEC.frame_bytes(buffer.numpy().data)
-        frame = buffer
+        frame = buffer[:total]
         if total > BUFFER_BYTES:
             rest = torch.empty(total - BUFFER_BYTES, dtype=torch.uint8)
             rest_work = dist.irecv(rest, self.peer, tag=2 * self.channel + 1)

@@ -21,10 +21,16 @@ import torch
 
 from pipedraft.inference.transport import wire
 from pipedraft.inference.transport.session_messages import (
+    HELLO,
+    PROTOCOL,
+    REQUESTS,
+    WELCOME,
+    Description,
+    Hello,
     Open,
     Reply,
-    decode_request,
-    encode,
+    Request,
+    Welcome,
 )
 from pipedraft.inference.transport.session_table import (
     KEY_BYTES,
@@ -108,8 +114,8 @@ class Server:
         self.name = name
         forward_s, row_s, row_bytes = measure(self.target)
         self.table = SessionTable(self.target, limits, row_bytes)
-        self._about = wire.Description(
-            protocol=wire.PROTOCOL,
+        self._about = Description(
+            protocol=PROTOCOL,
             target=name,
             fingerprint=self.target.fingerprint,
             anchor=self.target.anchor,
@@ -309,7 +315,7 @@ class Server:
 
     async def _describe(self, request: bytes, context: Any) -> bytes:
         await self._authenticate(context)
-        return encode(
+        return msgspec.msgpack.encode(
             msgspec.structs.replace(
                 self._about,
                 sessions=len(self.table.held),
@@ -343,7 +349,7 @@ class Server:
         try:
             session = await self._enter(requests, stream)
             async for data in requests:
-                self._receive(session, data)
+                self._receive(session, REQUESTS.decode(data))
                 await stream.drained()
         except Refused as refusal:
             stream.finish(refusal)
@@ -361,43 +367,40 @@ class Server:
     async def _enter(self, requests: AsyncIterator[bytes], stream: _Stream) -> HeldSession:
         try:
             async with asyncio.timeout(self.limits.idle_s):
-                first = await anext(requests)
-                hello = wire.decode(first, wire.Hello)
-                if hello.protocol != wire.PROTOCOL:
+                hello = HELLO.decode(await anext(requests))
+                if hello.protocol != PROTOCOL:
                     raise Refused(
                         "FAILED_PRECONDITION",
-                        f"protocol: {hello.protocol}, this server speaks {wire.PROTOCOL}; install "
-                        "the same version on both sides",
+                        f"protocol: {hello.protocol}, this server speaks {PROTOCOL}; install the "
+                        "same version on both sides",
                     )
                 if hello.ticket:
                     return self._resume(hello, stream)
-                data = await anext(requests)
+                opening = REQUESTS.decode(await anext(requests))
         except (TimeoutError, StopAsyncIteration) as error:
             raise Refused("DEADLINE_EXCEEDED", "session: nothing was opened") from error
-        opening = decode_request(data)
         if not isinstance(opening, Open):
             raise Refused("INVALID_ARGUMENT", "session: not open; send Open after Hello")
         session = self.table.open(opening, time.monotonic())
         session.stream, stream.session = stream, session
-        stream.put([encode(wire.Welcome(ticket=session.ticket, next_seq=0))])
-        self._receive(session, data)
+        stream.put([WELCOME.to_bytes(Welcome(session.ticket, next_seq=0))])
+        self._receive(session, opening)
         return session
 
-    def _resume(self, hello: wire.Hello, stream: _Stream) -> HeldSession:
+    def _resume(self, hello: Hello, stream: _Stream) -> HeldSession:
         session = self.table.find(hello.ticket, time.monotonic())
         if session.stream is not None:
             session.stream.finish(Refused("ABORTED", "session: another stream goes on with it"))
         session.stream, stream.session = stream, session
         next_seq = session.core.next_seq
-        stream.put([encode(wire.Welcome(ticket=session.ticket, next_seq=next_seq))])
+        stream.put([WELCOME.to_bytes(Welcome(session.ticket, next_seq))])
         stream.put(session.since(hello.next_number))
         self._due.set()
         return session
 
-    def _receive(self, session: HeldSession, data: bytes) -> None:
+    def _receive(self, session: HeldSession, request: Request) -> None:
         if session.ticket[:KEY_BYTES] not in self.table.held:
             return  # expired or closed: its stream is about to end
-        request = decode_request(data)
         now_s = time.monotonic()
         session.note(request, now_s)
         with self._ending_alone(session):

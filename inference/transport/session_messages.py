@@ -15,18 +15,21 @@ arrives from an ended epoch is stale and dropped.
     Stream() ->                         <- Result(token), Result(token), ...
     Close() ->                          <- Error(text), at any time
 
-Encoded as msgpack arrays; decoding is strict in types, fields and sizes.
+Frames of two ``Codec``s, one for each direction. A stream (one connection) begins with ``Hello``
+and ``Welcome``; when it breaks, another one goes on with the session by its ticket, and each side
+sends again what the other has not had.
 """
 
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from pipedraft.inference.config import RuleName, check_temperature
+from pipedraft.inference.transport.codec import Codec, Count, Message
 from pipedraft.inference.verify import (
     KeyedRandom,
     Logits,
@@ -36,30 +39,35 @@ from pipedraft.inference.verify import (
     make_verifier,
 )
 
+PROTOCOL = 2
 MAX_BYTES = 16 * 2**20
-"""Of one encoded message: the logits of a vocabulary of four million."""
+"""Of one message: the logits of a vocabulary of four million."""
 MAX_DRAFT_TOKENS = 256
 MAX_PROMPT = 2**20
 WINDOW = 64
 """Messages that may arrive before one that precedes them."""
 
-Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Ids = Annotated[list[Count], Meta(max_length=MAX_DRAFT_TOKENS)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 PrefixHash = Annotated[bytes, Meta(min_length=8, max_length=8)]
-
-
-class Message(
-    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True
-):
-    """Fields in the order of declaration; the tag comes first."""
+Ticket = Annotated[bytes, Meta(max_length=64)]
 
 
 # -- from the edge --------------------------------------------------------------------------
 
 
-class Settings(Message, frozen=True):
+class Hello(Message, tag="hello"):
+    """The first message of a stream."""
+
+    protocol: Count = PROTOCOL
+    ticket: Ticket = b""
+    """Of the session to go on with; empty: ``Open`` follows."""
+    next_number: Count = 0
+    """Of the first reply that the edge does not have."""
+
+
+class Settings(Message, kw_only=True):
     """How a session draws its tokens; equal on both sides."""
 
     rule: RuleName = "match"
@@ -93,8 +101,8 @@ class Settings(Message, frozen=True):
         )
 
 
-class Open(Message, frozen=True, tag="open"):
-    """The first message; its ``seq`` is 0."""
+class Open(Message, kw_only=True, tag="open"):
+    """The first message of a session; its ``seq`` is 0."""
 
     session: Count
     prompt_ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_PROMPT)]
@@ -115,13 +123,13 @@ class Open(Message, frozen=True, tag="open"):
         return 0
 
 
-class _OfSession(Message, frozen=True):
+class _OfSession(Message):
     session: Count
     epoch: Count
     seq: Count
 
 
-class _Continues(_OfSession, frozen=True):
+class _Continues(_OfSession):
     """Text that follows ``base`` tokens, draft tokens that wait for their verdict included."""
 
     base: Count
@@ -131,7 +139,7 @@ class _Continues(_OfSession, frozen=True):
     """Tokens that the edge has drawn itself from a payload: they are text."""
 
 
-class _DraftTokens(_Continues, frozen=True):
+class _DraftTokens(_Continues):
     ids: Ids
     q: Annotated[list[Probability], Meta(max_length=MAX_DRAFT_TOKENS)]
     """Probability that each draft token was drawn with, where the rule needs it; else empty."""
@@ -140,26 +148,26 @@ class _DraftTokens(_Continues, frozen=True):
     on it."""
 
 
-class Preverify(_DraftTokens, frozen=True, tag="pre"):
+class Preverify(_DraftTokens, tag="pre"):
     """First draft tokens of a batch, or only the text before it; nothing needs an answer."""
 
 
-class Verify(_DraftTokens, frozen=True, tag="verify"):
+class Verify(_DraftTokens, tag="verify"):
     """The last draft tokens of a batch, which wants a verdict."""
 
 
-class More(_OfSession, frozen=True, tag="more"):
+class More(_OfSession, tag="more"):
     """The samples of a payload are used up."""
 
     count: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
     """How many more; 0: all logits instead."""
 
 
-class Stream(_Continues, frozen=True, tag="stream"):
+class Stream(_Continues, tag="stream"):
     """Draft tokens are over: the cloud is to decode alone from its text on."""
 
 
-class Close(_OfSession, frozen=True, tag="close"):
+class Close(_OfSession, tag="close"):
     """The edge has what it wants."""
 
 
@@ -169,7 +177,15 @@ Request: TypeAlias = Open | Preverify | Verify | More | Stream | Close
 # -- from the cloud -------------------------------------------------------------------------
 
 
-class _Numbered(Message, frozen=True):
+class Welcome(Message, tag="welcome"):
+    """The first message of a stream; the session's own replies follow."""
+
+    ticket: Ticket
+    next_seq: Count
+    """Of the first request that the cloud does not have."""
+
+
+class _Numbered(Message):
     session: Count
     number: Count
     seq: Count
@@ -178,7 +194,7 @@ class _Numbered(Message, frozen=True):
     """In which it was sent."""
 
 
-class Opened(_Numbered, frozen=True, tag="opened"):
+class Opened(_Numbered, tag="opened"):
     token: Count
     """The first one after the prompt."""
     vocab_size: Count
@@ -188,7 +204,7 @@ class Opened(_Numbered, frozen=True, tag="opened"):
     anchor: Annotated[str, Meta(max_length=128)]
 
 
-class _Verdict(_Numbered, frozen=True):
+class _Verdict(_Numbered):
     length: Count
     """The text's, without the token that comes with the verdict."""
     held_s: Seconds
@@ -197,24 +213,24 @@ class _Verdict(_Numbered, frozen=True):
     """Of the last pass over the target."""
 
 
-class Result(_Verdict, frozen=True, tag="result"):
+class Result(_Verdict, tag="result"):
     """All draft tokens before ``length`` are text."""
 
     token: Count | None
     """A bonus, or a streamed token; it ends the epoch."""
 
 
-class Reject(_Verdict, frozen=True, tag="reject"):
+class Reject(_Verdict, tag="reject"):
     """The draft token at ``length`` is wrong; the epoch has ended."""
 
     payload: Payload
 
 
-class Samples(_Numbered, frozen=True, tag="samples"):
+class Samples(_Numbered, tag="samples"):
     payload: Top | Logits
 
 
-class Error(_Numbered, frozen=True, tag="error"):
+class Error(_Numbered, tag="error"):
     """The session is over."""
 
     text: Annotated[str, Meta(max_length=1000)]
@@ -222,39 +238,39 @@ class Error(_Numbered, frozen=True, tag="error"):
 
 Reply: TypeAlias = Opened | Result | Reject | Samples | Error
 
-Decoded = TypeVar("Decoded")
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-encode = msgspec.msgpack.encode
+HELLO = Codec(Hello, max_header_bytes=2**10, max_tensor_bytes=0)
+WELCOME = Codec(Welcome, max_header_bytes=2**10, max_tensor_bytes=0)
+REQUESTS: Codec[Request] = Codec(Request, max_header_bytes=MAX_BYTES, max_tensor_bytes=0)
+REPLIES: Codec[Reply] = Codec(Reply, max_header_bytes=2**16, max_tensor_bytes=MAX_BYTES)
 
 
-def decode_request(data: bytes) -> Request:
-    """
-    Raises:
-        ValueError: not one message of the edge, or too large.
-    """
-    return _decode(_requests, data)
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is and how it does; msgpack, a map, so that every version can read it."""
 
-
-def decode_reply(data: bytes) -> Reply:
-    """
-    Raises:
-        ValueError: not one message of the cloud, or too large.
-    """
-    return _decode(_replies, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"message: {len(data)} bytes; send at most {MAX_BYTES}")
-    try:
-        return decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        reason = " ".join(str(error).split())  # it may quote a damaged tag
-        raise ValueError(
-            f"message: {len(data)} bytes are no message of this protocol ({reason}); both sides "
-            "must run the same version"
-        ) from error
+    protocol: int
+    target: str
+    """Its name, as the server was given it."""
+    fingerprint: str
+    """Hash of embedding, final norm and LM head."""
+    anchor: str
+    """Hash of the last block."""
+    weights: str
+    """Hash of one row of every weight: changes with any fine-tuning."""
+    tokenizer: str
+    """Hash of the vocabulary."""
+    vocab_size: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    forward_s: Seconds
+    """A pass over one row, as measured before serving."""
+    row_s: Seconds
+    """What each further row adds."""
+    sessions: int
+    """Held now."""
+    cache_bytes: int
+    """Of their keys and values."""
+    is_serving: bool
+    """False: it is shutting down, and takes no new sessions."""
 
 
 def prefix_hash(ids: Sequence[int]) -> bytes:

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipedraft.inference.transport.session_messages import More, Open, Reply, Request, encode
+from pipedraft.inference.transport.session_messages import REPLIES, More, Open, Reply, Request
 from pipedraft.inference.transport.target_session import MAX_PENDING, SharedTarget, TargetSession
 from pipedraft.models.stage_cache import MIN_CAPACITY
 
@@ -84,7 +84,7 @@ class HeldSession:
 
     def add(self, replies: list[Reply]) -> list[bytes]:
         """Encode replies, and remember them until the edge shows that it has read them."""
-        encoded = [encode(reply) for reply in replies]
+        encoded = [REPLIES.to_bytes(reply) for reply in replies]
         for reply, data in zip(replies, encoded, strict=True):
             # What is sent again is remembered already.
             if not self.retained or reply.number > self.retained[-1].number:

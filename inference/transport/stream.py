@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import msgspec
+
 from pipedraft.errors import Failure
 from pipedraft.inference.transport import wire
 from pipedraft.inference.transport.session_messages import (
+    HELLO,
     MAX_BYTES,
+    PROTOCOL,
+    REPLIES,
+    REQUESTS,
+    WELCOME,
     Close,
+    Description,
+    Hello,
     Reply,
     Request,
-    decode_reply,
-    encode,
 )
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
@@ -125,7 +132,7 @@ class Connection:
     def open_stream(self, requests: Iterator[bytes]) -> Any:
         return self._session(requests, **self._options)
 
-    def describe(self) -> tuple[wire.Description, float]:
+    def describe(self) -> tuple[Description, float]:
         """What the server is, and the round trip of asking, the connection being up."""
         patience, options = Patience(self.access), {**self._options}
         options["timeout"] = self.access.connect_s
@@ -138,13 +145,27 @@ class Connection:
                 break
             except self.grpc.RpcError as error:
                 patience.wait(Break.of(error))
-        about = wire.decode(data, wire.Description)
-        if about.protocol != wire.PROTOCOL:
-            raise ValueError(
-                f"server: it speaks protocol {about.protocol}, this side {wire.PROTOCOL}; install "
-                "the same version on both sides"
-            )
+        about = read_description(data)
         return about, round_trip_s
+
+
+def read_description(data: bytes) -> Description:
+    """
+    Raises:
+        ValueError: not what a server of this version says.
+    """
+    try:
+        about = msgspec.msgpack.decode(data, type=Description)
+    except msgspec.MsgspecError as error:
+        raise ValueError(
+            f"server: it does not describe itself ({error}); install the same version on both sides"
+        ) from error
+    if about.protocol != PROTOCOL:
+        raise ValueError(
+            f"server: it speaks protocol {about.protocol}, this side {PROTOCOL}; install the same "
+            "version on both sides"
+        )
+    return about
 
 
 class Patience:
@@ -248,7 +269,7 @@ class SessionStream:
             self._heard_s = time.monotonic()
         self._unanswered[request.seq] = request
         if self.is_up and self._call is not None:
-            self._call.write(encode(request))
+            self._call.write(REQUESTS.to_bytes(request))
 
     def take(self, *, waits: bool) -> tuple[Reply, float] | None:
         """The next reply and when it arrived; each comes once, in order.
@@ -275,7 +296,7 @@ class SessionStream:
         if isinstance(data, Break):
             self._end = data
             return None
-        reply = decode_reply(data)
+        reply = REPLIES.decode(data)
         self._heard_s = arrived_s
         self._patience.progressed()
         if reply.number > self._next_number:
@@ -299,21 +320,21 @@ class SessionStream:
 
     def _connect(self) -> None:
         self._call = call = _Call(self._connection)
-        hello = wire.Hello(ticket=self._ticket, next_number=self._next_number)
-        call.write(encode(hello))
+        hello = Hello(ticket=self._ticket, next_number=self._next_number)
+        call.write(HELLO.to_bytes(hello))
         if not self._ticket:
-            call.write(encode(self._unanswered[0]))
+            call.write(REQUESTS.to_bytes(self._unanswered[0]))
         found = call.take(self._connection.access.connect_s)
         data = SILENCE if found is None else found[0]
         if isinstance(data, Break):
             self._end = data
             return
-        welcome = wire.decode(data, wire.Welcome)
+        welcome = WELCOME.decode(data)
         next_seq = welcome.next_seq if self._ticket else 1
         self._ticket, self._heard_s = welcome.ticket, time.monotonic()
         for seq, request in sorted(self._unanswered.items()):
             if seq >= next_seq:
-                call.write(encode(request))
+                call.write(REQUESTS.to_bytes(request))
 
     def close(self, closing: Close) -> int | None:
         """End the session; the server's last word is how many passes it took.

@@ -196,7 +196,8 @@ class TargetSession:
             self._streams_for = request.seq
             return []
         if len(request.q) != len(request.ids) * self._rule.needs_q:
-            raise Refusal(f"q: {len(request.q)} of {len(request.ids)} by rule {self._rule.name!r}")
+            given, wanted = len(request.q), len(request.ids)
+            raise Refusal(f"q: {given} of {wanted} draft tokens by rule {self._rule.name!r}")
         self._draft_tokens += request.ids
         self._q += request.q or [1.0] * len(request.ids)
         self._expected_s = now_s + request.next_s
@@ -333,7 +334,7 @@ class TargetSession:
             self._append(payload.id)
         else:
             self._rejected = self._logits[0]
-            self._num_samples = len(payload.sample_ids) // 4 if isinstance(payload, Top) else 0
+            self._num_samples = payload.num_samples if isinstance(payload, Top) else 0
             self._end_epoch()
         self._expect(batch, now_s)
         return reject

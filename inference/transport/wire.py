@@ -1,23 +1,16 @@
-"""The gRPC service that carries sessions: its methods, its own messages, its options.
+"""The gRPC service that carries sessions: its methods and options.
 
     Describe   unary: nothing up, a ``Description`` down
     Session    stream: Hello and then the edge's messages up, Welcome and then the cloud's down
 
 gRPC brings what a socket lacks: flow control for each stream, deadlines, keep-alive pings, TLS, and
 status codes. Methods carry bytes, so nothing is generated and there is no schema beside
-``messages.py``. A stream that breaks ends no session: a ``Hello`` with the session's ticket goes on
-with it, and each side sends again what the other has not had.
+``session_messages.py``.
 """
 
 import os
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-import msgspec
-from msgspec import Meta
-
-from pipedraft.inference.transport.session_messages import Count, Message, Seconds
-
-PROTOCOL = 1
 SERVICE = "pipedraft.EdgeCloud"
 HEALTH = "grpc.health.v1.Health"
 """The service that load balancers and ``grpc_health_probe`` ask."""
@@ -28,71 +21,7 @@ RETRY = "retry-after-ms"
 NUM_PASSES = "passes"
 """Trailing metadata of a session that ended: passes over the target after the prompt's."""
 FRAME_BYTES = 2**16
-"""Beside a session's payload, in a message; also the most that ``Hello`` may have."""
-
-
-class Hello(Message, frozen=True, tag="hello"):
-    """The first message of a stream."""
-
-    protocol: Count = PROTOCOL
-    ticket: Annotated[bytes, Meta(max_length=64)] = b""
-    """Of the session to go on with; empty: ``Open`` follows."""
-    next_number: Count = 0
-    """Of the first reply that the edge does not have."""
-
-
-class Welcome(Message, frozen=True, tag="welcome"):
-    """The first answer; the session's own replies follow."""
-
-    ticket: Annotated[bytes, Meta(max_length=64)]
-    next_seq: Count
-    """Of the first request that the cloud does not have."""
-
-
-class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server is and how it does. A map, so that later versions may add to it."""
-
-    protocol: int
-    target: str
-    """Its name, as the server was given it."""
-    fingerprint: str
-    """Hash of embedding, final norm and LM head."""
-    anchor: str
-    """Hash of the last block."""
-    weights: str
-    """Hash of one row of every weight: changes with any fine-tuning."""
-    tokenizer: str
-    """Hash of the vocabulary."""
-    vocab_size: int
-    max_prompt_tokens: int
-    max_new_tokens: int
-    forward_s: Seconds
-    """A pass over one row, as measured before serving."""
-    row_s: Seconds
-    """What each further row adds."""
-    sessions: int
-    """Held now."""
-    cache_bytes: int
-    """Of their keys and values."""
-    is_serving: bool
-    """False: it is shutting down, and takes no new sessions."""
-
-
-Struct = TypeVar("Struct", bound=msgspec.Struct)
-
-
-def decode(data: bytes, kind: type[Struct]) -> Struct:
-    """
-    Raises:
-        ValueError: not one message of this kind.
-    """
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
-        raise ValueError(
-            f"message: {len(data)} bytes are no {kind.__name__} ({error}); both sides must run the "
-            "same version"
-        ) from error
+"""Room in a message beside a session's payload."""
 
 
 def import_grpc() -> Any:
