@@ -43,7 +43,7 @@ def load_untied(folder: Path) -> Any:
     drafts = {draft_class.draft_type: draft_class for draft_class in known}
     description = read_description(folder)
     kind = description["draft_type"]
-    if not isinstance(kind, str) or kind not in drafts:
+    if kind not in drafts:
         raise ValueError(
             f"checkpoint: draft_type {kind!r} in {folder} is unknown; known: {', '.join(drafts)}"
         )

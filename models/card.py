@@ -1,11 +1,29 @@
-"""Model cards: what a draft is, how to run it, what it learned from and how far it was measured."""
+"""Model cards: what a draft is, how to run it, what it learned from and how far it was measured.
 
+The words of a card stand in card.md.jinja.
+"""
+
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
+from huggingface_hub import (
+    EvalResult,
+    ModelCardData,
+    hf_hub_download,
+    metadata_load,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from jinja2 import Environment, StrictUndefined
+
+from pipedraft.models.draft import CONFIG_FILE
+from pipedraft.pretrained import hub_link
 
 CARD = "README.md"
 MADE = "<!-- Written by pipedraft. Without this line the text is yours and is kept as it is. -->"
@@ -14,6 +32,17 @@ MADE = "<!-- Written by pipedraft. Without this line the text is yours and is ke
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 ENGINES = {"sglang": "SGLang", "speculators": "vLLM"}
 """Layout of an export -> who serves it."""
+LICENSE_FIELDS = ("license", "license_name", "license_link")
+
+
+@dataclass(frozen=True)
+class License:
+    """License of the target, as its own card or configuration says."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    """license, and for the license `other` license_name and license_link."""
+    origin: str = "was not looked up"
+    """Where the fields are from, or why there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +59,7 @@ class CardSource:
     """Of an export for a serving engine."""
     launch: str | None = None
     """Command that serves the export."""
-    license: "License" = field(default_factory=lambda: License())
+    license: License = field(default_factory=License)
     measured: "Measured | None" = None
 
     @property
@@ -49,36 +78,21 @@ def is_hub_id(name: str) -> bool:
 
 def render_card(source: CardSource) -> str:
     """README.md with the metadata that the Hub reads."""
-    kind, target = source.description["draft_type"], source.target
-    shown = f"[{target}](https://huggingface.co/{target})" if source.target_is_public else target
-    if source.layout is None:
-        title = f"# {kind} draft for {target}"
-        what = "A draft network for pipelined speculative decoding"
-    else:
-        title = f"# {kind} draft for {target}, for {ENGINES[source.layout]}"
-        what = f"A draft network for speculative decoding with {ENGINES[source.layout]}"
-    parts = [
-        title,
-        f"{what}, trained with pipedraft for {shown}. Decoding with it is lossless: the text stays "
-        "the target's own.",
-        "## Usage",
-        *(_usage(source) if source.layout is None else _served(source)),
-        "## Training data",
-        *_training_data(source.description.get("training", {})),
-        "## License",
-        source.license.sentence(target),
-        "## Acceptance",
-        *_acceptance(source),
-        "## Architecture",
-        _table(["setting", "value"], list(source.description["architecture"].items())),
-        MADE,
-    ]
-    return f"---\n{_metadata(source)}\n---\n" + "\n\n".join(parts) + "\n"
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text())
+    return template.render(
+        source=source,
+        description=source.description,
+        metadata=_metadata(source),
+        engine=None if source.layout is None else ENGINES[source.layout],
+        engines=ENGINES,
+        made=MADE,
+    )
 
 
 def _metadata(source: CardSource) -> str:
-    from huggingface_hub import ModelCardData
-
     measured = source.measured
     kind = source.description["draft_type"]
     data = source.description.get("training", {}).get("data", {})
@@ -94,122 +108,23 @@ def _metadata(source: CardSource) -> str:
         eval_results=None if measured is None else measured.eval_results(),
         **source.license.fields,
     )
-    order = ["library_name", "base_model", "license", "license_name", "license_link", "datasets"]
+    order = ["library_name", "base_model", *LICENSE_FIELDS, "datasets"]
     return metadata.to_yaml(original_order=[*order, "tags"])
-
-
-# -- usage ----------------------------------------------------------------------------------
-
-
-def _usage(source: CardSource) -> list[str]:
-    place, lines, note = source.place, [], []
-    if source.revision is not None:
-        place = "draft"
-        lines = [f"hf download {source.place} --revision {source.revision} --local-dir draft"]
-    target = ""
-    if not source.target_is_public:
-        target = " --target TARGET_FOLDER"
-        note = [
-            f"The target was a folder on the machine of the training, `{source.target}`: "
-            "TARGET_FOLDER is a copy of it."
-        ]
-    lines += [
-        f'python -m pipedraft.inference --checkpoint {place}{target} --prompt "Hello!"',
-        f"python -m pipedraft.eval --checkpoint {place}{target} --benchmarks gsm8k --out out/eval",
-    ]
-    load = f'load_draft("{source.place}", target'
-    load += f', revision="{source.revision}")' if source.revision else ")"
-    python = [
-        "from pipedraft.models import load_draft",
-        "from pipedraft.models.target import load_target",
-        "",
-        f'target = load_target("{source.target if not target else "TARGET_FOLDER"}")',
-        f"draft = {load}",
-    ]
-    parts = [_code(lines), *note, "or in Python", _code(python), _fingerprint(source)]
-    if source.description["draft_type"] == "eagle3":
-        parts += ["For a serving engine, in its layout and with the line that launches it:"]
-        layouts = " or ".join(f"{layout} ({name})" for layout, name in ENGINES.items())
-        command = (
-            f"python -m pipedraft.models export --checkpoint {place} --format FORMAT --out OUT"
-        )
-        parts += [_code([command]), f"FORMAT is {layouts}."]
-    return parts
-
-
-def _served(source: CardSource) -> list[str]:
-    assert source.launch is not None
-    note = f"The layout is `{source.layout}`; the weights are float32, `--dtype` is what the "
-    parts = [_code([source.launch]), note + "engine computes in.", _fingerprint(source)]
-    if source.revision is not None:
-        download = f"hf download {source.place} --revision {source.revision} --local-dir draft"
-        parts = [_code([download]), f"and then with `draft` for `{source.place}`:", *parts]
-    return parts
-
-
-def _fingerprint(source: CardSource) -> str:
-    found = source.description["target"].get("fingerprint", {}).get("hash", "not recorded")
-    return f"The target's fingerprint is `{found}`; pipedraft refuses another one by name."
-
-
-# -- what it learned from -------------------------------------------------------------------
-
-
-def _training_data(training: dict[str, Any]) -> list[str]:
-    data = training.get("data", {})
-    if not data.get("sources"):
-        return ["Not recorded."]
-    rows = [
-        [f"`{name}`", counts["rows_kept"], counts["tokens"]]
-        for name, counts in sorted(data["sources"].items())
-    ]
-    parts = [
-        _table(["source", "rows", "tokens"], rows),
-        f"{data['supervised_tokens']} of {data['tokens']} tokens count in the loss.",
-    ]
-    if data.get("licenses"):
-        counts = ", ".join(f"{name} {count}" for name, count in data["licenses"].items())
-        parts.append(f"Rows by license: {counts}.")
-    metrics = training.get("metrics", {})
-    if metrics:
-        values = [[name, f"{value:.4f}"] for name, value in sorted(metrics.items())]
-        parts.append(
-            "On held-out rows during training, with the text given (this is no decoding benchmark):"
-        )
-        parts.append(_table(["metric", "value"], values))
-    return parts
-
-
-@dataclass(frozen=True)
-class License:
-    """Of the target, as its own card or configuration says."""
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    """license, and for the license `other` license_name and license_link."""
-    origin: str = "was not looked up"
-    """Where the fields are from, or why there are none."""
-
-    def sentence(self, target: str) -> str:
-        if not self.fields:
-            return (
-                f"Unknown: the license of the target `{target}` {self.origin}. A draft is made of "
-                "its target's outputs; look there before you use this one."
-            )
-        names = [str(value) for value in self.fields.values()]
-        return f"That of the target `{target}`: {', '.join(names)} ({self.origin})."
 
 
 # -- what was measured ----------------------------------------------------------------------
 
 
 class MeasuredLength(msgspec.Struct, frozen=True):
-    """Of results.json, as eval/record.py writes it: what a card shows, and no more."""
+    """Acceptance length in results.json, as eval/record.py writes it."""
 
     pooled: float | None
     ci95: tuple[float | None, float | None]
 
 
 class MeasuredRun(msgspec.Struct, frozen=True):
+    """Entry of results.json: what a card shows, and no more."""
+
     benchmark: str
     method: str
     schedule: str
@@ -241,7 +156,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class EvaluationManifest(msgspec.Struct, frozen=True):
-    """Of manifest.json, as eval/manifest.py writes it."""
+    """What a card shows of manifest.json, as eval/manifest.py writes it."""
 
     checkpoints: dict[str, str]
     prompts: dict[str, Prompts]
@@ -253,7 +168,7 @@ class EvaluationManifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Measured:
-    """An evaluation's entries of one draft, and of decoding without one."""
+    """Entries of an evaluation for one draft, and for decoding without one."""
 
     runs: list[MeasuredRun]
     manifest: EvaluationManifest
@@ -289,10 +204,8 @@ class Measured:
             )
         return cls([run for run in runs if run.checkpoint in {*own, None}], manifest)
 
-    def eval_results(self) -> list[Any]:
+    def eval_results(self) -> list[EvalResult]:
         """As the Hub's metadata has them; decoding without a draft is left out."""
-        from huggingface_hub import EvalResult
-
         found = []
         for run in self.runs:
             if run.checkpoint is None:
@@ -340,46 +253,50 @@ class Measured:
         }
 
 
-def _acceptance(source: CardSource) -> list[str]:
-    measured = source.measured
-    if measured is None:
-        return ["Not measured by decoding."]
-    manifest = measured.manifest
-    head = ["benchmark", "method", "n", "T", "W", "tree", "alpha", "tau", "L'", "95 % CI"]
-    where = f"In {manifest.dtype} on {manifest.hardware.processor}, by"
-    own = manifest.config.data_dir is None
-    return [
-        "Measured by decoding: n pipeline stages, T temperature, W tree width; alpha accepted over "
-        "tested draft tokens, tau tokens per round, L' = n N / K the equivalent acceptance length "
-        "(N tokens in K pipeline steps; 1 without a draft) with its 95 % bootstrap interval over "
-        "prompts.",
-        _table(head, [_acceptance_row(run) for run in measured.runs]),
-        *(["The prompts are pipedraft's own, in the form of the benchmarks named."] if own else []),
-        where,
-        _code([manifest.command]),
-    ]
+# -- the target's license -------------------------------------------------------------------
 
 
-def _acceptance_row(run: MeasuredRun) -> list[object]:
-    length = run.equivalent_acceptance_length
-    low, high = length.ci95
-    figures = [run.draft_acceptance_rate, run.mean_acceptance_length, length.pooled]
-    return [
-        *(run.benchmark, run.method, run.stages, f"{run.temperature:g}"),
-        *(run.tree_width, run.tree or "-"),
-        *("-" if figure is None else f"{figure:.3f}" for figure in figures),
-        "-" if low is None else f"{low:.3f} to {high:.3f}",
-    ]
+def license_of(name: str, revision: str | None, *, asks_hub: bool) -> License:
+    """License that the target's card names, else its configuration; nothing is inferred.
+
+    Args:
+        name: folder or Hub id of the target.
+        asks_hub: otherwise only a folder or the cache of downloads is read.
+    """
+    is_found = False
+    for path in _files_about(name, revision, asks_hub):
+        is_found = True
+        if fields := _license_fields(path):
+            return License(fields, f"by its {path.name}")
+    place = "on its card and in its configuration on the Hub"
+    if Path(name).is_dir():
+        place = f"in its folder's {CARD} and {CONFIG_FILE}"
+    return License({}, f"is not given {place}" if is_found else f"was not found: nothing {place}")
 
 
-# -- Markdown -------------------------------------------------------------------------------
+def _files_about(name: str, revision: str | None, asks_hub: bool) -> Iterator[Path]:
+    """Card and configuration of a model, as far as there are such."""
+    for file in (CARD, CONFIG_FILE):
+        found: object = Path(name, file)
+        if not Path(name).is_dir() and asks_hub:
+            with hub_link(f"target: {name!r}"):
+                try:
+                    found = hf_hub_download(name, file, revision=revision)
+                except (EntryNotFoundError, HfHubHTTPError, HFValidationError):
+                    continue  # a target that was renamed or hidden stops no upload
+        elif not Path(name).is_dir():
+            found = try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(found, str | Path) and Path(found).is_file():
+            yield Path(found)
 
 
-def _code(lines: list[str]) -> str:
-    return "\n".join(f"    {line}" if line else "" for line in lines)
-
-
-def _table(head: list[str], rows: list[Any]) -> str:
-    cells = [head, ["---"] * len(head), *rows]
-    lines = [["-" if cell is None else str(cell) for cell in row] for row in cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _license_fields(path: Path) -> dict[str, Any]:
+    try:
+        is_card = path.name == CARD
+        found = (metadata_load(path) or {}) if is_card else json.loads(path.read_text())
+        license = found.get("license")
+    except (ValueError, AttributeError, yaml.YAMLError):
+        return {}
+    if is_card:
+        return {key: found[key] for key in LICENSE_FIELDS if license and found.get(key)}
+    return {"license": license} if isinstance(license, str) and license else {}

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import msgspec
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -14,10 +16,29 @@ from torch.utils.checkpoint import checkpoint
 
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm
 from pipedraft.models.target import fingerprint_mismatch, stage_boundaries, target_fingerprint
-from pipedraft.pretrained import check_finite
+from pipedraft.pretrained import check_finite, hub_link
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+
+Description = dict[str, Any]
+"""config.json of a checkpoint; `read_description` has checked what every draft has in it."""
+
+
+class _NamedTarget(msgspec.Struct):
+    name: str
+
+
+class _Stages(msgspec.Struct):
+    num_stages: int | None = None
+
+
+class _Checkpoint(msgspec.Struct):
+    """What the commands read of a checkpoint before its draft is built."""
+
+    draft_type: str
+    target: _NamedTarget
+    architecture: _Stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +157,7 @@ class Draft(nn.Module):
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     @classmethod
-    def load(cls, folder: Path, description: dict[str, Any]) -> "Draft":
+    def load(cls, folder: Path, description: Description) -> "Draft":
         try:
             config = cls.config_class(**description["architecture"])
             layer = LayerConfig(**description["layer"])
@@ -158,39 +179,36 @@ class Draft(nn.Module):
         return draft.eval().requires_grad_(False)
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder, with ValueErrors a user can act on."""
+def read_description(folder: Path) -> Description:
+    """Read config.json of a checkpoint folder; a ValueError says what to do about a bad one."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
             f"checkpoint: no {CONFIG_FILE} in {folder}; give a folder written by pipedraft train"
         )
     try:
-        description = json.loads(path.read_text())
-    except ValueError as error:  # not JSON, or not even UTF-8
+        description = msgspec.json.decode(path.read_bytes())
+        if not isinstance(description, dict) or "draft_type" not in description:
+            raise ValueError(
+                f"checkpoint: {path} names no draft_type; this looks like a target, not a draft: "
+                "give it as --target"
+            )
+        msgspec.convert(description, _Checkpoint)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(
-            f"checkpoint: {path} is not valid JSON ({error}); train or copy it again"
+            f"checkpoint: {path} is damaged ({error}); train or copy it again"
         ) from error
-    if "draft_type" not in description:
-        raise ValueError(
-            f"checkpoint: {path} names no draft_type; this looks like a target, not a draft: "
-            "give it as --target"
-        )
-    for part in ("architecture", "target"):
-        if not isinstance(description.get(part), dict):
-            raise ValueError(f"checkpoint: {path} has no {part!r}; train or copy it again")
-    if "name" not in description["target"]:
-        raise ValueError(f"checkpoint: {path} has no 'target.name'; train or copy it again")
-    num_stages = description["architecture"].get("num_stages", 1)
-    if not isinstance(num_stages, int):
-        raise ValueError(
-            f"checkpoint: {path} has num_stages {num_stages!r}, no whole number; copy it again"
-        )
     return description
 
 
 def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
-    """Folder of a checkpoint: itself, the best one of a run's output folder, or a Hub download."""
+    """Folder of a checkpoint: itself, the best one of a run's output folder, or a Hub download.
+
+    Raises:
+        ValueError: no such folder, repository or revision, no right to read it, or nothing of it
+            in the cache of downloads while offline.
+        Failure: the Hub cannot be used and nothing is cached.
+    """
     folder = Path(path_or_repo)
     if folder.is_dir():
         if not (folder / CONFIG_FILE).exists() and (folder / "best" / CONFIG_FILE).exists():
@@ -201,9 +219,9 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
             f"checkpoint: no folder {path_or_repo}; give a folder written by pipedraft train, "
             "or user/name on the Hub"
         )
-    from pipedraft.models.hub_link import download_checkpoint
-
-    return download_checkpoint(path_or_repo, revision)
+    files = ["*.json", "*.safetensors", "README.md"]
+    with hub_link(f"checkpoint: {path_or_repo!r}"):
+        return Path(snapshot_download(path_or_repo, revision=revision, allow_patterns=files))
 
 
 def draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:

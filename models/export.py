@@ -19,25 +19,22 @@ Layer numbers: here and in vLLM index i is the input of the target's layer i. SG
 numbers it reads, so they are written one lower for it, and left out where its default is meant.
 """
 
-import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.utils import cached_file
 
-from pipedraft.files import write_folder
-from pipedraft.models.card import CARD, CardSource, render_card
-from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, read_description
+from pipedraft.files import file_sha256, to_json, write_folder
+from pipedraft.models.card import CARD, CardSource, license_of, render_card
+from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, Description, read_description
 from pipedraft.models.eagle3 import Eagle3
 from pipedraft.models.fingerprint import weights_hash
-from pipedraft.models.license import license_of
-from pipedraft.models.target import read_config
+from pipedraft.pretrained import open_weights, read_config, weight_files
 
 Layout = Literal["sglang", "speculators"]
 
@@ -88,49 +85,44 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
 
     if target is not None:
         description["target"] |= {"name": target, "revision": None}
-    with (folder / WEIGHTS_FILE).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = file_sha256(folder / WEIGHTS_FILE)
     origin = Origin(layout=layout, weights_sha256=digest, description=description)
     card = render_card(origin.card_source())
 
     def fill(temporary: Path) -> None:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-        (temporary / ORIGIN_FILE).write_text(json.dumps(asdict(origin), indent=2) + "\n")
+        (temporary / ORIGIN_FILE).write_bytes(to_json(origin))
         (temporary / CARD).write_text(card)
 
     return write_folder(out, fill, inputs=[folder])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """What an exported folder was made of: kept beside it for its card, unread by the engines."""
 
     layout: Layout
     weights_sha256: str
-    """Of the checkpoint's weights, by which an evaluation names them."""
-    description: dict[str, Any]
+    """SHA-256 of the checkpoint's weights, by which an evaluation names them."""
+    description: Description
     """config.json of the checkpoint, with the target's name for the engine."""
 
     @classmethod
     def read(cls, folder: Path) -> "Origin":
         try:
-            return cls(**json.loads((folder / ORIGIN_FILE).read_text()))
-        except (ValueError, TypeError) as error:
+            return msgspec.json.decode((folder / ORIGIN_FILE).read_bytes(), type=cls)
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"checkpoint: {folder / ORIGIN_FILE} is damaged ({error}); export it again"
             ) from error
 
     def card_source(self) -> CardSource:
-        place = "THIS_FOLDER"  # the card's reader knows where it is
         reference = self.description["target"]
-        name = reference["name"]
         return CardSource(
             description=self.description,
-            place=place,
             layout=self.layout,
-            launch=launch_line(self.layout, name, place),
-            license=license_of(name, reference.get("revision"), asks_hub=False),
+            launch=launch_line(self.layout, reference["name"], CardSource.place),
+            license=license_of(reference["name"], reference.get("revision"), asks_hub=False),
         )
 
 
@@ -288,7 +280,7 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
     """
     config = read_config(name, revision)
     sizes = config.get("text_config", config)
-    files = _weight_files(name, revision)
+    files = weight_files(name, revision)
     prefix = next((p for p in DECODERS if p + "embed_tokens.weight" in files), None)
     if prefix is None:
         raise ValueError(
@@ -301,7 +293,7 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
         keys.append("lm_head.weight")
     weights = []
     for key in keys:
-        with safe_open(files[key], framework="pt") as file:
+        with open_weights(name, revision, files[key]) as file:
             weights.append(file.get_tensor(key))
     fingerprint = {
         "hidden_size": sizes["hidden_size"],
@@ -310,29 +302,3 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
         "hash": weights_hash(weights),
     }
     return TargetFiles(config.get("architectures", []), weights[0], fingerprint)
-
-
-def _weight_files(name: str, revision: str | None) -> dict[str, str]:
-    """Tensor name -> file that holds it; downloads no shard that is not needed."""
-
-    def find(file_name: str) -> str | None:
-        try:
-            return cached_file(
-                name, file_name, revision=revision, _raise_exceptions_for_missing_entries=False
-            )
-        except OSError as error:
-            raise ValueError(
-                f"target: {name!r} cannot be read ({str(error).splitlines()[0]}); give its folder "
-                "as --target"
-            ) from error
-
-    if index := find("model.safetensors.index.json"):
-        shards: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        wanted = {p + part for p in DECODERS for part in ("embed_tokens.weight", "norm.weight")}
-        found = {key: find(shards[key]) for key in shards.keys() & (wanted | {"lm_head.weight"})}
-    elif single := find(WEIGHTS_FILE):
-        with safe_open(single, framework="pt") as file:
-            found = dict.fromkeys(file.keys(), single)
-    else:
-        raise ValueError(f"target: {name!r} has no safetensors weights; give another --target")
-    return {key: path for key, path in found.items() if path is not None}

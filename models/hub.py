@@ -4,26 +4,33 @@ What is there already is not sent again: huggingface_hub compares every file wit
 the storage of large files knows those that an upload sent before it broke off.
 """
 
-import hashlib
 import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelInfo, get_token
+from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from pipedraft import __version__
+from pipedraft.files import file_sha256
 from pipedraft.models import load_untied
-from pipedraft.models.card import CARD, MADE, CardSource, Measured, render_card
-from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, read_description
+from pipedraft.models.card import CARD, MADE, CardSource, Measured, license_of, render_card
+from pipedraft.models.draft import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Description,
+    TargetReference,
+    read_description,
+)
 from pipedraft.models.export import ORIGIN_FILE, Origin, launch_line, read_target
-from pipedraft.models.hub_link import hub_link
-from pipedraft.models.license import license_of
+from pipedraft.pretrained import hub_link
 
-__all__ = ["CARD", "Upload", "check_repo_id", "fill_folder", "model_card", "prepare_upload", "push"]
-
+Files = dict[str, str | Path]
+"""Name of an uploaded file -> its text, or the file to send."""
 WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
@@ -42,7 +49,7 @@ class Upload:
     """Hub id of the target, where the training knew it as a folder."""
 
 
-def model_card(description: dict[str, Any]) -> str:
+def model_card(description: Description) -> str:
     """Card of a checkpoint that is on no Hub yet; reads files only.
 
     Args:
@@ -58,9 +65,6 @@ def model_card(description: dict[str, Any]) -> str:
 
 def check_repo_id(repo: str) -> None:
     """Raise ValueError for what names no repository of a user; no such name leaves a folder."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -69,7 +73,7 @@ def check_repo_id(repo: str) -> None:
         raise ValueError(f"--repo: {repo!r} names no owner; give user/name")
 
 
-def prepare_upload(folder: Path, upload: Upload) -> dict[str, str | Path]:
+def prepare_upload(folder: Path, upload: Upload) -> Files:
     """What belongs on the Hub, never the training state: file name -> text, or file to send.
 
     A README.md that was written by hand is taken as it is.
@@ -83,7 +87,7 @@ def prepare_upload(folder: Path, upload: Upload) -> dict[str, str | Path]:
     _check_weights(folder, is_export=origin is not None)
     if upload.target is not None:
         description = _with_target(description, upload.target, is_export=origin is not None)
-    files: dict[str, str | Path] = {WEIGHTS_FILE: folder / WEIGHTS_FILE}
+    files: Files = {WEIGHTS_FILE: folder / WEIGHTS_FILE}
     if origin is None:
         files[CONFIG_FILE] = json.dumps(description, indent=2) + "\n"
     else:
@@ -92,7 +96,7 @@ def prepare_upload(folder: Path, upload: Upload) -> dict[str, str | Path]:
     return files
 
 
-def fill_folder(folder: Path, files: dict[str, str | Path]) -> None:
+def fill_folder(folder: Path, files: Files) -> None:
     """Write what ``prepare_upload`` found."""
     for name, content in files.items():
         if isinstance(content, Path):
@@ -122,10 +126,8 @@ def _check_weights(folder: Path, *, is_export: bool) -> None:
         ) from error
 
 
-def _with_target(description: dict[str, Any], name: str, *, is_export: bool) -> dict[str, Any]:
+def _with_target(description: Description, name: str, *, is_export: bool) -> Description:
     """The description with another name of the same target."""
-    from pipedraft.models.draft import TargetReference
-
     if is_export:
         raise ValueError(
             f"--target: {name!r} for an export, whose configuration names it too; give it to "
@@ -136,7 +138,7 @@ def _with_target(description: dict[str, Any], name: str, *, is_export: bool) -> 
     return description | {"target": description["target"] | {"name": name, "revision": None}}
 
 
-def _card(folder: Path, origin: Origin | None, description: dict[str, Any], upload: Upload) -> str:
+def _card(folder: Path, origin: Origin | None, description: Description, upload: Upload) -> str:
     path = folder / CARD
     if path.is_file() and not (text := path.read_text()).rstrip().endswith(MADE):
         if upload.results is not None:
@@ -146,9 +148,7 @@ def _card(folder: Path, origin: Origin | None, description: dict[str, Any], uplo
             )
         return text
     if origin is None:
-        with (folder / WEIGHTS_FILE).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        layout, launch = None, None
+        layout, launch, digest = None, None, file_sha256(folder / WEIGHTS_FILE)
     else:
         layout, digest = origin.layout, origin.weights_sha256
         launch = launch_line(layout, description["target"]["name"], upload.repo)
@@ -177,25 +177,25 @@ class Content:
     target_hash: str | None = None
 
     @classmethod
-    def of(cls, files: dict[str, Any]) -> "Content":
+    def of(cls, texts: dict[str, str]) -> "Content":
         """
         Args:
-            files: parsed config.json and pipedraft.json, where there are such.
+            texts: config.json and pipedraft.json, where there are such.
         """
         try:
-            layout, description = "", files[CONFIG_FILE]
-            if ORIGIN_FILE in files:
-                layout = f" for {files[ORIGIN_FILE]['layout']}"
-                description = files[ORIGIN_FILE]["description"]
+            layout, description = "", json.loads(texts[CONFIG_FILE])
+            if ORIGIN_FILE in texts:
+                origin = json.loads(texts[ORIGIN_FILE])
+                layout, description = f" for {origin['layout']}", origin["description"]
             stages = description["architecture"].get("num_stages")
             kind = f"a draft of type {description['draft_type']!r}{layout}"
             kind += f" for {stages} stages" if stages else ""
             return cls(kind, description["target"]["fingerprint"]["hash"])
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError, ValueError):
             return cls("another model")
 
 
-def push(files: dict[str, str | Path], upload: Upload) -> str:
+def push(files: Files, upload: Upload) -> str:
     """Create the repository and the branch if needed and upload ``files``.
 
     Returns:
@@ -206,9 +206,6 @@ def push(files: dict[str, str | Path], upload: Upload) -> str:
             repository, or a public repository for a private upload.
         Failure: the Hub cannot be reached, breaks off or stays silent.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
-    from huggingface_hub.errors import RevisionNotFoundError
-
     api, repo, revision = HfApi(), upload.repo, upload.revision
     with hub_link(f"--repo: {repo!r}"):
         if get_token() is None:
@@ -246,22 +243,21 @@ def push(files: dict[str, str | Path], upload: Upload) -> str:
 
 
 def _check_content(
-    api: Any, files: dict[str, str | Path], upload: Upload, info: Any, *, is_new_branch: bool
+    api: HfApi, files: Files, upload: Upload, info: ModelInfo, *, is_new_branch: bool
 ) -> None:
     """Refuse to write over something else, or to put files among those of another model.
 
     A new branch begins with the files of the main one, and may become another draft.
     """
-    names = {sibling.rfilename for sibling in info.siblings}
+    names = {sibling.rfilename for sibling in info.siblings or ()}
     theirs = Content("nothing")
     if any(name == CONFIG_FILE or name.endswith(WEIGHTS_SUFFIXES) for name in names):
         found = {}
         for name in names & {CONFIG_FILE, ORIGIN_FILE}:
             path = api.hf_hub_download(upload.repo, name, revision=info.sha)
-            found[name] = _parsed(Path(path).read_text(errors="replace"))
+            found[name] = Path(path).read_text(errors="replace")
         theirs = Content.of(found)
-    local = {name: files[name] for name in (CONFIG_FILE, ORIGIN_FILE) if name in files}
-    ours = Content.of({name: _parsed(str(text)) for name, text in local.items()})
+    ours = Content.of({name: text for name, text in files.items() if isinstance(text, str)})
     may_differ = is_new_branch and theirs.target_hash is not None
     if theirs.kind == "nothing" or theirs == ours or may_differ:
         return
@@ -272,10 +268,3 @@ def _check_content(
         f"--repo: {upload.repo!r} holds {theirs.kind}, not {ours.kind}; give another --repo"
         + ("" if is_new_branch or theirs.target_hash is None else ", or a new --revision")
     )
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

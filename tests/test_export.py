@@ -345,7 +345,7 @@ def test_a_target_without_weights_is_refused_by_name(tmp_path, monkeypatch, capf
     folder = make_checkpoint(tmp_path)
     (tmp_path / "target" / "model.safetensors").unlink()
     status = call("models", command(folder, "speculators", tmp_path / "out"), monkeypatch)
-    assert_one_line(status, *capfd.readouterr(), ["target", "safetensors", "--target"])
+    assert_one_line(status, *capfd.readouterr(), ["target", "safetensors", "convert them"])
 
 
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, monkeypatch, capfd):

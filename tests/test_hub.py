@@ -20,9 +20,10 @@ from hub_runs import NAMES, STRANGER, TOKEN, Place, make_place, one_line, point_
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from pipedraft import pretrained
 from pipedraft.errors import Failure
 from pipedraft.files import MARKER, write_folder
-from pipedraft.models import hub_link, load_draft, load_untied
+from pipedraft.models import load_draft, load_untied
 from pipedraft.models.capture import capture_hidden
 from pipedraft.models.target import load_target
 
@@ -190,7 +191,7 @@ FAULTS: list[tuple[Fault, int, list[str]]] = [
 @pytest.mark.parametrize("case", FAULTS, ids=lambda c: f"{c[0].method}{c[0].path}-{c[0].action}")
 def test_every_failure_is_one_line(case, place, hub, monkeypatch, capfd):
     fault, status, words = case
-    monkeypatch.setattr(hub_link, "SILENCE_S", 0.15)
+    monkeypatch.setattr(pretrained, "SILENCE_S", 0.15)
     hub.faults = [Fault(fault.method, fault.path, fault.action, fault.times)]
     assert push(place, monkeypatch) == status
     one_line(capfd, "--repo: 'user/name'", *words)
@@ -381,7 +382,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ("part", "value", "words"),
     [
         ("draft_type", "nope", ["draft_type 'nope'", "unknown"]),
-        ("draft_type", {}, ["draft_type {}", "unknown"]),
+        ("draft_type", {}, ["Expected `str`, got `object`", "copy it again"]),
         ("weights", lambda w: w.popitem(), ["Missing key(s)"]),
         ("weights", lambda w: w.update(more=torch.ones(2)), ["Unexpected key(s)"]),
         ("weights", lambda w: w.update({"norm.weight": torch.ones(3)}), ["norm.weight"]),
@@ -445,7 +446,7 @@ def test_a_download_that_breaks_off_goes_on_and_bad_names_are_refused(place, hub
         load_draft("user/nam", target)
     with pytest.raises(ValueError, match="'user/name'.*answered 404.*the revision"):
         load_draft("user/name", target, revision="v2")
-    monkeypatch.setattr(hub_link, "SILENCE_S", 0.15)
+    monkeypatch.setattr(pretrained, "SILENCE_S", 0.15)
     for action, text in ((500, "answered 500"), ("stall", "no answer"), ("drop", "cannot be used")):
         hub.faults = [Fault("GET", "/api/models", action, times=99)]
         with pytest.raises(Failure, match=f"'user/name'.*{text}"):
