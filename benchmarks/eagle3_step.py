@@ -34,7 +34,7 @@ PARTS = (
     ("fused features", "pipedraft.models.eagle3.Eagle3.feature"),
     ("decoder layer", "pipedraft.models.eagle3.Eagle3.unroll"),
     ("attention", "pipedraft.models.eagle3.ttt_attention"),
-    ("LM head and loss", "pipedraft.train.eagle3.chunked_distillation"),
+    ("LM head and loss", "pipedraft.train.objective.chunked_distillation"),
 )
 SHORT_LENGTH = 128
 

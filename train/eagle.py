@@ -4,18 +4,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.models.banded_attention import ttt_attention
-from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.draft import Draft
 from pipedraft.models.eagle import Eagle, EagleConfig, EagleHead
-from pipedraft.models.layers import LayerConfig, positions_of
+from pipedraft.models.layers import positions_of
 from pipedraft.train.losses import chunked_distillation
-from pipedraft.train.objective import DraftObjective, LossOutput
+from pipedraft.train.objective import DraftObjective, LossOutput, acceptance_length
 
 # B batch, T positions, R rows (t = 0 .. T-2), H hidden, M counted rows
 
@@ -35,9 +34,6 @@ class EagleTrainConfig(EagleConfig):
         for name in ("noise", "distillation_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.{name}: {getattr(self, name)} is negative; give 0 or more")
-
-    def architecture(self, num_target_layers: int) -> EagleConfig:
-        return EagleConfig(num_target_layers=num_target_layers)
 
 
 def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
@@ -117,9 +113,8 @@ class EagleObjective(DraftObjective):
     draft_class: ClassVar[type[Draft]] = Eagle
     noted: ClassVar[tuple[str, ...]] = ("noise", "distillation_weight")
 
-    @classmethod
-    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle:
-        return Eagle(config.architecture(reference.fingerprint["num_layers"]), layer, reference)
+    config: EagleTrainConfig
+    draft: Eagle
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(chain_rows(batch["loss_mask"]).sum())
@@ -152,12 +147,7 @@ class EagleObjective(DraftObjective):
         regression = regression / features_BTH.shape[-1]
         head_VH = draft.head_weight
         result = chunked_distillation(predicted_MH, head_VH, wanted_MH, head_VH)
-        sums = {
-            "regression": regression.detach(),
-            "kl": result.loss.detach(),
-            "acceptance": result.acceptance_sum,
-            "agreement": result.agreement_sum,
-        }
+        sums = {"regression": regression.detach(), "kl": result.loss.detach(), **result.sums()}
         if depth is not None:
             sums |= self._deeper(batch, features_BTH, depth)
         loss = regression + self.config.distillation_weight * result.loss
@@ -179,18 +169,15 @@ class EagleObjective(DraftObjective):
             wanted_MH = padded[:, step : step + num_rows][counted_BR]
             drafted_MH = unrolled[step - 1][counted_BR].to(wanted_MH.dtype)
             result = chunked_distillation(drafted_MH, head_VH, wanted_MH, head_VH)
-            sums[f"count_{step}"] = counted_BR.sum()
-            sums[f"acceptance_{step}"] = result.acceptance_sum
-            sums[f"agreement_{step}"] = result.agreement_sum
+            found = {"count": counted_BR.sum(), **result.sums()}
+            sums |= {f"{name}_{step}": value for name, value in found.items()}
         return sums
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
         return [{"depth": EVALUATED_DEPTH}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Evaluation adds the rates of every draft token of a chain, and the tokens per round they
-        give: 1 + sum_j prod_{i<=j} a_i, as if draft tokens were accepted independently of each
-        other."""
+        """Evaluation adds the rates of every draft token of a chain, and the tokens per round."""
         count = max(sums["count"], 1)
         names = ("loss", "regression", "kl", "acceptance", "agreement")
         metrics = {name: sums[name] / count for name in names}
@@ -201,6 +188,5 @@ class EagleObjective(DraftObjective):
             for step in range(2, EVALUATED_DEPTH + 1):
                 rates.append(sums[f"{key}_{step}"] / max(sums[f"count_{step}"], 1))
                 metrics[f"{key}_{step}"] = rates[-1]
-            metrics[f"acceptance_length_T{temperature}"] = 1 + float(np.cumprod(rates).sum())
-        metrics["score"] = metrics["acceptance_length_T0"]
-        return metrics
+            metrics[f"acceptance_length_T{temperature}"] = acceptance_length(rates)
+        return metrics | {"score": metrics["acceptance_length_T0"]}

@@ -3,9 +3,8 @@
 # B batch, T positions, H hidden, M rows of one step or of all of them, L distinct labels, S steps
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,21 +14,22 @@ from pipedraft.models import cpu
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.layers import LayerConfig
-from pipedraft.train.losses import chunked_distillation
-from pipedraft.train.objective import DraftObjective, LossOutput
+from pipedraft.train.objective import (
+    DivergenceConfig,
+    DraftObjective,
+    LossOutput,
+    acceptance_length,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3TrainConfig(Eagle3Config):
+class Eagle3TrainConfig(Eagle3Config, DivergenceConfig):
     """The head and its loss."""
 
     num_steps: int = 7
     """Draft tokens of a chain that are trained, the authors' 7."""
     step_decay: float = 0.8
     """The loss of draft token i (from 0) is multiplied by step_decay ** i."""
-    loss: Literal["kl", "tv", "lk"] = "kl"
-    """kl: KL(target || draft). tv, lk: total variation and -log of the acceptance probability,
-    which are what decoding pays for."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,10 +39,6 @@ class Eagle3TrainConfig(Eagle3Config):
             raise ValueError(
                 f"model.step_decay: {self.step_decay} is outside (0, 1]; the paper's is 0.8"
             )
-
-    def architecture(self, num_target_layers: int) -> Eagle3Config:
-        values = {f.name: getattr(self, f.name) for f in fields(Eagle3Config)}
-        return Eagle3Config(**values).for_target(num_target_layers)
 
 
 def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
@@ -70,13 +66,15 @@ class Eagle3Objective(DraftObjective):
     draft_class: ClassVar[type[Draft]] = Eagle3
     noted: ClassVar[tuple[str, ...]] = ("loss", "num_steps", "step_decay")
 
-    @property
-    def draft_vocab_size(self) -> int | None:
-        return self.config.draft_vocab_size
+    config: Eagle3TrainConfig
+    draft: Eagle3
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle3:
-        return Eagle3(config.architecture(reference.fingerprint["num_layers"]), layer, reference)
+        """The draft, its fused layers chosen by the target's depth."""
+        known = {f.name: getattr(config, f.name) for f in fields(Eagle3Config)}
+        depth = int(reference.fingerprint["num_layers"])
+        return Eagle3(Eagle3Config(**known).for_target(depth), layer, reference)
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(chain_lengths(batch["loss_mask"], 1).sum())
@@ -85,8 +83,7 @@ class Eagle3Objective(DraftObjective):
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
     ) -> LossOutput:
         """Loss of one batch; training and evaluation are the same."""
-        target, draft, num_steps = self.target, self.draft, self.config.num_steps
-        last = draft.config.num_target_layers
+        draft, num_steps = self.draft, self.config.num_steps
         # Longest chains first: the rows of a step are then a prefix of those of the step before.
         lengths, order = (
             chain_lengths(batch["loss_mask"], num_steps)
@@ -96,6 +93,7 @@ class Eagle3Objective(DraftObjective):
         steps_S = torch.arange(num_steps, device=order.device)
         counts_S = (lengths[:, None] > steps_S).sum(0)
         counts = counts_S.tolist()
+        # Later steps run on fewer rows, but on no fewer than a product does as fast.
         rows = [order[: cpu.whole_rows(count)] for count in counts]
         taps = self.hidden(batch)
         states = draft.unroll(
@@ -107,32 +105,31 @@ class Eagle3Objective(DraftObjective):
         label_M, by_label_M = label_M.sort(stable=True)
         label_L, teacher_index_M = label_M.unique_consecutive(return_inverse=True)
         step_M = steps_S.repeat_interleave(counts_S)[by_label_M]
+        # Positions are flat over the batch, so that one index finds the row before a label.
         with torch.no_grad():
-            teacher_LH = target.get_decoder().norm(taps[last].flatten(0, 1)[label_L - 1])
-        result = chunked_distillation(
+            last_BTH = taps[draft.config.num_target_layers]
+            teacher_LH = self.target.get_decoder().norm(last_BTH.flatten(0, 1)[label_L - 1])
+        result = self.distil(
             draft.normed(state_MH.index_select(0, by_label_M)),
-            draft.lm_head.weight,
             teacher_LH,
-            target.get_output_embeddings().weight,
             kind=self.config.loss,
             teacher_index_M=teacher_index_M,
-            teacher_rows_U=draft.draft_ids if self.config.draft_vocab_size else None,
             weights_M=self.config.step_decay ** step_M.double(),
         )
-        sums = {"mass_outside": result.mass_outside_sum}
+        # The steps are mixed by now: their rates are added up again by step.
         zeros_S = result.loss.new_zeros(num_steps)
-        acceptance_S = zeros_S.index_add(0, step_M, result.acceptance_M)
-        agreement_S = zeros_S.index_add(0, step_M, result.agreement_M)
-        for step in range(num_steps):
-            sums[f"count_{step + 1}"] = counts_S[step]
-            sums[f"acceptance_{step + 1}"] = acceptance_S[step]
-            sums[f"agreement_{step + 1}"] = agreement_S[step]
+        sums_S = {
+            "count": counts_S,
+            "acceptance": zeros_S.index_add(0, step_M, result.acceptance_M),
+            "agreement": zeros_S.index_add(0, step_M, result.agreement_M),
+        }
+        sums = {"mass_outside": result.mass_outside_M.sum()}
+        for name, values_S in sums_S.items():
+            sums |= {f"{name}_{step}": value for step, value in enumerate(values_S, 1)}
         return LossOutput(result.loss, counts_S[0], sums)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Rates of every draft token of a chain after right ones, and the tokens per round they
-        give: 1 + sum_i prod_{j<=i} a_j, as if draft tokens were accepted independently of each
-        other."""
+        """Rates of every draft token of a chain after right ones, and the tokens per round."""
         metrics = {"loss": sums["loss"] / max(sums["count"], 1)}
         steps = range(1, self.config.num_steps + 1)
         if self.config.draft_vocab_size:
@@ -141,6 +138,5 @@ class Eagle3Objective(DraftObjective):
         for key, temperature in (("agreement", 0), ("acceptance", 1)):
             rates = [sums[f"{key}_{step}"] / max(sums[f"count_{step}"], 1) for step in steps]
             metrics |= {f"{key}_{step}": rate for step, rate in zip(steps, rates, strict=True)}
-            metrics[f"acceptance_length_T{temperature}"] = 1 + float(np.cumprod(rates).sum())
-        metrics["score"] = metrics["acceptance_length_T0"]
-        return metrics
+            metrics[f"acceptance_length_T{temperature}"] = acceptance_length(rates)
+        return metrics | {"score": metrics["acceptance_length_T0"]}

@@ -1,18 +1,18 @@
 """Training of FlexSpec's draft: regression of the target's final hidden state, and distillation."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.draft import Draft
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
 from pipedraft.models.layers import LayerConfig
 from pipedraft.train.eagle import EVALUATED_DEPTH
-from pipedraft.train.losses import DistillationLoss, chunked_distillation
 from pipedraft.train.objective import DraftObjective, LossOutput, labeled_rows
 
 # B batch, T positions, S rows (t = 0 .. T-2), E readings, H hidden, M labeled rows
@@ -45,9 +45,6 @@ class FlexSpecTrainConfig(FlexSpecConfig):
                 f"model.distillation_temperature: {self.distillation_temperature} is no "
                 "temperature; give more than 0, 1 for the distribution that is decoded"
             )
-
-    def architecture(self) -> FlexSpecConfig:
-        return FlexSpecConfig(**{f.name: getattr(self, f.name) for f in fields(FlexSpecConfig)})
 
 
 def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -90,27 +87,22 @@ class FlexSpecObjective(DraftObjective):
         "distillation_temperature",
     )
 
-    def __init__(self, config: FlexSpecTrainConfig, target: Any, **origin: Any) -> None:
+    config: FlexSpecTrainConfig
+    draft: FlexSpec
+
+    def __init__(self, config: FlexSpecTrainConfig, target: PreTrainedModel, **origin: Any) -> None:
         super().__init__(config, target, **origin)
         if config.feature_weight > 0:
             hidden = self.layer_config.hidden_size
             self.regressor = nn.Linear(hidden, hidden, bias=False)
             nn.init.eye_(self.regressor.weight)
 
-    @property
-    def draft_vocab_size(self) -> int | None:
-        return self.config.draft_vocab_size
-
     @classmethod
-    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> FlexSpec:
-        return FlexSpec(config.architecture(), layer, reference)
-
-    @classmethod
-    def num_auxiliary(cls, config: Any, layer: LayerConfig) -> int:
+    def num_auxiliary(cls, config: FlexSpecTrainConfig, layer: LayerConfig) -> int:
         return layer.hidden_size**2 if config.feature_weight > 0 else 0
 
     @staticmethod
-    def check(config: FlexSpecTrainConfig, target: Any) -> None:
+    def check(config: FlexSpecTrainConfig, target: PreTrainedModel) -> None:
         check_anchor(target)
 
     def forward(
@@ -126,23 +118,25 @@ class FlexSpecObjective(DraftObjective):
         Args:
             depth: evaluation: how long chains of 1 .. depth draft tokens survive.
         """
-        config = self.config
+        config, temperature = self.config, self.config.distillation_temperature
         labeled_BS = labeled_rows(batch)
+        # Both terms compare the same rows: what the two LM heads read where a label follows.
         last_BTH = self.hidden(batch)[self.num_target_layers]
-        states_BTEH = self.draft(batch["input_ids"], document_lengths(batch))
+        readings_BTEH = self.draft(batch["input_ids"], document_lengths(batch))
         wanted_MH = self.teacher(last_BTH, labeled_BS)
-        hidden_MH = states_BTEH[:, :-1, -1][labeled_BS]
-        result = self._distil(hidden_MH, wanted_MH, config.distillation_temperature)
-        loss = config.distillation_weight * config.distillation_temperature**2 * result.loss
-        sums = {"kl": result.loss.detach(), "agreement": result.agreement_sum}
+        hidden_MH = readings_BTEH[:, :-1, -1][labeled_BS]
+        # Heads are linear: to divide what they read divides the logits.
+        result = self.distil(hidden_MH / temperature, wanted_MH / temperature)
+        loss = config.distillation_weight * temperature**2 * result.loss
+        sums = {"kl": result.loss.detach(), **result.sums()}
         if config.feature_weight > 0:
             regression = self._regression(hidden_MH, wanted_MH)
             loss = loss + config.feature_weight * regression
             sums["regression"] = regression.detach()
-        if config.draft_vocab_size:
-            sums["mass_outside"] = result.mass_outside_sum
-        if config.distillation_temperature == 1:
-            sums["acceptance"] = result.acceptance_sum
+        if not config.draft_vocab_size:
+            del sums["mass_outside"]
+        if temperature != 1:  # not the acceptance of the distribution that is decoded
+            del sums["acceptance"]
         if depth is not None:
             sums |= self._survival(hidden_MH, wanted_MH, labeled_BS, depth)
         return LossOutput(loss, labeled_BS.sum(), sums)
@@ -153,22 +147,12 @@ class FlexSpecObjective(DraftObjective):
         error = F.mse_loss(mapped_MH, wanted_MH.to(dtype), reduction="sum")
         return error / wanted_MH.shape[-1]
 
-    def _distil(self, hidden_MH: Tensor, wanted_MH: Tensor, temperature: float) -> DistillationLoss:
-        draft = self.draft
-        return chunked_distillation(
-            hidden_MH / temperature,
-            draft.lm_head.weight,
-            wanted_MH / temperature,
-            self.target.get_output_embeddings().weight,
-            teacher_rows_U=draft.draft_ids if self.config.draft_vocab_size else None,
-        )
-
     def _survival(
         self, hidden_MH: Tensor, wanted_MH: Tensor, labeled_BS: Tensor, depth: int
     ) -> dict[str, Tensor]:
         """Sums of chains of each length, greedy and at temperature 1, whatever the loss has."""
-        result = self._distil(hidden_MH, wanted_MH, 1.0)
-        sums = {"acceptance": result.acceptance_sum}
+        result = self.distil(hidden_MH, wanted_MH)
+        sums = {"acceptance": result.acceptance_M.sum()}
         for key, rates_M in (("T0", result.agreement_M), ("T1", result.acceptance_M)):
             survived, counts = prefix_survival(rates_M, labeled_BS, depth)
             for step in range(depth):

@@ -36,22 +36,13 @@ class DistillationLoss:
     mass_outside_M: Tensor
     """Target probability on tokens that the draft vocabulary lacks."""
 
-    @property
-    def count(self) -> int:
-        """Rows M."""
-        return len(self.divergence_M)
-
-    @property
-    def acceptance_sum(self) -> Tensor:
-        return self.acceptance_M.sum()
-
-    @property
-    def agreement_sum(self) -> Tensor:
-        return self.agreement_M.sum()
-
-    @property
-    def mass_outside_sum(self) -> Tensor:
-        return self.mass_outside_M.sum()
+    def sums(self) -> dict[str, Tensor]:
+        """What the training loop adds up for the metrics."""
+        return {
+            "acceptance": self.acceptance_M.sum(),
+            "agreement": self.agreement_M.sum(),
+            "mass_outside": self.mass_outside_M.sum(),
+        }
 
 
 def chunked_distillation(

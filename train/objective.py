@@ -3,25 +3,35 @@
 # B batch, T positions, M labeled rows, H hidden
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipedraft.data_recipes.batch import document_lengths
+from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.models.capture import capture_hidden
-from pipedraft.models.draft import Draft, TargetReference, draft_vocabulary, read_description
+from pipedraft.models.draft import (
+    Draft,
+    StagedDraft,
+    StagedDraftConfig,
+    TargetReference,
+    draft_vocabulary,
+    read_description,
+)
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import StagedTarget
-from pipedraft.train.losses import DistillationLoss, chunked_distillation
+from pipedraft.train.losses import DistillationLoss, Divergence, chunked_distillation
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from _typeshed import DataclassInstance
 
-    from pipedraft.data_recipes.recipe import TokenizedData
     from pipedraft.train.feature_reader import Features
 
 
@@ -76,29 +86,48 @@ def labeled_rows(batch: dict[str, Tensor]) -> Tensor:
     return batch["loss_mask"][:, 1:].bool()
 
 
+def acceptance_length(rates: list[float]) -> float:
+    """Tokens per round of chains whose draft tokens are accepted at these rates.
+
+    1 + sum_j prod_{i<=j} rates_i, as if draft tokens were accepted independently of each other.
+    """
+    return 1 + float(np.cumprod(rates).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceConfig:
+    """What the heads have in common that are trained by distillation alone."""
+
+    loss: Divergence = "kl"
+    """kl: KL(target || draft), the papers'. tv, lk: total variation and -log of the acceptance
+    probability, which are what decoding pays for."""
+
+
 class DraftObjective(Objective):
     """Base of the objectives that distil a frozen target into a draft.
 
     The target is held outside the module tree. A subclass names its draft class, implements
-    ``make_draft``, ``forward`` and ``summarize``, and overrides what differs from a loss on the
-    rows whose next token is the assistant's.
+    ``forward`` and ``summarize``, and overrides what differs from a loss on the rows whose next
+    token is the assistant's.
     """
 
     draft_class: ClassVar[type[Draft]]
     noted: ClassVar[tuple[str, ...]] = ()
     """Fields of the configuration that the checkpoint tells about its training."""
-    draft: Any
+    config: Any
+    """The draft's architecture and its loss, by the method's dataclass."""
+    draft: Draft
     card: Callable[[dict[str, Any]], str] | None = None
     """Makes the README.md of a checkpoint from its config.json."""
 
     def __init__(
         self,
-        config: Any,
-        target: "PreTrainedModel",
+        config: "DataclassInstance",
+        target: PreTrainedModel,
         *,
         target_name: str,
         revision: str | None,
-        data: "TokenizedData",
+        data: TokenizedData,
     ) -> None:
         super().__init__()
         self.config, self._target, self._data = config, [target], data
@@ -118,13 +147,17 @@ class DraftObjective(Objective):
         self.draft.initialize(target, draft_ids)
 
     @staticmethod
-    def check(config: Any, target: Any) -> None:
+    def check(config: Any, target: PreTrainedModel) -> None:
         """Raise ValueError for a configuration that does not fit the target; needs no data."""
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
         """The draft of a configuration, from shapes alone."""
-        raise NotImplementedError
+        kind = cls.draft_class.config_class
+        known: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(kind)}
+        if "num_target_layers" in known:
+            known["num_target_layers"] = reference.fingerprint["num_layers"]
+        return cls.draft_class(kind(**known), layer, reference)
 
     @classmethod
     def num_auxiliary(cls, config: Any, layer: LayerConfig) -> int:
@@ -134,10 +167,10 @@ class DraftObjective(Objective):
     @property
     def draft_vocab_size(self) -> int | None:
         """Restricts the draft's LM head to the most frequent labels of the data."""
-        return None
+        return vars(self.config).get("draft_vocab_size")
 
     @property
-    def target(self) -> Any:
+    def target(self) -> PreTrainedModel:
         return self._target[0]
 
     @property
@@ -161,6 +194,22 @@ class DraftObjective(Objective):
         with torch.no_grad():
             return self.target.get_decoder().norm(last_BTH[:, :-1][labeled_BT])
 
+    def distil(self, hidden_MH: Tensor, teacher_LH: Tensor, **options: Any) -> DistillationLoss:
+        """Divergence of what the draft's LM head says from what the target's says.
+
+        Args:
+            options: of ``chunked_distillation``.
+        """
+        draft: Any = self.draft  # of a class with an LM head
+        return chunked_distillation(
+            hidden_MH,
+            draft.lm_head.weight,
+            teacher_LH,
+            self.target.get_output_embeddings().weight,  # type: ignore[arg-type]  # a Linear
+            teacher_rows_U=None if self.draft_vocab_size is None else draft.draft_ids,
+            **options,
+        )
+
     def use_checkpointing(self) -> None:
         self.draft.checkpointing = True
 
@@ -168,38 +217,22 @@ class DraftObjective(Objective):
         return int(labeled_rows(batch).sum())
 
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
-        own = {
-            name.removeprefix("draft."): value
-            for name, value in weights.items()
-            if name.startswith("draft.")
-        }
+        prefix = "draft."  # what is trained beside the draft is no part of it
+        own = {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
         note = {**self.training_note, "metrics": metrics}
         self.draft.save(folder, training=note, weights=own)
         if self.card is not None:
             (folder / "README.md").write_text(self.card(read_description(folder)))
 
 
-class NextTokenObjective(DraftObjective):
-    """Base for drafts of a target cut into stages, whose row t predicts the token at t + 1.
-
-    They have a norm and an LM head of their own. The configuration has the draft's fields,
-    ``loss``, and says by ``architecture()`` which are the draft's.
-    """
+class StagedObjective(DraftObjective):
+    """Base for drafts of a target cut into stages, whose row t predicts the token at t + 1."""
 
     noted: ClassVar[tuple[str, ...]] = ("loss",)
-
-    @classmethod
-    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
-        num_layers = reference.fingerprint["num_layers"]
-        architecture = replace(config.architecture(), num_target_layers=num_layers)
-        return cls.draft_class(architecture, layer, reference)
-
-    @property
-    def draft_vocab_size(self) -> int | None:
-        return self.config.draft_vocab_size
+    draft: StagedDraft
 
     @staticmethod
-    def check(config: Any, target: Any) -> None:
+    def check(config: StagedDraftConfig, target: PreTrainedModel) -> None:
         num_stages = StagedTarget(target, config.boundaries or config.num_stages).num_stages
         if num_stages != config.num_stages:
             raise ValueError(
@@ -207,22 +240,29 @@ class NextTokenObjective(DraftObjective):
                 f"model.num_stages is {config.num_stages}; give {config.num_stages + 1} numbers"
             )
 
-    def distil(
+    def compare(
         self, stream_BTH: Tensor, labeled_BT: Tensor, teacher_MH: Tensor
     ) -> DistillationLoss:
         """Divergence of the draft's output rows from the teacher's, at temperature 1."""
-        draft = self.draft
-        return chunked_distillation(
-            draft.norm(stream_BTH[:, :-1][labeled_BT]),
-            draft.lm_head.weight,
-            teacher_MH,
-            self.target.get_output_embeddings().weight,
-            kind=self.config.loss,
-            teacher_rows_U=draft.draft_ids if self.config.draft_vocab_size else None,
-        )
+        rows_MH = self.draft.norm(stream_BTH[:, :-1][labeled_BT])
+        return self.distil(rows_MH, teacher_MH, kind=self.config.loss)
+
+    def add_rates(
+        self, metrics: dict[str, float], rates: Mapping[str, list[float]]
+    ) -> dict[str, float]:
+        """Metrics with the L' that follows if draft tokens are accepted independently.
+
+        Args:
+            rates: agreement and acceptance, each with 1 .. n tokens in the pipeline, or always.
+        """
+        for key, temperature in (("agreement", 0), ("acceptance", 1)):
+            metrics[key] = rates[key][-1]
+            simulated = continuous_acceptance_length(rates[key], self.config.num_stages)
+            metrics[f"equivalent_acceptance_length_T{temperature}"] = simulated
+        return metrics | {"score": metrics["equivalent_acceptance_length_T0"]}
 
 
-def label_counts(data: "TokenizedData", vocab_size: int) -> Tensor:
+def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:
     """How often each token is an assistant token of the training rows: int64 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for start in range(0, len(data.train), 1000):

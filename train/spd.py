@@ -1,32 +1,31 @@
 """Training of SPD's speculation module: distillation with simulated pipeline fill."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths, reorder
-from pipedraft.inference.closed_forms import continuous_acceptance_length
+from pipedraft.models.draft import Draft
 from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.train.objective import LossOutput, NextTokenObjective, labeled_rows
+from pipedraft.train.objective import (
+    DivergenceConfig,
+    LossOutput,
+    StagedObjective,
+    labeled_rows,
+)
 
 # B batch, T positions, H hidden, M labeled rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class SPDTrainConfig(SPDConfig):
+class SPDTrainConfig(SPDConfig, DivergenceConfig):
     """The module and its loss."""
 
-    loss: Literal["kl", "tv", "lk"] = "kl"
-    """kl: KL(target || draft), the paper's. tv, lk: total variation and -log of the acceptance
-    probability, which are what decoding pays for."""
     full_probability: float = 0.5
     """Share of examples seen with all n stages occupied; the others get 1..n-1 tokens in flight."""
-
-    def architecture(self) -> SPDConfig:
-        return SPDConfig(**{f.name: getattr(self, f.name) for f in fields(SPDConfig)})
 
 
 def sample_occupancy(
@@ -44,10 +43,12 @@ def sample_occupancy(
     return torch.where(is_full, num_stages, partial).tolist()
 
 
-class SPDObjective(NextTokenObjective):
+class SPDObjective(StagedObjective):
     """KL(target || module) at temperature 1, summed over rows that the assistant continues."""
 
-    draft_class: ClassVar[type] = SPD
+    draft_class: ClassVar[type[Draft]] = SPD
+    config: SPDTrainConfig
+    draft: SPD
 
     def forward(
         self,
@@ -62,23 +63,24 @@ class SPDObjective(NextTokenObjective):
         Args:
             occupancies: evaluation: run every example at each of these instead of a random draw.
         """
-        draft, last = self.draft, self.num_target_layers
         if occupancies is None:
             batch, drawn = self._fill(batch, generator)
             runs = [drawn]
         else:
             runs = [[a] * len(batch["lengths"]) for a in occupancies]
         labeled_BT = labeled_rows(batch)
+        # The target runs once, however often the module does.
         taps = self.hidden(batch)
-        teacher_MH = self.teacher(taps[last], labeled_BT)
+        teacher_MH = self.teacher(taps[self.num_target_layers], labeled_BT)
         sums: dict[str, Tensor] = {}
         for run in runs:
-            stream_BTH = draft(taps, run, document_lengths(batch))
-            result = self.distil(stream_BTH, labeled_BT, teacher_MH)
+            stream_BTH = self.draft(taps, run, document_lengths(batch))
+            result = self.compare(stream_BTH, labeled_BT, teacher_MH)
+            found = result.sums()
+            # Rates depend on the fill; what the draft vocabulary lacks does not.
+            sums["mass_outside"] = found.pop("mass_outside")
             prefix = f"fill{run[0]}_" if occupancies is not None else ""
-            sums[prefix + "acceptance"] = result.acceptance_sum
-            sums[prefix + "agreement"] = result.agreement_sum
-            sums["mass_outside"] = result.mass_outside_sum
+            sums |= {prefix + name: value for name, value in found.items()}
         return LossOutput(result.loss, labeled_BT.sum(), sums)
 
     def _fill(
@@ -102,16 +104,10 @@ class SPDObjective(NextTokenObjective):
         metrics = {"loss": sums["loss"] / count}
         if self.config.draft_vocab_size:
             metrics["mass_outside"] = sums["mass_outside"] / count
+        names = ("acceptance", "agreement")
         if "acceptance" in sums:
-            metrics["acceptance"] = sums["acceptance"] / count
-            metrics["agreement"] = sums["agreement"] / count
-            return metrics
-        num_stages = self.draft.config.num_stages
-        for key, temperature in (("agreement", 0), ("acceptance", 1)):
-            rates = [sums[f"fill{a}_{key}"] / count for a in range(1, num_stages + 1)]
-            metrics[f"{key}_filling"] = rates[0]
-            metrics[key] = rates[-1]
-            simulated = continuous_acceptance_length(rates, num_stages)
-            metrics[f"equivalent_acceptance_length_T{temperature}"] = simulated
-        metrics["score"] = metrics["equivalent_acceptance_length_T0"]
-        return metrics
+            return metrics | {name: sums[name] / count for name in names}
+        fills = range(1, self.draft.config.num_stages + 1)
+        rates = {name: [sums[f"fill{a}_{name}"] / count for a in fills] for name in names}
+        metrics |= {f"{name}_filling": rates[name][0] for name in names}
+        return self.add_rates(metrics, rates)
