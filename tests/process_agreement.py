@@ -1,10 +1,13 @@
 """What every rank of tests/test_process.py runs: all schedules on processes and in one process.
 
-torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS
+torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS HALF
+
+HALF (0 or 1): which half of the ways to decode with an EAGLE head.
 """
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 from conftest import tiny_llama
@@ -16,6 +19,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.transport.watch import Limits
+from pipedraft.inference.verify import RULES
 
 NEW_TOKENS = 16
 
@@ -41,19 +45,21 @@ def compare(cluster, part, name):
     module = friendly_module(whole, num_stages=2, num_layers=1)
     ways = [({"schedule": "autoregressive"}, None), ({"schedule": "spd"}, module)]
     ways += [({"schedule": "spd", "tree_width": 3, "temperature": 1.0}, module)]
-    ways += [({"schedule": "spd", "temperature": 1.0}, module)]
-    ways += [(way, head) for way in EAGLE_WAYS]
-    different, compared = [], 0
+    sampled = {"schedule": "spd", "temperature": 1.0}
+    rules = [(sampled | {"verifier": rule, "payload_tokens": 2}, module) for rule in RULES]
+    ways += rules + [(way, head) for way in EAGLE_WAYS[int(sys.argv[3]) :: 2]]
+    different, compared = [], Counter()
     for way, draft in ways:
         config = DecodeConfig.of(num_stages=2, max_new_tokens=NEW_TOKENS, **way)
         engines = [
             Engine(whole, PlainTokenizer(), config, draft),
             Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect),
         ]
+        compared[config.rule if "verifier" in way else "greedy"] += len(PROMPTS)
         for prompt in PROMPTS:
             local, other = (engine.decode(prompt) for engine in engines)
-            compared += 1
-            if (local.token_ids, local.num_steps) != (other.token_ids, other.num_steps):
+            names = ("token_ids", "num_steps", "position_tests")
+            if any(getattr(local, name) != getattr(other, name) for name in names):
                 different.append([str(way), prompt])
     reports = cluster.pipeline.reports()
     held = sum(p.numel() for p in part.parameters() if not p.is_meta)

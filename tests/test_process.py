@@ -30,6 +30,7 @@ from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline, chrome_trace
 from pipedraft.inference.transport.messages import Step
 from pipedraft.inference.transport.worker import StageWorker
+from pipedraft.inference.verify import RULES
 from pipedraft.models.target_part import load_target_part
 
 SPD_WAYS = [
@@ -200,11 +201,13 @@ def by_forks(words, num_processes, parent) -> str:
     ("start", "num_processes", "links"), [(by_torchrun, 2, "auto"), (by_forks, 3, "device")]
 )
 def test_ranks_decode_what_one_process_decodes(start, num_processes, links, parent, tmp_path):
-    """Two stages, the first one beside the controller and on a rank of its own; states inside
-    their frames and apart from them."""
-    output = start([str(tmp_path), links], num_processes, parent)
+    """Two stages, the first one beside the controller and on a rank of its own; hidden
+    states inside their frames and apart from them; every acceptance rule at temperature 1."""
+    words = [str(tmp_path), links, str(num_processes % 2)]
+    output = start(words, num_processes, parent)
     outcome = json.loads(output.splitlines()[-1])
-    assert outcome["compared"] >= 30 and outcome["different"] == []
+    assert outcome["different"] == [] and outcome["compared"]["greedy"] >= 20
+    assert all(outcome["compared"][rule] == len(PROMPTS) for rule in RULES)
     names = [report["name"] for report in outcome["reports"]]
     assert len(names) == num_processes and "stage 1" in names[-1]
     assert all(report["seconds"]["stage"] > 0 for report in outcome["reports"][-2:])

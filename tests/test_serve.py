@@ -13,7 +13,10 @@ from serve_runs import decode, lm_draft, make_target, run, serving
 from pipedraft.benchmarks.emulated_link import EmulatedLink
 from pipedraft.errors import Failure
 from pipedraft.eval.edge import methods
-from pipedraft.inference.channel import Link
+from pipedraft.inference.channel import Link, LinkEstimate, LinkState
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.pipelines.estimates import Estimates
+from pipedraft.inference.pipelines.remote import TRIAL_TOKENS, RemotePipeline
 from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.language_model import LanguageModelDraft
 
@@ -284,16 +287,45 @@ def test_a_draft_that_is_too_slow_is_given_up_in_the_middle_of_the_text():
 
     async def scene():
         async with serving(target) as server:
-            options = {"draft": draft, "max_new_tokens": 48, "policy": "fixed:1"}
+            options = {"draft": draft, "max_new_tokens": 36, "policy": "fixed:1"}
             return [
                 await decode(server.port, [1, 2], keeps_drafting=keeps, **options)
                 for keeps in (False, True)
             ]
 
     given_up, kept = run(scene())
-    assert given_up.result.token_ids == greedy_reference(target, [1, 2], 48)
+    assert given_up.result.token_ids == greedy_reference(target, [1, 2], 36)
     assert "the target alone about" in given_up.fallback and kept.fallback == ""
-    assert 0 < given_up.result.num_drafted < kept.result.num_drafted
+    assert 0 < given_up.result.num_drafted < TRIAL_TOKENS / 2 < kept.result.num_drafted
+
+
+class Clock(RemotePipeline):
+    """No server: the time is the test's."""
+
+    time_s = 0.0
+
+    def now(self):
+        return self.time_s
+
+
+@pytest.mark.parametrize("draft_s, num_drafted", [(0.21, 20), (1.1, 4), (0.1, 0)])
+def test_a_slow_draft_is_given_up_while_it_drafts(draft_s, num_drafted):
+    """Passes take 0.1 s: four seconds of drafting are more than 32 tokens are worth."""
+    pipeline = Clock(SimpleNamespace())
+    pipeline.open(DecodeConfig.of("flexspec", num_stages=1), 0)
+    link = LinkState(up_bytes_per_s=1e9, down_bytes_per_s=1e9, round_trip_s=0.01)
+    pipeline.estimates = Estimates(
+        draft_s=draft_s, verify_s=0.1, verify_row_s=0.0, link=LinkEstimate(link)
+    )
+    pipeline.begin_batch(64, 3)
+    given_up_after = []
+    for count in range(1, 33):
+        pipeline.time_s += draft_s
+        pipeline.drafted(1, pipeline.time_s - draft_s)
+        if pipeline.fallback:
+            given_up_after.append(count)
+    assert sum(given_up_after[:1]) == num_drafted
+    assert not given_up_after or "the target alone about 100.0" in pipeline.fallback
 
 
 def test_the_measured_round_trip_reaches_the_policy():

@@ -29,7 +29,7 @@ from pipedraft.inference.verify import Payload, Verifier
 MAX_EMPTY_SESSIONS = 5
 """In a row that were lost before their first token."""
 TRIAL_TOKENS = 32
-"""After so many, and over as many, drafting is compared with what the target alone would take."""
+"""Over so many, drafting is compared with what the target alone would take."""
 TOLERANCE = 1.25
 """How much slower drafting may look: the estimate of the target leaves out its other sessions."""
 
@@ -104,6 +104,7 @@ class RemotePipeline(LinkedPipeline):
         self._first_about: Description | None = None
         self._times_s: list[float] = []
         """When each token after the first was certain."""
+        self._drafting_s = 0.0
 
     def now(self) -> float:
         return time.monotonic()
@@ -159,6 +160,7 @@ class RemotePipeline(LinkedPipeline):
         self.warn(f"{lost}: opening a new one")
         self._hang_up()
         self.num_reopened += 1
+        self._times_s, self._drafting_s = [], 0.0  # the draft is not why the server was away
         self._restart()
         self.estimates = self._begin()
         left = self._max_new_tokens - (len(tokens) - self._num_prompt)
@@ -177,8 +179,13 @@ class RemotePipeline(LinkedPipeline):
             verdict = self._verdict(1, 0, [], token=self._reopen(lost))
         num_new = verdict.num_accepted + (verdict.token is not None or verdict.payload is not None)
         self._times_s += [self.now()] * num_new
-        self._compare()
+        self._compare(num_pending=0)
         return verdict
+
+    def drafted(self, num_tokens: int, started_s: float) -> None:
+        super().drafted(num_tokens, started_s)
+        self._drafting_s += self.now() - started_s
+        self._compare(len(self._sent) + (0 if self.batch is None else self.batch.num_drafted))
 
     def _corrected(self, verifier: Verifier, tree: TokenTree, row: int, payload: Payload) -> int:
         try:
@@ -186,13 +193,22 @@ class RemotePipeline(LinkedPipeline):
         except SessionLost as lost:
             return self._reopen(lost)
 
-    def _compare(self) -> None:
-        """Fall back if drafting is slower than the target alone, which sends a token a pass."""
-        times_s = self._times_s
-        if self.keeps_drafting or self._streams or len(times_s) <= TRIAL_TOKENS:
+    def _compare(self, num_pending: int) -> None:
+        """Fall back if drafting is slower than the target alone, which sends a token a pass.
+
+        Args:
+            num_pending: draft tokens without a verdict, which are taken to be right: drafting that
+                is too slow even so is given up before the verdict.
+        """
+        if self.keeps_drafting or self._streams:
             return
-        token_s = (times_s[-1] - times_s[-1 - TRIAL_TOKENS]) / TRIAL_TOKENS
-        alone_s = self.estimates.verify_s
+        num_certain = max(TRIAL_TOKENS - num_pending, 0)
+        trial_s = (
+            self._drafting_s
+        )  # of an output with fewer tokens; its other time may be a queue's
+        if len(self._times_s) > num_certain:
+            trial_s = self.now() - self._times_s[-1 - num_certain]
+        token_s, alone_s = trial_s / TRIAL_TOKENS, self.estimates.verify_s
         if token_s > TOLERANCE * alone_s:
             self._fall_back(
                 f"drafting takes {token_s * 1e3:.1f} ms a token, the target alone about "
