@@ -8,11 +8,13 @@ import argparse
 import importlib
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from pipedraft.__main__ import COMMANDS
-from pipedraft.errors import Parser, run_command
+from pipedraft.errors import run_command
+from pipedraft.options import Options, option
 
 EXAMPLE = """example:
   mkdir -p ~/.local/share/bash-completion/completions
@@ -24,17 +26,18 @@ EXAMPLE = """example:
 bash reads that folder if its package bash-completion is installed; without it, or at once:
   source <(pipedraft completion bash)"""
 
-SHELLS = ("bash", "zsh")
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions(Options):
+    PROG: ClassVar[str] = "pipedraft completion"
+    DESCRIPTION: ClassVar[str] = __doc__ or ""
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    shell: Literal["bash", "zsh"] = option(positional=True)
+    """the shell that reads the script"""
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="pipedraft completion",
-        description=__doc__,
-        epilog=EXAMPLE,
-    )
-    parser.add_argument("shell", choices=SHELLS)
-    return parser
+build_parser = CompletionOptions.parser
 
 
 def whole_parser() -> argparse.ArgumentParser:
@@ -49,12 +52,16 @@ def whole_parser() -> argparse.ArgumentParser:
     for name, (folder, summary, _) in COMMANDS.items():
         module = importlib.import_module(module_name(folder))
         parser = commands.add_parser(name, help=summary)
-        copy_actions(module.build_parser(), parser)
-        if name in ("eval", "inference"):
+        if hasattr(module, "build_parser"):
+            copy_actions(module.build_parser(), parser)
+        found = {
+            part: getattr(kind, "parser", None) or importlib.import_module(kind).build_parser
+            for part, kind in getattr(module, "SUBCOMMANDS", {}).items()
+        }
+        if found:
             parts = parser.add_subparsers()
-            for part, part_module in module.SUBCOMMANDS.items():
-                found = importlib.import_module(part_module).build_parser()
-                copy_actions(found, parts.add_parser(part, help=""))
+            for part, source in found.items():
+                copy_actions(source(), parts.add_parser(part, help=""))
     return whole
 
 
@@ -71,13 +78,6 @@ def copy_actions(source: Any, into: argparse.ArgumentParser) -> None:
         if not known & set(action.option_strings):
             complete_values(action)
             into._add_action(action)
-    for parser in (p for a in source._actions if is_subcommand(a) for p in a.choices.values()):
-        for action in parser._actions:
-            complete_values(action)
-
-
-def is_subcommand(action: Any) -> bool:
-    return isinstance(action, argparse._SubParsersAction)
 
 
 def complete_values(action: Any) -> None:
@@ -88,13 +88,14 @@ def complete_values(action: Any) -> None:
     listed = re.fullmatch(r"\{(.+)\}", action.metavar) if isinstance(action.metavar, str) else None
     if listed and not action.choices:
         action.choices = listed[1].split(",")
-    takes_text = action.nargs != 0 and action.type in (None, str, Path)
+    kind = getattr(action, "_typehint", action.type)
+    takes_text = action.nargs != 0 and kind in (None, str, Path)
     if takes_text and not action.choices:
         action.complete = shtab.FILE
 
 
 def main() -> None:
-    options = build_parser().parse_args(sys.argv[1:])
+    options = CompletionOptions.read(sys.argv[1:])
     try:
         import shtab
     except ImportError as error:

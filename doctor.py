@@ -19,7 +19,7 @@ from datetime import timedelta
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import httpx2
 from huggingface_hub import HfApi, constants, get_token
@@ -28,8 +28,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from pipedraft.errors import Parser, run_command
+from pipedraft.errors import run_command
 from pipedraft.files import file_sha256
+from pipedraft.options import Options, option
 
 # B batch, T positions
 
@@ -65,21 +66,19 @@ class Finding:
         return f"{text}; {self.fix}" if self.fix else text
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="pipedraft doctor",
-        description=__doc__,
-        epilog=EXAMPLE,
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON list of the findings")
-    parser.add_argument(
-        "--assets",
-        type=Path,
-        default=Path(__file__).parent / "assets",
-        metavar="DIR",
-        help="folder with the embedded target (default: the one of this checkout)",
-    )
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(Options):
+    PROG: ClassVar[str] = "pipedraft doctor"
+    DESCRIPTION: ClassVar[str] = __doc__ or ""
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    json: bool = False
+    """one JSON list of the findings"""
+    assets: Path = option(Path(__file__).parent / "assets", metavar="DIR")
+    """folder with the embedded target"""
+
+
+build_parser = DoctorOptions.parser
 
 
 # -- versions -------------------------------------------------------------------------------
@@ -348,7 +347,7 @@ def findings(assets: Path) -> Iterator[Finding]:
 
 
 def main() -> None:
-    options = build_parser().parse_args(sys.argv[1:])
+    options = DoctorOptions.read(sys.argv[1:])
     found = []
     for finding in findings(options.assets):
         found.append(finding)

@@ -1,12 +1,9 @@
 """How every command ends: 0 done, 2 bad input in one line, 1 failure."""
 
-import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 
 class UsageError(ValueError):
@@ -15,36 +12,6 @@ class UsageError(ValueError):
 
 class Failure(RuntimeError):
     """Nothing that the input could fix, as a network that is down; one line, status 1."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Bad arguments raise ``UsageError``: one line, no usage text, the nearest option named.
-
-    Descriptions and epilogs are printed as they are written, and options are not abbreviated.
-    """
-
-    def __init__(self, **settings: Any) -> None:
-        plain: dict[str, Any] = {
-            "formatter_class": argparse.RawDescriptionHelpFormatter,
-            "allow_abbrev": False,
-        }
-        super().__init__(**(plain | settings))
-
-    def error(self, message: str) -> NoReturn:
-        options = [option for action in self._actions for option in action.option_strings]
-        unknown, _, words = message.partition("unrecognized arguments: ")
-        if not unknown and words:
-            word = words.split()[0].partition("=")[0]
-            near = difflib.get_close_matches(word, options, n=1)
-            hint = f"did you mean {near[0]}? (" if near else "("
-            raise UsageError(f"unknown argument {word!r}; {hint}see --help)")
-        before, _, missing = message.partition("the following arguments are required: ")
-        if not before and missing:
-            raise UsageError(f"{missing}: missing; see --help for an example")
-        choices = message.removeprefix("one of the arguments ").removesuffix(" is required")
-        if message == f"one of the arguments {choices} is required":
-            raise UsageError(f"{choices.replace(' ', ' or ')}: missing; see --help for an example")
-        raise UsageError(f"{message.removeprefix('argument ')} (see --help)")
 
 
 def make_folder(field: str, folder: Path) -> None:

@@ -1,15 +1,18 @@
 """Tokenize, mask, split and count a data configuration, and save it with its report."""
 
 import json
+import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.errors import UsageError, make_folder, run_command
+from jsonargparse import ArgumentParser
+
+from pipedraft.errors import make_folder, run_command
+from pipedraft.options import Options, parse
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
     from pipedraft.data_recipes.recipe import DataConfig
 
 EXAMPLE = """example:
@@ -22,21 +25,23 @@ OUT/bad_rows.jsonl (every row left out, with the reason), OUT/README.md (a card 
 sources, filters and benchmark overlap) and OUT/config.yaml (as resolved)."""
 
 
-def build_parser() -> "ArgumentParser":
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(Options):
+    """Conversations or texts to token ids and assistant loss masks."""
 
-    from jsonargparse import ActionConfigFile, ArgumentParser
+    PROG: ClassVar[str] = "pipedraft data"
+    EXAMPLE: ClassVar[str] = EXAMPLE
 
+    tokenizer: str
+    """folder or Hub id"""
+    out: Path
+    """folder to write"""
+
+
+def build_parser(*, shows_help: bool = True) -> ArgumentParser:
     from pipedraft.data_recipes.recipe import DataConfig
 
-    parser = ArgumentParser(
-        prog="python -m pipedraft.data_recipes",
-        description="Conversations or texts to token ids and assistant loss masks.",
-        epilog=EXAMPLE,
-        exit_on_error=False,
-    )
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file; may be repeated")
-    parser.add_argument("--tokenizer", type=str, required=True, help="folder or Hub id")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser = DataOptions.parser(shows_help=shows_help)
     parser.add_class_arguments(DataConfig, "data")
     return parser
 
@@ -46,15 +51,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(argv: list[str] | None) -> None:
-    from jsonargparse import ArgumentError
-
     parser = build_parser()
-    try:
-        cfg = parser.parse_args(argv)
-        data = parser.instantiate(cfg).data
-    except ArgumentError as error:
-        raise UsageError(str(error)) from error
-    build(data, cfg.tokenizer, cfg.out)
+    cfg = parse(parser, sys.argv[1:] if argv is None else argv, flags=False)
+    build(parser.instantiate(cfg).data, cfg.tokenizer, cfg.out)
     parser.save(cfg, cfg.out / "config.yaml", overwrite=True)
 
 

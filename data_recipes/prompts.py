@@ -7,43 +7,41 @@ A draft learns to draft token what its target says, so the prompts should be of 
 will meet, and the answers the target's own: `data_recipes.regenerate` writes them.
 """
 
-import argparse
 import ast
 import json
 import random
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pipedraft.errors import Parser, run_command
+from pipedraft.errors import run_command
 from pipedraft.files import write_atomically
+from pipedraft.options import Options, option
 
 COMPLETE = "Complete this Python function. Answer with the whole function.\n```python\n{}\n```"
 MIN_DOCSTRING, MAX_DOCSTRING = 30, 500
 MIN_PROMPT, MAX_PROMPT = 10, 1200
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m pipedraft.data_recipes.prompts",
-        description=__doc__,
-    )
-    add = parser.add_argument
-    add("--conversations", type=Path, metavar="FILE", help="JSONL of conversations or messages")
-    add(
-        "--take",
-        action="append",
-        default=[],
-        metavar="SOURCE=ROWS[:TURNS]",
-        help="conversations whose `source` is this (all: any), and how many user turns of each "
-        "become prompts of their own (default 1); may be given several times",
-    )
-    add("--functions", type=int, default=0, help="functions of Python's standard library at most")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, required=True, help="JSONL file to write")
-    return parser.parse_args(arguments)
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(Options):
+    PROG: ClassVar[str] = "python -m pipedraft.data_recipes.prompts"
+    DESCRIPTION: ClassVar[str] = __doc__ or ""
+
+    conversations: Path | None = None
+    """JSONL of conversations or messages"""
+    take: tuple[str, ...] = option((), metavar="SOURCE=ROWS[:TURNS]", repeated=True)
+    """conversations whose `source` is this (all: any), and how many user turns of each become
+    prompts of their own (default 1); may be given several times"""
+    functions: int = 0
+    """functions of Python's standard library at most"""
+    seed: int = 0
+    """of the choice and the order"""
+    out: Path
+    """JSONL file to write"""
 
 
 def parse_take(text: str) -> tuple[str, int, int]:
@@ -113,11 +111,11 @@ def function_stubs(folder: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    options = parse(sys.argv[1:])
+    options = PromptOptions.read(sys.argv[1:])
     rng = random.Random(options.seed)
     prompts = []
     if options.conversations is not None:
-        prompts += conversation_prompts(options.conversations, options.take, rng)
+        prompts += conversation_prompts(options.conversations, list(options.take), rng)
     if options.functions:
         stubs = list(function_stubs(Path(sysconfig.get_paths()["stdlib"])))
         chosen = rng.sample(stubs, min(options.functions, len(stubs)))

@@ -14,7 +14,6 @@ A server may add settings of its own (vLLM: top-k and penalties from the model's
 generation_config.json); start vLLM with `--generation-config vllm` for the target's distribution.
 """
 
-import argparse
 import asyncio
 import hashlib
 import math
@@ -26,102 +25,113 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
 from pipedraft.data_recipes.answers import AnswerFile, Dialogue, RowFailed, Sampling, TargetLost
 from pipedraft.data_recipes.sources import Source, read_source
-from pipedraft.errors import Parser, UsageError, run_command
-
-SERVER_OPTIONS: dict[str, Any] = {
-    "model": None,
-    "concurrency": 64,
-    "attempts": 8,
-    "deadline": 600.0,
-    "key_variable": None,
-}
-LOCAL_OPTIONS: dict[str, Any] = {"batch": 32, "dtype": "bfloat16"}
+from pipedraft.errors import UsageError, run_command
+from pipedraft.options import Options, flag_name, option
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m pipedraft.data_recipes.regenerate",
-        description=__doc__,
-    )
-    add = parser.add_argument
-    add("--data", required=True, metavar="FILE", help="JSONL (.gz) or parquet of conversations")
-    add("--out", type=Path, required=True, metavar="FILE", help="JSONL file to write or go on with")
-    who = parser.add_mutually_exclusive_group(required=True)
-    who.add_argument("--target", metavar="FOLDER", help="folder or Hub id of a chat model")
-    who.add_argument("--server", metavar="URL", help="an OpenAI-compatible server")
-    add("--retry-errors", action="store_true", help="ask for failed rows again")
-    add = parser.add_argument_group("answers").add_argument
-    add(
-        "--thinking",
-        choices=["keep", "strip"],
-        default="keep",
-        help="keep: in <think> marks, also what a server separates; strip: only what is said",
-    )
-    add("--temperature", type=float, default=1.0, help="of sampled rows (default 1)")
-    add("--top-p", type=float, default=1.0, help="of sampled rows (default 1)")
-    add("--max-tokens", type=int, default=1024, help="per answer (default 1024)")
-    add("--greedy-share", type=float, default=0.5, help="rows with greedy answers (default 0.5)")
-    add("--seed", type=int, default=0)
-    add = parser.add_argument_group("with --server").add_argument
-    add("--model", metavar="NAME", help="what the server calls the target")
-    add("--concurrency", type=int, metavar="N", help="requests at a time (default 64)")
-    add("--attempts", type=int, metavar="N", help="per answer, waits between them grow (default 8)")
-    add("--deadline", type=float, metavar="SECONDS", help="of each request (default 600)")
-    add("--key-variable", metavar="NAME", help="environment variable that holds the API key")
-    add = parser.add_argument_group("with --target").add_argument
-    add("--batch", type=int, metavar="N", help="rows at a time (default 32)")
-    add("--dtype", choices=["bfloat16", "float32"], help="of the weights (default bfloat16)")
-    options = parser.parse_args(arguments)
-    check(options)
-    return options
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(Options):
+    """answers"""
+
+    thinking: Literal["keep", "strip"] = "keep"
+    """keep: in <think> marks, also what a server separates; strip: only what is said"""
+    temperature: float = option(1.0, metavar="T")
+    """of sampled rows"""
+    top_p: float = option(1.0, metavar="P")
+    """of sampled rows"""
+    max_tokens: int = option(1024, least=1)
+    """per answer"""
+    greedy_share: float = option(0.5, metavar="P")
+    """rows with greedy answers"""
+    seed: int = 0
+    """of the sampling"""
 
 
-def check(options: argparse.Namespace) -> None:
-    """Fill in the defaults of the way taken, --server or --target; refuse what does not fit."""
-    used, unused, other = LOCAL_OPTIONS, SERVER_OPTIONS, "--server"
-    if options.server is not None:
-        used, unused, other = SERVER_OPTIONS, LOCAL_OPTIONS, "--target"
-    values = vars(options)
-    for name in unused:
-        if values[name] is not None:
-            raise UsageError(f"{as_option(name)}: {values[name]!r} is for {other}; leave it out")
-    for name, default in used.items():
-        if values[name] is None:
-            values[name] = default
-    for name in ("temperature", "deadline"):
-        value = values[name]
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            hint = "; for greedy answers --greedy-share 1" if name == "temperature" else ""
-            raise UsageError(f"--{name}: {value:g}; give a number above 0{hint}")
-    for name in ("max_tokens", "concurrency", "attempts", "batch"):
-        if values[name] is not None and values[name] < 1:
-            raise UsageError(f"{as_option(name)}: {values[name]}; give 1 or more")
-    if not 0 < options.top_p <= 1:
-        raise UsageError(f"--top-p: {options.top_p:g}; give a number above 0, at most 1")
-    if not 0 <= options.greedy_share <= 1:
-        raise UsageError(f"--greedy-share: {options.greedy_share:g}; give a number from 0 to 1")
-    if options.server is not None:
-        if not is_address(options.server):
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(Options):
+    """with --server"""
+
+    model: str | None = None
+    """what the server calls the target"""
+    concurrency: int = option(64, least=1)
+    """requests at a time"""
+    attempts: int = option(8, least=1)
+    """per answer, waits between them grow"""
+    deadline: float = option(600.0, metavar="SECONDS")
+    """of each request"""
+    key_variable: str | None = None
+    """environment variable that holds the API key"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions(Options):
+    """with --target"""
+
+    batch: int = option(32, least=1)
+    """rows at a time"""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """of the weights"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateOptions(AnswerOptions, ServerOptions, LocalOptions):
+    PROG: ClassVar[str] = "python -m pipedraft.data_recipes.regenerate"
+    DESCRIPTION: ClassVar[str] = __doc__ or ""
+    ONE_OF = (("target", "server"),)
+
+    data: str = option(metavar="FILE")
+    """JSONL (.gz) or parquet of conversations"""
+    out: Path
+    """JSONL file to write or go on with"""
+    target: str | None = option(None, metavar="FOLDER")
+    """folder or Hub id of a chat model"""
+    server: str | None = option(None, metavar="URL")
+    """an OpenAI-compatible server"""
+    retry_errors: bool = False
+    """ask for failed rows again"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unused, other = (ServerOptions, "--server") if self.target else (LocalOptions, "--target")
+        for part in fields(unused):
+            value = getattr(self, part.name)
+            if value != part.default:
+                raise UsageError(f"{flag_name(part.name)}: {value!r} is for {other}; leave it out")
+        for name, hint in (
+            ("temperature", "; for greedy answers --greedy-share 1"),
+            ("deadline", ""),
+        ):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise UsageError(f"--{name}: {value:g}; give a number above 0{hint}")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p: {self.top_p:g}; give a number above 0, at most 1")
+        if not 0 <= self.greedy_share <= 1:
+            raise UsageError(f"--greedy-share: {self.greedy_share:g}; give a number from 0 to 1")
+        if self.server is not None:
+            self._check_server()
+        elif not Path(str(self.target)).exists() and str(self.target).count("/") != 1:
+            raise UsageError(f"--target: no folder {self.target!r}; give a chat model")
+
+    def _check_server(self) -> None:
+        if not is_address(str(self.server)):
             raise UsageError(
-                f"--server: {options.server!r} is no address; give for example "
-                "http://localhost:8000"
+                f"--server: {self.server!r} is no address; give for example http://localhost:8000"
             )
-        if not options.model:
+        if not self.model:
             raise UsageError("--model: missing; name the target as the server calls it")
-        if options.key_variable and not os.environ.get(options.key_variable):
+        if self.key_variable and not os.environ.get(self.key_variable):
             raise UsageError(
-                f"--key-variable: {options.key_variable!r} is not set in the environment; "
+                f"--key-variable: {self.key_variable!r} is not set in the environment; "
                 "export the key under that name"
             )
-    elif not Path(options.target).exists() and options.target.count("/") != 1:
-        raise UsageError(f"--target: no folder {options.target!r}; give a chat model")
 
 
 def is_address(url: str) -> bool:
@@ -195,13 +205,13 @@ class Run:
         self.bar.update()
 
 
-async def ask_server(run: Run, options: argparse.Namespace) -> str:
+async def ask_server(run: Run, options: RegenerateOptions) -> str:
     """Answer all rows; returns what the summary says of the requests."""
     from pipedraft.data_recipes.server import ChatServer, Service, answer_dialogues
 
     service = Service(
-        options.server,
-        options.model,
+        str(options.server),
+        str(options.model),
         key=os.environ[options.key_variable] if options.key_variable else None,
         concurrency=options.concurrency,
         deadline_s=options.deadline,
@@ -216,16 +226,16 @@ async def ask_server(run: Run, options: argparse.Namespace) -> str:
     return f"{server.num_requests} requests, {server.num_repeats} of them repeats; "
 
 
-def ask_local(run: Run, options: argparse.Namespace) -> str:
+def ask_local(run: Run, options: RegenerateOptions) -> str:
     from pipedraft.data_recipes.sample import LocalTarget, answer_dialogues
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    target = LocalTarget(options.target, options.dtype, run.sampling)
+    target = LocalTarget(str(options.target), options.dtype, run.sampling)
     answer_dialogues(target, run.dialogues(), run.settle, batch_size=options.batch)
     return ""
 
 
-def settings_of(options: argparse.Namespace, sampling: Sampling, digest: str) -> dict[str, Any]:
+def settings_of(options: RegenerateOptions, sampling: Sampling, digest: str) -> dict[str, Any]:
     """What the answers depend on, by option. The server's address may change, its model may not."""
     folder = Path(options.target or "")
     is_folder = options.target is not None and folder.exists()
@@ -233,13 +243,13 @@ def settings_of(options: argparse.Namespace, sampling: Sampling, digest: str) ->
         "--data (digest)": digest,
         "--target": str(folder.resolve()) if is_folder else options.target,
         "--model": options.model,
-        "--dtype": options.dtype,
+        "--dtype": None if options.target is None else options.dtype,
         **{as_option(name): value for name, value in asdict(sampling).items()},
     }
 
 
 def main() -> None:
-    options = parse(sys.argv[1:])
+    options = RegenerateOptions.read(sys.argv[1:])
     source = Source(path=options.data)
     num_rows, digest = scan(source)
     values = vars(options)

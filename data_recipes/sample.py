@@ -7,7 +7,6 @@ User turns are drawn at temperature 1; a share of the rows has greedy answers, t
 ones, so that a draft sees both kinds of decoding. ``data_recipes.regenerate`` answers given users.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from jinja2 import TemplateError
@@ -32,6 +31,7 @@ from pipedraft.data_recipes.answers import (
 )
 from pipedraft.errors import run_command
 from pipedraft.files import publish
+from pipedraft.options import Options, option
 from pipedraft.pretrained import load_model, load_tokenizer
 
 # B rows, T positions, V vocabulary
@@ -137,26 +137,33 @@ def _alternate() -> Iterator[str]:
         yield "assistant"
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="pipedraft.data_recipes.sample",
-        description=__doc__,
-    )
-    parser.add_argument("--target", required=True, help="folder or Hub id of a chat model")
-    parser.add_argument("--rows", type=int, default=1000, help="texts to sample (default 1000)")
-    parser.add_argument("--batch", type=int, default=128, help="texts at a time (default 128)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="per text (default 512)")
-    parser.add_argument("--greedy-share", type=float, default=0.5, help="rows with greedy answers")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
-    return parser.parse_args(arguments)
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions(Options):
+    PROG: ClassVar[str] = "python -m pipedraft.data_recipes.sample"
+    DESCRIPTION: ClassVar[str] = __doc__ or ""
+
+    target: str
+    """folder or Hub id of a chat model"""
+    rows: int = option(1000, least=1)
+    """rows to sample"""
+    batch: int = option(128, least=1)
+    """rows at a time"""
+    max_tokens: int = option(512, least=1)
+    """per row"""
+    greedy_share: float = option(0.5, metavar="P")
+    """rows with greedy answers"""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """of the weights"""
+    seed: int = 0
+    """of the sampling"""
+    out: Path
+    """JSONL file to write"""
 
 
 Row = tuple[bool, Messages]
 
 
-def sampled_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[Row]:
+def sampled_rows(model: Any, tokenizer: Any, options: SampleOptions) -> Iterator[Row]:
     """(answers are greedy, messages) of texts the model makes up; no messages: malformed."""
     markers = Markers.of(tokenizer)
     generator = torch.Generator().manual_seed(options.seed)
@@ -175,7 +182,7 @@ def sampled_rows(model: Any, tokenizer: Any, options: argparse.Namespace) -> Ite
 
 
 def main() -> None:
-    options = parse(sys.argv[1:])
+    options = SampleOptions.read(sys.argv[1:])
     dtype = getattr(torch, options.dtype)
     model = load_model(options.target, field="--target", dtype=dtype).eval()
     tokenizer = load_tokenizer(options.target, field="--target")

@@ -1,7 +1,5 @@
 """Evaluate drafts against autoregressive decoding: `python -m pipedraft.eval --help`."""
 
-import argparse
-import difflib
 import importlib
 import json
 import sys
@@ -10,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipedraft.errors import UsageError, make_folder, run_command
-from pipedraft.eval.arguments import build_parser
+from pipedraft.errors import make_folder, run_command
+from pipedraft.eval.arguments import EvaluationOptions
 from pipedraft.eval.scores import make_scorer
 from pipedraft.eval.traces import traces_folder, traces_of
 from pipedraft.inference.arguments import backend_of, settings_grid
+from pipedraft.options import subcommand
 
 if TYPE_CHECKING:
     from pipedraft.eval.spec import Spec
@@ -29,8 +28,11 @@ SUBCOMMANDS = {
 """First word of the command line -> module whose ``run`` gets the words after it."""
 
 
+build_parser = EvaluationOptions.parser
+
+
 def _read_drafts(
-    arguments: argparse.Namespace,
+    arguments: EvaluationOptions,
 ) -> tuple[str, str | None, dict[Path, dict[str, Any]]]:
     """Name and revision of the target, and the description of every checkpoint."""
     from pipedraft.models.draft import read_description, resolve_folder
@@ -73,7 +75,7 @@ def _method_name(folder: Path, drafts: dict[Path, dict[str, Any]]) -> str:
 
 
 def _load_drafts(
-    arguments: argparse.Namespace, drafts: dict[Path, dict[str, Any]], target: Any, tokenizer: Any
+    arguments: EvaluationOptions, drafts: dict[Path, dict[str, Any]], target: Any, tokenizer: Any
 ) -> dict[str, tuple[str, Any]]:
     """Name of each draft -> its place and network."""
     from pipedraft.models import load_draft
@@ -92,7 +94,7 @@ def _load_drafts(
 
 
 def _spec(
-    arguments: argparse.Namespace, target: str, drafts: Mapping[str, tuple[str, Any]]
+    arguments: EvaluationOptions, target: str, drafts: Mapping[str, tuple[str, Any]]
 ) -> "Spec":
     """Every draft x schedule x temperature x setting of the schedule."""
     from pipedraft.eval.spec import Row, Spec
@@ -100,12 +102,12 @@ def _spec(
 
     rows = []
     schedules_of = {
-        name: arguments.schedule or [default_schedule(network.draft_type)]
+        name: list(arguments.schedule) or [default_schedule(network.draft_type)]
         for name, (_, network) in drafts.items()
     }
     # Of all drafts at once: a setting may belong to the schedule of one of them.
     used = list(dict.fromkeys(schedule for own in schedules_of.values() for schedule in own))
-    grid = dict(zip(used, settings_grid(arguments, used), strict=True))
+    grid = dict(zip(used, settings_grid(arguments.settings, used), strict=True))
     for name, schedules in schedules_of.items():
         for schedule in schedules:
             # One draft may run under several schedules; its type alone would hide which.
@@ -121,7 +123,7 @@ def _spec(
         rows=rows,
         run={"verifier": arguments.verifier},
         drafts={name: place for name, (place, _) in drafts.items()},
-        benchmarks=arguments.benchmarks,
+        benchmarks=list(arguments.benchmarks),
         data_dir=arguments.data_dir,
         limit=arguments.limit,
         max_new_tokens=arguments.max_new_tokens,
@@ -156,7 +158,7 @@ class _Target:
 
 
 def _load_target(
-    arguments: argparse.Namespace, name: str, revision: str | None, trained: Any, cluster: Any
+    arguments: EvaluationOptions, name: str, revision: str | None, trained: Any, cluster: Any
 ) -> _Target:
     """
     Args:
@@ -195,14 +197,6 @@ def _load_target(
     return _Target(model, reference, cluster.connect, cluster.job.boundaries, num_stages)
 
 
-def _subcommand(name: str) -> Callable[[Sequence[str]], None]:
-    if name not in SUBCOMMANDS:
-        nearest = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
-        fix = f"did you mean {nearest[0]}?" if nearest else f"give {' or '.join(SUBCOMMANDS)}"
-        raise UsageError(f"command: {name!r} is unknown; {fix} (see --help)")
-    return importlib.import_module(SUBCOMMANDS[name]).run
-
-
 def run(argv: Sequence[str]) -> None:
     """The whole command; bad input raises ValueError, cheap checks before the models load.
 
@@ -210,9 +204,10 @@ def run(argv: Sequence[str]) -> None:
         argv: a subcommand and its arguments, or the options of an evaluation.
     """
     if argv and not argv[0].startswith("-"):
-        _subcommand(argv[0])(argv[1:])
+        name = subcommand(argv[0], list(SUBCOMMANDS))
+        importlib.import_module(SUBCOMMANDS[name]).run(argv[1:])
         return
-    arguments = build_parser().parse_args(argv)
+    arguments = EvaluationOptions.read(argv)
     with backend_of(arguments) as cluster:
         if cluster is None or cluster.is_controller:
             _evaluate(arguments, argv, cluster)
@@ -220,7 +215,7 @@ def run(argv: Sequence[str]) -> None:
             cluster.serve()
 
 
-def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) -> None:
+def _evaluate(arguments: EvaluationOptions, argv: Sequence[str], cluster: Any) -> None:
     from transformers.utils import logging
 
     from pipedraft.eval.calibrate import fit_cost, read_cost
@@ -275,14 +270,13 @@ def _evaluate(arguments: argparse.Namespace, argv: Sequence[str], cluster: Any) 
         print(f"{turns} decoded turns of this share are in {arguments.out}/traces")
         return
     runs = comparison.run(methods)
-    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(arguments).items()}
     manifest = build_manifest(
         target=target.model,
         tokenizer=tokenizer,
         benchmarks=benchmarks,
         checkpoints=list(drafts),
         draft_model=loaded["draft model"][1].model if arguments.draft_model else None,
-        config=settings | {"target": target_name, "device": str(target.model.device)},
+        config=arguments.to_dict() | {"target": target_name, "device": str(target.model.device)},
         argv=["python", "-m", "pipedraft.eval", *argv],
         seed=arguments.seed,
     )

@@ -1,19 +1,11 @@
-"""Command line of an evaluation; subcommands have parsers of their own."""
+"""Options of an evaluation; subcommands have their own."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
-from pipedraft.errors import Parser
-from pipedraft.eval.scores import add_score_arguments
-from pipedraft.eval.traces import add_trace_arguments
-from pipedraft.inference.arguments import (
-    add_backend_arguments,
-    add_schedule_arguments,
-    listed,
-    positive,
-    temperature,
-)
-from pipedraft.inference.config import RULE_NAMES
-from pipedraft.inference.schedules import SCHEDULES
+from pipedraft.inference.arguments import BackendOptions, Rule, ScheduleOptions, read_temperature
+from pipedraft.options import Options, option
 
 EXAMPLE = """\
 example:
@@ -34,135 +26,97 @@ small prompt files are used; --data-dir hub: downloads the published benchmarks.
   python -m pipedraft.eval table NAME --out OUT          a paper's table, ours beside it, or a
                                                          YAML file, as drafts on tuned targets
 """
-DEFAULT_STAGES = 4
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="python -m pipedraft.eval",
-        description="Decode benchmarks with drafts and compare them with autoregressive decoding.",
-        epilog=EXAMPLE,
-    )
-    drafts = parser.add_mutually_exclusive_group(required=True)
-    drafts.add_argument(
-        "--checkpoint",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="checkpoint folder or Hub repository of a draft; may be given several times",
-    )
-    drafts.add_argument(
-        "--draft-model",
-        metavar="DIR",
-        help="folder or Hub name of a language model with the target's tokenizer, as the draft "
-        "(its own schedule is pipeinfer); needs --target",
-    )
-    add = parser.add_argument
-    add("--target", help="folder or Hub name of the target; default: the one the draft names")
-    add(
-        "--benchmarks",
-        type=listed(str),
-        required=True,
-        metavar="NAMES",
-        help="comma list of mt_bench, gsm8k, humaneval, alpaca, spec_bench, its parts cnn_dm, "
-        "natural_questions (nq), wmt14_de_en, rag, or paths of .jsonl files with rows of prompt, "
-        "turns or messages",
-    )
-    add(
-        "--data-dir",
-        metavar="D",
-        help="folder with mt_bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl[.gz]"
-        ", alpaca/alpaca_data.json[l], spec_bench/question.jsonl, or hub: or hub:owner/name; "
-        "default: the repository's own prompts of the first three",
-    )
-    _add_decoding_arguments(parser)
-    _add_measuring_arguments(parser)
-    add_backend_arguments(parser)
-    add(
-        "--cost",
-        type=Path,
-        metavar="FILE",
-        help="cost model (JSON, as --calibrate writes it) for the modeled speed-up S; default: "
-        "links and verification free, a draft forward by its layers",
-    )
-    add(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="write the cost model that this run's measurements make: the time of a row more, a "
-        "hop, a verification, a draft forward",
-    )
-    add("--out", type=Path, required=True, metavar="OUT", help="folder of the results")
-    add_trace_arguments(parser)
-    add_score_arguments(parser)
-    return parser
+def read_share(text: str) -> tuple[int, int]:
+    """ "2/4" is (1, 4)."""
+    index, _, number = text.partition("/")
+    if not (index.isdecimal() and number.isdecimal() and 1 <= int(index) <= int(number)):
+        raise ValueError(f"--shard: {text!r} is no share; give for example 1/4, 2/4, 3/4 and 4/4")
+    return int(index) - 1, int(number)
 
 
-def _add_decoding_arguments(parser: Parser) -> None:
-    add = parser.add_argument
-    add(
-        "--schedule",
-        type=listed(str),
-        metavar="NAMES",
-        help=f"comma list of {', '.join(SCHEDULES)} (default: each draft's own)",
-    )
-    add(
-        "--stages",
-        type=positive,
-        metavar="N",
-        help="pipeline stages of the target; default: those the draft was trained for, else "
-        f"{DEFAULT_STAGES}",
-    )
-    add(
-        "--temperature",
-        type=listed(temperature),
-        default=[0.0],
-        metavar="T",
-        help="comma list; 0 is greedy (default: 0)",
-    )
-    add_schedule_arguments(parser, are_lists=True)
-    add(
-        "--verifier",
-        choices=["auto", *RULE_NAMES],
-        default="auto",
-        help="acceptance rule at temperatures above 0 (default: auto)",
-    )
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(Options):
+    """scores
+
+    Right answers of gsm8k (and of its part of spec_bench): the last number, or the one after ####,
+    equals the reference. Of humaneval: the answer's function passes the official test.
+
+      pipedraft eval --checkpoint out/spd_tiny --benchmarks gsm8k,humaneval --score
+          --allow-code-execution --max-new-tokens 512 --out out/scored
+
+    The latter runs programs that a model wrote. Each has a process group of its own, 3 s on the
+    CPU, 30 s in all, 1 GiB, files of 1 MiB, no further process, no environment but PATH, an empty
+    temporary folder, and no network where the system allows namespaces (a line says so where not).
+    They are not kept from reading files, nor from writing outside their folder where the user may
+    (root's run as nobody): use a container for models you do not trust.
+    """
+
+    score: bool = False
+    """score the answers of every method"""
+    allow_code_execution: bool = False
+    """with --score: run humaneval's answers; without it humaneval is not scored"""
 
 
-def _add_measuring_arguments(parser: Parser) -> None:
-    add = parser.add_argument
-    add(
-        "--limit",
-        type=positive,
-        metavar="P",
-        help="the first P prompts of each benchmark (default: all)",
-    )
-    add(
-        "--repeats",
-        type=positive,
-        default=1,
-        metavar="R",
-        help="decode everything R times with the same random numbers: the same texts, other times, "
-        "which tell the machine's noise from the prompts' (default: 1)",
-    )
-    add(
-        "--max-new-tokens",
-        type=positive,
-        default=128,
-        metavar="M",
-        help="new tokens of each turn (default: 128)",
-    )
-    add("--seed", type=int, default=0, help="of the sampling and the bootstrap (default: 0)")
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        default="float32",
-        help="of target and draft (default: float32, for which greedy output is exact)",
-    )
-    add("--device", default="auto", help="e.g. cpu, cuda:0 (default: the accelerator if any)")
-    add(
-        "--no-lossless",
-        action="store_true",
-        help="leave out the comparison of greedy texts with transformers, and the acceptance by "
-        "entropy: what takes the whole target once more",
-    )
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions(ScoreOptions, BackendOptions, ScheduleOptions):
+    """Decode benchmarks with drafts and compare them with autoregressive decoding."""
+
+    PROG: ClassVar[str] = "pipedraft eval"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+    SETTINGS_ARE_LISTS: ClassVar[bool] = True
+    ONE_OF = (("checkpoint", "draft_model"),)
+
+    checkpoint: tuple[str, ...] = option((), metavar="DIR", repeated=True)
+    """checkpoint folder or Hub repository of a draft; may be given several times"""
+    draft_model: str | None = option(None, metavar="DIR")
+    """folder or Hub name of a language model with the target's tokenizer, as the draft (its own
+    schedule is pipeinfer); needs --target"""
+    target: str | None = None
+    """folder or Hub name of the target; default: the one the draft names"""
+    benchmarks: tuple[str, ...] = option(metavar="NAMES")
+    """comma list of mt_bench, gsm8k, humaneval, alpaca, spec_bench, its parts cnn_dm,
+    natural_questions (nq), wmt14_de_en, rag, or paths of .jsonl files with rows of prompt, turns or
+    messages"""
+    data_dir: str | None = option(None, metavar="D")
+    """folder with mt_bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl[.gz],
+    alpaca/alpaca_data.json[l], spec_bench/question.jsonl, or hub: or hub:owner/name; default: the
+    repository's own prompts of the first three"""
+    schedule: tuple[str, ...] = option((), metavar="NAMES")
+    """comma list of schedules; default: each draft's own"""
+    stages: int | None = option(None, least=1)
+    """pipeline stages of the target; default: those the draft was trained for, else 4"""
+    temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
+    """comma list; 0 is greedy"""
+    verifier: Rule = "auto"
+    """acceptance rule at temperatures above 0"""
+    limit: int | None = option(None, metavar="P", least=1)
+    """the first P prompts of each benchmark; default: all"""
+    repeats: int = option(1, metavar="R", least=1)
+    """decode everything R times with the same random numbers: the same outputs, other times, which
+    tell the machine's noise from the prompts'"""
+    max_new_tokens: int = option(128, metavar="M", least=1)
+    """new tokens of each turn"""
+    seed: int = 0
+    """of the sampling and the bootstrap"""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """of target and draft; float32, for which greedy output is exact"""
+    device: str = "auto"
+    """e.g. cpu, cuda:0; auto: the accelerator if any"""
+    no_lossless: bool = False
+    """leave out the comparison of greedy outputs with transformers, and the acceptance by entropy:
+    what takes the whole target once more"""
+    cost: Path | None = None
+    """cost model (JSON, as --calibrate writes it) for the modeled speed-up S; default: links and
+    verification free, a draft forward by its layers"""
+    calibrate: Path | None = None
+    """write the cost model that this run's measurements make: the time of a row more, a hop, a
+    verification, a draft forward"""
+    shard: tuple[int, int] | None = option(None, metavar="I/N", parse=read_share)
+    """decode the I-th of N shares of the prompts into OUT/traces and write no report; afterwards
+    the same command without --shard decodes what is left and reports all"""
+    fresh: bool = False
+    """decode again what OUT/traces has"""
+    out: Path = option(metavar="OUT")
+    """folder of the results"""

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from msgspec import UNSET
 
-from pipedraft.errors import Parser, UsageError, make_folder
+from pipedraft.errors import UsageError, make_folder
 from pipedraft.eval.intervals import CONFIDENCE
 from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, ratio
 from pipedraft.eval.paired import (
@@ -26,6 +26,7 @@ from pipedraft.eval.paired import (
 from pipedraft.eval.record import PromptRecord, RunRecord, parse, read_bytes, read_results
 from pipedraft.eval.tables import align_columns, fact
 from pipedraft.files import to_json, write_atomically
+from pipedraft.options import Options, option
 
 EXAMPLE = """\
 example:
@@ -420,27 +421,29 @@ def _noise_record(noise: Noise) -> dict[str, Any]:
     }
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="python -m pipedraft.eval compare",
-        description="Compare runs of pipedraft.eval on the same prompts.",
-        epilog=EXAMPLE + "\n" + LEGEND,
-    )
-    add = parser.add_argument
-    add("baseline", type=Path, metavar="RUN_A", help="--out folder of the run to compare with")
-    add("others", type=Path, nargs="+", metavar="RUN_B", help="--out folders of other runs")
-    add(
-        "--entropy",
-        action="store_true",
-        help="share of right draft tokens where the target's entropy is from 0, 0.05, .. nats",
-    )
-    add("--json", type=Path, metavar="FILE", help="write the comparisons there as well")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(Options):
+    """Compare runs of pipedraft.eval on the same prompts."""
+
+    PROG: ClassVar[str] = "pipedraft eval compare"
+    EXAMPLE: ClassVar[str] = EXAMPLE + "\n" + LEGEND
+
+    baseline: Path = option(metavar="RUN_A", positional=True)
+    """--out folder of the run to compare with"""
+    others: tuple[Path, ...] = option(metavar="RUN_B", positional=True)
+    """--out folders of other runs"""
+    entropy: bool = False
+    """also the share of right draft tokens where the target's entropy is from 0, 0.05, .. nats"""
+    json: Path | None = None
+    """write the comparisons there as well"""
+
+
+build_parser = CompareOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
     """The whole subcommand; bad input raises ValueError."""
-    arguments = build_parser().parse_args(argv)
+    arguments = CompareOptions.read(argv)
     baseline, *others = [
         Evaluated.read(folder) for folder in (arguments.baseline, *arguments.others)
     ]

@@ -9,14 +9,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from jinja2 import Environment, StrictUndefined
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from pipedraft.errors import Parser, UsageError, make_folder
+from pipedraft.errors import UsageError, make_folder
 from pipedraft.eval import compare, plots, tables
 from pipedraft.eval.charts import THEMES, Chart, Span
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
@@ -30,6 +30,7 @@ from pipedraft.eval.record import (
 )
 from pipedraft.eval.tables import Table, describe, fact, given_options
 from pipedraft.files import write_atomically
+from pipedraft.options import Options, option
 
 EXAMPLE = """\
 example:
@@ -321,35 +322,27 @@ def compare_folders(folders: Sequence[Path], names: Sequence[str]) -> list[Compa
     return found
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="python -m pipedraft.eval report",
-        description="Write one self-contained HTML page about evaluations.",
-        epilog=EXAMPLE,
-    )
-    add = parser.add_argument
-    add("folders", type=Path, nargs="+", metavar="OUT", help="--out folders of evaluations")
-    add(
-        "--trace",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="what processes did when, from python -m pipedraft.inference --trace; may be given "
-        "several times",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="the page (default: OUT/report.html of a single folder, report.html of several)",
-    )
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
+    """Write one self-contained HTML page about evaluations."""
+
+    PROG: ClassVar[str] = "pipedraft eval report"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    folders: tuple[Path, ...] = option(metavar="OUT", positional=True)
+    """--out folders of evaluations"""
+    trace: tuple[Path, ...] = option((), metavar="FILE", repeated=True)
+    """what processes did when, from pipedraft inference --trace; may be given several times"""
+    out: Path | None = None
+    """the page; default: OUT/report.html of a single folder, report.html of several"""
+
+
+build_parser = ReportOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
     """The whole subcommand; bad input raises ValueError."""
-    arguments = build_parser().parse_args(argv)
+    arguments = ReportOptions.read(argv)
     folders = arguments.folders
     names = short_names(folders)
     path = arguments.out

@@ -1,15 +1,15 @@
 """Other pipelines from recorded runs, without a model: `python -m pipedraft.eval replay --help`."""
 
-import argparse
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from tqdm import tqdm
 
-from pipedraft.errors import Parser, UsageError, make_folder
+from pipedraft.errors import UsageError, make_folder
 from pipedraft.eval.calibrate import read_cost
 from pipedraft.eval.intervals import bootstrap_ratio
 from pipedraft.eval.metrics import OVERALL, ratio
@@ -21,6 +21,7 @@ from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.base import Refusal, Round, Schedule
 from pipedraft.models import stage_boundaries
+from pipedraft.options import Options, option
 
 EXAMPLE = """\
 example:
@@ -186,22 +187,13 @@ def format_records(found: Sequence[ReplayRecord]) -> str:
     return align_columns(header, cells)
 
 
-def _stages(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of stages; give e.g. 2,4,8")
-    return list(dict.fromkeys(map(int, parts)))
-
-
-def _links(text: str) -> list[str]:
-    parts = text.split(",")
-    for part in parts:
-        if not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)?", part):
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is no link; give the time of a hop as 0.05 (target passes) or 200us, "
-                "20ms, 1s"
-            )
-    return parts
+def read_link(text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)?", text):
+        raise ValueError(
+            f"{text!r} is no link; give the time of a hop as 0.05 (target passes) or 200us, 20ms, "
+            "1s"
+        )
+    return text
 
 
 def _in_passes(link: str, pass_ms: float | None) -> float:
@@ -216,50 +208,46 @@ def _in_passes(link: str, pass_ms: float | None) -> float:
     return float(number) * UNITS_S[unit] / (pass_ms / 1e3)
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="python -m pipedraft.eval replay",
-        description="N, K, L' and S of recorded runs on other stages, hardware and links.",
-        epilog=EXAMPLE + "\n" + LEGEND,
-    )
-    add = parser.add_argument
-    add("traces", type=Path, nargs="+", metavar="TRACES", help="what evaluations have recorded")
-    add(
-        "--cost",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="cost model as --calibrate writes it; may be given several times (default: the run's)",
-    )
-    add("--stages", type=_stages, metavar="N,..", help="pipeline stages (default: the run's)")
-    add(
-        "--link",
-        type=_links,
-        default=[None],
-        metavar="T,..",
-        help="time of a hop in place of the cost model's: in target passes over one token, or with "
-        "a unit (200us, 20ms) and --pass-ms",
-    )
-    add("--pass-ms", type=float, metavar="MS", help="milliseconds of a target pass over one token")
-    add("--json", action="store_true", help="print JSON alone")
-    add("--out", type=Path, metavar="DIR", help="write replay.json and replay.md there")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(Options):
+    """N, K, L' and S of recorded runs on other stages, hardware and links."""
+
+    PROG: ClassVar[str] = "pipedraft eval replay"
+    EXAMPLE: ClassVar[str] = EXAMPLE + "\n" + LEGEND
+
+    traces: tuple[Path, ...] = option(metavar="TRACES", positional=True)
+    """what evaluations have recorded"""
+    cost: tuple[Path, ...] = option((), metavar="FILE", repeated=True)
+    """cost model as --calibrate writes it; may be given several times; default: the run's"""
+    stages: tuple[int, ...] = option((), metavar="N,..", least=1)
+    """pipeline stages; default: the run's"""
+    link: tuple[str, ...] = option((), metavar="T,..", parse=read_link)
+    """time of a hop in place of the cost model's: in target passes over one token, or with a unit
+    (200us, 20ms) and --pass-ms"""
+    pass_ms: float | None = option(None, metavar="MS")
+    """milliseconds of a target pass over one token"""
+    json: bool = False
+    """print JSON alone"""
+    out: Path | None = option(None, metavar="DIR")
+    """write replay.json and replay.md there"""
 
 
-def _hardware(arguments: argparse.Namespace) -> list[Hardware]:
+build_parser = ReplayOptions.parser
+
+
+def _hardware(arguments: ReplayOptions) -> list[Hardware]:
     costs: list[tuple[str, CostModel | None]]
     costs = [(path.stem, read_cost(path)) for path in arguments.cost]
     return [
         Hardware(name, cost, None if link is None else _in_passes(link, arguments.pass_ms))
         for name, cost in costs or [("recorded", None)]
-        for link in arguments.link
+        for link in arguments.link or (None,)
     ]
 
 
 def run(argv: Sequence[str]) -> None:
     """The whole subcommand; bad input raises ValueError."""
-    arguments = build_parser().parse_args(argv)
+    arguments = ReplayOptions.read(argv)
     recordings = read_recordings(arguments.traces)
     wanted = [
         (recording, stages, hardware)

@@ -4,7 +4,6 @@ Lossless decoding leaves the text, and so the score, as the target's own. Every 
 are scored all the same: a method that changes them shows it.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from pipedraft.eval.record import ScoreRecord
 from pipedraft.eval.sandbox import PASSED, check_sandbox, isolation, run_program
 
 if TYPE_CHECKING:
+    from pipedraft.eval.arguments import ScoreOptions
     from pipedraft.eval.run import DecodedTurn
     from pipedraft.eval.tasks import Prompt
 
@@ -27,19 +27,6 @@ NOT_ISOLATED = (
     "with the network in reach, and the user's other processes: the system does not permit "
     "`unshare --net --pid`"
 )
-SCORES_HELP = """\
-Right answers of gsm8k (and of its part of spec_bench): the last number, or the one after ####,
-equals the reference. Of humaneval: the answer's function passes the official test.
-
-  python -m pipedraft.eval --checkpoint out/spd_tiny --benchmarks gsm8k,humaneval --score \\
-      --allow-code-execution --max-new-tokens 512 --out out/scored
-
-The latter runs programs that a model wrote. Each has a process group of its own, 3 s on the CPU,
-30 s in all, 1 GiB, files of 1 MiB, no further process, no environment but PATH, an empty temporary
-folder, and no network where the system allows namespaces (a line says so where not). They are not
-kept from reading files, nor from writing outside their folder where the user may (root's run as
-nobody): use a container for models you do not trust.
-"""
 
 
 @dataclass(frozen=True)
@@ -119,21 +106,8 @@ def summarize_scores(records: Sequence["DecodedTurn"]) -> ScoreRecord | UnsetTyp
     )
 
 
-def add_score_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "scores",
-        SCORES_HELP,
-    )
-    group.add_argument("--score", action="store_true", help="score the answers of every method")
-    group.add_argument(
-        "--allow-code-execution",
-        action="store_true",
-        help="with --score: run humaneval's answers; without it humaneval is not scored",
-    )
-
-
 def make_scorer(
-    arguments: argparse.Namespace, benchmarks: Mapping[str, Sequence["Prompt"]]
+    arguments: "ScoreOptions", benchmarks: Mapping[str, Sequence["Prompt"]]
 ) -> tuple[Scorer | None, list[str]]:
     """The scorer that the options ask for, and lines for the user."""
     allowed = arguments.allow_code_execution

@@ -1,13 +1,13 @@
 """Specifications, ours beside what was published: `python -m pipedraft.eval table --help`."""
 
-import argparse
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipedraft.errors import Parser, UsageError, make_folder
-from pipedraft.inference.arguments import positive
+from pipedraft.errors import UsageError, make_folder
+from pipedraft.options import Options, option
 
 if TYPE_CHECKING:
     from pipedraft.eval.published import TableContext
@@ -29,30 +29,36 @@ OUT/traces: the same command goes on after a kill.
 """
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="python -m pipedraft.eval table",
-        description="Run a specification, as a paper's table is, with the drafts at hand.",
-        epilog=EXAMPLE,
-    )
-    add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="of the table (see --list), or a YAML file")
-    add("--list", action="store_true", help="name all tables, a line each, and end")
-    add("--target", help="folder or Hub name (default: the specification's, else the embedded one)")
-    add(
-        "--checkpoints",
-        nargs="+",
-        default=["out"],
-        metavar="PLACE",
-        help="folders of runs to find the drafts in, or YAML files of role: folder (default: out)",
-    )
-    add("--limit", type=positive, metavar="P", help="the first P prompts of each benchmark")
-    add("--data-dir", metavar="D", help="of the benchmarks' official files; see eval --help")
-    add("--max-new-tokens", type=positive, metavar="M", help="a turn (default: 128)")
-    add("--seed", type=int, help="of the sampling and the bootstrap (default: 0)")
-    add("--fresh", action="store_true", help="decode again what OUT/traces has")
-    add("--out", type=Path, metavar="OUT", help="folder of the results")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class TableOptions(Options):
+    """Run a specification, as a paper's table is, with the drafts at hand."""
+
+    PROG: ClassVar[str] = "pipedraft eval table"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    name: str = option("", metavar="NAME", positional=True)
+    """of the table (see --list), or a YAML file"""
+    list: bool = False
+    """name all tables, a line each, and end"""
+    target: str | None = None
+    """folder or Hub name; default: the specification's, else the embedded one"""
+    checkpoints: tuple[str, ...] = option(("out",), metavar="PLACE", many=True)
+    """folders of runs to find the drafts in, or YAML files of role: folder"""
+    limit: int | None = option(None, metavar="P", least=1)
+    """the first P prompts of each benchmark"""
+    data_dir: str | None = option(None, metavar="D")
+    """of the benchmarks' official files; see eval --help"""
+    max_new_tokens: int | None = option(None, metavar="M", least=1)
+    """a turn; default: 128"""
+    seed: int | None = None
+    """of the sampling and the bootstrap; default: 0"""
+    fresh: bool = False
+    """decode again what OUT/traces has"""
+    out: Path = option(Path(), metavar="OUT")
+    """folder of the results"""
+
+
+build_parser = TableOptions.parser
 
 
 def list_tables() -> str:
@@ -68,18 +74,18 @@ def run(argv: Sequence[str]) -> None:
     Args:
         argv: the words after ``table``.
     """
-    options = build_parser().parse_args(argv)
+    options = TableOptions.read(argv)
     if options.list:
         print(list_tables())
         return
-    if options.name is None:
+    if not options.name:
         raise UsageError("NAME: missing; see --list")
-    if options.out is None:
+    if options.out == Path():
         raise UsageError("--out: missing; give a folder for the results")
     _make(options, read_options(options), argv)
 
 
-def read_options(options: argparse.Namespace) -> "Spec":
+def read_options(options: TableOptions) -> "Spec":
     """The specification with the options over it, checked."""
     import msgspec
 
@@ -93,7 +99,7 @@ def read_options(options: argparse.Namespace) -> "Spec":
     return spec
 
 
-def load(options: argparse.Namespace, spec: "Spec") -> "TableContext":
+def load(options: TableOptions, spec: "Spec") -> "TableContext":
     import torch
 
     from pipedraft.eval.checkpoints import Drafts
@@ -107,7 +113,7 @@ def load(options: argparse.Namespace, spec: "Spec") -> "TableContext":
         name: [p for found in load_tasks(b, spec.data_dir, spec.limit).values() for p in found]
         for name, b in {n: d.benchmarks for n, d in spec.domains.items()}.items()
     } or load_tasks(spec.benchmarks, spec.data_dir, spec.limit)
-    search = search_for(spec, options.checkpoints)
+    search = search_for(spec, list(options.checkpoints))
     make_folder("--out", options.out)
     traces_folder(options.out, fresh=options.fresh)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -122,7 +128,7 @@ def load(options: argparse.Namespace, spec: "Spec") -> "TableContext":
     )
 
 
-def _make(options: argparse.Namespace, spec: "Spec", argv: Sequence[str]) -> None:
+def _make(options: TableOptions, spec: "Spec", argv: Sequence[str]) -> None:
     import msgspec
     from transformers.utils import logging
 
@@ -141,7 +147,6 @@ def _make(options: argparse.Namespace, spec: "Spec", argv: Sequence[str]) -> Non
     drafts, folders = context.drafts, context.drafts.folders
     models = [name for name in folders if drafts.is_model(name)]
     model = drafts.find(models[0]) if models else None
-    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
     shared = {n: v for n, v in msgspec.to_builtins(spec).items() if n not in ("rows", "title")}
     manifest = build_manifest(
         target=context.target,
@@ -149,7 +154,9 @@ def _make(options: argparse.Namespace, spec: "Spec", argv: Sequence[str]) -> Non
         benchmarks=context.benchmarks,
         checkpoints=[folder for name, folder in folders.items() if name not in models],
         draft_model=None if model is None else model.model,
-        config=settings | shared | {"drafts": {name: str(f) for name, f in folders.items()}},
+        config=options.to_dict()
+        | shared
+        | {"drafts": {name: str(f) for name, f in folders.items()}},
         argv=["python", "-m", "pipedraft.eval", "table", *argv],
         seed=spec.seed,
     )
@@ -158,7 +165,7 @@ def _make(options: argparse.Namespace, spec: "Spec", argv: Sequence[str]) -> Non
 
 
 def _write(
-    options: argparse.Namespace,
+    options: TableOptions,
     spec: "Spec",
     finished: "Finished",
     manifest: dict[str, Any],

@@ -10,7 +10,6 @@ process measured (``processes`` in the results) is of the last launch alone. A t
 whole ``DecodeResult``, from which ``replay`` works out other pipelines.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -121,17 +120,6 @@ def save_result(traces: TraceFile | None, key: Sequence[Any], result: DecodeResu
         traces.add(key, asdict(result))
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shard",
-        type=_shard,
-        metavar="I/N",
-        help="decode the I-th of N shares of the prompts into OUT/traces and write no report; "
-        "afterwards the same command without --shard decodes what is left and reports all",
-    )
-    parser.add_argument("--fresh", action="store_true", help="decode again what OUT/traces has")
-
-
 def code_hash() -> str:
     """SHA-256 of the source files that decoding runs through."""
     digest, root = hashlib.sha256(), Path(pipedraft.__file__).parent
@@ -174,13 +162,3 @@ def traces_folder(out: Path, *, fresh: bool = False) -> Path:
     if fresh:
         shutil.rmtree(out / "traces", ignore_errors=True)
     return out / "traces"
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """ "2/4" is (1, 4)."""
-    index, _, number = text.partition("/")
-    if not (index.isdecimal() and number.isdecimal() and 1 <= int(index) <= int(number)):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no share; give for example 1/4, 2/4, 3/4 and 4/4"
-        )
-    return int(index) - 1, int(number)

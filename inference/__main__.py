@@ -1,24 +1,24 @@
 """Decode one prompt: text is streamed as it becomes certain, then the figures."""
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pipedraft.errors import Parser, UsageError, run_command
+from pipedraft.errors import UsageError, run_command
 from pipedraft.inference import remote_command
 from pipedraft.inference.arguments import (
-    add_backend_arguments,
-    add_schedule_arguments,
+    BackendOptions,
+    Rule,
+    ScheduleOptions,
     backend_of,
-    given_settings,
+    read_temperature,
 )
-from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.prompts import Stream, encode
-from pipedraft.inference.schedules import SCHEDULES
+from pipedraft.inference.remote_command import ServerOptions
+from pipedraft.options import option, subcommand
 
 EXAMPLE = """example:
   python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
@@ -45,54 +45,67 @@ SUBCOMMANDS = {
 """First word of the command line -> module with the parser of the words after it."""
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="pipedraft inference",
-        description=__doc__,
-        epilog=EXAMPLE,
-    )
-    drafts = parser.add_mutually_exclusive_group()
-    drafts.add_argument("--checkpoint", help="folder or Hub id of a trained draft")
-    drafts.add_argument(
-        "--draft-model",
-        help="folder or Hub id of a language model with the target's tokenizer, as the draft "
-        "(its own schedule is pipeinfer)",
-    )
-    parser.add_argument("--target", help="folder or Hub id; default: the one the draft names")
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", help="the user's message; - reads stdin")
-    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    parser.add_argument("--schedule", help=f"{', '.join(SCHEDULES)}; default: the draft's own")
-    parser.add_argument("--stages", type=int, help="pipeline stages; default: the draft's")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add_schedule_arguments(parser)
-    parser.add_argument("--verifier", default="auto", choices=["auto", *RULE_NAMES])
-    parser.add_argument(
-        "--payload-tokens",
-        type=int,
-        default=10,
-        metavar="K",
-        help="the target's best tokens in a rejection, by topk and tail_escape (10)",
-    )
-    parser.add_argument(
-        "--tail-samples",
-        type=int,
-        default=4,
-        metavar="M",
-        help="drawn tokens in a rejection, by tail_escape (4)",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0)
-    add_backend_arguments(parser)
-    remote_command.add_server_arguments(parser, asked)
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write what every process did (Chrome trace; with --backend process)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="only the text, no figures")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(ServerOptions, BackendOptions, ScheduleOptions):
+    """Decode one prompt: text is streamed as it becomes certain, then the figures."""
+
+    PROG: ClassVar[str] = "pipedraft inference"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+    ONE_OF = (("prompt", "status"),)
+    AT_MOST_ONE = (("checkpoint", "draft_model"),)
+
+    prompt: str | None = None
+    """the user's message; - reads stdin"""
+    checkpoint: str | None = None
+    """folder or Hub id of a trained draft"""
+    draft_model: str | None = None
+    """folder or Hub id of a language model with the target's tokenizer, as the draft (its own
+    schedule is pipeinfer)"""
+    target: str | None = None
+    """folder or Hub id; default: the one the draft names"""
+    raw: bool = False
+    """do not apply the chat template"""
+    schedule: str | None = None
+    """name of a schedule; default: the draft's own"""
+    stages: int | None = None
+    """pipeline stages; default: the draft's"""
+    temperature: float = option(0.0, metavar="T", parse=read_temperature)
+    """0 is greedy"""
+    verifier: Rule = "auto"
+    """acceptance rule at temperatures above 0"""
+    payload_tokens: int = option(10, metavar="K")
+    """the target's best tokens in a rejection, by topk and tail_escape"""
+    tail_samples: int = option(4, metavar="M")
+    """drawn tokens in a rejection, by tail_escape"""
+    max_new_tokens: int = 128
+    """tokens of the answer at most"""
+    seed: int = 0
+    """of all that is random"""
+    trace: Path | None = option(None, metavar="FILE")
+    """write what every process did (Chrome trace; with --backend process)"""
+    quiet: bool = False
+    """only the text, no figures"""
+
+    def read_prompt(self) -> str:
+        text = sys.stdin.read() if self.prompt == "-" else self.prompt
+        if text is None or not text.strip():
+            raise ValueError(f"--prompt: {text!r} is empty; give at least one word")
+        return text
+
+    def decode_settings(self) -> dict[str, Any]:
+        """Settings of the schedule, and those that every schedule has."""
+        return {name: getattr(self, name) for name in SHARED_SETTINGS} | self.settings
+
+
+SHARED_SETTINGS = (
+    "temperature",
+    "verifier",
+    "payload_tokens",
+    "tail_samples",
+    "seed",
+    "max_new_tokens",
+)
+build_parser = DecodeOptions.parser
 
 
 @dataclass(frozen=True)
@@ -104,46 +117,39 @@ class Choice:
     boundaries: tuple[int, ...]
 
 
-def describe(options: argparse.Namespace) -> Choice:
+def describe(options: DecodeOptions) -> Choice:
     """Which target and schedule the options and the checkpoint's description ask for."""
     from pipedraft.inference.sources import default_schedule
     from pipedraft.models.draft import read_description, resolve_folder
 
-    if options.checkpoint is None and options.target is None:
-        if options.draft_model is not None:
-            raise ValueError(f"--target: missing; --draft-model {options.draft_model} names none")
-        raise ValueError("--checkpoint: missing; give a trained draft, or --target alone for AR")
-    if options.draft_model is not None:
-        schedule = options.schedule or default_schedule("language_model")
-        return Choice(options.target, None, schedule, options.stages, options.boundaries)
+    stages, cut = options.stages, options.boundaries
     if options.checkpoint is None:
+        if options.target is None:
+            if options.draft_model is None:
+                raise ValueError("--checkpoint: missing; give a trained draft, or --target for AR")
+            raise ValueError(f"--target: missing; --draft-model {options.draft_model} names none")
+        if options.draft_model is not None:
+            schedule = options.schedule or default_schedule("language_model")
+            return Choice(options.target, None, schedule, stages, cut)
         if options.schedule not in (None, "autoregressive"):
             raise ValueError(
                 f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, "
                 "--draft-model DIR, or --schedule autoregressive"
             )
-        return Choice(options.target, None, "autoregressive", options.stages, options.boundaries)
+        return Choice(options.target, None, "autoregressive", stages, cut)
     description = read_description(resolve_folder(options.checkpoint))
     reference, architecture = description["target"], description["architecture"]
     return Choice(
         options.target or reference["name"],
         reference.get("revision") if options.target is None else None,
         options.schedule or default_schedule(description["draft_type"]),
-        architecture.get("num_stages") if options.stages is None else options.stages,
-        options.boundaries or tuple(architecture.get("boundaries") or ()),
+        architecture.get("num_stages") if stages is None else stages,
+        cut or tuple(architecture.get("boundaries") or ()),
     )
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Of the schedule, and those that every schedule has."""
-    names = ("temperature", "verifier", "payload_tokens", "tail_samples", "seed", "max_new_tokens")
-    return {name: getattr(options, name) for name in names} | given_settings(options)
-
-
-def run(options: argparse.Namespace, cluster: Any) -> None:
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    if not text.strip():
-        raise ValueError(f"--prompt: {text!r} is empty; give at least one word")
+def run(options: DecodeOptions, cluster: Any) -> None:
+    text = options.read_prompt()
     if options.trace is not None and cluster is None:
         raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
     from transformers.utils import logging
@@ -166,7 +172,7 @@ def run(options: argparse.Namespace, cluster: Any) -> None:
         choice.schedule,
         num_stages=num_stages,
         boundaries=choice.boundaries,
-        **settings_of(options),
+        **options.decode_settings(),
     )
     tokenizer = load_tokenizer(choice.target, revision=choice.revision)
     if cluster is None:
@@ -210,7 +216,7 @@ def print_figures(config: Any, result: Any, where: str) -> None:
     )
 
 
-def report_processes(reports: list[dict[str, Any]], options: argparse.Namespace) -> None:
+def report_processes(reports: list[dict[str, Any]], options: DecodeOptions) -> None:
     from pipedraft.inference.timeline import chrome_trace
 
     if not options.quiet:
@@ -226,21 +232,17 @@ def report_processes(reports: list[dict[str, Any]], options: argparse.Namespace)
 def main(words: Sequence[str] | None = None) -> None:
     """``words``: of the command line; None: this process's."""
     words = sys.argv[1:] if words is None else words
-    first = words[0] if words else ""
-    is_edge = first == "edge"
-    if first == "serve":
+    first = words[0] if words and not words[0].startswith("-") else ""
+    if first and subcommand(first, list(SUBCOMMANDS)) == "serve":
         from pipedraft.inference.transport import serve
 
         serve.run(words[1:])
         return
-    if first and not first.startswith("-") and not is_edge:
-        raise UsageError(f"command: {first!r} is unknown; give {' or '.join(SUBCOMMANDS)}")
-    options = build_parser().parse_args(words[is_edge:])
-    if is_edge and options.server is None:
+    options = DecodeOptions.read(words[bool(first) :])
+    if first and options.server is None:
         raise UsageError("--server: missing; give HOST:PORT of `pipedraft inference serve`")
-    remote_command.check_options(options)
     if options.server is not None:
-        remote_command.run(options, settings_of(options))
+        remote_command.run(options)
         return
     with backend_of(options) as cluster:
         if cluster is None or cluster.is_controller:

@@ -1,36 +1,32 @@
-"""Command-line options about decoding that several commands share."""
+"""Options about decoding that several commands share."""
 
-from __future__ import annotations
-
-import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, fields
+from dataclasses import dataclass, fields
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from pipedraft.inference.config import check_temperature
+from jsonargparse import ArgumentParser
+
+from pipedraft.inference.config import RULE_NAMES, check_temperature
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
+from pipedraft.options import Options, checked, flag_name, help_of, listed, option
 
 if TYPE_CHECKING:
     from pipedraft.inference.transport.cluster import Cluster
 
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up; give e.g. 4")
-    return int(text)
+Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
 
 
-def temperature(text: str) -> float:
+def read_temperature(text: str) -> float:
     try:
         value = float(text)
         check_temperature(value)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r} is not a temperature; give 0 (greedy), or 0.0001 to 1000000"
         ) from error
     return value
@@ -38,26 +34,34 @@ def temperature(text: str) -> float:
 
 def tree_label(text: str) -> str:
     """The label of a tree, checked."""
-    try:
-        return TreeShape.parse(text).label
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return TreeShape.parse(text).label
 
 
-# -- settings of the schedules ----------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(Options):
+    """settings of schedules, each with the schedules that have it; others refuse it"""
 
+    SETTINGS_ARE_LISTS: ClassVar[bool] = False
+    """Values are comma lists, for ``settings_grid``."""
 
-def add_schedule_arguments(parser: argparse.ArgumentParser, *, are_lists: bool = False) -> None:
-    """An option for every setting of every schedule; what is not given has no value.
+    settings: dict[str, Any] = option(None, hidden=True)
+    """The settings that are given."""
 
-    Args:
-        are_lists: values may be comma lists, for ``settings_grid``.
-    """
-    group = parser.add_argument_group(
-        "settings of schedules", "each with the schedules that have it; others refuse it"
-    )
-    for name, owners in _owners().items():
-        _add_setting(group, name, owners, are_lists)
+    @classmethod
+    def add_to(cls, parser: ArgumentParser, shows_help: bool) -> None:
+        super().add_to(parser, shows_help)
+        group = parser.add_argument_group(ScheduleOptions.__doc__)
+        for name, owners in _owners().items():
+            _add_setting(group, name, owners, cls.SETTINGS_ARE_LISTS, shows_help)
+
+    @classmethod
+    def values(cls, parsed: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: parsed[name] for name in _owners() if parsed[name] is not None}
+        return super().values(parsed) | {"settings": given}
+
+    def to_dict(self) -> dict[str, Any]:
+        found = super().to_dict()
+        return found | found.pop("settings")
 
 
 def _owners() -> dict[str, list[str]]:
@@ -69,83 +73,45 @@ def _owners() -> dict[str, list[str]]:
     return owners
 
 
-def _add_setting(group: Any, name: str, owners: Sequence[str], is_list: bool) -> None:
+def _add_setting(
+    group: Any, name: str, owners: Sequence[str], is_list: bool, shows_help: bool
+) -> None:
+    """An option that has no value where it is not given."""
     kind = SCHEDULES[owners[-1]]
-    setting: Field[Any] = next(f for f in fields(kind) if f.name == name)
-    hint = get_type_hints(kind)[name]
-    default = setting.default
-    flag = name.replace("_", "-")
-    text = f"{', '.join(owners)}: {setting_help(kind, name)}".replace("%", "%%")
+    hint, default = get_type_hints(kind)[name], getattr(kind, name)
+    text = ""
+    if shows_help:
+        defaults = {getattr(SCHEDULES[owner], name) for owner in owners}
+        shown = default.label if isinstance(default, TreeShape) else default
+        text = f"{', '.join(owners)}: {help_of(kind, name).partition('. ')[0].rstrip('.')}"
+        if len(defaults) == 1 and shown is not None and hint is not bool:
+            text += f" (default: {shown})"
+        text = text.replace("%", "%%")
     if hint is bool:
-        flag = f"no-{flag}" if default else flag
-        group.add_argument(
-            f"--{flag}", dest=name, action="store_const", const=not default, help=text
-        )
-        return
-    if get_origin(hint) is Literal:
-        choices = list(get_args(hint))
-        group.add_argument(f"--{flag}", choices=choices, help=f"{text} (default: {default})")
+        flag = f"--no-{flag_name(name)[2:]}" if default else flag_name(name)
+        group.add_argument(flag, dest=name, action="store_const", const=not default, help=text)
         return
     types = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
-    shown = default.label if isinstance(default, TreeShape) else default
-    all_defaults = {
-        f.default for owner in owners for f in fields(SCHEDULES[owner]) if f.name == name
-    }
-    if shown is not None and len(all_defaults) == 1:
-        text += f" (default: {shown})"
-    parse: Callable[[str], Any] = tree_label if types[0] is TreeShape else types[0]
-    if is_list:
-        text += "; or a comma list"
-        parse = listed(parse)
+    parse = checked(tree_label) if types[0] is TreeShape else types[0]
     metavar = {int: "N", float: "P", str: "NAME"}.get(types[0], "TREE")
-    group.add_argument(f"--{flag}", type=parse, metavar=metavar, help=text)
+    if get_origin(hint) is Literal:
+        parse, metavar = hint, f"{{{','.join(get_args(hint))}}}"
+    elif is_list:
+        text, parse = f"{text}; or a comma list", checked(listed(parse))
+    group.add_argument(flag_name(name), type=parse, metavar=metavar, help=text)
 
 
-def setting_help(kind: type, name: str) -> str:
-    """First sentence of the docstring under a setting."""
-    from docstring_parser import parse_from_object
-
-    for owner in kind.__mro__[:-2]:
-        for entry in parse_from_object(owner).params:
-            if entry.arg_name == name and entry.description:
-                return " ".join(entry.description.split()).partition(". ")[0].rstrip(".")
-    raise AssertionError(f"{kind.__name__}.{name} has no docstring")
-
-
-def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of schedules that are on the command line."""
-    found = {name: getattr(options, name, None) for name in _owners()}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Type of an option that takes a comma list; a repeated value counts once."""
-
-    def parse_list(text: str) -> list[Any]:
-        parts = [part.strip() for part in text.split(",")]
-        if not all(parts):
-            raise argparse.ArgumentTypeError(f"{text!r} has an empty entry; write a,b,c")
-        try:
-            return list(dict.fromkeys(parse(part) for part in parts))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parse_list
-
-
-def settings_grid(
-    options: argparse.Namespace, schedules: Sequence[str]
-) -> list[list[dict[str, Any]]]:
+def settings_grid(given: dict[str, Any], schedules: Sequence[str]) -> list[list[dict[str, Any]]]:
     """For each schedule all combinations of the given settings that it has.
 
     Raises:
         ValueError: a setting that none of the schedules has.
     """
-    given, owners = given_settings(options), _owners()
+    owners = _owners()
     for name in given:
         if not set(schedules) & set(owners[name]):
             raise ValueError(
-                f"--{name.replace('_', '-')}: {', '.join(schedules)} has no such setting; it "
+                f"{flag_name(name)}: {', '.join(schedules)} has no such setting; it "
                 f"belongs to {', '.join(owners[name])}"
             )
     grid = []
@@ -159,46 +125,24 @@ def settings_grid(
 # -- where the stages run ---------------------------------------------------------------------
 
 
-def _layer_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions(Options):
+    """stages as processes (--backend process, under torchrun)"""
 
-
-def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the stages run."""
-    group = parser.add_argument_group("stages as processes (--backend process, under torchrun)")
-    add = group.add_argument
-    add(
-        "--backend",
-        choices=["local", "process"],
-        default="local",
-        help="local: one process and the virtual clock; process: one rank per stage, the draft on "
-        "rank 0 beside the first stage, or alone if there is one rank more",
-    )
-    add(
-        "--boundaries",
-        type=_layer_numbers,
-        default=(),
-        metavar="0,B,..,L",
-        help="first layer of each stage, then the number of layers (default: near-even)",
-    )
-    add(
-        "--links",
-        choices=["auto", "device", "host"],
-        default="auto",
-        help="way of hidden states between ranks; device: NCCL between GPUs, host: through host "
-        "memory (default: device where every rank has a GPU of its own)",
-    )
-    add(
-        "--step-timeout",
-        type=float,
-        default=8.0,
-        metavar="S",
-        help="a forward pass of a stage that takes longer ends the run (default 8 s)",
-    )
+    backend: Literal["local", "process"] = "local"
+    """local: one process and the virtual clock; process: one rank per stage, the draft on rank 0
+    beside the first stage, or alone if there is one rank more"""
+    boundaries: tuple[int, ...] = option((), metavar="0,B,..,L")
+    """first layer of each stage, then the number of layers; default: near-even"""
+    links: Literal["auto", "device", "host"] = "auto"
+    """way of hidden states between ranks; device: NCCL between GPUs, host: through host memory;
+    auto: device where every rank has a GPU of its own"""
+    step_timeout: float = option(8.0, metavar="S")
+    """seconds of a stage's forward pass, after which the run ends"""
 
 
 @contextmanager
-def backend_of(options: argparse.Namespace) -> Iterator[Cluster | None]:
+def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
     """The cluster that the options ask for, entered; None for the local backend."""
     from pipedraft.inference.transport import is_launched
 

@@ -1,61 +1,23 @@
 """Decoding a prompt with a draft on this machine and the target on a server: ``--server``."""
 
-import argparse
 import os
 import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedraft.inference.prompts import Stream, encode
+from pipedraft.options import Options, flag_name, option
 
 if TYPE_CHECKING:
+    from pipedraft.inference.__main__ import DecodeOptions
     from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
     from pipedraft.inference.result import DecodeResult
     from pipedraft.inference.transport.stream import Access
 
 TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
-ELSEWHERE = {"target": None, "stages": None, "boundaries": (), "backend": "local", "trace": None}
-"""Options of a target on this machine, and their defaults."""
-DEFAULTS = {
-    "tokenizer": None,
-    "status": False,
-    "keep_drafting": False,
-    "tls": False,
-    "tls_ca": None,
-    "token_file": None,
-    "connect_s": 10.0,
-    "answer_s": 30.0,
-    "give_up_s": 60.0,
-}
-"""Options of a server, with what holds where they are not given."""
-
-
-def add_server_arguments(parser: argparse.ArgumentParser, asked: Any) -> None:
-    """``asked``: group of what the command is asked for."""
-    asked.add_argument(
-        "--status",
-        action="store_true",
-        help="print what the server says of itself, as JSON",
-    )
-    add = parser.add_argument_group("a target on a server (inference serve)").add_argument
-    add("--server", metavar="HOST:PORT", help="the target is there, the draft here")
-    add("--tokenizer", help="folder or Hub id; default: that of the draft")
-    add("--keep-drafting", action="store_true", help="also where the target alone would be faster")
-    add("--tls", action="store_true", help="TLS; its certificate signed as the system wants it")
-    add("--tls-ca", type=Path, metavar="FILE", help="TLS; its certificate signed by this one (PEM)")
-    add("--token-file", type=Path, metavar="FILE", help="what the server wants to be sent")
-    for name, text in (
-        ("connect_s", "for one attempt"),
-        ("answer_s", "without an answer for so long the connection is made again"),
-        ("give_up_s", "without a server for so long the output ends, status 1"),
-    ):
-        add(
-            f"--{name.replace('_', '-')}",
-            type=seconds,
-            default=DEFAULTS[name],
-            metavar="S",
-            help=f"{text} ({DEFAULTS[name]:g})",
-        )
+ELSEWHERE = ("target", "stages", "boundaries", "backend", "trace")
+"""Options of a target on this machine."""
 
 
 def seconds(text: str) -> float:
@@ -64,22 +26,45 @@ def seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds above 0")
+        raise ValueError(f"{text!r} is no time; give seconds above 0")
     return value
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: options of a server without one, or of a target here beside one.
-    """
-    wrong = DEFAULTS if options.server is None else ELSEWHERE
-    for name, default in wrong.items():
-        if getattr(options, name) != default:
-            flag = f"--{name.replace('_', '-')}"
-            if options.server is None:
-                raise ValueError(f"{flag}: it needs --server HOST:PORT")
-            raise ValueError(f"{flag}: the target is on {options.server}; leave it out")
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(Options):
+    """a target on a server (inference serve)"""
+
+    server: str | None = option(None, metavar="HOST:PORT")
+    """the target is there, the draft here"""
+    status: bool = False
+    """print what the server says of itself, as JSON"""
+    tokenizer: str | None = None
+    """folder or Hub id; default: that of the draft"""
+    keep_drafting: bool = False
+    """also where the target alone would be faster"""
+    tls: bool = False
+    """TLS; its certificate signed as the system wants it"""
+    tls_ca: Path | None = option(None, metavar="FILE")
+    """TLS; its certificate signed by this one (PEM)"""
+    token_file: Path | None = option(None, metavar="FILE")
+    """what the server wants to be sent"""
+    connect_s: float = option(10.0, metavar="S", parse=seconds)
+    """for one attempt"""
+    answer_s: float = option(30.0, metavar="S", parse=seconds)
+    """without an answer for so long the connection is made again"""
+    give_up_s: float = option(60.0, metavar="S", parse=seconds)
+    """without a server for so long the output ends, status 1"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ELSEWHERE if self.server else [part.name for part in fields(ServerOptions)]
+        defaults = {part.name: part.default for part in fields(self)}
+        for name in names:
+            if name != "server" and getattr(self, name) != defaults[name]:
+                if self.server is None:
+                    raise ValueError(f"{flag_name(name)}: it needs --server HOST:PORT")
+                where = self.server
+                raise ValueError(f"{flag_name(name)}: the target is on {where}; leave it out")
 
 
 def read_token(file: Path | None) -> str:
@@ -92,11 +77,11 @@ def read_token(file: Path | None) -> str:
     return token
 
 
-def read_access(options: argparse.Namespace) -> "Access":
+def read_access(options: ServerOptions) -> "Access":
     from pipedraft.inference.transport.stream import Access
 
     return Access(
-        server=options.server,
+        server=str(options.server),
         uses_tls=options.tls or options.tls_ca is not None,
         root_certificates=None if options.tls_ca is None else options.tls_ca.read_bytes(),
         token=read_token(options.token_file),
@@ -117,7 +102,7 @@ def print_status(access: "Access") -> None:
     print(msgspec.json.encode(status).decode())
 
 
-def load(options: argparse.Namespace) -> tuple["LocalDraft | None", Any]:
+def load(options: "DecodeOptions") -> tuple["LocalDraft | None", Any]:
     """The draft, None without one, and the tokenizer."""
     from pipedraft.inference.pipelines.remote import LocalDraft
     from pipedraft.models.draft import read_description, resolve_folder
@@ -153,11 +138,7 @@ def load(options: argparse.Namespace) -> tuple["LocalDraft | None", Any]:
     )
 
 
-def run(options: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """
-    Args:
-        settings: of the schedule, and those that every schedule has.
-    """
+def run(options: "DecodeOptions") -> None:
     access = read_access(options)
     if options.status:
         print_status(access)
@@ -171,9 +152,7 @@ def run(options: argparse.Namespace, settings: dict[str, Any]) -> None:
     from pipedraft.inference.verify import RULES
     from pipedraft.models.fingerprint import vocabulary_hash
 
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    if not text.strip():
-        raise ValueError(f"--prompt: {text!r} is empty; give at least one word")
+    text, settings = options.read_prompt(), options.decode_settings()
     has_draft = options.checkpoint is not None or options.draft_model is not None
     name = options.schedule or ("flexspec" if has_draft else "autoregressive")
     if name == "autoregressive" and options.verifier == "auto":

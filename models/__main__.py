@@ -1,13 +1,15 @@
 """Work on checkpoints: push one to the Hub, export it for a serving engine, or say whether a
 fine-tuned target keeps its FlexSpec draft."""
 
-import argparse
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar, Literal
 
-from pipedraft.errors import Parser, run_command
+from pipedraft.errors import UsageError, run_command
 from pipedraft.files import write_folder
+from pipedraft.options import Options, option, subcommand
 
 EXAMPLE = """example:
   python -m pipedraft.models push --checkpoint out/spd --repo user/name \\
@@ -18,68 +20,96 @@ EXAMPLE = """example:
 """
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="pipedraft models",
-        description=__doc__,
-        epilog=EXAMPLE,
+@dataclass(frozen=True, kw_only=True)
+class PushOptions(Options):
+    """upload a checkpoint to the Hub"""
+
+    PROG: ClassVar[str] = "pipedraft models push"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    checkpoint: str
+    """checkpoint folder, a run's folder, or an export"""
+    repo: str
+    """user/name"""
+    results: Path | None = None
+    """results.json of pipedraft eval, for the card's table"""
+    target: str | None = None
+    """the target's Hub id; default: the name that the training gave it"""
+    private: bool = False
+    """for a repository that it makes"""
+    revision: str | None = option(None, metavar="BRANCH")
+    """made if missing; default: main"""
+    commit_message: str | None = option(None, metavar="TEXT")
+    """of the upload"""
+    dry_run: bool = False
+    """only write the folder to --out"""
+    out: Path | None = None
+    """with --dry-run: where to write it; default: out/upload/REPO"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
+    """write an EAGLE-3 head as SGLang or vLLM load it, and how to launch them"""
+
+    PROG: ClassVar[str] = "pipedraft models export"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    checkpoint: str
+    """checkpoint folder or a run's folder"""
+    format: Literal["sglang", "speculators"]
+    """sglang: the authors' layout; speculators: vLLM's"""
+    out: Path
+    """folder to make"""
+    target: str | None = None
+    """the target's name for the engine; default: the one of the training"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScopeOptions(Options):
+    """list what a fine-tuned target changed of embedding, last block, final norm and LM head, which
+    a FlexSpec draft has copied; exit status 1 if it changed any"""
+
+    PROG: ClassVar[str] = "pipedraft models scope"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    base: str
+    """folder or Hub id of the target before"""
+    target: str
+    """folder or Hub id of the one after, or an adapter's folder"""
+
+
+SUBCOMMANDS: dict[str, type[Options]] = {
+    "push": PushOptions,
+    "export": ExportOptions,
+    "scope": ScopeOptions,
+}
+
+
+def usage() -> str:
+    about, *others = (
+        " ".join((k or "").split()) for k in (__doc__, *(c.__doc__ for c in SUBCOMMANDS.values()))
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    push = commands.add_parser("push", help="upload a checkpoint to the Hub")
-    push.add_argument(
-        "--checkpoint", required=True, help="checkpoint folder, a run's folder, or an export"
-    )
-    push.add_argument("--repo", required=True, help="user/name")
-    push.add_argument(
-        "--results", type=Path, help="results.json of pipedraft eval, for the card's table"
-    )
-    push.add_argument(
-        "--target", help="the target's Hub id (default: the name that the training gave it)"
-    )
-    push.add_argument("--private", action="store_true", help="for a repository that it makes")
-    push.add_argument("--revision", metavar="BRANCH", help="made if missing (default: main)")
-    push.add_argument("--commit-message", metavar="TEXT")
-    push.add_argument("--dry-run", action="store_true", help="only write the folder to --out")
-    push.add_argument(
-        "--out", type=Path, help="with --dry-run: where to write it (default: out/upload/REPO)"
-    )
-    export = commands.add_parser(
-        "export", help="write an EAGLE-3 head as SGLang or vLLM load it, and how to launch them"
-    )
-    export.add_argument("--checkpoint", required=True, help="checkpoint folder or a run's folder")
-    export.add_argument(
-        "--format",
-        required=True,
-        choices=["sglang", "speculators"],
-        help="sglang: the authors' layout; speculators: vLLM's",
-    )
-    export.add_argument("--out", type=Path, required=True, help="folder to make")
-    export.add_argument(
-        "--target", help="the target's name for the engine (default: the one of the training)"
-    )
-    scope = commands.add_parser(
-        "scope",
-        help="list what a fine-tuned target changed of embedding, last block, final norm and LM "
-        "head, which a FlexSpec draft has copied; exit status 1 if it changed any",
-    )
-    scope.add_argument("--base", required=True, help="folder or Hub id of the target before")
-    scope.add_argument(
-        "--target", required=True, help="folder or Hub id of the one after, or an adapter's folder"
-    )
-    return parser
+    lines = [f"  {name:<8}{text}" for name, text in zip(SUBCOMMANDS, others, strict=True)]
+    return "\n".join(["usage: pipedraft models <command> ...", "", about, "", *lines, "", EXAMPLE])
 
 
 def main() -> None:
-    options = build_parser().parse_args(sys.argv[1:])
-    if options.command == "export":
-        run_export(options)
-    elif options.command == "scope":
-        run_scope(options)
-    else:
+    words = sys.argv[1:]
+    if words and words[0] in ("-h", "--help"):
+        print(usage())
+        return
+    if not words:
+        raise UsageError(f"command: missing; give {' or '.join(SUBCOMMANDS)} (see --help)")
+    options = SUBCOMMANDS[subcommand(words[0], list(SUBCOMMANDS))].read(words[1:])
+    if isinstance(options, PushOptions):
         run_push(options)
+    elif isinstance(options, ExportOptions):
+        run_export(options)
+    elif isinstance(options, ScopeOptions):
+        run_scope(options)
 
 
-def run_export(options: argparse.Namespace) -> None:
+def run_export(options: ExportOptions) -> None:
     from pipedraft.models.draft import resolve_folder
     from pipedraft.models.export import export, launch_line, target_name
 
@@ -89,7 +119,7 @@ def run_export(options: argparse.Namespace) -> None:
     print(launch_line(options.format, options.target or target_name(folder), options.out))
 
 
-def run_scope(options: argparse.Namespace) -> None:
+def run_scope(options: ScopeOptions) -> None:
     from pipedraft.models.target_part import out_of_scope
 
     names = out_of_scope(options.base, options.target)
@@ -99,7 +129,7 @@ def run_scope(options: argparse.Namespace) -> None:
     print(f"in scope: {options.target} differs from {options.base} in layers 1 .. L-1 at most")
 
 
-def run_push(options: argparse.Namespace) -> None:
+def run_push(options: PushOptions) -> None:
     from pipedraft.models.draft import resolve_folder
     from pipedraft.models.hub import Upload, check_repo_id, fill_folder, prepare_upload, push
 

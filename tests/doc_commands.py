@@ -8,7 +8,7 @@ import runpy
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY
+
+from pipedraft.options import Options
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 STARTS = ("python", "pipedraft", "accelerate", "torchrun", "make", "pip", "vllm")
@@ -142,8 +144,13 @@ def stopping_after_the_parser() -> Iterator[None]:
     def parse_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
         raise Parsed(original(self, args, namespace))
 
+    def read(kind: type[Options], words: Sequence[str]) -> Any:
+        raise Parsed(original_read(kind, words))
+
+    original_read = Options.read.__func__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        patch.setattr(Options, "read", classmethod(read))
         yield
 
 
@@ -174,10 +181,10 @@ def read(module: str, words: list[str]) -> None:
 
         parse_run(take_plan(words)[0], methods(), "")
     elif module == "pipedraft.train.features":
-        from pipedraft.train.features import make_parser, read_heads
+        from pipedraft.train.features import FeatureOptions, read_heads
 
-        own, rest = make_parser().parse_known_args([w for w in words if w != "serve"])
-        read_heads(rest, own.also)
+        own, rest = FeatureOptions.read_own([w for w in words if w != "serve"])
+        read_heads(rest, list(own.also))
     elif module == "pipedraft.data_recipes":
         from pipedraft.data_recipes.__main__ import build_parser
 

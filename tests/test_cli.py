@@ -159,8 +159,16 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("inference", [*RUN, "--prompt", "hi " * 600], ["prompt", "tokens", "512", "shorten it"]),
     ("inference", [*RUN, *INFERENCE, "--temperature", "-1"], ["temperature", "-1", "give 0"]),
     ("inference", [*RUN, *INFERENCE, "--temperature", "nan"], ["temperature", "nan", "give 0"]),
-    ("inference", [*RUN, *INFERENCE, "--temperature", "1e-320"], ["1e-320 is", "give 0 (greedy)"]),
-    ("inference", [*RUN, *INFERENCE, "--temperature", "hot"], ["temperature", "'hot'", "--help"]),
+    (
+        "inference",
+        [*RUN, *INFERENCE, "--temperature", "1e-320"],
+        ["'1e-320' is", "give 0 (greedy)"],
+    ),
+    (
+        "inference",
+        [*RUN, *INFERENCE, "--temperature", "hot"],
+        ["--temperature", "'hot'", "give 0 (greedy)"],
+    ),
     ("inference", [*RUN, *INFERENCE, "--trace", "t.json"], ["--trace", "'t.json'", "--backend"]),
     ("inference", [*RUN, *INFERENCE, "--backend", "process"], ["--backend", "torchrun"]),
     ("eval", [*RUN, *EVAL, "--cost", "{a_file}"], ["--cost", "a_file", "--calibrate"]),
@@ -253,7 +261,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         ["--out", "a_file", "give another folder"],
     ),
     # data
-    ("data_recipes", [], ["tokenizer", "required"]),
+    ("data_recipes", [], ["tokenizer", "data.sources", "missing"]),
     ("data_recipes", ["--config", "/nowhere.yaml"], ["config", "/nowhere.yaml"]),
 ]
 
@@ -396,7 +404,7 @@ def run_module(*words: str, stdin: str = "") -> subprocess.CompletedProcess:
         (["pipedraft.inference"], ["--prompt", "missing"]),
         (["pipedraft", "inference", "--prompt", "-"], ["--prompt", "''", "at least one word"]),
         (["pipedraft.models", "push", "--repo", "a/b"], ["--checkpoint", "missing"]),
-        (["pipedraft.eval", "--limt", "3"], ["--benchmarks", "missing"]),
+        (["pipedraft.eval", "--limt", "3"], ["--limt", "did you mean --limit?"]),
     ],
     ids=lambda value: " ".join(value),
 )

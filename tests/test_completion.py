@@ -66,7 +66,7 @@ def test_bash_completes_commands_and_subcommands(scripts):
     ("line", "expected"),
     [
         ("pipedraft models push --re", {"--repo", "--results", "--revision"}),
-        ("pipedraft doctor --", {"--help", "--json", "--assets"}),
+        ("pipedraft doctor --", {"--help", "--config", "--print_config", "--json", "--assets"}),
         (
             "pipedraft eval --max",
             {"--max-new-tokens", "--max-in-flight", "--max-segment-rows", "--max-length"},

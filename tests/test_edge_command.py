@@ -107,12 +107,15 @@ def test_times_come_from_a_file(words, tmp_path):
     "more, message",
     [
         (["--methods", "picospek"], "--methods: 'picospek' is unknown; give one of cloud,"),
-        (["--rule", "best"], f"--rule: 'best' is unknown; give one of {', '.join(RULE_NAMES)}"),
+        (
+            ["--rule", "best"],
+            f"--rule: 'best' does not fit; expected one of {str(RULE_NAMES)[1:-1]}",
+        ),
         (["--links", "6g"], "link: '6g' is unknown"),
         (["--policy", "fixed:99"], "draft_length: 'fixed:99' is no policy"),
         (["--times", "nowhere.json"], "--times: 'nowhere.json' is no file; give it or one of"),
         (["--temperature", "-1"], "'-1' is not a temperature"),
-        (["--draft-length", "0"], "'0' is not a whole number from 1 up"),
+        (["--draft-length", "0"], "--draft-length: 0; give at least 1"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(more, message, words, tmp_path):

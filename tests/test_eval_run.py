@@ -259,7 +259,7 @@ def test_runs_of_the_command_are_compared_by_its_subcommand(folders, engine, cap
 
 def test_an_unknown_subcommand_is_told_the_nearest(capsys) -> None:
     assert status(["comapre", "a", "b"]) == 2
-    assert "command: 'comapre' is unknown; did you mean compare?" in capsys.readouterr().err
+    assert "command: 'comapre' is unknown; did you mean 'compare'?" in capsys.readouterr().err
 
 
 def test_two_checkpoints_make_one_table_with_one_baseline(folders, engine) -> None:
@@ -277,7 +277,7 @@ def test_two_checkpoints_make_one_table_with_one_baseline(folders, engine) -> No
     ("change", "words"),
     [
         (["--benchmarks", "gms8k"], ["--benchmarks", "'gms8k'", "did you mean 'gsm8k'"]),
-        (["--limit", "0"], ["--limit", "'0'", "from 1 up"]),
+        (["--limit", "0"], ["--limit", "0; give at least 1"]),
         (["--limit", "many"], ["--limit", "'many'"]),
         (["--temperature", "0,hot"], ["--temperature", "'hot'", "0 (greedy)"]),
         (["--temperature", "nan"], ["--temperature", "'nan'"]),
@@ -317,7 +317,7 @@ def test_empty_prompt_is_refused_with_its_line(folders, engine, capsys) -> None:
 def test_damaged_checkpoint_is_refused(folders, engine, capsys) -> None:
     (folders.draft / "config.json").write_text('{"draft_type": "spd"}')
     assert status(command(folders)) == 2
-    assert "no 'architecture'" in capsys.readouterr().err
+    assert "missing required field" in capsys.readouterr().err
 
 
 def test_help_shows_an_example(capsys) -> None:

@@ -178,7 +178,7 @@ def make(place):
     @cache
     def made(name: str):
         out = place / "made" / name
-        options = table_command.build_parser().parse_args(words(place, name, out)[1:])
+        options = table_command.TableOptions.read(words(place, name, out)[1:])
         table = table_command.read_options(options)
         if table.kind != "retention" and name not in ALL_BENCHMARKS:
             table = msgspec.structs.replace(table, benchmarks=["gsm8k"])

@@ -197,7 +197,7 @@ def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
 @pytest.mark.parametrize(
     "run, arguments, message",
     [
-        (serve_command.run, ["--target", "x", "--port", "70000"], "'70000' is no port"),
+        (serve_command.run, ["--target", "x", "--port", "70000"], "--port: 70000 is no port; give"),
         (serve_command.run, ["--target", "x", "--tls-cert", "c"], "give both or neither"),
         (serve_command.run, ["--target", "x", "--idle-s", "0"], "idle_s: 0.0; give a finite"),
         (serve_command.run, ["--target", "/nowhere"], "no folder '/nowhere'"),

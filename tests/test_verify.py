@@ -1,6 +1,5 @@
 """Acceptance rules and their random numbers: exact distributions, enumerated and counted."""
 
-import argparse
 import itertools
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare, kstest
 
-from pipedraft.inference import arguments
+from pipedraft.inference.arguments import read_temperature
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.transport.session_messages import Settings
 from pipedraft.inference.tree import TokenTree
@@ -127,13 +126,13 @@ def test_temperatures_out_of_range_are_refused_wherever_they_are_named(value):
         DecodeConfig(temperature=value)
     with pytest.raises(ValueError, match=message):
         Settings(temperature=value)
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a temperature; give 0"):
-        arguments.temperature(str(value))
+    with pytest.raises(ValueError, match="is not a temperature; give 0"):
+        read_temperature(str(value))
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-4, 0.7, 1.0, 1e6])
 def test_temperatures_in_range_are_taken(value):
-    assert DecodeConfig(temperature=value).temperature == value == arguments.temperature(str(value))
+    assert DecodeConfig(temperature=value).temperature == value == read_temperature(str(value))
     assert Settings(temperature=value).temperature == value
 
 

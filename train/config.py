@@ -1,18 +1,18 @@
 """The configuration of one training run, and how YAML files and flags become it."""
 
 import difflib
-import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from pipedraft.data_recipes.recipe import DataConfig
 from pipedraft.data_recipes.sources import Source
 from pipedraft.errors import UsageError
+from pipedraft.options import explain, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,48 +168,8 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
     return method
 
 
-UNKNOWN_KEYS = (
-    r"unrecognized arguments: --(?P<key>[^\s=]+)",
-    r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'",
-    r"Option '(?P<key>[^']+)' is not accepted",
-)
-WRONG_TYPE = r'Parser key "(?P<key>[^"]+)": (?P<reason>.*?)(?:Got|Given) value: (?P<value>.*)'
-MISSING = r"the following arguments are required: (?P<key>.*)"
-
-
-def _explain(error: Exception, parser: Any) -> str:
-    """jsonargparse's message as one line: the field, the value, the fix."""
-    text = " ".join(str(error).split())
-    for pattern in UNKNOWN_KEYS:
-        if found := re.search(pattern, text):
-            parts = found.groupdict()
-            key = ".".join(filter(None, (parts.get("group"), parts["key"])))
-            return f"{key}: unknown key; {_nearest(key, parser)}"
-    if found := re.search(MISSING, text):
-        return f"{found['key']}: missing; set it in the --config file or on the command line"
-    if found := re.fullmatch(WRONG_TYPE, text):
-        types = re.findall(r"Expected an? (?:<class ')?([\w.]+(?:\[.*?\])?)", found["reason"])
-        names = " or ".join(types).replace("typing.", "").replace("NoneType", "null")
-        return f"{found['key']}: {found['value']!r} does not fit; expected {names}"
-    return text
-
-
-def _nearest(key: str, parser: Any) -> str:
-    """The known key that looks most like ``key``, with its path."""
-    known = [action.dest for action in parser._actions if action.dest not in ("help", "config")]
-    known += [f"data.sources.{field.name}" for field in fields(Source)]
-    last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    near = difflib.get_close_matches(key, known, 1)
-    near = near or [
-        last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, 1)
-    ]
-    return f"nearest known key: {near[0]}" if near else "see --help for the known ones"
-
-
-def make_parser(method: str, methods: dict[str, type], example: str) -> Any:
+def make_parser(method: str, methods: dict[str, type], example: str) -> ArgumentParser:
     """Parser of a run with this method; arguments as in ``parse_run``."""
-    from jsonargparse import ArgumentParser
-
     others = ", ".join(name for name in methods if name != method)
     parser = ArgumentParser(
         prog="pipedraft train",
@@ -240,21 +200,17 @@ def parse_run(
     Raises:
         UsageError: one line that names the field, the value and the fix.
     """
-    from jsonargparse import ArgumentError, set_parsing_settings
-
     wants_help = any(word in ("-h", "--help") for word in arguments)
     if wants_help:  # reads the docstring under every field, which takes a second
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
     default = next(iter(methods)) if wants_help else None
     method = _peek_method(arguments, list(methods), default)
     parser = make_parser(method, methods, example)
-    if wants_help:
-        print(parser.format_help())
-        sys.exit(0)
+    known = [f"data.sources.{field.name}" for field in fields(Source)]
+    parsed = parse(parser, arguments, flags=False, known=known)
     try:
-        parsed = parser.parse_args(list(arguments))
         parts = vars(parser.instantiate(parsed))
         run = RunConfig(**{key: parts[key] for key in parts if key not in ("config", "model")})
     except (ArgumentError, ValueError, TypeError) as error:
-        _fail(_explain(error, parser))
+        raise UsageError(explain(error, parser, flags=False, known=known)) from error
     return run, parts["model"], parser.dump(parsed)

@@ -4,10 +4,12 @@ Exit status: 0 done; 2 bad input; 1 failure. Killed at any moment, the same comm
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from pipedraft.errors import Parser, run_command
+from pipedraft.errors import run_command
+from pipedraft.options import Options, option
 
 EXAMPLE = """example:
   python -m pipedraft.train.features --config configs/spd/tiny.yaml --out out/features
@@ -21,25 +23,27 @@ without a disk, the target in a process of its own, here or on another machine:
 data and the layers that this head and those of --also read."""
 
 
-def make_parser() -> Parser:
+@dataclass(frozen=True, kw_only=True)
+class FeatureOptions(Options):
+    """Hidden states of the target, on disk or on demand, for --features of train."""
 
-    parser = Parser(
-        prog="python -m pipedraft.train.features",
-        description="Hidden states of the target, on disk or on demand, for --features of train.",
-        epilog=EXAMPLE,
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="serve: address to listen on")
-    parser.add_argument("--port", type=int, help="serve: port to listen on; 0 takes a free one")
-    parser.add_argument("--out", type=Path, help="folder to write, or to go on with")
-    parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16", "fp16", "int8"))
-    parser.add_argument(
-        "--also", action="append", default=[], metavar="CONFIG", help="head that reads it too"
-    )
-    parser.add_argument("--shard_mb", type=float, default=512, help="size of a shard")
-    parser.add_argument(
-        "--estimate", action="store_true", help="print bytes per token of every head and end"
-    )
-    return parser
+    PROG: ClassVar[str] = "python -m pipedraft.train.features"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    host: str = "127.0.0.1"
+    """serve: address to listen on"""
+    port: int | None = None
+    """serve: port to listen on; 0 takes a free one"""
+    out: Path | None = None
+    """folder to write, or to go on with"""
+    dtype: Literal["fp32", "bf16", "fp16", "int8"] = "bf16"
+    """of what is stored"""
+    also: tuple[str, ...] = option((), metavar="CONFIG", repeated=True)
+    """head that reads it too"""
+    shard_mb: float = option(512.0, metavar="MB", flag="--shard_mb")
+    """size of a shard"""
+    estimate: bool = False
+    """print bytes per token of every head and end"""
 
 
 def read_heads(arguments: list[str], also: list[str]) -> list[tuple[str, Any, Any]]:
@@ -100,7 +104,9 @@ def size_table(layers: dict[str, tuple[int, ...]], hidden_size: int) -> str:
     return "\n".join(lines)
 
 
-def dump_features(own: Any, heads: list[tuple[str, Any, Any]], layers: tuple[int, ...]) -> None:
+def dump_features(
+    own: FeatureOptions, out: Path, heads: list[tuple[str, Any, Any]], layers: tuple[int, ...]
+) -> None:
     from pipedraft.data_recipes.recipe import load_data
     from pipedraft.train.__main__ import load_tokenizer_of, registry
     from pipedraft.train.feature_dump import Dump, States, make_plan, size_text
@@ -129,7 +135,7 @@ def dump_features(own: Any, heads: list[tuple[str, Any, Any]], layers: tuple[int
         f"{', '.join(map(str, layers))} in {own.dtype}: {plan.bytes_per_token:,} bytes per token, "
         f"{size_text(plan.size_bytes)} in {len(plan.shards)} shards"
     )
-    dump = Dump(plan, own.out, data, accelerator)
+    dump = Dump(plan, out, data, accelerator)
     for line in dump.damages:
         say(line)
     if dump.records:
@@ -142,10 +148,10 @@ def dump_features(own: Any, heads: list[tuple[str, Any, Any]], layers: tuple[int
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         return States(target, pad_id, accelerator)
 
-    say(report(dump.run(load), own.out))
+    say(report(dump.run(load), out))
 
 
-def serve_states(own: Any, run: Any) -> None:
+def serve_states(own: FeatureOptions, port: int, run: Any) -> None:
     """Run the target for trainers until the process ends."""
     from pipedraft.train.__main__ import load_tokenizer_of
     from pipedraft.train.feature_dump import States
@@ -166,7 +172,7 @@ def serve_states(own: Any, run: Any) -> None:
     )
     server.listen(
         own.host,
-        own.port,
+        port,
         lambda host, port: print(
             f"serving states of {run.target} in {own.dtype} at {host}:{port}", flush=True
         ),
@@ -193,16 +199,14 @@ def main() -> None:
     from pipedraft.train.__main__ import quieten
 
     is_server = sys.argv[1:2] == ["serve"]
-    own, rest = make_parser().parse_known_args(sys.argv[1 + is_server :])
-    heads = read_heads(rest, own.also)
+    own, rest = FeatureOptions.read_own(sys.argv[1 + is_server :])
+    heads = read_heads(rest, list(own.also))
     quieten()
     if is_server:
         if own.port is None:
             raise ValueError("port: missing; give for example --port 7500")
-        serve_states(own, heads[0][1])
+        serve_states(own, own.port, heads[0][1])
         return
-    if own.out is None and not own.estimate:
-        raise ValueError("out: missing; give a folder for the dump, or --estimate")
     if own.shard_mb <= 0:
         raise ValueError(f"shard_mb: {own.shard_mb} is not positive; give for example 512")
     from pipedraft.train.feature_reader import decoder_config
@@ -212,8 +216,10 @@ def main() -> None:
     if own.estimate:
         print(size_table(layers, config.hidden_size))
         return
+    if own.out is None:
+        raise ValueError("out: missing; give a folder for the dump, or --estimate")
     *_, together = layers.values()
-    dump_features(own, heads, together)
+    dump_features(own, own.out, heads, together)
 
 
 if __name__ == "__main__":

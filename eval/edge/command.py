@@ -1,15 +1,16 @@
 """Latency of decoding across a link: `python -m pipedraft.eval edge --help`."""
 
-import argparse
 import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pipedraft.errors import Parser, UsageError, make_folder
-from pipedraft.inference.arguments import listed, positive, temperature
+from pipedraft.errors import UsageError, make_folder
+from pipedraft.inference.arguments import read_temperature
+from pipedraft.inference.config import RuleName
+from pipedraft.options import Options, option
 
 EXAMPLE = """\
 example:
@@ -36,68 +37,56 @@ class LoadedModels:
     benchmarks: dict[str, Any]
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="python -m pipedraft.eval edge",
-        description="Decode benchmarks across virtual links by several methods.",
-        epilog=EXAMPLE,
-    )
-    drafts = parser.add_mutually_exclusive_group(required=True)
-    drafts.add_argument(
-        "--checkpoint", metavar="DIR", help="folder or Hub name of a FlexSpec draft"
-    )
-    drafts.add_argument(
-        "--draft-model",
-        metavar="DIR",
-        help="a language model with the target's tokenizer as the draft; needs --target",
-    )
-    add = parser.add_argument
-    add("--target", help="folder or Hub name of the target; default: the one the draft names")
-    add(
-        "--benchmarks", type=listed(str), required=True, metavar="NAMES", help="as of an evaluation"
-    )
-    add("--data-dir", metavar="D", help="see eval --help")
-    add("--limit", type=positive, metavar="P", help="the first P prompts of each (default: all)")
-    add("--methods", type=listed(str), metavar="NAMES", help="comma list (default: all)")
-    add(
-        "--links",
-        type=listed(str),
-        default=["5g", "4g", "wifi"],
-        metavar="LINKS",
-        help="comma list of 5g, 4g, wifi, TRACE.csv, 5g:TRACE.csv, PROFILES.json:NAME",
-    )
-    add("--temperature", type=listed(temperature), default=[0.0], metavar="T", help="comma list")
-    add(
-        "--times",
-        default="picospec",
-        metavar="TIMES",
-        help="picospec, flexspec, or a JSON file of draft_s, verify_s, verify_row_s, cloud_draft_s",
-    )
-    add(
-        "--draft-length",
-        type=positive,
-        default=4,
-        metavar="K",
-        help="of stop_and_wait and dssd (default: 4)",
-    )
-    add("--rule", metavar="RULE", help="acceptance at T > 0 (default: each method's own)")
-    add(
-        "--policy",
-        default="survival",
-        help="draft length, except of stop_and_wait, dssd and pearl, which have their own: "
-        "fixed:K, eq11, alg2, geometric or survival (default: %(default)s)",
-    )
-    for flag, default, metavar, text in (
-        ("--top-k", 10, "K", "tokens of a rejection, by topk and tail_escape"),
-        ("--tail-samples", 4, "M", "tokens of a rejection, by tail_escape"),
-        ("--max-new-tokens", 128, "M", "of each answer"),
-    ):
-        help_text = f"{text} (default: {default})"
-        add(flag, type=positive, default=default, metavar=metavar, help=help_text)
-    add("--seed", type=int, default=0, help="of all that is random (default: 0)")
-    add("--no-lossless", action="store_true", help="do not compare texts with plain decoding")
-    add("--out", type=Path, required=True, metavar="OUT", help="folder of the results")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class EdgeOptions(Options):
+    """Decode benchmarks across virtual links by several methods."""
+
+    PROG: ClassVar[str] = "pipedraft eval edge"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+    ONE_OF = (("checkpoint", "draft_model"),)
+
+    checkpoint: str | None = option(None, metavar="DIR")
+    """folder or Hub name of a FlexSpec draft"""
+    draft_model: str | None = option(None, metavar="DIR")
+    """a language model with the target's tokenizer as the draft; needs --target"""
+    target: str | None = None
+    """folder or Hub name of the target; default: the one the draft names"""
+    benchmarks: tuple[str, ...] = option(metavar="NAMES")
+    """as of an evaluation"""
+    data_dir: str | None = option(None, metavar="D")
+    """see eval --help"""
+    limit: int | None = option(None, metavar="P", least=1)
+    """the first P prompts of each; default: all"""
+    methods: tuple[str, ...] = option((), metavar="NAMES")
+    """comma list; default: all"""
+    links: tuple[str, ...] = option(("5g", "4g", "wifi"), metavar="LINKS")
+    """comma list of 5g, 4g, wifi, TRACE.csv, 5g:TRACE.csv, PROFILES.json:NAME"""
+    temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
+    """comma list"""
+    times: str = option("picospec", metavar="TIMES")
+    """picospec, flexspec, or a JSON file of draft_s, verify_s, verify_row_s, cloud_draft_s"""
+    draft_length: int = option(4, metavar="K", least=1)
+    """of stop_and_wait and dssd"""
+    rule: RuleName | None = None
+    """acceptance at T > 0; default: each method's own"""
+    policy: str = "survival"
+    """draft length, except of stop_and_wait, dssd and pearl, which have their own: fixed:K, eq11,
+    alg2, geometric or survival"""
+    top_k: int = option(10, metavar="K", least=1)
+    """tokens of a rejection, by topk and tail_escape"""
+    tail_samples: int = option(4, metavar="M", least=1)
+    """tokens of a rejection, by tail_escape"""
+    max_new_tokens: int = option(128, metavar="M", least=1)
+    """of each answer"""
+    seed: int = 0
+    """of all that is random"""
+    no_lossless: bool = False
+    """do not compare outputs with plain decoding"""
+    out: Path = option(metavar="OUT")
+    """folder of the results"""
+
+
+build_parser = EdgeOptions.parser
 
 
 def _one_of(field: str, name: str, known: Sequence[str]) -> str:
@@ -124,7 +113,7 @@ def _read_times(text: str) -> Any:
         ) from error
 
 
-def _load(options: argparse.Namespace) -> LoadedModels:
+def _load(options: EdgeOptions) -> LoadedModels:
     from pipedraft.eval.tasks import load_tasks
     from pipedraft.inference.pipelines.linked import check_draft
     from pipedraft.inference.sources import make_source
@@ -148,14 +137,14 @@ def _load(options: argparse.Namespace) -> LoadedModels:
     if folders:
         draft = load_draft(str(folders[0]), target).to(target.device, target.dtype)
     else:
-        draft = load_draft_model(options.draft_model, target, tokenizer)
+        draft = load_draft_model(str(options.draft_model), target, tokenizer)
     check_draft(make_source(draft))
     place = options.checkpoint or options.draft_model
     described = f"{draft.draft_type} `{place}`"
     return LoadedModels(target, tokenizer, draft, described, folders, benchmarks)
 
 
-def _simulations(options: argparse.Namespace, job: LoadedModels) -> list[tuple[str, Any]]:
+def _simulations(options: EdgeOptions, job: LoadedModels) -> list[tuple[str, Any]]:
     """Every link and temperature."""
     from pipedraft.eval.edge.constants import radio_energy, radio_of
     from pipedraft.eval.edge.methods import Simulation
@@ -188,16 +177,13 @@ def _simulations(options: argparse.Namespace, job: LoadedModels) -> list[tuple[s
     ]
 
 
-def _check(options: argparse.Namespace) -> list[str]:
+def _check(options: EdgeOptions) -> list[str]:
     """Names of the methods; cheap checks before anything is loaded."""
     from pipedraft.eval.edge.methods import METHODS
-    from pipedraft.inference.config import RULE_NAMES
     from pipedraft.inference.draft_length import parse_policy
     from pipedraft.inference.link_files import load_link
 
     names = [_one_of("--methods", n, list(METHODS)) for n in options.methods or METHODS]
-    if options.rule is not None:
-        _one_of("--rule", options.rule, RULE_NAMES)
     for link in options.links:
         load_link(link)
     parse_policy(options.policy)
@@ -210,7 +196,7 @@ def run(argv: Sequence[str]) -> None:
     Args:
         argv: the words after ``edge``.
     """
-    options = build_parser().parse_args(argv)
+    options = EdgeOptions.read(argv)
     names = _check(options)
     from transformers.utils import logging
 
@@ -223,14 +209,13 @@ def run(argv: Sequence[str]) -> None:
     job = _load(options)
     texts = decode_all(names, _simulations(options, job), job.benchmarks)
     rows = measure(texts, None if options.no_lossless else job.target, seed=options.seed)
-    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
     manifest = build_manifest(
         target=job.target,
         tokenizer=job.tokenizer,
         benchmarks=job.benchmarks,
         checkpoints=job.checkpoints,
         draft_model=None if job.checkpoints else job.draft.model,
-        config=settings | {"draft": job.description},
+        config=options.to_dict() | {"draft": job.description},
         argv=["python", "-m", "pipedraft.eval", "edge", *argv],
         seed=options.seed,
     )

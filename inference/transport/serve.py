@@ -1,18 +1,19 @@
 """Serve a target: it verifies what edges draft, and decodes alone for those that do not."""
 
-import argparse
 import asyncio
 import ipaddress
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from pipedraft.errors import Parser
-from pipedraft.inference.arguments import positive
-from pipedraft.inference.remote_command import TOKEN_VARIABLE, read_token
+from pipedraft.inference.remote_command import read_token
 from pipedraft.inference.transport.session_table import Limits
+from pipedraft.options import Options, option
+
+LIMITS = Limits()
 
 EXAMPLE = """example:
   python -m pipedraft.inference serve --target assets/target --port 50051
@@ -24,76 +25,84 @@ a second one does not wait. docs/serving.md explains the protocol and every erro
 """
 
 
-def build_parser() -> Parser:
-    limits = Limits()
-    parser = Parser(
-        prog="pipedraft inference serve",
-        description=__doc__,
-        epilog=EXAMPLE,
-    )
-    add = parser.add_argument
-    add("--target", required=True, help="folder or Hub id")
-    add("--host", default="127.0.0.1", help="address (default 127.0.0.1: this machine alone)")
-    add("--port", type=port, default=50051, help="0: any free one (default 50051)")
-    add("--device", default="cpu", help="cpu or cuda:N (default cpu)")
-    add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    security = parser.add_argument_group("who may connect")
-    add = security.add_argument
-    add("--tls-cert", type=Path, metavar="FILE", help="PEM chain; default: plain text")
-    add("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
-    add(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"clients must send what is in it (default: ${TOKEN_VARIABLE}, or none)",
-    )
-    bounds = parser.add_argument_group("limits")
-    for name, kind, text in (
-        ("sessions", positive, "open at once"),
-        ("prompt-tokens", positive, "of a session"),
-        ("new-tokens", positive, "of a session"),
-        ("cache-mb", positive, "keys and values of all sessions at their longest, in MiB"),
-        ("message-kb", positive, "of one message, in KiB"),
-        ("idle-s", float, "after which a silent session expires"),
-        ("session-s", float, "after which any session ends"),
-        ("grace-s", float, "for open sessions when told to end"),
-    ):
-        default = {
-            "cache-mb": limits.cache_bytes // 2**20,
-            "message-kb": limits.message_bytes // 2**10,
-        }.get(name)
-        default = vars(limits)[name.replace("-", "_")] if default is None else default
-        prefix = "" if name.endswith("-s") else "max-"
-        bounds.add_argument(
-            f"--{prefix}{name}", type=kind, default=default, metavar="N", help=f"{text} ({default})"
+@dataclass(frozen=True, kw_only=True)
+class SecurityOptions(Options):
+    """who may connect"""
+
+    tls_cert: Path | None = option(None, metavar="FILE")
+    """PEM chain; default: plain text"""
+    tls_key: Path | None = option(None, metavar="FILE")
+    """its private key, PEM"""
+    token_file: Path | None = option(None, metavar="FILE")
+    """clients must send what is in it; default: $PIPEDRAFT_TOKEN, or none"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions(Options):
+    """limits"""
+
+    max_sessions: int = option(LIMITS.sessions, metavar="N", least=1)
+    """open at once"""
+    max_prompt_tokens: int = option(LIMITS.prompt_tokens, metavar="N", least=1)
+    """of a session"""
+    max_new_tokens: int = option(LIMITS.new_tokens, metavar="N", least=1)
+    """of a session"""
+    max_cache_mb: int = option(LIMITS.cache_bytes // 2**20, metavar="N", least=1)
+    """keys and values of all sessions at their longest, in MiB"""
+    max_message_kb: int = option(LIMITS.message_bytes // 2**10, metavar="N", least=1)
+    """of one message, in KiB"""
+    idle_s: float = option(LIMITS.idle_s, metavar="S")
+    """after which a silent session expires"""
+    session_s: float = option(LIMITS.session_s, metavar="S")
+    """after which any session ends"""
+    grace_s: float = option(LIMITS.grace_s, metavar="S")
+    """for open sessions when told to end"""
+
+    def limits(self) -> Limits:
+        return Limits(
+            sessions=self.max_sessions,
+            prompt_tokens=self.max_prompt_tokens,
+            new_tokens=self.max_new_tokens,
+            cache_bytes=self.max_cache_mb * 2**20,
+            message_bytes=self.max_message_kb * 2**10,
+            idle_s=self.idle_s,
+            session_s=self.session_s,
+            grace_s=self.grace_s,
         )
-    return parser
 
 
-def port(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535")
-    return int(text)
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(SecurityOptions, LimitOptions):
+    """Serve a target: it verifies what edges draft, and decodes alone for those that do not."""
+
+    PROG: ClassVar[str] = "pipedraft inference serve"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    target: str
+    """folder or Hub id"""
+    host: str = "127.0.0.1"
+    """address; 127.0.0.1 is this machine alone"""
+    port: int = 50051
+    """0: any free one"""
+    device: str = "cpu"
+    """cpu or cuda:N"""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """of the target's weights"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.limits()  # refuses what it cannot hold
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port: {self.port} is no port; give 0 to 65535")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert: it goes with --tls-key; give both or neither")
 
 
-def _limits(options: argparse.Namespace) -> Limits:
-    return Limits(
-        sessions=options.max_sessions,
-        prompt_tokens=options.max_prompt_tokens,
-        new_tokens=options.max_new_tokens,
-        cache_bytes=options.max_cache_mb * 2**20,
-        message_bytes=options.max_message_kb * 2**10,
-        idle_s=options.idle_s,
-        session_s=options.session_s,
-        grace_s=options.grace_s,
-    )
+build_parser = ServeOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
-    options = build_parser().parse_args(argv)
-    limits = _limits(options)
-    if (options.tls_cert is None) != (options.tls_key is None):
-        raise ValueError("--tls-cert: it goes with --tls-key; give both or neither")
+    options = ServeOptions.read(argv)
     from pipedraft.inference.transport import wire
     from pipedraft.inference.transport.server import Security, Server
 
@@ -114,7 +123,7 @@ def run(argv: Sequence[str]) -> None:
     dtype = getattr(torch, options.dtype)
     model = load_target(options.target, dtype=dtype, device=options.device)
     server = Server(
-        model, name=options.target, tokenizer=tokenizer, limits=limits, security=security
+        model, name=options.target, tokenizer=tokenizer, limits=options.limits(), security=security
     )
     asyncio.run(serve(server, options.host, options.port))
 
