@@ -35,7 +35,7 @@ from pipedraft.inference.transport import server
 from pipedraft.inference.transport.stream import Access, Connection
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.stage_batch import forward_together
+from pipedraft.models.stage_calls import forward_together
 from pipedraft.models.target import Keep, Segment, load_target, load_tokenizer
 
 NOTHING = Link.constant(up_mbps=1e5, rtt_ms=0)

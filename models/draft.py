@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
-from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm
+from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from pipedraft.models.target import fingerprint_mismatch, stage_boundaries, target_fingerprint
 from pipedraft.pretrained import check_finite, hub_link
 
@@ -179,6 +180,15 @@ class Draft(nn.Module):
         return draft.eval().requires_grad_(False)
 
 
+@torch.no_grad()
+def initialize_head(draft: Draft, target: PreTrainedModel, draft_ids: Tensor | None) -> None:
+    """Copy the target's final norm, and the rows of its LM head that the draft vocabulary has."""
+    draft.norm.weight.copy_(target.get_decoder().norm.weight)
+    if draft_ids is not None:
+        draft.draft_ids.copy_(draft_ids)
+    draft.lm_head.weight.copy_(target.get_output_embeddings().weight[draft.draft_ids])
+
+
 def read_description(folder: Path) -> Description:
     """Read config.json of a checkpoint folder; a ValueError says what to do about a bad one."""
     path = folder / CONFIG_FILE
@@ -265,13 +275,19 @@ class StagedDraftConfig:
 
 
 class StagedDraft(Draft):
-    """Has decoder layers, a norm and an LM head of its own."""
+    """Base of the drafts for a fixed number of stages: decoder layers, a norm and an LM head."""
 
     config: StagedDraftConfig
-    layers: nn.ModuleList
-    norm: RMSNorm
-    lm_head: nn.Linear
     draft_ids: Tensor
+
+    def make_layers(self, num_layers: int) -> None:
+        layer = self.layer_config
+        self.layers = nn.ModuleList(DecoderLayer(layer) for _ in range(num_layers))
+        self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.rotary = RotaryEmbedding(layer)
+        size = self.config.draft_vocab_size or self.target_vocab_size
+        self.lm_head = nn.Linear(layer.hidden_size, size, bias=False)
+        self.register_buffer("draft_ids", torch.arange(size))
 
     @property
     def num_stages(self) -> int:
@@ -284,14 +300,6 @@ class StagedDraft(Draft):
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
         return cast(list[DecoderLayer], list(self.layers))
-
-    @torch.no_grad()
-    def initialize_head(self, target: Any, draft_ids: Tensor | None) -> None:
-        """The target's final norm, and the rows of its LM head that the draft vocabulary has."""
-        self.norm.weight.copy_(target.get_decoder().norm.weight)
-        if draft_ids is not None:
-            self.draft_ids.copy_(draft_ids)
-        self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids])
 
     def logits(self, stream_H: Tensor) -> Tensor:
         """Draft logits [..., U] of output rows [..., H]; entry u is target token draft_ids[u]."""

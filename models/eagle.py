@@ -116,7 +116,7 @@ class EagleHead(Draft):
         residual_RH, query_RND, keys_RJD, values_RJD = self.project(
             self.embed(tokens_R), states_RH, cos, sin
         )
-        cache.append(keys_RJD.transpose(0, 1), values_RJD.transpose(0, 1))
+        cache.append_rows(keys_RJD, values_RJD)
         attended_RND = cache.attend(query_RND, visible_RC)
         return self.finish(residual_RH, attended_RND)
 

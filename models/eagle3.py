@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedraft.models.banded_attention import ttt_attention
-from pipedraft.models.draft import TargetReference
+from pipedraft.models.draft import TargetReference, initialize_head
 from pipedraft.models.eagle import EagleHead
 from pipedraft.models.layers import (
     Attention,
@@ -121,10 +121,7 @@ class Eagle3(EagleHead):
     def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
         """LM head and final norm start as the target's; the deepest fused layer is passed on."""
         self.attach(target)
-        self.norm.weight.copy_(target.get_decoder().norm.weight)
-        if draft_ids is not None:
-            self.draft_ids.copy_(draft_ids)
-        self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids])
+        initialize_head(self, target, draft_ids)
         hidden = self.layer_config.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:] = torch.eye(hidden)

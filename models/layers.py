@@ -296,6 +296,10 @@ class KeyValues:
             self.keys = torch.cat([self.keys, keys_JRD], 1)
             self.values = torch.cat([self.values, values_JRD], 1)
 
+    def append_rows(self, keys_RJD: Tensor, values_RJD: Tensor) -> None:
+        """``append`` of what ``Attention.key_value`` gives."""
+        self.append(keys_RJD.transpose(0, 1), values_RJD.transpose(0, 1))
+
     def select(self, rows: list[int]) -> "KeyValues":
         """A copy with some of the rows."""
         if self.keys is None or self.values is None:
@@ -358,6 +362,6 @@ def cached_layer(
     """
     normed_RH, attention = layer.input_layernorm(stream_RH), layer.self_attn
     keys_RJD, values_RJD = attention.key_value(normed_RH, cos_R1D, sin_R1D)
-    cache.append(keys_RJD.transpose(0, 1), values_RJD.transpose(0, 1))
+    cache.append_rows(keys_RJD, values_RJD)
     query_RND = attention.query(normed_RH, cos_R1D, sin_R1D)
     return layer.finish(stream_RH, cache.attend(query_RND, visible_RC))

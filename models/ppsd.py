@@ -15,13 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference
+from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
 from pipedraft.models.layers import (
-    DecoderLayer,
     KeyValues,
     LayerConfig,
-    RMSNorm,
-    RotaryEmbedding,
     cached_layer,
     causal_layer,
     initialize_matrices,
@@ -61,12 +58,7 @@ class PPSD(StagedDraft):
     def __init__(self, config: PPSDConfig, layer: LayerConfig, reference: TargetReference) -> None:
         super().__init__(config, layer, reference)
         self.exit_layer = config.cut[1]
-        self.layers = nn.ModuleList(DecoderLayer(layer) for _ in range(config.num_layers))
-        self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
-        self.rotary = RotaryEmbedding(layer)
-        size = config.draft_vocab_size or reference.fingerprint["vocab_size"]
-        self.lm_head = nn.Linear(layer.hidden_size, size, bias=False)
-        self.register_buffer("draft_ids", torch.arange(size))
+        self.make_layers(config.num_layers)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -85,7 +77,7 @@ class PPSD(StagedDraft):
         Those layers know this very input. Layers of another kind (recurrent, mixture-of-experts)
         cannot be taken over, and the head's start random in their place.
         """
-        self.initialize_head(target, draft_ids)
+        initialize_head(self, target, draft_ids)
         initialize_matrices(self.layers, len(self.layers))
         for layer, index in zip(self.layers, self.initial_layers, strict=False):
             source = target.get_decoder().layers[index]

@@ -11,7 +11,7 @@ that should enter next, so that the pipeline never runs empty.
 # R rows of a decode call, P committed positions, Q query rows
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference
+from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
 from pipedraft.models.layers import (
     DecoderLayer,
+    KeyValues,
     LayerConfig,
-    RMSNorm,
-    RotaryEmbedding,
+    cached_layer,
     initialize_matrices,
     positions_of,
     rotate,
@@ -87,18 +87,9 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
     return depths
 
 
-@dataclass
-class SPDState:
-    """Keys and values of the committed positions, per layer: [J, P, D]."""
-
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    num_rows: int = 0
-
-
 @dataclass(frozen=True)
 class _Examples:
-    """Those of one forward pass: along the first axis, or, in a packed row, along the positions."""
+    """Examples of a forward pass: along the first axis, in a packed row along the positions."""
 
     occupancy: Sequence[int]
     lengths: Sequence[int] | None
@@ -120,7 +111,7 @@ class _Examples:
 
 
 class SPD(StagedDraft):
-    """The speculation module: features per depth, Ls decoder layers, own LM head.
+    """Speculation module: features per depth, Ls decoder layers, an LM head of its own.
 
     Train and decode compute the same function: ``forward`` for every position of a sequence at a
     given occupancy, ``extend`` and ``propose`` for one moment of a running pipeline.
@@ -133,7 +124,6 @@ class SPD(StagedDraft):
     def __init__(self, config: SPDConfig, layer: LayerConfig, reference: TargetReference) -> None:
         super().__init__(config, layer, reference)
         hidden = layer.hidden_size
-        vocabulary = reference.fingerprint["vocab_size"]
         self.feature_layers = feature_layers(config)
         # Depths that read the same layers share one projection and one key block.
         shared: dict[tuple[int, ...], int] = {}
@@ -144,12 +134,8 @@ class SPD(StagedDraft):
         self.projections = nn.ModuleList(
             nn.Linear(len(layers) * hidden, hidden, bias=False) for layers in shared
         )
-        self.layers = nn.ModuleList(DecoderLayer(layer) for _ in range(config.num_layers))
-        self.norm = RMSNorm(hidden, layer.rms_norm_eps).requires_grad_(False)
-        self.rotary = RotaryEmbedding(layer)
-        size = config.draft_vocab_size or vocabulary
-        self.lm_head = nn.Linear(hidden, size, bias=False)
-        self.register_buffer("draft_ids", torch.arange(size))
+        self.make_layers(config.num_layers)
+        self.norm.requires_grad_(False)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -163,7 +149,7 @@ class SPD(StagedDraft):
         Each projection starts as the identity on its deepest checkpoint and zero on the others,
         so that the residual stream begins in the space the norm and the LM head know.
         """
-        self.initialize_head(target, draft_ids)
+        initialize_head(self, target, draft_ids)
         hidden = self.layer_config.hidden_size
         for projection in self.projections:
             projection.weight.zero_()
@@ -345,39 +331,40 @@ class SPD(StagedDraft):
 
     # -- decoding ---------------------------------------------------------------------------
 
-    def extend(self, state: SPDState, taps: Mapping[int, Tensor], first_position: int) -> None:
-        """Append committed positions (depth n) to the key-value state.
+    def new_caches(self) -> list[KeyValues]:
+        """Keys and values of the committed positions, for each layer."""
+        return [KeyValues() for _ in self.layers]
+
+    def extend(
+        self, caches: Sequence[KeyValues], taps: Mapping[int, Tensor], first_position: int
+    ) -> None:
+        """Append committed positions (depth n) to the caches.
 
         Args:
             taps: hidden states [r, H] of consecutive positions from ``first_position`` on.
         """
         stream_RH = self.feature(taps, self.config.num_stages)
-        num_rows = len(stream_RH)
-        positions = torch.arange(num_rows, device=stream_RH.device) + first_position
-        cos, sin = self.rotary.of_heads(positions, stream_RH.dtype)
-        static = self.config.query == "newest"
-        for index, layer in enumerate(self.decoder_layers):
-            normed = layer.input_layernorm(stream_RH)
-            keys, values = (x.transpose(0, 1) for x in layer.self_attn.key_value(normed, cos, sin))
-            if len(state.keys) == index:
-                state.keys.append(keys)
-                state.values.append(values)
+        num_rows, num_before = len(stream_RH), caches[0].num_rows
+        positions_R = torch.arange(num_rows, device=stream_RH.device) + first_position
+        cos, sin = self.rotary.of_heads(positions_R, stream_RH.dtype)
+        visible_RC = stream_RH.new_ones(num_rows, num_before + num_rows, dtype=torch.bool)
+        visible_RC.tril_(num_before)
+        for index, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=True)):
+            if self.is_read_only(index):
+                normed_RH = layer.input_layernorm(stream_RH)
+                cache.append_rows(*layer.self_attn.key_value(normed_RH, cos, sin))
             else:
-                state.keys[index] = torch.cat([state.keys[index], keys], 1)
-                state.values[index] = torch.cat([state.values[index], values], 1)
-            if static or index == len(self.layers) - 1:
-                continue
-            query = layer.self_attn.query(normed, cos, sin).transpose(0, 1)
-            visible = torch.ones(num_rows, state.num_rows + num_rows, dtype=torch.bool)
-            visible = visible.tril(state.num_rows).to(query.device)
-            stream_RH = self._attend(
-                layer, stream_RH, query, state.keys[index], state.values[index], visible
-            )
-        state.num_rows += num_rows
+                stream_RH = cached_layer(
+                    layer, stream_RH, cos, sin, cache=cache, visible_RC=visible_RC
+                )
+
+    def is_read_only(self, index: int) -> bool:
+        """Nobody reads what this layer makes of rows of other depths than 0, only their keys."""
+        return self.config.query == "newest" or index == len(self.layers) - 1
 
     def propose(
         self,
-        state: SPDState,
+        caches: Sequence[KeyValues],
         taps: Mapping[int, Tensor],
         *,
         depths: Sequence[int],
@@ -387,6 +374,7 @@ class SPD(StagedDraft):
         """Logits of the tokens that should follow the depth-0 rows.
 
         Args:
+            caches: of the committed positions; they stay as they are.
             taps: layer index -> hidden states [r, H] of the first r rows; a row of depth k needs
                 the layers of depth k only, so deeper layers may hold fewer rows.
             depths: depth under which each of the R rows in flight is presented, oldest first,
@@ -397,6 +385,7 @@ class SPD(StagedDraft):
         Returns:
             [Q, U] for the Q rows of depth 0 (the last ones).
         """
+        # One product for each run of rows of equal depth: they share a projection.
         blocks = []
         starts = [i for i in range(len(depths)) if i == 0 or depths[i] != depths[i - 1]]
         for start, stop in pairwise([*starts, len(depths)]):
@@ -405,37 +394,16 @@ class SPD(StagedDraft):
         rows_RH = torch.cat(blocks)
         num_queries = sum(1 for depth in depths if depth == 0)
         cos, sin = self.rotary.of_heads(positions, rows_RH.dtype)
-        committed = torch.ones(len(depths), state.num_rows, dtype=torch.bool, device=rows_RH.device)
-        seen_RK = torch.cat([committed, visible_RR], 1)
-        static = self.config.query == "newest"
-        for index, layer in enumerate(self.decoder_layers):
-            normed = layer.input_layernorm(rows_RH)
-            keys, values = (x.transpose(0, 1) for x in layer.self_attn.key_value(normed, cos, sin))
-            if state.num_rows:
-                keys = torch.cat([state.keys[index], keys], 1)
-                values = torch.cat([state.values[index], values], 1)
-            first = len(depths) - num_queries if static or index == len(self.layers) - 1 else 0
-            query = layer.self_attn.query(normed[first:], cos[first:], sin[first:])
-            moved = self._attend(
-                layer, rows_RH[first:], query.transpose(0, 1), keys, values, seen_RK[first:]
-            )
-            rows_RH = torch.cat([rows_RH[:first], moved]) if first else moved
+        # Committed positions are visible to every row in flight.
+        committed_RP = visible_RR.new_ones(len(depths), caches[0].num_rows)
+        seen_RK = torch.cat([committed_RP, visible_RR], 1)
+        for index, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=True)):
+            normed_RH = layer.input_layernorm(rows_RH)
+            seen = KeyValues(cache.keys, cache.values)
+            seen.append_rows(*layer.self_attn.key_value(normed_RH, cos, sin))
+            first = len(depths) - num_queries if self.is_read_only(index) else 0
+            query_QND = layer.self_attn.query(normed_RH[first:], cos[first:], sin[first:])
+            attended_QND = seen.attend(query_QND, seen_RK[first:])
+            moved_QH = layer.finish(rows_RH[first:], attended_QND)
+            rows_RH = torch.cat([rows_RH[:first], moved_QH])
         return self.logits(rows_RH[len(rows_RH) - num_queries :])
-
-    @staticmethod
-    def _attend(
-        layer: DecoderLayer,
-        rows_RH: Tensor,
-        query_NRD: Tensor,
-        keys_JKD: Tensor,
-        values_JKD: Tensor,
-        visible_RK: Tensor,
-    ) -> Tensor:
-        attended_NRD = F.scaled_dot_product_attention(
-            query_NRD[None],
-            keys_JKD[None],
-            values_JKD[None],
-            attn_mask=visible_RK,
-            enable_gqa=query_NRD.shape[0] != keys_JKD.shape[0],
-        )[0]
-        return layer.finish(rows_RH, attended_NRD.transpose(0, 1))

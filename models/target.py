@@ -9,16 +9,18 @@ rows up to and including the segment, H hidden, V vocabulary, B batch, T positio
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipedraft.models import stage_boundaries, stage_graph
+from pipedraft.models import stage_boundaries, stage_calls
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
+from pipedraft.models.layers import packed_call
 from pipedraft.models.stage_cache import (
     Abandoned,
     Keep,
@@ -27,7 +29,7 @@ from pipedraft.models.stage_cache import (
     additive_mask,
     prune_segment,
 )
-from pipedraft.models.stage_graph import StageGraphs
+from pipedraft.models.stage_calls import StageGraphs
 from pipedraft.pretrained import load_model, load_tokenizer, read_config
 
 __all__ = [
@@ -152,7 +154,7 @@ class Stage:
         self.window = decoder.config.sliding_window if "sliding_attention" in self.kinds else None
         self.device = next(self.layers[0].parameters()).device
         self.cache = StageCache(recurrent)
-        can_record = decoder.config.model_type in stage_graph.FAMILIES
+        can_record = decoder.config.model_type in stage_calls.FAMILIES
         on_gpu = self.device.type == "cuda"
         self.graphs = StageGraphs(self) if on_gpu and can_record else None
         """Runs speculative rows; None: layer by layer."""
@@ -209,7 +211,7 @@ class Stage:
         hidden_lH = self._enter(segment.ids if self.embedding is not None else segment.hidden)
         if not self.cache.recurrent_layers:
             call = (hidden_lH, positions_l, visible_lS, taps)
-            if self.graphs is not None and segment.num_rows <= stage_graph.MAX_ROWS:
+            if self.graphs is not None and segment.num_rows <= stage_calls.MAX_ROWS:
                 hidden_lH, collected = self.graphs.run(*call)
             else:
                 hidden_lH, collected = self._run(*call, is_wanted)
@@ -394,3 +396,53 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+# -- hidden states for training ---------------------------------------------------------------
+
+
+@torch.no_grad()
+def capture_hidden(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    layers: Collection[int],
+    lengths: Sequence[int] | None = None,
+) -> dict[int, Tensor]:
+    """Run a batch for its raw hidden states, for training; no cache and no logits.
+
+    Rows may be padded on the right only: every layer is causal, so padding reaches no other token.
+    The call goes through the model's root, so sharded (FSDP, ZeRO-3) targets gather their weights.
+
+    Args:
+        layers: indices in [0, L]; index L is before the final norm.
+        lengths: of the documents in a packed row [1, T]; each then sees only itself.
+
+    Returns:
+        {index: hidden_BTH}, detached, in the model's dtype.
+
+    Raises:
+        ValueError: an index outside [0, L], or packing for a target with recurrent layers.
+    """
+    decoder = model.get_decoder()
+    num_layers = decoder.config.num_hidden_layers
+    outside = sorted(index for index in layers if not 0 <= index <= num_layers)
+    if outside:
+        raise ValueError(
+            f"layers: index {outside[0]} is outside this target; choose 0 (embeddings) to "
+            f"{num_layers} (last layer)"
+        )
+    if lengths is not None:
+        check_packable(decoder.config)
+    captured: dict[int, Tensor] = {}
+
+    def capture(index: int, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        captured[index] = output
+
+    no_rows = torch.empty(0, dtype=torch.long, device=input_ids_BT.device)
+    packed, within = packed_call(decoder.config, input_ids_BT, lengths)
+    with ExitStack() as hooks, within:
+        for index in set(layers):
+            module = decoder.layers[index - 1] if index else decoder.embed_tokens
+            hooks.enter_context(module.register_forward_hook(partial(capture, index)))
+        model(input_ids=input_ids_BT, use_cache=False, logits_to_keep=no_rows, **packed)
+    return captured

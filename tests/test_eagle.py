@@ -10,11 +10,10 @@ from train_runs import BY_HEART
 
 from pipedraft.inference.closed_forms import chain_acceptance_length
 from pipedraft.models import load_draft
-from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.layers import KeyValues, LayerConfig
-from pipedraft.models.target import target_fingerprint
+from pipedraft.models.target import capture_hidden, target_fingerprint
 from pipedraft.train.eagle import (
     EVALUATED_DEPTH,
     EagleTrainConfig,

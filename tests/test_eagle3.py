@@ -8,9 +8,9 @@ from conftest import tiny_llama, tiny_qwen3
 
 from pipedraft.data_recipes.batch import collate
 from pipedraft.models.banded_attention import ttt_attention
-from pipedraft.models.capture import capture_hidden
 from pipedraft.models.eagle3 import Eagle3
 from pipedraft.models.layers import KeyValues
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
 
 torch.set_num_threads(1)

@@ -42,8 +42,8 @@ from pipedraft.inference.sources import Sampling
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier
-from pipedraft.models.capture import capture_hidden
 from pipedraft.models.layers import KeyValues
+from pipedraft.models.target import capture_hidden
 
 
 @pytest.mark.parametrize(("kind", "num_stages"), [("eagle", 4), ("eagle3", 1), ("eagle3", 3)])

@@ -27,13 +27,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from pipedraft.errors import Failure
 from pipedraft.models import load_draft
-from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.export import export, read_target, vocabulary_maps
 from pipedraft.models.layers import KeyValues, LayerConfig
-from pipedraft.models.target import target_fingerprint
+from pipedraft.models.target import capture_hidden, target_fingerprint
 from pipedraft.train.__main__ import quieten
 
 LAYERS, HIDDEN, VOCABULARY = 8, 32, 64

@@ -26,7 +26,7 @@ from train_runs import (
     weights,
 )
 
-from pipedraft.models.capture import capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.feature_reader import ShardFolder
 from pipedraft.train.feature_shards import INDEX, decode, encode
 

@@ -10,8 +10,7 @@ from conftest import REPOSITORY
 from train_runs import World
 from transformers import AutoModelForCausalLM
 
-from pipedraft.models.capture import capture_hidden
-from pipedraft.models.target import load_target
+from pipedraft.models.target import capture_hidden, load_target
 from pipedraft.train.__main__ import methods
 from pipedraft.train.config import parse_run
 from pipedraft.train.launch import quantization_config, resolve_dtype

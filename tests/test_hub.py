@@ -24,8 +24,7 @@ from pipedraft import pretrained
 from pipedraft.errors import Failure
 from pipedraft.files import MARKER, write_folder
 from pipedraft.models import load_draft, load_untied
-from pipedraft.models.capture import capture_hidden
-from pipedraft.models.target import load_target
+from pipedraft.models.target import capture_hidden, load_target
 
 
 @pytest.fixture(scope="module")

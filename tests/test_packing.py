@@ -18,9 +18,9 @@ from train_runs import logged, train
 from pipedraft.data_recipes.batch import collate, document_lengths, pack, packed_batches
 from pipedraft.errors import UsageError
 from pipedraft.models import layers, structural
-from pipedraft.models.capture import capture_hidden
 from pipedraft.models.layers import GatedMLP, RotaryEmbedding
 from pipedraft.models.structural import structural_attention
+from pipedraft.models.target import capture_hidden
 from pipedraft.train import language_model
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig, feature_noise
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
@@ -355,7 +355,7 @@ def test_diagonals_that_reach_into_the_document_before_are_caught(monkeypatch):
 def test_attention_across_documents_is_caught_in_the_target(name, monkeypatch):
     objective = make_objective(name)
     monkeypatch.setattr(
-        "pipedraft.models.capture.packed_call",
+        "pipedraft.models.target.packed_call",
         lambda config, ids, lengths: layers.packed_call(config, ids, None),
     )
     assert differ(*packed_and_apart(objective, monkeypatch))

@@ -33,9 +33,9 @@ from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.verify import RULES
 from pipedraft.models import load_draft
-from pipedraft.models.capture import capture_hidden
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.ppsd import PPSDConfig
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.objective import labeled_rows
 
 LENGTH = 11

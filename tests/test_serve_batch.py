@@ -6,7 +6,7 @@ from conftest import tiny_llama, tiny_mistral, tiny_qwen3
 
 from pipedraft.inference.transport.session_messages import Open, Preverify, Settings, prefix_hash
 from pipedraft.inference.transport.target_session import SharedTarget, TargetSession, run_together
-from pipedraft.models.stage_batch import can_run_together, forward_together
+from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [2, 2]]

@@ -7,10 +7,10 @@ from conftest import tiny_llama, tiny_qwen3
 from tiny_drafts import make_module
 
 from pipedraft.models import load_draft
-from pipedraft.models.capture import capture_hidden
 from pipedraft.models.cpu import tuned
-from pipedraft.models.spd import SPD, SPDConfig, SPDState, feature_layers
+from pipedraft.models.spd import SPD, SPDConfig, feature_layers
 from pipedraft.models.structural import dense_structural_mask
+from pipedraft.models.target import capture_hidden
 
 LENGTH = 13
 
@@ -18,13 +18,13 @@ LENGTH = 13
 def decode_time_output(module, taps, newest: int, occupancy: int) -> torch.Tensor:
     """Logits after position ``newest`` when ``occupancy`` tokens are in flight, by the runtime."""
     first = newest - min(occupancy, newest + 1) + 1  # oldest row in flight
-    state = SPDState()
+    caches = module.new_caches()
     if first > 0:
         half = first // 2
         for start, stop in ((0, half), (half, first)):
             if stop > start:
                 rows = {layer: hidden[start:stop] for layer, hidden in taps.items()}
-                module.extend(state, rows, start)
+                module.extend(caches, rows, start)
     rows = newest + 1 - first
     depths = [newest - position for position in range(first, newest + 1)]
     seen = {}
@@ -35,7 +35,7 @@ def decode_time_output(module, taps, newest: int, occupancy: int) -> torch.Tenso
         known = max(deep_enough, default=-1) + 1
         seen[layer] = hidden[first : first + known]
     logits = module.propose(
-        state,
+        caches,
         seen,
         depths=depths,
         positions=torch.arange(first, newest + 1),

@@ -19,8 +19,7 @@ from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.sources.spd import SPDSource
-from pipedraft.models.capture import capture_hidden
-from pipedraft.models.spd import SPDState
+from pipedraft.models.target import capture_hidden
 
 OUTPUT = {"schedule": "spd", "timing": "output_states"}
 
@@ -58,13 +57,13 @@ class Checked(RemembersText, SPDSource):
         ids = torch.tensor([[*self.text[:-1], *tree.tokens]])
         taps = {layer: x[0] for layer, x in capture_hidden(self.target, ids, self.taps).items()}
         first = len(self.text) - 1
-        state = SPDState()
-        self.draft.extend(state, {layer: x[:first] for layer, x in taps.items()}, 0)
+        caches = self.draft.new_caches()
+        self.draft.extend(caches, {layer: x[:first] for layer, x in taps.items()}, 0)
         distances = list(range(num_rows - 1, -1, -1))
         depths = [distance + 1 if distance else 0 for distance in distances]
         self.depths_seen |= set(depths)
         expected_QU = self.draft.propose(
-            state,
+            caches,
             {layer: x[first:] for layer, x in taps.items()},
             depths=depths,
             positions=torch.arange(first, first + num_rows),

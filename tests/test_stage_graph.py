@@ -4,8 +4,8 @@ import pytest
 import torch
 from staged_targets import Controller, assert_close, tiny
 
-from pipedraft.models import stage_cache, stage_graph
-from pipedraft.models.stage_graph import StageGraphs, padded_rows
+from pipedraft.models import stage_cache, stage_calls
+from pipedraft.models.stage_calls import StageGraphs, padded_rows
 from pipedraft.models.target import StagedTarget
 
 NAMES = ["llama", "qwen2", "qwen3_half_sliding", "mistral_sliding"]
@@ -83,7 +83,7 @@ def test_few_sizes_are_recorded():
 
 
 def test_long_segments_go_layer_by_layer(monkeypatch):
-    monkeypatch.setattr(stage_graph, "MAX_ROWS", 2)
+    monkeypatch.setattr(stage_calls, "MAX_ROWS", 2)
     controller = fuzz("llama", 2, 2)
     sizes = {rows for rows, _ in controller.target.stages[0].graphs._recorded}
     assert sizes <= {1, 2}

@@ -22,10 +22,10 @@ from staged_targets import (
     tolerance,
 )
 
-from pipedraft.models.capture import capture_hidden
 from pipedraft.models.fingerprint import template_hash, tokenizer_hash, vocabulary_hash
 from pipedraft.models.target import (
     StagedTarget,
+    capture_hidden,
     fingerprint_mismatch,
     load_target,
     load_tokenizer,

@@ -14,7 +14,7 @@ from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier
-from pipedraft.models.capture import capture_hidden
+from pipedraft.models.target import capture_hidden
 
 GREEDY = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
 

@@ -23,8 +23,8 @@ from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.errors import make_folder
 from pipedraft.files import file_sha256
-from pipedraft.models.capture import capture_hidden
 from pipedraft.models.cpu import tuned
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.feature_shards import (
     INDEX,
     LayerError,

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.inference.closed_forms import continuous_acceptance_length
-from pipedraft.models.capture import capture_hidden
 from pipedraft.models.draft import (
     Draft,
     StagedDraft,
@@ -26,7 +25,7 @@ from pipedraft.models.draft import (
     read_description,
 )
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import StagedTarget
+from pipedraft.models.target import StagedTarget, capture_hidden
 from pipedraft.train.losses import DistillationLoss, Divergence, chunked_distillation
 
 if TYPE_CHECKING:

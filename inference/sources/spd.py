@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pipedraft.inference.sources import DraftSource, Growth, Sampling, add_layer
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.spd import SPDState
 from pipedraft.models.target import Keep
 
 
@@ -32,14 +31,14 @@ class SPDSource(DraftSource):
         self.draft, self.lead = draft, lead
         self.taps = draft.taps
         self.num_forwards = 0
-        self._state = SPDState()
+        self._caches = draft.new_caches()
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        self._state = SPDState()
+        self._caches = self.draft.new_caches()
         self.observe(features, tokens[1:])
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        self.draft.extend(self._state, features, self._state.num_rows)
+        self.draft.extend(self._caches, features, self._caches[0].num_rows)
 
     def keep(self, keep: Keep) -> None:
         """Nothing is kept per row: rows in flight are read anew at every step."""
@@ -61,7 +60,7 @@ class SPDSource(DraftSource):
         device = self.draft.lm_head.weight.device
         self.num_forwards += 1
         return self.draft.propose(
-            self._state,
+            self._caches,
             features,
             depths=[self._presented(deepest - depth) for depth in tree.depths],
             positions=tree.positions(0, len(tree)).to(device),

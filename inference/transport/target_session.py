@@ -41,7 +41,7 @@ from pipedraft.inference.transport.session_messages import (
 )
 from pipedraft.inference.verify import Token, Top, Verifier
 from pipedraft.models.flexspec import anchor_hash
-from pipedraft.models.stage_batch import can_run_together, forward_together
+from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget, target_fingerprint
 
 NUM_REMEMBERED = 256
