@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from safetensors import SafetensorError
@@ -74,14 +73,14 @@ def file_damage(path: Path, size: int, sha256: str | None) -> str | None:
     return None
 
 
-def to_json(content: Any) -> bytes:
+def to_json(content: object) -> bytes:
     """Indented JSON with a list of numbers on one line; NaN and infinity become null."""
     text = json.dumps(_without_nan(content), indent=2, allow_nan=False)
     # Texts hold no raw line break, so a bracket before one opens a list.
     return (re.sub(r"\[\n[-+\d.eE,\snul]*\]", _on_one_line, text) + "\n").encode()
 
 
-def _without_nan(value: Any) -> Any:
+def _without_nan(value: object) -> object:
     """JSON has no NaN: a value that does not exist is null."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.to_builtins(value)

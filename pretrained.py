@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file, logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipedraft.errors import Failure
 
@@ -54,7 +55,7 @@ def load_model(
     revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
-    quantization: Any = None,
+    quantization: QuantizationConfigMixin | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model of which every weight is in its safetensors files.
 
@@ -126,7 +127,9 @@ def load_tokenizer(
         ) from error
 
 
-def load_config(name_or_path: str, revision: str | None, *, field: str = "target") -> Any:
+def load_config(
+    name_or_path: str, revision: str | None, *, field: str = "target"
+) -> PreTrainedConfig:
     """The configuration as transformers' class of its model_type.
 
     Raises:

@@ -1,53 +1,19 @@
 """Networks: the staged target and the drafts that draft ahead for it."""
 
-from pathlib import Path
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipedraft.models.draft import load_draft, load_untied
+
+__all__ = ["load_draft", "load_untied", "stage_boundaries"]
 
 
-def load_draft(
-    path_or_repo: str, target: Any, *, revision: str | None = None, allow_evolved: bool = False
-) -> Any:
-    """Load a draft of any type and check that it belongs to ``target``.
-
-    Args:
-        path_or_repo: checkpoint folder, output folder of a run (its best checkpoint), or Hub id.
-        target: the loaded target model.
-        allow_evolved: take a target of the same sizes with other weights than the draft's own, to
-            measure what the draft is worth on it.
-
-    Raises:
-        ValueError: missing or damaged checkpoint, unknown type, or another target's draft.
-    """
-    from pipedraft.models.draft import resolve_folder
-
-    draft = load_untied(resolve_folder(path_or_repo, revision=revision))
-    draft.reference.check_fingerprint(draft.fingerprint(target), allow_evolved=allow_evolved)
-    draft.attach(target)
-    return draft
-
-
-def load_untied(folder: Path) -> Any:
-    """Load a draft of any type without its target: its weights are right, its target is unseen.
-
-    Raises:
-        ValueError: missing or damaged checkpoint, or unknown type.
-    """
-    from pipedraft.models.draft import Draft, read_description
-    from pipedraft.models.eagle import Eagle
-    from pipedraft.models.eagle3 import Eagle3
-    from pipedraft.models.flexspec import FlexSpec
-    from pipedraft.models.ppsd import PPSD
-    from pipedraft.models.spd import SPD
-
-    known: tuple[type[Draft], ...] = (SPD, PPSD, Eagle, Eagle3, FlexSpec)
-    drafts = {draft_class.draft_type: draft_class for draft_class in known}
-    description = read_description(folder)
-    kind = description["draft_type"]
-    if kind not in drafts:
-        raise ValueError(
-            f"checkpoint: draft_type {kind!r} in {folder} is unknown; known: {', '.join(drafts)}"
-        )
-    return drafts[kind].load(folder, description)
+def __getattr__(name: str) -> object:
+    """Import torch when a draft is loaded: a command's --help starts without it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("pipedraft.models.draft"), name)
 
 
 def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from jinja2 import Environment, StrictUndefined
 
-from pipedraft.models.draft import CONFIG_FILE
+from pipedraft.models.draft import CONFIG_FILE, Description
 from pipedraft.pretrained import hub_link
 
 CARD = "README.md"
@@ -49,7 +49,7 @@ class License:
 class CardSource:
     """What a card is made of."""
 
-    description: dict[str, Any]
+    description: Description
     """config.json of the draft's checkpoint."""
     place: str = "THIS_FOLDER"
     """What a reader gives as --checkpoint: the repository once it has one."""

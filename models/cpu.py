@@ -7,10 +7,9 @@ written in torch's functions and know nothing of it. Other devices, and decoding
 # ... any leading axes, H and G columns, M rows, C rows of a chunk, V vocabulary
 # W entries of a block, K blocks of one row
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import gcd
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +113,7 @@ def whole_rows(count: int) -> int:
 
 
 def rms_norm(
-    x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """``F.rms_norm``, which has no kernel for CPUs."""
     exact = (torch.float32, torch.float64)
@@ -167,7 +166,7 @@ def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     return block_C * width + torch.argmax(own_C1W[:, 0], -1)
 
 
-FASTER: tuple[tuple[Any, str, Callable[..., Tensor]], ...] = (
+FASTER: tuple[tuple[object, str, Callable[..., Tensor]], ...] = (
     (F, "linear", linear),
     (F, "rms_norm", rms_norm),
     (Tensor, "argmax", argmax),

@@ -1,10 +1,11 @@
 """What every draft network shares: its checkpoint folder, its tie to one target, its vocabulary."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from pkgutil import resolve_name
+from typing import Any, ClassVar, TypeVar, TypeVarTuple, cast
 
 import msgspec
 import torch
@@ -16,11 +17,28 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
-from pipedraft.models.target import fingerprint_mismatch, stage_boundaries, target_fingerprint
+from pipedraft.models.target import (
+    StagedTarget,
+    fingerprint_mismatch,
+    stage_boundaries,
+    target_fingerprint,
+)
 from pipedraft.pretrained import check_finite, hub_link
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+
+DRAFTS = {
+    "spd": "pipedraft.models.spd:SPD",
+    "ppsd": "pipedraft.models.ppsd:PPSD",
+    "eagle": "pipedraft.models.eagle:Eagle",
+    "eagle3": "pipedraft.models.eagle3:Eagle3",
+    "flexspec": "pipedraft.models.flexspec:FlexSpec",
+}
+"""draft_type in a checkpoint -> module and class of the draft, which import this module."""
+
+Inputs = TypeVarTuple("Inputs")
+Result = TypeVar("Result")
 
 Description = dict[str, Any]
 """config.json of a checkpoint; `read_description` has checked what every draft has in it."""
@@ -72,7 +90,7 @@ class Draft(nn.Module):
     """Base of the draft networks.
 
     A subclass has a config dataclass, is built as ``cls(config, layer, reference)`` from shapes
-    alone, and registers itself in ``DRAFTS`` of ``pipedraft.models``.
+    alone, and is named in ``DRAFTS``.
     """
 
     draft_type: ClassVar[str]
@@ -108,36 +126,32 @@ class Draft(nn.Module):
     def target_vocab_size(self) -> int:
         return self.reference.fingerprint["vocab_size"]
 
-    def compute(self, function: Callable[..., Any], *inputs: Any) -> Any:
+    def compute(self, function: Callable[[*Inputs], Result], *inputs: *Inputs) -> Result:
         """function(*inputs), with ``checkpointing`` recomputed in backward by the same products."""
         if not (self.checkpointing and torch.is_grad_enabled()):
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
-    def relative_cost(self, target: Any) -> float:
-        """One forward pass, in target passes of one token: layers over layers.
-
-        Args:
-            target: the ``StagedTarget`` that the draft runs with.
-        """
+    def relative_cost(self, target: StagedTarget) -> float:
+        """One forward pass, in target passes of one token: layers over layers."""
         return self.config.num_layers / target.num_layers
 
     @staticmethod
-    def fingerprint(target: Any) -> dict[str, int | str]:
+    def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
         """What a draft of this type needs of a target: recorded in training, compared at loading.
 
         A subclass that depends on more weights adds their hash under a name of its own.
         """
         return target_fingerprint(target)
 
-    def attach(self, target: Any) -> None:
+    def attach(self, target: PreTrainedModel) -> None:
         """Take what the draft uses of its target without saving it; most drafts need nothing."""
 
     def save(
         self,
         folder: Path,
         *,
-        training: dict[str, Any] | None = None,
+        training: Mapping[str, object] | None = None,
         weights: dict[str, Tensor] | None = None,
     ) -> None:
         """Write config.json and model.safetensors into an existing folder.
@@ -209,6 +223,44 @@ def read_description(folder: Path) -> Description:
             f"checkpoint: {path} is damaged ({error}); train or copy it again"
         ) from error
     return description
+
+
+def load_draft(
+    path_or_repo: str,
+    target: PreTrainedModel,
+    *,
+    revision: str | None = None,
+    allow_evolved: bool = False,
+) -> Draft:
+    """Load a draft of any type and check that it belongs to ``target``.
+
+    Args:
+        path_or_repo: checkpoint folder, output folder of a run (its best checkpoint), or Hub id.
+        allow_evolved: take a target of the same sizes with other weights than the draft's own, to
+            measure what the draft is worth on it.
+
+    Raises:
+        ValueError: missing or damaged checkpoint, unknown type, or another target's draft.
+    """
+    draft = load_untied(resolve_folder(path_or_repo, revision=revision))
+    draft.reference.check_fingerprint(draft.fingerprint(target), allow_evolved=allow_evolved)
+    draft.attach(target)
+    return draft
+
+
+def load_untied(folder: Path) -> Draft:
+    """Load a draft of any type without its target: its weights are right, its target is unseen.
+
+    Raises:
+        ValueError: missing or damaged checkpoint, or unknown type.
+    """
+    description = read_description(folder)
+    kind = description["draft_type"]
+    if kind not in DRAFTS:
+        raise ValueError(
+            f"checkpoint: draft_type {kind!r} in {folder} is unknown; known: {', '.join(DRAFTS)}"
+        )
+    return resolve_name(DRAFTS[kind]).load(folder, description)
 
 
 def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:

@@ -13,11 +13,12 @@ This file holds what EAGLE-1 (arXiv:2401.15077) and EAGLE-3 share, and EAGLE-1 i
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.layers import (
@@ -41,7 +42,7 @@ class EagleHead(Draft):
     rotary: RotaryEmbedding
     draft_ids: Tensor
 
-    def attach(self, target: Any) -> None:
+    def attach(self, target: PreTrainedModel) -> None:
         """Use this target's embedding. A list keeps the module out of the parameters."""
         self._embedding = [target.get_input_embeddings()]
 
@@ -56,7 +57,7 @@ class EagleHead(Draft):
         """Layer indices of the target that the head reads (0 the embedding, L the last, raw)."""
 
     @abstractmethod
-    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
         """Take over from the target what the head starts with, and attach it."""
 
     @abstractmethod
@@ -157,12 +158,12 @@ class Eagle(EagleHead):
     def taps(self) -> tuple[int, ...]:
         return (self.config.num_target_layers,)
 
-    def attach(self, target: Any) -> None:
+    def attach(self, target: PreTrainedModel) -> None:
         super().attach(target)
         self._norm, self._head = [target.get_decoder().norm], [target.get_output_embeddings()]
 
     @torch.no_grad()
-    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
         """fc starts by passing the state on, so that f'_{t+1} starts near f_t."""
         assert draft_ids is None, "EAGLE-1 reads its logits off the target's LM head"
         self.attach(target)

@@ -5,11 +5,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.draft import TargetReference, initialize_head
@@ -118,7 +119,7 @@ class Eagle3(EagleHead):
         return self.config.feature_layers
 
     @torch.no_grad()
-    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
         """LM head and final norm start as the target's; the deepest fused layer is passed on."""
         self.attach(target)
         initialize_head(self, target, draft_ids)

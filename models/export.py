@@ -22,7 +22,7 @@ numbers it reads, so they are written one lower for it, and left out where its d
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -37,6 +37,8 @@ from pipedraft.models.fingerprint import weights_hash
 from pipedraft.pretrained import open_weights, read_config, weight_files
 
 Layout = Literal["sglang", "speculators"]
+Config = dict[str, object]
+"""config.json of an export."""
 
 CHAIN_LENGTH = 5
 """Draft tokens in a row that the launch lines and vLLM's configuration ask for."""
@@ -148,7 +150,7 @@ def target_name(folder: Path) -> str:
 # -- layouts --------------------------------------------------------------------------------
 
 
-def sglang_config(head: Eagle3) -> dict[str, Any]:
+def sglang_config(head: Eagle3) -> Config:
     """config.json of the authors' layout."""
     layers, last = head.config.feature_layers, head.config.num_target_layers
     if head.config.fc_norm or head.config.norm_output:
@@ -181,7 +183,7 @@ def sglang_weights(head: Eagle3) -> dict[str, Tensor]:
     return weights | vocabulary_maps(head)
 
 
-def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> dict[str, Any]:
+def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> Config:
     """config.json of vLLM's layout, version 0.9 of the package speculators."""
     proposal = {
         "proposal_type": "greedy",
@@ -231,7 +233,7 @@ def vocabulary_maps(head: Eagle3) -> dict[str, Tensor]:
     return {"d2t": ids - torch.arange(len(ids)), "t2d": t2d}
 
 
-def _layer_config(head: Eagle3) -> dict[str, Any]:
+def _layer_config(head: Eagle3) -> Config:
     """The head's decoder layer as a configuration of a Llama with one layer.
 
     Rotary positions are given twice: readers before transformers 5 know only the first form.

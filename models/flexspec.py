@@ -9,11 +9,12 @@ fitting a target that is fine-tuned without touching what it has copied: the anc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.fingerprint import target_fingerprint, weights_hash
@@ -28,6 +29,7 @@ from pipedraft.models.layers import (
     initialize_matrices,
     positions_of,
 )
+from pipedraft.models.target import StagedTarget
 from pipedraft.models.target_part import load_target_part
 
 MAX_STEM_LAYERS = 2
@@ -124,7 +126,7 @@ class FlexSpec(Draft):
         self.register_buffer("draft_ids", torch.arange(size))
 
     @staticmethod
-    def fingerprint(target: Any) -> dict[str, int | str]:
+    def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
         """Of the target's embedding, final norm and LM head, and of its last block as ``anchor``.
 
         Layers 1 .. L-1 are not in it: a target that was fine-tuned in these alone keeps its draft.
@@ -140,14 +142,14 @@ class FlexSpec(Draft):
     def initial_layers(self) -> tuple[int, ...]:
         return (self.reference.fingerprint["num_layers"] - 1,)
 
-    def relative_cost(self, target: Any) -> float:
+    def relative_cost(self, target: StagedTarget) -> float:
         """In weights, for every decoder layer of the target has as many as the anchor."""
         layer = _num_weights(self.anchor)
         own = layer + sum(_num_weights(part) for part in (self.stem, self.stem_layers, self.mlp))
         return self.config.num_readings * own / (layer * target.num_layers)
 
     @torch.no_grad()
-    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
         """Copy the frozen parts; with preset practical start as the anchor on plain embeddings."""
         decoder, hidden = target.get_decoder(), self.layer_config.hidden_size
         self.embedding.load_state_dict(decoder.embed_tokens.state_dict())
@@ -246,18 +248,18 @@ class FlexSpec(Draft):
         return self.lm_head(states_EH[..., -1, :])
 
 
-def anchor_hash(target: Any) -> str:
+def anchor_hash(target: PreTrainedModel) -> str:
     """Of all weights of the target's last block."""
     return weights_hash(list(last_block(target).state_dict().values()))
 
 
-def last_block(target: Any) -> nn.Module:
+def last_block(target: PreTrainedModel) -> nn.Module:
     """The target's last decoder layer; read from its files where another process holds it."""
     block = target.get_decoder().layers[-1]
     if not next(block.parameters()).is_meta:
         return block
     part = load_target_part(
-        target.name_or_path,
+        str(target.name_or_path),
         layers=[len(target.get_decoder().layers) - 1],
         has_embedding=False,
         has_head=False,
@@ -267,7 +269,7 @@ def last_block(target: Any) -> nn.Module:
     return part.get_decoder().layers[-1]
 
 
-def check_anchor(target: Any) -> None:
+def check_anchor(target: PreTrainedModel) -> None:
     """Raise ValueError when the target's last block cannot be copied into an anchor."""
     block = target.get_decoder().layers[-1]
     for name, weight in block.named_parameters():

@@ -17,13 +17,13 @@ from safetensors import SafetensorError, safe_open
 
 from pipedraft import __version__
 from pipedraft.files import file_sha256
-from pipedraft.models import load_untied
 from pipedraft.models.card import CARD, MADE, CardSource, Measured, license_of, render_card
 from pipedraft.models.draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     Description,
     TargetReference,
+    load_untied,
     read_description,
 )
 from pipedraft.models.export import ORIGIN_FILE, Origin, launch_line, read_target

@@ -3,7 +3,7 @@
 # R rows, H hidden of the draft, V vocabulary of both
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class LanguageModelDraft(nn.Module):
     boundaries: ClassVar[tuple[int, ...]] = ()
     draft_ids: Tensor
 
-    def __init__(self, model: PreTrainedModel, target: Any) -> None:
+    def __init__(self, model: PreTrainedModel, target: PreTrainedModel) -> None:
         """
         Raises:
             ValueError: the vocabularies differ in size.
@@ -55,7 +55,7 @@ class LanguageModelDraft(nn.Module):
         return own / others
 
 
-def _num_layer_parameters(model: Any) -> int:
+def _num_layer_parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
 
 
@@ -68,7 +68,7 @@ def model_folder(name_or_path: str) -> str:
 
 
 def load_draft_model(
-    name_or_path: str, target: Any, tokenizer: PreTrainedTokenizerBase
+    name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> LanguageModelDraft:
     """Load a causal LM as the draft of a loaded target, on its device and in its dtype.
 

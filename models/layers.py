@@ -8,7 +8,7 @@ sequences, packed or not, and over cached rows.
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, I intermediate size
 # B batch, T positions, R rows of a decode call, P cached rows, C with those
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class LayerConfig:
     has_attention_bias: bool = False
 
     @classmethod
-    def from_target(cls, config: Any) -> "LayerConfig":
+    def from_target(cls, config: PreTrainedConfig) -> "LayerConfig":
         """Read a target's text configuration (a transformers configuration object)."""
         rope = config.rope_parameters
         if "rope_type" not in rope:  # one entry per layer type
@@ -73,9 +75,6 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
         source = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=config.hidden_size,
@@ -199,7 +198,7 @@ def document_slices(lengths: Sequence[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
-def positions_of(num_positions: int, lengths: Sequence[int] | None, device: Any) -> Tensor:
+def positions_of(num_positions: int, lengths: Sequence[int] | None, device: torch.device) -> Tensor:
     """Position of every token in its own text: int64 [T]."""
     if lengths is None:
         return torch.arange(num_positions, device=device)
@@ -217,7 +216,7 @@ def causal_attention(
     inputs = [x.transpose(1, 2) for x in (query_BTND, keys_BTJD, values_BTJD)]
     options: dict[str, Any] = {"is_causal": True}
     options["enable_gqa"] = query_BTND.shape[2] != keys_BTJD.shape[2]
-    attend: Any = F.scaled_dot_product_attention
+    attend: Callable[..., Tensor] = F.scaled_dot_product_attention
     if lengths is None:
         attended_BNTD = attend(*inputs, **options)
     else:
@@ -244,7 +243,10 @@ class WithinDocuments(TorchFunctionMode):
 
 
 def _attend_apart(
-    attend: Any, inputs: Sequence[Tensor], lengths: Sequence[int], options: dict[str, Any]
+    attend: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    lengths: Sequence[int],
+    options: dict[str, Any],
 ) -> Tensor:
     """
     Args:
@@ -259,7 +261,7 @@ def _attend_apart(
 
 
 def packed_call(
-    config: Any, input_ids_BT: Tensor, lengths: Sequence[int] | None
+    config: PreTrainedConfig, input_ids_BT: Tensor, lengths: Sequence[int] | None
 ) -> tuple[dict[str, Tensor], AbstractContextManager]:
     """How to run a frozen transformers decoder on a packed row: more arguments, and a context.
 

@@ -10,10 +10,11 @@ to be computed twice.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
 from pipedraft.models.layers import (
@@ -71,7 +72,7 @@ class PPSD(StagedDraft):
         return range(self.exit_layer, min(end, self.config.num_target_layers))
 
     @torch.no_grad()
-    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
         """Start from the target: the layers after the first stage, the final norm, the LM head.
 
         Those layers know this very input. Layers of another kind (recurrent, mixture-of-experts)

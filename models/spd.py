@@ -13,11 +13,12 @@ that should enter next, so that the pipeline never runs empty.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
 from pipedraft.models.layers import (
@@ -143,7 +144,7 @@ class SPD(StagedDraft):
         return tuple(sorted(set().union(*self.feature_layers)))
 
     @torch.no_grad()
-    def initialize(self, target: Any, draft_ids: Tensor | None = None) -> None:
+    def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
         """Start from the target: its final norm and LM head; features start as the deepest state.
 
         Each projection starts as the identity on its deepest checkpoint and zero on the others,

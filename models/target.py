@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipedraft.models import stage_boundaries, stage_calls
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
@@ -59,7 +59,7 @@ def load_target(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     attention: str = "sdpa",
-    quantization: Any = None,
+    quantization: QuantizationConfigMixin | None = None,
 ) -> PreTrainedModel:
     """Load a frozen decoder-only model for inference, from safetensors weights only.
 

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -202,7 +201,7 @@ def out_of_scope(base: str, evolved: str) -> list[str]:
     return changed_modules(_copied_part(base), _copied_part(evolved))
 
 
-def _copied_part(name: str, *, is_weightless: bool = False) -> Any:
+def _copied_part(name: str, *, is_weightless: bool = False) -> PreTrainedModel:
     """A target with only what drafts copy in memory; weightless: only names."""
     part = load_target_part(name, layers=(), has_embedding=False, has_head=False)
     if is_weightless:
@@ -211,7 +210,7 @@ def _copied_part(name: str, *, is_weightless: bool = False) -> Any:
     return load_target_part(name, layers=(last,), has_embedding=True, has_head=True)
 
 
-def copied_modules(target: Any) -> dict[str, nn.Module]:
+def copied_modules(target: PreTrainedModel) -> dict[str, nn.Module]:
     """Modules with weights of embedding, last block, final norm and LM head, in this order."""
     decoder = target.get_decoder()
     parts = (decoder.embed_tokens, decoder.layers[-1], decoder.norm, target.get_output_embeddings())
@@ -220,7 +219,7 @@ def copied_modules(target: Any) -> dict[str, nn.Module]:
     return {names[module]: module for module in leaves}
 
 
-def changed_modules(base: Any, evolved: Any) -> list[str]:
+def changed_modules(base: PreTrainedModel, evolved: PreTrainedModel) -> list[str]:
     """Copied modules whose weights differ by a bit, as float32 numbers.
 
     Raises:
@@ -249,7 +248,7 @@ def _is_same(module: nn.Module, other: nn.Module | None) -> bool:
     )
 
 
-def targeted_modules(base: Any, folder: Path) -> list[str]:
+def targeted_modules(base: PreTrainedModel, folder: Path) -> list[str]:
     """Copied modules that an adapter of peft holds weights for, whatever their values.
 
     Args:

@@ -118,8 +118,8 @@ def _load(options: EdgeOptions) -> LoadedModels:
     from pipedraft.inference.pipelines.linked import check_draft
     from pipedraft.inference.sources import make_source
     from pipedraft.models import load_draft
-    from pipedraft.models.draft import read_description, resolve_folder
-    from pipedraft.models.language_model import load_draft_model
+    from pipedraft.models.draft import Draft, read_description, resolve_folder
+    from pipedraft.models.language_model import LanguageModelDraft, load_draft_model
     from pipedraft.models.target import load_target, load_tokenizer
 
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
@@ -134,6 +134,7 @@ def _load(options: EdgeOptions) -> LoadedModels:
     make_folder("--out", options.out)
     target = load_target(name, revision=revision)
     tokenizer = load_tokenizer(name, revision=revision)
+    draft: Draft | LanguageModelDraft
     if folders:
         draft = load_draft(str(folders[0]), target).to(target.device, target.dtype)
     else:
