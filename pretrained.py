@@ -42,7 +42,7 @@ CHECKED_BYTES = 2**32
 
 
 class _Index(msgspec.Struct):
-    """Of a model in several files."""
+    """Index of a model in several files."""
 
     weight_map: dict[str, str]
     """Tensor name -> file that holds it."""

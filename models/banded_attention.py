@@ -35,13 +35,13 @@ class Band:
 
     query: Place
     blocks: Place
-    """Of the keys and values."""
+    """Examples and positions of the keys and values."""
     diagonals: tuple[tuple[int, int], ...]
     """(block, distance): the query at position t sees position t - distance, if there is one."""
     causal: tuple[int, int]
     """(block, distance): it sees every position up to t - distance."""
     lengths: tuple[int, ...] | None = None
-    """Of the documents that share the positions, one after the other; t counts within each."""
+    """Lengths of the documents that share the positions; t counts within each."""
 
 
 def banded_attention(
@@ -94,6 +94,7 @@ class _BandedAttention(torch.autograd.Function):
     def forward(ctx, bands, *inputs):
         inputs = [_dense_rows(x) for x in inputs]
         S, N, T, D = inputs[0].shape
+        # Diagonals are added one by one: bfloat16 would round the sum after each of them.
         exact = torch.promote_types(inputs[0].dtype, torch.float32)
         out_STND = inputs[0].new_zeros(S, T, N, D, dtype=exact)
         lse_STN = inputs[0].new_zeros(S, T, N, dtype=exact)
@@ -109,6 +110,7 @@ class _BandedAttention(torch.autograd.Function):
         out_SNTD, lse_STN, *saved = ctx.saved_tensors
         probs, inputs = saved[: len(ctx.bands)], saved[len(ctx.bands) :]
         grad_SNTD = _dense_rows(grad_SNTD)
+        # Bands share blocks of keys, so that each adds its part to one set of gradients.
         gradients = [_zeros_by_row(x) for x in inputs]
         for b, probs_WBTN in zip(ctx.bands, probs, strict=True):
             rows = (_pick(grad_SNTD, b.query), _pick(out_SNTD, b.query), lse_STN[b.query])
@@ -133,7 +135,7 @@ def _blocks(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 Rows = tuple[Tensor, list[Tensor], list[Tensor]]
-"""Of one band's examples: query [B, N, T, D], and keys and values [B, J, T, D] by block."""
+"""One band's examples: query [B, N, T, D], and keys and values [B, J, T, D] by block."""
 
 
 def _select(tensors: Sequence[Tensor], band: Band) -> Rows:
@@ -150,7 +152,7 @@ def _pick(x_BNTD: Tensor, place: Place) -> Tensor:
     return x_BNTD[place.examples, :, place.positions]
 
 
-def _texts(band: Band, T: int) -> list[slice]:
+def _documents(band: Band, T: int) -> list[slice]:
     return document_slices((T,) if band.lengths is None else band.lengths)
 
 
@@ -164,7 +166,7 @@ def _key_rows(x_BJTD: Tensor) -> Tensor:
 
 
 def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tensor:
-    """Fills out and lse, both zero on entry; returns the diagonals' probabilities [W, B, T, N].
+    """Fill out and lse, both zero on entry; returns the diagonals' probabilities [W, B, T, N].
 
     One diagonal at a time: at T = 2048, N D = 256 its product stays in the last-level cache;
     cutting T into chunks of 64 to 512, or all diagonals in one strided view, measured no faster.
@@ -174,9 +176,10 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
     W, J = len(band.diagonals), keys[r].shape[1]
     T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
     # Rows nearer than ``first`` to their document's start have no causal part: its weight is 0.
-    for text in _texts(band, T):
-        far, seen = slice(text.start + first, text.stop), slice(text.start, text.stop - first)
-        lse_BTN[:, text.start : min(far.start, text.stop)] = -torch.inf
+    for document in _documents(band, T):
+        far = slice(document.start + first, document.stop)
+        seen = slice(document.start, document.stop - first)
+        lse_BTN[:, document.start : min(far.start, document.stop)] = -torch.inf
         if far.start < far.stop:
             key_BJMD, value_BJMD = (x[r][:, :, seen] for x in (keys, values))
             fused = _fused_forward(query_BNTD[:, :, far], key_BJMD, value_BJMD, scale)
@@ -188,6 +191,7 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
     if not W:
         return probs_WBTN
     q_BTJGD = _query_rows(query_BNTD, J).to(out_BTND.dtype)
+    # One buffer of products for all diagonals: it stays in the cache.
     products_BTJGD, probs_WBTJG = torch.empty_like(q_BTJGD), probs_WBTN.unflatten(3, (J, -1))
     diagonals = [(w, r, d) for w, (r, d) in enumerate(band.diagonals) if d < T]
     for w, r, d in diagonals:
@@ -201,6 +205,7 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
     out_BTND *= (lse_BTN - merged_BTN).exp_()[..., None]
     probs_WBTN.sub_(merged_BTN).exp_()
     lse_BTN.copy_(merged_BTN)
+    # A diagonal's value row is seen by one query alone: no product of matrices, no mask.
     out_BTJGD = out_BTND.unflatten(2, (J, -1))
     for w, r, d in diagonals:
         value_BTJ1D = _key_rows(values[r][:, :, : T - d])
@@ -225,15 +230,16 @@ def _attend_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     gradients: Rows,
 ) -> None:
-    """Adds to `gradients`, zero on entry; diagonals may share a block, so everything adds."""
+    """Add to `gradients`, zero on entry; diagonals may share a block, so everything adds."""
     query_BNTD, keys, values = inputs
     grad_BNTD, out_BNTD, lse_BTN, probs_WBTN = saved
     dquery_BNTD, dkeys, dvalues = gradients
     r, first = band.causal
     J, T, scale = keys[r].shape[1], query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
     # The causal part: given the merged output and log-sum-exp, the kernel's P and delta are exact.
-    for text in _texts(band, T):
-        far, seen = slice(text.start + first, text.stop), slice(text.start, text.stop - first)
+    for document in _documents(band, T):
+        far = slice(document.start + first, document.stop)
+        seen = slice(document.start, document.stop - first)
         if far.start >= far.stop:
             continue
         key, value, dkey, dvalue = (x[r][:, :, seen] for x in (keys, values, dkeys, dvalues))

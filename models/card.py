@@ -56,7 +56,7 @@ class CardSource:
     revision: str | None = None
     """Branch of the repository, if it is not the main one."""
     layout: str | None = None
-    """Of an export for a serving engine."""
+    """Layout of an export for a serving engine; None: a checkpoint."""
     launch: str | None = None
     """Command that serves the export."""
     license: License = field(default_factory=License)
@@ -205,7 +205,7 @@ class Measured:
         return cls([run for run in runs if run.checkpoint in {*own, None}], manifest)
 
     def eval_results(self) -> list[EvalResult]:
-        """As the Hub's metadata has them; decoding without a draft is left out."""
+        """Results as the Hub's metadata has them; decoding without a draft is left out."""
         found = []
         for run in self.runs:
             if run.checkpoint is None:

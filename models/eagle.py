@@ -1,8 +1,8 @@
 """EAGLE heads: one decoder layer that continues the target's hidden states.
 
-Row t of a text joins the embedding of token t + 1 with the state of position t and yields the
-state of position t + 1, whose logits are those of token t + 2. The first state of a row is made of
-the target's own hidden states; below it the head's own output is fed back, one row per draft token.
+Row t of a sequence joins the embedding of token t + 1 with the hidden state of position t and
+yields the hidden state of position t + 1, whose logits are those of token t + 2. The first state of
+a row is made of the target's own; below it the head's output is fed back, one row per draft token.
 
 This file holds what EAGLE-1 (arXiv:2401.15077) and EAGLE-3 share, and EAGLE-1 itself.
 """
@@ -62,7 +62,7 @@ class EagleHead(Draft):
 
     @abstractmethod
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
-        """State of each position from the target's raw hidden states: [..., H]."""
+        """Hidden state of each position from the target's raw hidden states: [..., H]."""
 
     @abstractmethod
     def project(
@@ -81,7 +81,7 @@ class EagleHead(Draft):
     def causal_rows(
         self, tokens_BR: Tensor, states_BRH: Tensor, lengths: Sequence[int] | None = None
     ) -> Tensor:
-        """Rows 0 .. R-1 of whole texts, each seeing those up to itself: next states [B, R, H].
+        """Next hidden states [B, R, H] of rows 0 .. R-1, each seeing those up to itself.
 
         Args:
             lengths: rows of each document in a packed row.
@@ -107,7 +107,7 @@ class EagleHead(Draft):
         cache: KeyValues,
         visible_RC: Tensor,
     ) -> Tensor:
-        """Decode-time rows: appends their keys and values, returns the next states [R, H].
+        """Decode-time rows: appends their keys and values, returns the next hidden states [R, H].
 
         Args:
             tokens_R: token that follows each row's position.

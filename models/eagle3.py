@@ -1,7 +1,7 @@
 """EAGLE-3 (arXiv:2503.01840): three fused layers in, draft logits out, no feature regression."""
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, U draft vocabulary
-# B batch, T rows of a text, M rows of one step of training, C = (N + 2 J) D
+# B batch, T rows of a sequence, M rows of one step of training, C = (N + 2 J) D
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -149,11 +149,10 @@ class Eagle3(EagleHead):
         rows: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Training-time test: the states that decoding would make, draft token after draft token,
-        at all rows.
+        """Training-time test: hidden states of decoding at all rows, draft token after draft token.
 
         Step i continues row t from its own state of step i - 1 (step 0: from the feature) with the
-        text's token t + 1 + i, at rotary position t + i; see `ttt_attention` for what it sees.
+        sequence's token t + 1 + i, at rotary position t + i; see `ttt_attention` for what it sees.
         The projections are linear in [norm(embedding); norm(state)], so the embedding's half is
         computed once per token instead of once per step.
 
@@ -171,7 +170,7 @@ class Eagle3(EagleHead):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         weight_CH, state_weight_CH = torch.cat([p.weight for p in projections]).split(H, 1)
         bias_C = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
-        # After its end a text has no rows of any step: any token will do there.
+        # After its end a sequence has no rows of any step: any token will do there.
         tokens = F.pad(ids_BT, (0, len(rows)))
         embedded_BTC = F.linear(layer.input_layernorm(self.embed(tokens)), weight_CH, bias_C)
         positions_T = positions_of(T, lengths, ids_BT.device)
@@ -189,6 +188,7 @@ class Eagle3(EagleHead):
                 joint_MC = zeros_MC.index_put((rows_M,), joint_MC)
             joint_BTC = joint_MC.view(B, T, -1) + embedded_BTC[:, 1 + step : 1 + step + T]
             query, key, value = joint_BTC.unflatten(-1, (-1, attention.head_size)).split(sizes, 2)
+            # A drafted row stands one position later at every step.
             turn = self.rotary.of_heads(positions_T + step, embedded_BTC.dtype)
             query_BTND = rotate(attention.q_norm(query), *turn)
             key_BJTD = rotate(attention.k_norm(key), *turn).transpose(1, 2)

@@ -65,6 +65,6 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The same for tokenizers with the same token of every id (sessions with a server)."""
+    """SHA-256 of which token every id is (sessions with a server)."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()

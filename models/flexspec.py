@@ -50,8 +50,8 @@ class FlexSpecConfig:
     stem_layers: int = 0
     """Trainable decoder layers between the stem and the anchor; practical only."""
     feature_source: Literal["none", "self"] = "none"
-    """self: the text is read twice, and the second reading's stem gets, beside the embedding, what
-    the first one made of the position before. Practical only."""
+    """self: the sequence is read twice, and the second reading's stem gets, beside the embedding,
+    what the first one made of the position before. Practical only."""
     draft_vocab_size: int | None = None
     """U: most frequent tokens of the training data; None: the target's vocabulary."""
 
@@ -91,8 +91,8 @@ class FlexSpec(Draft):
 
     The copies (embedding, last block B_L, and with preset practical the final norm) are saved with
     the draft, which decodes where the target is not. A row depends on the tokens up to its own and
-    on nothing else, so what was computed for a draft token stays right when the draft token becomes
-    text. The block's attention is full here, also where the target limits it to a window.
+    on nothing else, so what was computed for a draft token stays right when the draft token is
+    accepted. The block's attention is full here, also where the target limits it to a window.
 
     A state holds the outputs of all readings of a position, [..., E, H]; the last one is h_t.
     """
@@ -127,7 +127,7 @@ class FlexSpec(Draft):
 
     @staticmethod
     def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
-        """Of the target's embedding, final norm and LM head, and of its last block as ``anchor``.
+        """Fingerprint of the target, with the hash of its last block as ``anchor``.
 
         Layers 1 .. L-1 are not in it: a target that was fine-tuned in these alone keeps its draft.
         """
@@ -135,7 +135,7 @@ class FlexSpec(Draft):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """It reads no state of the target."""
+        """No layers: the draft reads no hidden state of the target."""
         return ()
 
     @property
@@ -193,7 +193,7 @@ class FlexSpec(Draft):
         return stream_H + changed_H if self.config.residual else changed_H
 
     def forward(self, tokens_BT: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """States [B, T, E, H] of whole texts; row t predicts the token at position t + 1.
+        """Hidden states [B, T, E, H] of whole sequences; row t predicts token t + 1.
 
         Args:
             lengths: of the documents in a packed row [1, T].
@@ -221,12 +221,12 @@ class FlexSpec(Draft):
         known_QEH: Tensor,
         before_R: Tensor,
     ) -> Tensor:
-        """Decode-time rows: appends their keys and values, returns their states [R, E, H].
+        """Decode-time rows: appends their keys and values, returns their hidden states [R, E, H].
 
         Args:
             caches: one for each decoder layer of each reading, all with the same rows.
             visible_RC: bool, rows of the caches (these R ones included) that each row may see.
-            known_QEH: states computed earlier; zeros stand before the first token of a text.
+            known_QEH: states computed earlier; zeros stand before the first token of a sequence.
             before_R: int64, the row before each, by its index in these Q followed by the R.
         """
         embedding_RH = self.embedding(tokens_R)
@@ -249,7 +249,7 @@ class FlexSpec(Draft):
 
 
 def anchor_hash(target: PreTrainedModel) -> str:
-    """Of all weights of the target's last block."""
+    """SHA-256 over all weights of the target's last block."""
     return weights_hash(list(last_block(target).state_dict().values()))
 
 

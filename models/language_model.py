@@ -14,7 +14,7 @@ from pipedraft.models.target import StagedTarget, load_target, load_tokenizer
 
 
 class LanguageModelDraft(nn.Module):
-    """A causal LM that drafts for another one and reads nothing of it but the text.
+    """A causal LM that drafts for another one and reads nothing of it but its tokens.
 
     It drafts for any number of stages and is no checkpoint of this package: ``load_draft_model``
     reads it from a Hugging Face folder or the Hub.

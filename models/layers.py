@@ -194,12 +194,12 @@ def initialize_matrices(module: nn.Module, num_layers: int) -> None:
 
 
 def document_slices(lengths: Sequence[int]) -> list[slice]:
-    """Where each document is in the row."""
+    """Positions of each document in the row."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
 def positions_of(num_positions: int, lengths: Sequence[int] | None, device: torch.device) -> Tensor:
-    """Position of every token in its own text: int64 [T]."""
+    """Position of every token in its own document: int64 [T]."""
     if lengths is None:
         return torch.arange(num_positions, device=device)
     return torch.cat([torch.arange(length, device=device) for length in lengths])
@@ -208,7 +208,7 @@ def positions_of(num_positions: int, lengths: Sequence[int] | None, device: torc
 def causal_attention(
     query_BTND: Tensor, keys_BTJD: Tensor, values_BTJD: Tensor, lengths: Sequence[int] | None = None
 ) -> Tensor:
-    """Every row sees the rows of its text up to itself; heads may be grouped. No mask.
+    """Causal attention: every row sees its document up to itself; heads may be grouped. No mask.
 
     Returns:
         [B, T, N, D].
@@ -336,7 +336,7 @@ def causal_layer(
     sin_T1D: Tensor,
     lengths: Sequence[int] | None,
 ) -> Tensor:
-    """Rows of whole texts, each seeing those up to itself.
+    """Apply a decoder layer to whole sequences, each row seeing those up to itself.
 
     Args:
         lengths: of the documents in a packed row [1, T].
@@ -357,7 +357,7 @@ def cached_layer(
     cache: KeyValues,
     visible_RC: Tensor,
 ) -> Tensor:
-    """Some more rows, whose keys and values are appended to the cache.
+    """Apply a decoder layer to some more rows, whose keys and values join the cache.
 
     Args:
         visible_RC: bool, rows of the cache (these R ones included) that each row may see.

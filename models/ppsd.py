@@ -2,8 +2,8 @@
 
 The head continues what the first stage of a pipelined target makes of the newest token: a few
 decoder layers, a norm and an LM head on the first stage's output. All of its rows have the same
-depth, in flight and committed, so it is plain causal attention over the text, and a row never has
-to be computed twice.
+depth, in flight and committed, so it is plain causal attention over the sequence, and a row never
+has to be computed twice.
 """
 
 # B batch, T positions, R rows of a decode call, C cached rows, H hidden, U draft vocabulary
@@ -49,7 +49,7 @@ class PPSD(StagedDraft):
     """Decoder layers, norm and LM head on the output of the target's first stage.
 
     Row t reads the state of position t after that stage and predicts the token at t + 1. Train and
-    decode compute the same function: ``forward`` for whole texts, ``rows`` for some more rows.
+    decode compute the same function: ``forward`` for whole sequences, ``rows`` for some more rows.
     """
 
     draft_type: ClassVar[str] = "ppsd"
@@ -86,7 +86,7 @@ class PPSD(StagedDraft):
                 layer.load_state_dict(source.state_dict())
 
     def forward(self, taps: Mapping[int, Tensor], lengths: Sequence[int] | None = None) -> Tensor:
-        """Output rows of whole texts, each seeing those up to itself.
+        """Output rows of whole sequences, each seeing those up to itself.
 
         Args:
             taps: hidden states [B, T, H] of the target, by layer index.

@@ -297,6 +297,7 @@ class SPD(StagedDraft):
         The streams of all depths pass the layers as one batch of S sequences (in a packed row: as
         one long row): the examples of depth 0, then those that have a depth 1, and so on.
         """
+        # Examples are sorted by occupancy: a depth in flight ends with the last one that has it.
         depths, axis = range(self.config.num_stages + 1), examples.axis
         counts = [examples.count(depth) for depth in depths]
         stream_STH = torch.cat(
@@ -348,6 +349,7 @@ class SPD(StagedDraft):
         num_rows, num_before = len(stream_RH), caches[0].num_rows
         positions_R = torch.arange(num_rows, device=stream_RH.device) + first_position
         cos, sin = self.rotary.of_heads(positions_R, stream_RH.dtype)
+        # A new row sees all positions committed before, and of the new ones those up to itself.
         visible_RC = stream_RH.new_ones(num_rows, num_before + num_rows, dtype=torch.bool)
         visible_RC.tril_(num_before)
         for index, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=True)):

@@ -1,8 +1,8 @@
 """What a pipeline stage receives (segments, Keeps) and what it remembers (its cache).
 
-A stage mirrors the controller's text in one order: the committed prefix, then the speculative rows
-S[0:m). A segment is data; ``Keep(I, a)`` is the only control message: it commits, prunes, rolls
-back and flushes, and its arithmetic is defined here once.
+A stage mirrors the controller's sequence in one order: the committed prefix, then the speculative
+rows S[0:m). A segment is data; ``Keep(I, a)`` is the only control message: it commits, prunes,
+rolls back and flushes, and its arithmetic is defined here once.
 
 Shape suffixes: l rows of a segment, S mask columns, H hidden, C rows in use, N key/value heads,
 D head size, W channels of the short convolution, T rows of one call.
@@ -20,7 +20,7 @@ MIN_CAPACITY = 128  # rows; buffers double from here, so that n appends cost O(n
 
 @dataclass(frozen=True)
 class Keep:
-    """Retain the rows I of the ordered token tree S; the first a of them become committed text.
+    """Retain the rows I of the ordered token tree S; the first a of them are committed.
 
     For a holder of the rows S[lo:hi) this means: keep its rows [i - lo for i in I if lo <= i < hi];
     mask columns [i for i in I[a:] if i < hi], because committed rows are visible to everything and
@@ -180,7 +180,7 @@ class StageCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers; recurrent states that several entries share count once."""
+        """Size of all buffers; recurrent states that several entries share count once."""
         tensors = [*self._keys.values(), *self._values.values()]
         tensors += [state for states in self._history for part in states for state in part.values()]
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())

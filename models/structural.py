@@ -88,7 +88,7 @@ def structural_attention(
 def dense_structural_mask(
     T: int, n: int, occupancy: int, depth: int = 0, block_of_depth: Sequence[int] | None = None
 ) -> Tensor:
-    """The same rule as a boolean mask: the reference for tests and benchmarks.
+    """Boolean mask of structural attention's rule: the reference for tests and benchmarks.
 
     Returns:
         mask [T, R T], R = 1 + the largest block: entry (t, r T + T') is True if the query at
@@ -105,7 +105,7 @@ def dense_structural_mask(
 
 @dataclass(frozen=True)
 class _Examples:
-    """Along which axis they are, and where: example b at ends[b] .. ends[b + 1]."""
+    """Examples along their axis: example b at ends[b] .. ends[b + 1]."""
 
     ends: list[int]
     lengths: Sequence[int] | None
@@ -125,7 +125,7 @@ def _bands(
     examples: _Examples,
     first: int = 0,
 ) -> list[Band]:
-    """Of the rows of one depth, which are at ``first`` in the query."""
+    """Bands of the rows of one depth, which are at ``first`` in the query."""
     n = len(blocks) - 1
     bands, start = [], 0
     for width, run in groupby(a - depth if depth < n else 0 for a in occupancy):

@@ -231,7 +231,7 @@ class Stage:
     def prefill(
         self, hidden_or_ids: Tensor, positions: Tensor, taps: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run rows of committed text, each seeing all before it.
+        """Run and commit rows, each seeing all before it.
 
         Args:
             hidden_or_ids: int64 [P] for the first stage, [P, H] for the others.
@@ -240,7 +240,7 @@ class Stage:
         Returns:
             hidden_PH after layer ``end``, and the tapped states as in ``forward``.
         """
-        assert self.num_speculative == 0, "committed text cannot follow speculative rows"
+        assert self.num_speculative == 0, "committed rows cannot follow speculative ones"
         positions_P = positions.to(self.device)
         num_rows = positions_P.shape[0]
         causal_PP = torch.ones(num_rows, num_rows, dtype=torch.bool, device=self.device).tril_()

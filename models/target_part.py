@@ -153,7 +153,7 @@ def weights_identity(name: str, revision: str | None = None) -> str:
 
 
 def _commit(name: str, revision: str | None) -> str:
-    """Of a Hub repository, as it is in the cache of downloads: .../snapshots/COMMIT/config.json."""
+    """Commit of a Hub repository in the cache of downloads: .../snapshots/COMMIT/config.json."""
     read_config(name, revision)
     file = cached_file(name, "config.json", revision=revision)
     commit = extract_commit_hash(file, None)
@@ -180,7 +180,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 COPIED_SETTINGS = ("rms_norm_eps", "rope_parameters")
-"""Of ``LayerConfig``: what the last block computes besides its weights; shapes show in these."""
+"""Settings of ``LayerConfig`` that the last block computes with; weights show the shapes."""
 
 
 def out_of_scope(base: str, evolved: str) -> list[str]:
