@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_runs import output_and_gradients, rows
 from conftest import tiny_llama, tiny_qwen3
 
 from pipedraft.data_recipes.batch import collate
@@ -16,14 +17,6 @@ from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_len
 torch.set_num_threads(1)
 
 # -- attention ----------------------------------------------------------------------------------
-
-
-def rows(*shape, seed=0):
-    """Random [..., heads, T, D] in the memory order [..., T, heads, D]."""
-    *batch, heads, T, D = shape
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*batch, T, heads, D, generator=generator, dtype=torch.float64)
-    return x.transpose(-3, -2).requires_grad_()
 
 
 def attention_inputs(step, B=2, N=4, J=2, T=9, D=4):
@@ -49,13 +42,6 @@ def dense_attention(query, *keys_and_values):
 def attend(query, *keys_and_values):
     half = len(keys_and_values) // 2
     return ttt_attention(query, keys_and_values[:half], keys_and_values[half:])
-
-
-def output_and_gradients(function, inputs):
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    out = function(*inputs)
-    weight = rows(*out.shape, seed=4).detach().to(out.dtype)
-    return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
 
 
 def assert_attention_is_dense(inputs, *, tolerance) -> None:

@@ -1,20 +1,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_runs import output_and_gradients, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedraft.models.structural import dense_structural_mask, structural_attention
 
 torch.set_num_threads(1)
-
-
-def rows(*shape, dtype=torch.float64, seed=0):
-    """Random [..., heads, T, D] in the memory order [..., T, heads, D]."""
-    *batch, heads, T, D = shape
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*batch, T, heads, D, generator=generator, dtype=torch.float64)
-    return x.to(dtype).transpose(-3, -2).requires_grad_()
 
 
 def make_inputs(B=1, N=2, J=2, T=9, D=4, R=4, dtype=torch.float64):
@@ -42,16 +35,6 @@ def dense_attention(query, keys, values, *, occupancy, depth=0, block_of_depth=N
         scores = (query[b] @ key.mT / D**0.5).masked_fill(~mask, -torch.inf)
         outs.append(scores.softmax(-1) @ value)
     return torch.stack(outs)
-
-
-def output_and_gradients(attend, inputs, **options):
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    out = attend(*inputs, **options)
-    weight = rows(*out.shape, seed=4).detach().to(out.dtype)
-    gradients = torch.autograd.grad((out * weight).sum(), inputs, allow_unused=True)
-    return [out.detach()] + [
-        torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)
-    ]
 
 
 def assert_equals_dense(inputs, **options):

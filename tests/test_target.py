@@ -79,51 +79,55 @@ def test_fuzz_holds_with_eager_attention():
     Controller("llama", 2, seed=5, attention="eager").fuzz(num_steps=16)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_half_sliding", "mistral_sliding"])
-def test_fuzz_catches_a_mask_that_is_ignored_for_single_rows(name, monkeypatch):
-    def ignores_single_rows(visible_lS, positions_C, window, dtype):
-        if visible_lS.shape[0] == 1:
-            visible_lS = torch.ones_like(visible_lS)
+def ignore_the_mask_of_single_rows(monkeypatch) -> None:
+    def mutant(visible_lS, positions_C, window, dtype):
+        visible_lS = visible_lS | (visible_lS.shape[0] == 1)
         return additive_mask(visible_lS, positions_C, window, dtype)
 
-    monkeypatch.setattr(target_module, "additive_mask", ignores_single_rows)
+    monkeypatch.setattr(target_module, "additive_mask", mutant)
+
+
+def ignore_the_window(monkeypatch) -> None:
+    def mutant(visible_lS, positions_C, window, dtype):
+        return additive_mask(visible_lS, positions_C, None, dtype)
+
+    monkeypatch.setattr(target_module, "additive_mask", mutant)
+
+
+def keep_the_first_rows(monkeypatch) -> None:
+    """Instead of the retained ones."""
+
+    def mutant(keep, num_cached):
+        return tuple(range(sum(i < num_cached for i in keep.rows)))
+
+    monkeypatch.setattr(Keep, "cached", mutant)
+
+
+def keep_the_latest_recurrent_state(monkeypatch) -> None:
+    def mutant(stage, keep):
+        latest = stage.cache._history[-1]
+        stage.cache.keep(keep)
+        stage.cache._history[-1] = latest
+
+    monkeypatch.setattr(target_module.Stage, "keep", mutant)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "name"),
+    [
+        (ignore_the_mask_of_single_rows, "llama"),
+        (ignore_the_mask_of_single_rows, "qwen3_half_sliding"),
+        (ignore_the_mask_of_single_rows, "mistral_sliding"),
+        (ignore_the_window, "mistral_sliding"),
+        (keep_the_first_rows, "llama"),
+        (keep_the_latest_recurrent_state, "qwen3_5"),
+    ],
+)
+def test_fuzz_catches(mutate, name, monkeypatch):
+    mutate(monkeypatch)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         for seed in range(4):
             Controller(name, 3, seed).fuzz(num_steps=16)
-
-
-def test_fuzz_catches_a_window_that_is_ignored(monkeypatch):
-    def ignores_window(visible_lS, positions_C, window, dtype):
-        return additive_mask(visible_lS, positions_C, None, dtype)
-
-    monkeypatch.setattr(target_module, "additive_mask", ignores_window)
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        for seed in range(4):
-            Controller("mistral_sliding", 2, seed).fuzz(num_steps=16)
-
-
-def test_fuzz_catches_rows_that_are_not_gathered(monkeypatch):
-    """The mutant keeps the first rows instead of the retained ones."""
-
-    def first_rows(self, num_cached):
-        return tuple(range(sum(i < num_cached for i in self.rows)))
-
-    monkeypatch.setattr(Keep, "cached", first_rows)
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        for seed in range(4):
-            Controller("llama", 3, seed).fuzz(num_steps=16)
-
-
-def test_fuzz_catches_a_recurrent_state_that_is_not_rolled_back(monkeypatch):
-    def keeps_latest_state(self, keep):
-        latest = self.cache._history[-1]
-        self.cache.keep(keep)
-        self.cache._history[-1] = latest
-
-    monkeypatch.setattr(target_module.Stage, "keep", keeps_latest_state)
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        for seed in range(4):
-            Controller("qwen3_5", 2, seed).fuzz(num_steps=16)
 
 
 @pytest.mark.parametrize(
