@@ -27,9 +27,8 @@ from pipedraft.eval.edge.methods import METHODS, Simulation, decode
 from pipedraft.inference.channel import Link, LinkEstimate
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.estimates import Estimates
 from pipedraft.inference.pipelines.link import LinkPipeline, Times
-from pipedraft.inference.pipelines.linked import RemoteTarget
+from pipedraft.inference.pipelines.linked import Estimates, RemoteTarget
 from pipedraft.inference.schedules.eagle import Eagle
 from pipedraft.inference.schedules.picospec import PicoSpec
 from pipedraft.inference.schedules.stop_and_wait import StopAndWait

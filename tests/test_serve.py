@@ -15,7 +15,7 @@ from pipedraft.errors import Failure
 from pipedraft.eval.edge import methods
 from pipedraft.inference.channel import Link, LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines.estimates import Estimates
+from pipedraft.inference.draft_length import Estimates
 from pipedraft.inference.pipelines.remote import TRIAL_TOKENS, RemotePipeline
 from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.language_model import LanguageModelDraft

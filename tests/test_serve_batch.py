@@ -78,7 +78,7 @@ def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
         "pipedraft.inference.transport.target_session.forward_together",
         lambda stages, segments: passes.append(len(stages)) or forward_together(stages, segments),
     )
-    settings = Settings(is_fast=True, has_bonus=False)
+    settings = Settings(pre_verifies=True, has_bonus=False)
     for turn in range(2):
         due = []
         for index, prompt in enumerate(PROMPTS):

@@ -421,7 +421,6 @@ def test_replies_are_remembered_until_the_edge_has_read_them():
         return Error(session=1, number=number, seq=1, epoch=epoch, text="x" * size)
 
     held.add([reply(0, 0), reply(1, 0), reply(2, 1)])
-    held.add([reply(1, 0)])  # sent again
     assert [REPLIES.decode(data).number for data in held.since(1)] == [1, 2]
     held.note(Verify(session=1, **{**VERIFY, "epoch": 1}), 0.0)
     assert [REPLIES.decode(data).number for data in held.since(0)] == [2]

@@ -1,6 +1,7 @@
 """The session protocol under everything a network and a peer can do to it."""
 
 import random
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -22,9 +23,12 @@ from link_runs import (
 )
 
 from pipedraft.inference.channel import LinkEstimate
+from pipedraft.inference.draft_length import Estimates
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.estimates import Estimates
+from pipedraft.inference.pipelines import remote
 from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget
+from pipedraft.inference.pipelines.remote import RemotePipeline
+from pipedraft.inference.transport import stream
 from pipedraft.inference.transport.codec import MAGIC, PREFIX
 from pipedraft.inference.transport.session_messages import (
     HELLO,
@@ -32,6 +36,7 @@ from pipedraft.inference.transport.session_messages import (
     REQUESTS,
     WELCOME,
     Close,
+    Description,
     Error,
     Hello,
     More,
@@ -47,6 +52,8 @@ from pipedraft.inference.transport.session_messages import (
     Welcome,
     prefix_hash,
 )
+from pipedraft.inference.transport.session_table import Limits, SessionTable
+from pipedraft.inference.transport.stream import Access
 from pipedraft.inference.transport.target_session import (
     SharedTarget,
     TargetSession,
@@ -172,101 +179,139 @@ def test_a_side_does_not_read_its_own_messages():
 # -- order ----------------------------------------------------------------------------------
 
 
-class TestPipeline(LinkedPipeline):
-    """The draft's side with beliefs of its own and a clock that a subclass moves."""
+class Storm:
+    """Stands where a ``Connection`` and a server stand, and where the time is.
 
-    __test__ = False
+    Requests are held and handed over in any order, twice, or not at all; replies come in order, as
+    gRPC has it, until one is lost, or the connection is.
+    """
 
-    def __init__(self) -> None:
-        super().__init__(RemoteTarget())
-        self.now_s = 0.0
-
-    def _begin(self) -> Estimates:
-        return Estimates(
-            draft_s=TIMES.draft_s,
-            verify_s=TIMES.verify_s,
-            verify_row_s=TIMES.verify_row_s,
-            link=LinkEstimate(LINK.state(0.0)),
-        )
-
-    def now(self) -> float:
-        return self.now_s
-
-    def decode(self, source, prompt, **options):
-        config = config_for(source, **options)
-        engine = Engine(
-            self.target, PlainTokenizer(), config, source=source, connect=lambda _: self
-        )
-        return engine.decode(prompt)
-
-
-class Storm(TestPipeline):
-    """A network that holds messages and hands them over in any order, twice, or not at all."""
+    access = Access(server="127.0.0.1:1", answer_s=0.5, connect_s=0.5, give_up_s=1e9)
+    num_breaks = 0
 
     def __init__(self, target, seed: int, *, loss: float, falls_back_after: int = -1) -> None:
-        super().__init__()
-        self.session, self.rng, self.loss = TargetSession(target), random.Random(seed), loss
-        self.num_turns, self.falls_back_after = 0, falls_back_after
-        self.under_way: list[tuple[str, bytes]] = []
-        self.is_computing = False
-        self.asked_s = 0.0
-        self.requests: list = []
+        self.rng, self.loss, self.falls_back_after = random.Random(seed), loss, falls_back_after
+        self.table = SessionTable(target, Limits(prompt_tokens=64), 0)
+        self.now_s, self.num_turns = 0.0, 0
+        self.lines: list[Line] = []
+        self.pipeline = StormPipeline(self, keeps_drafting=True)
 
-    def drafted(self, num_tokens: int, started_s: float) -> None:
-        for _ in range(self.rng.randrange(5)):
-            self.turn()
-        super().drafted(num_tokens, started_s)
+    def decode(self, source, prompt, **options):
+        """The output, with this storm's clock in place of the machine's."""
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
+        config = config_for(source, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (stream, remote):
+                patch.setattr(module, "time", clock)
+            patch.setattr(stream, "random", self.rng)
+            engine = Engine(
+                self.pipeline.target,
+                PlainTokenizer(),
+                config,
+                source=source,
+                connect=lambda _: self.pipeline,
+            )
+            return engine.decode(prompt)
 
-    def verdict_waits(self) -> bool:
-        if self.rng.random() < 0.5:
-            self.turn()
-        return super().verdict_waits()
+    def describe(self):
+        about = dict.fromkeys(Description.__struct_fields__, 0)
+        return Description(**about | {"forward_s": TIMES.verify_s, "row_s": 0.001}), 0.06
 
-    def _send(self, request) -> None:
-        self.requests.append(request)
-        self.put("target", request)
+    def call(self) -> "Line":
+        self.lines.append(Line(self))
+        return self.lines[-1]
 
-    def _wait(self) -> None:
-        self.turn()
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
 
     def turn(self) -> None:
         self.num_turns += 1
         assert self.num_turns < 60_000, "the output does not end"
         self.now_s += 0.01
-        self.rng.choice([self.target_turn, self.deliver, self.deliver])()
-        if self.now_s > self.asked_s + 0.5:
-            self.asked_s = self.now_s
-            for request in self.requests:  # what has been answered is answered again
-                self.put("target", request)
+        line = self.rng.choice(self.lines[-2:])  # what is late may belong to the connection before
+        self.rng.choice([self.compute, line.deliver, line.deliver])()
+        if self.rng.random() < self.loss / 50:
+            self.lines[-1].is_up = False
         if self.num_turns == self.falls_back_after:
-            self.fallback = "the test says so"
+            self.pipeline.fallback = "the test says so"
 
-    def put(self, side: str, message) -> None:
-        if self.rng.random() >= self.loss:
-            codec = REQUESTS if side == "target" else REPLIES
-            self.under_way.append((side, codec.to_bytes(message)))
+    def compute(self) -> None:
+        for held in list(self.table.held.values()):
+            if held.core.is_running:
+                run_together([held.core])
+                self.answer(held, held.core.finish(self.now_s))
+            else:
+                held.core.start(self.now_s)
 
-    def target_turn(self) -> None:
-        if self.is_computing:
-            run_together([self.session])
-            self.is_computing = False
-            for reply in self.session.finish(self.now_s):
-                self.put("draft", reply)
-        else:
-            self.is_computing = bool(self.session.start(self.now_s))
+    def answer(self, held, replies) -> None:
+        for data in held.add(replies):
+            if held.stream is not None and self.rng.random() >= self.loss:
+                held.stream.down.append(data)
+
+
+class StormPipeline(RemotePipeline):
+    """The storm goes on while the draft computes, and whenever somebody looks."""
+
+    def drafted(self, num_tokens: int, started_s: float) -> None:
+        for _ in range(self.connection.rng.randrange(5)):
+            self.connection.turn()
+        super().drafted(num_tokens, started_s)
+
+    def verdict_waits(self) -> bool:
+        if self.connection.rng.random() < 0.5:
+            self.connection.turn()
+        return super().verdict_waits()
+
+
+class Line:
+    """One connection."""
+
+    def __init__(self, storm: Storm) -> None:
+        self.storm, self.is_up, self.held = storm, True, None
+        self.first, self.up, self.down = [], [], []
+
+    def write(self, data: bytes) -> None:
+        if len(self.first) < 2 and self.held is None:  # the server waits for both
+            self.first.append(data)
+            self.enter()
+        elif self.storm.rng.random() >= self.storm.loss:
+            self.up.append(data)
+
+    def enter(self) -> None:
+        hello = HELLO.decode(self.first[0])
+        table, now_s = self.storm.table, self.storm.now_s
+        if hello.ticket:
+            self.held = table.find(hello.ticket, now_s)
+            self.held.stream = self
+            self.down = [b"", *self.held.since(hello.next_number)]
+        elif len(self.first) == 2:
+            self.held = table.open(REQUESTS.decode(self.first[1]), now_s)
+            self.held.stream = self
+            self.down, self.up = [b""], [self.first[1]]
+        if self.held is not None:
+            self.down[0] = WELCOME.to_bytes(Welcome(self.held.ticket, self.held.core.next_seq))
 
     def deliver(self) -> None:
-        if not self.under_way:
+        if not self.up:
             return
-        index = self.rng.randrange(len(self.under_way))
-        side, data = self.under_way[index]
-        if self.rng.random() < 0.8:  # else it comes again
-            del self.under_way[index]
-        if side == "draft":
-            self.receive(REPLIES.decode(data), self.now_s)
-            return
-        for reply in self.session.receive(REQUESTS.decode(data), self.now_s):
-            self.put("draft", reply)
+        index = self.storm.rng.randrange(len(self.up))
+        request = REQUESTS.decode(self.up[index])
+        if self.storm.rng.random() < 0.8:  # else it comes again
+            del self.up[index]
+        self.held.note(request, self.storm.now_s)
+        self.storm.answer(self.held, self.held.core.receive(request, self.storm.now_s))
+
+    def take(self, timeout_s: float):
+        """Also a call that is over hands over what came before."""
+        until_s = self.storm.now_s + timeout_s
+        while not self.down and self.is_up and self.storm.now_s < until_s:
+            self.storm.turn()
+        if self.down:
+            return self.down.pop(0), self.storm.now_s
+        return None if self.is_up else (stream.Break("UNAVAILABLE", "storm"), self.storm.now_s)
+
+    def hang_up(self) -> None:
+        self.is_up = False
 
 
 STORMY = {"policy": "survival", "max_new_tokens": 24}
@@ -350,16 +395,15 @@ def verify(seq=1, **fields) -> Verify:
     return Verify(**known | fields)
 
 
-def test_a_repeated_request_has_the_same_answer_and_no_other_effect():
+def test_a_repeated_request_has_no_effect():
     cloud, (first,) = opened()
     assert first.token == 2 and cloud.receive(verify(), 0.2) == []
     assert cloud.start(0.2) == 2
     cloud.run()
     (result,) = cloud.finish(0.3)
     assert (result.length, result.token) == (4, 2)
-    assert cloud.receive(verify(), 0.4) == [result]
     opening = Open(session=1, prompt_ids=[1, 2], settings=Settings())
-    assert cloud.receive(opening, 0.5) == [first]
+    assert cloud.receive(verify(), 0.4) == cloud.receive(opening, 0.5) == []
     assert cloud.start(0.6) == 0
 
 
@@ -412,26 +456,37 @@ def test_an_opening_that_cannot_be_is_refused(fields, message):
         Scripted(error).decode(TableSource(torch.eye(8)), [1])
 
 
-class Scripted(TestPipeline):
+class Scripted(LinkedPipeline):
     """A peer that says what it likes, whatever it is asked."""
 
     def __init__(self, *replies) -> None:
-        super().__init__()
+        super().__init__(RemoteTarget())
         self.replies = list(replies)
+
+    def _begin(self) -> Estimates:
+        link = LinkEstimate(LINK.state(0.0))
+        return Estimates(draft_s=0.02, verify_s=0.09, verify_row_s=0.001, link=link)
 
     def _send(self, request) -> None:
         pass
 
     def _wait(self) -> None:
-        self.receive(self.replies.pop(0), 0.0)
+        self._inbox.append((self.replies.pop(0), 0.0))
+
+    def decode(self, source, prompt, **options):
+        config = config_for(source, **options)
+        engine = Engine(
+            self.target, PlainTokenizer(), config, source=source, connect=lambda _: self
+        )
+        return engine.decode(prompt)
 
 
 def test_a_retrained_anchor_lets_the_target_decode_alone():
     storm = Storm(TableTarget(torch.eye(6)), 0, loss=0.0)
-    storm.anchor = "the draft's"
+    storm.pipeline.anchor = "the draft's"
     result = storm.decode(TableSource(torch.eye(6)), [1, 2], max_new_tokens=6)
     assert result.token_ids == [2] * 6 and result.num_drafted == 0
-    assert "the draft's" in storm.fallback and "table" in storm.fallback
+    assert "the draft's" in storm.pipeline.fallback and "table" in storm.pipeline.fallback
 
 
 @pytest.mark.parametrize(
@@ -442,8 +497,8 @@ def test_a_retrained_anchor_lets_the_target_decode_alone():
         (Reject(**VERDICT | {"length": 6}, payload=Token(id=4)), "that was never drafted"),
         (Reject(**VERDICT | {"epoch": 1}, payload=Token(id=4)), "a reply of epoch 1 in epoch 0"),
         (Reject(**VERDICT, payload=TOP), "payload: Top after a rejection by rule 'match'"),
-        (Samples(**REPLY, payload=TOP), "Samples that nobody asked for"),
-        (ANSWERED[0], "Opened that nobody asked for"),
+        (Samples(**REPLY, payload=TOP), "server: Samples where Result or Reject is due"),
+        (ANSWERED[0], "server: Opened where Result or Reject is due"),
     ],
 )
 def test_a_server_that_errs_is_found_out(reply, message):
@@ -453,5 +508,5 @@ def test_a_server_that_errs_is_found_out(reply, message):
 
 
 def test_a_verdict_before_the_session_is_open_is_found_out():
-    with pytest.raises(ValueError, match="server: Result before the session was open"):
+    with pytest.raises(ValueError, match="server: Result where Opened is due"):
         Scripted(ANSWERED[1]).decode(TableSource(torch.eye(6)), [1, 2])

@@ -19,9 +19,8 @@ from pipedraft.eval.edge.constants import TIMES
 from pipedraft.inference.channel import Channel, Link
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.estimates import Estimates
 from pipedraft.inference.pipelines.link import LinkPipeline
-from pipedraft.inference.pipelines.linked import RemoteTarget
+from pipedraft.inference.pipelines.linked import Estimates, RemoteTarget
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.transport.session_messages import (
     Preverify,

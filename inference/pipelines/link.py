@@ -13,7 +13,7 @@ from functools import partial
 
 from pipedraft.inference.channel import Channel, Direction, Link, LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines.estimates import Estimates
+from pipedraft.inference.draft_length import Estimates
 from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget
 from pipedraft.inference.transport.session_messages import (
     REPLIES,
@@ -179,4 +179,4 @@ class LinkPipeline(LinkedPipeline):
             self._at(self._transmit(len(data), "down"), partial(self._arrive, data))
 
     def _arrive(self, data: bytes) -> None:
-        self.receive(REPLIES.decode(data), self._now_s)
+        self._inbox.append((REPLIES.decode(data), self._now_s))

@@ -1,8 +1,8 @@
 """The draft's side of a target behind a network: batches of draft tokens up, verdicts down.
 
 A session (``transport/session_messages.py``) speaks of one chain: tokens that are certain, and
-draft tokens behind them. A subclass carries the messages and knows the time; what it waits for and
-what it costs to be wrong is in ``Estimates``.
+draft tokens behind them. A subclass carries the messages, each reply once and in order, and knows
+the time; what it waits for and what it costs to be wrong is in ``Estimates``.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ import math
 import sys
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
-from pipedraft.inference.draft_length import RoundCost
+from pipedraft.inference.draft_length import Estimates, RoundCost
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
-from pipedraft.inference.pipelines.estimates import Estimates
 from pipedraft.inference.pipelines.local import FeatureStore
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.session_messages import (
     REPLIES,
     REQUESTS,
-    WINDOW,
     Close,
     Error,
     More,
@@ -58,6 +57,11 @@ if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.sources import DraftSource
     from pipedraft.inference.tree import TokenTree
+
+Numbered = TypeVar(
+    "Numbered",
+)
+Expected = TypeVar("Expected", bound=Reply)
 
 
 @dataclass
@@ -92,40 +96,38 @@ class Batch:
     start: int
     """Position of the first one."""
     size: int
+    """Draft tokens that are planned; once it is sent, those that it has."""
     started_s: float
     num_drafted: int = 0
+    seq: int = -1
+    """Of its last message, once that is sent."""
+    num_bytes: int = 0
+    """Of that message, with the link's header."""
+    sent_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Flight:
-    """A batch on its way."""
-
-    seq: int
-    start: int
-    size: int
-    num_bytes: int
-    sent_s: float
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LinkVerdict(Returned):
     """What a reply says of the chain."""
 
+    num_rows: int = 1
+    """Of the tree, the root alone: who sends batches reads the fields below."""
+    verdicts: Tensor = torch.empty(0)
     num_accepted: int
     """Draft tokens below the root."""
-    token: int | None
+    token: int | None = None
     """The target's own, behind them."""
-    payload: Payload | None
+    payload: Payload | None = None
     """What stands for the draft token behind them, which was rejected."""
-    outcomes: list[tuple[int, int]]
+    outcomes: tuple[tuple[int, int], ...] = ()
     """Of the batches that are decided: draft tokens, and how many of them were right."""
 
 
 class LinkedPipeline(Pipeline):
     """One session for each prompt.
 
-    ``batch`` is being drafted, ``flights`` are away. Replies are taken in their order, one by each
-    ``tick``, which waits for it.
+    ``batch`` is being drafted, ``flights`` are away. Replies are taken one by each ``tick``, which
+    waits for it.
     """
 
     is_link: ClassVar[bool] = True
@@ -153,7 +155,7 @@ class LinkedPipeline(Pipeline):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Until something has happened; replies go to ``receive``."""
+        """Until something has happened; replies are appended to ``_inbox``, with their times."""
 
     # -- a sequence -------------------------------------------------------------------------
 
@@ -168,18 +170,18 @@ class LinkedPipeline(Pipeline):
             top_k=config.payload_tokens,
             tail_samples=config.tail_samples,
             has_bonus=not isinstance(schedule, LinkSchedule) or not schedule.drafts_on,
-            is_fast=isinstance(schedule, LinkSchedule) and schedule.early,
+            pre_verifies=isinstance(schedule, LinkSchedule) and schedule.early,
             max_new_tokens=config.max_new_tokens,
         )
         self.fallback = ""
         self._streams = schedule.grows is None
-        self._round_bytes: dict[str, int] | None = None
+        self._message_bytes: dict[str, int] | None = None
         self._restart()
 
     def _restart(self) -> None:
         """A session of the same sequence begins."""
         self.batch: Batch | None = None
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[Batch] = deque()
         self.num_batches = 0
         """Sent in this epoch."""
         self.knows_root = True
@@ -189,9 +191,8 @@ class LinkedPipeline(Pipeline):
         """Draft tokens behind them that it knows, too."""
         self._stream_request: Open | Stream | None = None
         """To decode alone, from the present epoch on."""
-        self._inbox: dict[int, tuple[Reply, float]] = {}
-        self._epoch = self._next_number = 0
-        self._next_seq = 1
+        self._inbox: deque[tuple[Reply, float]] = deque()
+        self._epoch = self._next_seq = 0
 
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
@@ -214,10 +215,8 @@ class LinkedPipeline(Pipeline):
         self._tokens = tokens
         if opening.streams:
             self._stream_request = opening
-        self._send(opening)
-        reply = self._next_reply()
-        if not isinstance(reply, Opened):
-            raise ValueError(f"server: {type(reply).__name__} before the session was open")
+        self._post(opening)
+        reply = self._next_reply(Opened)
         self.target.eos_token_ids = tuple(reply.eos_token_ids)
         self.target.max_positions, self.target.vocab_size = reply.max_positions, reply.vocab_size
         self._tokens.append(reply.token)
@@ -229,7 +228,7 @@ class LinkedPipeline(Pipeline):
         return reply.token
 
     def close(self) -> int | None:
-        self._send(self._numbered(Close))
+        self._post(self._next(Close))
         return None
 
     # -- sending ----------------------------------------------------------------------------
@@ -250,37 +249,35 @@ class LinkedPipeline(Pipeline):
             q: probability that each draft token was drawn with, where the rule needs it.
             is_early: more of the batch follows; for a pass ahead of it.
         """
-        assert self.batch is not None
-        message = self._batch_message(Preverify if is_early else Verify, self.batch, certain)
-        message = msgspec.structs.replace(message, ids=ids, q=q)
-        self._next_seq += 1
+        batch = self.batch
+        assert batch is not None
+        message = self._batch_message(Preverify if is_early else Verify, batch, certain, ids, q)
         self._know(certain)
         self._sent += ids
-        self._send(message)
+        self._post(message)
         if is_early:
             return
-        num_bytes = len(REQUESTS.to_bytes(message)) + self.estimates.header_bytes
-        batch, self.batch = self.batch, None
-        flight = Flight(message.seq, batch.start, batch.num_drafted, num_bytes, self.now())
-        self.flights.append(flight)
+        batch.size, batch.seq, batch.sent_s = batch.num_drafted, message.seq, self.now()
+        batch.num_bytes = len(REQUESTS.to_bytes(message)) + self.estimates.header_bytes
+        self.flights.append(batch)
+        self.batch = None
         self.num_batches += 1
 
-    def _batch_message(self, kind: type, batch: Batch, certain: list[int]) -> Any:
-        """Without its draft tokens."""
+    def _batch_message(
+        self,
+        kind: Callable[..., Preverify | Verify],
+        batch: Batch,
+        certain: list[int],
+        ids: list[int],
+        q: list[float],
+    ) -> Preverify | Verify:
         next_s = (batch.size - batch.num_drafted) * self.estimates.draft_s
         if kind is Verify:
             next_s = self.estimates.link.state.round_trip_s + batch.size * self.estimates.draft_s
-        return kind(
-            session=0,
-            epoch=self._epoch,
-            seq=self._next_seq,
-            **self._prefix(self._tokens + self._sent, certain),
-            ids=[],
-            q=[],
-            next_s=next_s,
-        )
+        prefix = self._prefix(self._tokens + self._sent, certain)
+        return self._next(kind, **prefix, ids=ids, q=q, next_s=next_s)
 
-    def _prefix(self, known: list[int], certain: list[int]) -> dict[str, Any]:
+    def _prefix(self, known: list[int], certain: list[int]) -> dict[str, object]:
         assert bool(certain) != self.knows_root, "the root is sent once, if it is not known"
         return {"base": len(known), "prefix_hash": prefix_hash(known), "certain": certain}
 
@@ -303,76 +300,75 @@ class LinkedPipeline(Pipeline):
             certain: as of ``send``.
         """
         self._streams, self.batch = True, None
-        request: Stream = self._numbered(Stream, **self._prefix(self._tokens, certain))
+        request = self._next(Stream, **self._prefix(self._tokens, certain))
         self._know(certain)
         self._stream_request = request
-        self._send(request)
+        self._post(request)
 
-    def _numbered(self, kind: type, **fields: Any) -> Any:
-        seq, self._next_seq = self._next_seq, self._next_seq + 1
-        return kind(session=0, epoch=self._epoch, seq=seq, **fields)
+    def _next(self, kind: Callable[..., Numbered], **fields: object) -> Numbered:
+        """The next request of the session."""
+        return kind(session=0, epoch=self._epoch, seq=self._next_seq, **fields)
+
+    def _post(self, request: Request) -> None:
+        self._next_seq = request.seq + 1
+        self._send(request)
 
     def round_cost(
         self, max_length: int, *, drafts_on: bool, window: int | None, needs_q: bool
     ) -> RoundCost:
-        """Of a coming round; the sizes of the messages are this session's own."""
+        """The cost of a coming round, as ``Estimates`` has it, with this session's messages."""
         # Without q the target knows the correction itself, and begins while its verdict travels.
         spare_s = 0.0 if needs_q else self.estimates.link.state.round_trip_s
-        if self._round_bytes is None:
-            self._round_bytes = self._measure_messages()
         return self.estimates.round_cost(
-            self._round_bytes,
+            self._round_bytes(),
             max_length,
             drafts_on=drafts_on,
             window=window,
-            early_within_s=spare_s if self.settings.is_fast else None,
+            early_within_s=spare_s if self.settings.pre_verifies else None,
         )
 
-    def _measure_messages(self) -> dict[str, int]:
-        verifier, size = self.settings.verifier, self.target.vocab_size
-        empty = Batch(len(self._tokens), 0, 0.0)
-        certain = [] if self.knows_root else [0]
-        request = self._batch_message(Verify, empty, certain)
-        q = [0.5] * 8 * verifier.needs_q
-        longer = msgspec.structs.replace(request, ids=[size - 1] * 8, q=q)
-        num_bytes, num_longer = (len(REQUESTS.to_bytes(message)) for message in (request, longer))
-        return {
-            "up_bytes": num_bytes + self.estimates.header_bytes,
-            "up_bytes_per_token": math.ceil((num_longer - num_bytes) / 8),
-            # A verdict has about as many fields.
-            "down_bytes": num_bytes + self.estimates.header_bytes,
-            "reject_bytes": verifier.payload_bytes(size),
-        }
+    def _round_bytes(self) -> dict[str, int]:
+        """Sizes of messages, as ``RoundShape`` names them; measured once."""
+        if self._message_bytes is None:
+            verifier, last = self.settings.verifier, self.target.vocab_size - 1
+            certain = [] if self.knows_root else [0]
+            empty = self._batch_message(Verify, Batch(0, 0, 0.0), certain, [], [])
+            longer = msgspec.structs.replace(empty, ids=[last] * 8, q=[0.5] * 8 * verifier.needs_q)
+            num_bytes, num_longer = (len(REQUESTS.to_bytes(m)) for m in (empty, longer))
+            self._message_bytes = {
+                "up_bytes": num_bytes + self.estimates.header_bytes,
+                "up_bytes_per_token": math.ceil((num_longer - num_bytes) / 8),
+                # A verdict has about as many fields.
+                "down_bytes": num_bytes + self.estimates.header_bytes,
+                "reject_bytes": verifier.payload_bytes(last + 1),
+            }
+        return self._message_bytes
 
     # -- receiving --------------------------------------------------------------------------
 
-    def receive(self, reply: Reply, arrived_s: float) -> None:
-        if self._next_number <= reply.number < self._next_number + 4 * WINDOW:
-            self._inbox.setdefault(reply.number, (reply, arrived_s))
-
     def verdict_waits(self) -> bool:
-        return self._next_number in self._inbox
+        return bool(self._inbox)
 
     def tick(self, ahead: Ahead | None = None) -> LinkVerdict:
         """
         Raises:
             ValueError: the target's side refuses, or does not follow the protocol.
         """
-        reply = self._next_reply()
-        match reply:
-            case Result():
-                return self._take_result(reply)
-            case Reject():
-                return self._take_reject(reply)
-        raise ValueError(f"server: {type(reply).__name__} that nobody asked for")
+        reply = self._next_reply(Result, Reject)
+        if isinstance(reply, Result):
+            return self._take_result(reply)
+        assert isinstance(reply, Reject)
+        return self._take_reject(reply)
 
-    def _next_reply(self) -> Reply:
-        while self._next_number not in self._inbox:
+    def _next_reply(self, *expected: type[Expected]) -> Expected:
+        while not self._inbox:
             self._wait()
-        reply, arrived_s = self._inbox.pop(self._next_number)
-        self._next_number += 1
+        reply, arrived_s = self._inbox.popleft()
         if isinstance(reply, Error):
             raise ValueError(f"server: {reply.text}")
+        if not isinstance(reply, expected):
+            wanted = " or ".join(kind.__name__ for kind in expected)
+            raise ValueError(f"server: {type(reply).__name__} where {wanted} is due")
         if reply.epoch != self._epoch:
             raise ValueError(f"server: a reply of epoch {reply.epoch} in epoch {self._epoch}")
         if isinstance(reply, Result | Reject):
@@ -381,58 +377,45 @@ class LinkedPipeline(Pipeline):
 
     def _measure(self, verdict: Result | Reject, arrived_s: float) -> None:
         """What the answer to a batch says about link and target."""
-        flight = next((flight for flight in self.flights if flight.seq == verdict.seq), None)
-        if flight is None:
+        batch = next((batch for batch in self.flights if batch.seq == verdict.seq), None)
+        if batch is None:
             return
-        self.estimates.observe_forward(verdict.forward_s, flight.size)
+        self.estimates.observe_forward(verdict.forward_s, batch.size)
         self.estimates.link.observe(
-            arrived_s - flight.sent_s - verdict.held_s,
-            up_bytes=flight.num_bytes,
+            arrived_s - batch.sent_s - verdict.held_s,
+            up_bytes=batch.num_bytes,
             down_bytes=len(REPLIES.to_bytes(verdict)) + self.estimates.header_bytes,
         )
 
     def _take_result(self, reply: Result) -> LinkVerdict:
-        num_accepted, num_rows = self._accept(reply.length), 1 + len(self._sent)
+        num_accepted = self._accept(reply.length)
         if not num_accepted and reply.token is None:
             raise ValueError(f"server: a verdict on {reply.length} tokens that says nothing new")
-        outcomes = []
+        outcomes: tuple[tuple[int, int], ...] = ()
         if self.flights and self.flights[0].seq == reply.seq:
-            flight = self.flights.popleft()
-            outcomes.append((flight.size, flight.size))
+            size = self.flights.popleft().size
+            outcomes = ((size, size),)
         if reply.token is not None:
             asked = self._stream_request
             if asked is not None and asked.seq != reply.seq:  # this bonus made it stale
                 self._stream_request = None
             self._start_epoch(reply.token)
-        return self._verdict(num_rows, num_accepted, outcomes, token=reply.token)
+        return LinkVerdict(num_accepted=num_accepted, token=reply.token, outcomes=outcomes)
 
     def _take_reject(self, reply: Reject) -> LinkVerdict:
-        num_rows = 1 + len(self._sent)
-        if reply.length - len(self._tokens) == len(self._sent):
-            raise ValueError(f"server: rejects a token at {reply.length} that was never drafted")
-        num_accepted = self._accept(reply.length)
-        batches = [(flight.start, flight.size) for flight in self.flights]
-        if self.batch is not None:
-            batches.append((self.batch.start, self.batch.size))
-        outcomes = [
-            (size, reply.length - start)
-            for start, size in batches
-            if start <= reply.length < start + size
-        ]
-        payload, self._stream_request = reply.payload, None
+        length, payload = reply.length, reply.payload
+        if length - len(self._tokens) == len(self._sent):
+            raise ValueError(f"server: rejects a token at {length} that was never drafted")
+        num_accepted = self._accept(length)
+        batches = [*self.flights, *([] if self.batch is None else [self.batch])]
+        outcomes = tuple(
+            (batch.size, length - batch.start)
+            for batch in batches
+            if batch.start <= length < batch.start + batch.size
+        )
+        self._stream_request = None
         self._start_epoch(payload.id if isinstance(payload, Token) else None)
-        return self._verdict(num_rows, num_accepted, outcomes, payload=payload)
-
-    def _verdict(
-        self,
-        num_rows: int,
-        num_accepted: int,
-        outcomes: list[tuple[int, int]],
-        *,
-        token: int | None = None,
-        payload: Payload | None = None,
-    ) -> LinkVerdict:
-        return LinkVerdict(num_rows, torch.empty(0), num_accepted, token, payload, outcomes)
+        return LinkVerdict(num_accepted=num_accepted, payload=payload, outcomes=outcomes)
 
     def _accept(self, length: int) -> int:
         """Draft tokens become certain.
@@ -484,11 +467,8 @@ class LinkedPipeline(Pipeline):
             if token is not None:
                 return token
             assert isinstance(verifier, RejectionVerifier), "others need no more"
-            self._send(self._numbered(More, count=verifier.next_samples(len(payloads))))
-            reply = self._next_reply()
-            if not isinstance(reply, Samples):
-                raise ValueError(f"server: {type(reply).__name__} where samples were asked for")
-            payloads.append(reply.payload)
+            self._post(self._next(More, count=verifier.next_samples(len(payloads))))
+            payloads.append(self._next_reply(Samples).payload)
 
     def keep(self, keep: Keep) -> dict[int, Tensor]:
         """The target's side has kept what its verdict said."""

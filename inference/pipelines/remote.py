@@ -18,8 +18,12 @@ from pipedraft.errors import Failure
 from pipedraft.inference.channel import LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead
-from pipedraft.inference.pipelines.estimates import Estimates
-from pipedraft.inference.pipelines.linked import LinkedPipeline, LinkVerdict, RemoteTarget
+from pipedraft.inference.pipelines.linked import (
+    Estimates,
+    LinkedPipeline,
+    LinkVerdict,
+    RemoteTarget,
+)
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.transport.session_messages import Close, Description, Request
 from pipedraft.inference.transport.stream import Connection, SessionLost, SessionStream
@@ -176,7 +180,7 @@ class RemotePipeline(LinkedPipeline):
         try:
             verdict = super().tick(ahead)
         except SessionLost as lost:
-            verdict = self._verdict(1, 0, [], token=self._reopen(lost))
+            verdict = LinkVerdict(num_accepted=0, token=self._reopen(lost))
         num_new = verdict.num_accepted + (verdict.token is not None or verdict.payload is not None)
         self._times_s += [self.now()] * num_new
         self._compare(num_pending=0)
@@ -203,9 +207,8 @@ class RemotePipeline(LinkedPipeline):
         if self.keeps_drafting or self._streams:
             return
         num_certain = max(TRIAL_TOKENS - num_pending, 0)
-        trial_s = (
-            self._drafting_s
-        )  # of an output with fewer tokens; its other time may be a queue's
+        # Of an output with fewer tokens only the drafting counts: prompts of others may delay it.
+        trial_s = self._drafting_s
         if len(self._times_s) > num_certain:
             trial_s = self.now() - self._times_s[-1 - num_certain]
         token_s, alone_s = trial_s / TRIAL_TOKENS, self.estimates.verify_s
@@ -227,7 +230,7 @@ class RemotePipeline(LinkedPipeline):
             0: a server has forgotten what it computed.
         """
         assert self._stream is not None
-        num_passes = self._stream.close(self._numbered(Close))
+        num_passes = self._stream.close(self._next(Close))
         self._stream = None
         return 0 if self.num_reopened or num_passes is None else num_passes
 
@@ -267,5 +270,5 @@ class RemotePipeline(LinkedPipeline):
             self._lost = lost
             return False
         if found is not None:
-            self.receive(*found)
+            self._inbox.append(found)
         return found is not None

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.draft_length import DraftLengthPolicy, parse_policy
+from pipedraft.inference.draft_length import DraftLengthPolicy, Estimates, parse_policy
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import RuleName
-    from pipedraft.inference.pipelines.estimates import Estimates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import torch
@@ -37,17 +37,19 @@ from pipedraft.inference.transport.session_table import (
     HeldSession,
     Limits,
     Refused,
+    ReplyStream,
     SessionTable,
 )
 from pipedraft.inference.transport.target_session import SharedTarget, TargetSession, run_together
 from pipedraft.models.fingerprint import vocabulary_hash, weights_hash
 from pipedraft.models.target import Keep, Segment
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
-UNSENT_BYTES = 4 * 2**20
-"""A stream whose edge leaves so many unread is not read from any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,54 +62,18 @@ class Security:
     token: str = ""
     """That every client must send; "": none."""
 
-    def credentials(self, grpc: Any) -> Any:
-        if self.certificate is None or self.key is None:
-            return None
-        return grpc.ssl_server_credentials([(self.key, self.certificate)])
-
-
-class _Stream:
-    """Replies on their way to one connected edge."""
-
-    def __init__(self) -> None:
-        self.session: HeldSession | None = None
-        self._replies: list[bytes] = []
-        self.end: Refused | None = None
-        """Why the stream is to end; one with code OK: the text is complete."""
-        self._changed = asyncio.Event()
-        self._drained = asyncio.Event()
-        self._drained.set()
-
-    def put(self, replies: list[bytes]) -> None:
-        self._replies += replies
-        if sum(map(len, self._replies)) > UNSENT_BYTES:
-            self._drained.clear()
-        self._changed.set()
-
-    def finish(self, end: Refused) -> None:
-        """After what was put; the first call counts."""
-        self.end = self.end or end
-        self._changed.set()
-
-    async def drained(self) -> None:
-        await self._drained.wait()
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while True:
-            while self._replies:
-                yield self._replies.pop(0)
-            self._drained.set()
-            if self.end is not None:
-                return
-            self._changed.clear()
-            await self._changed.wait()
-
 
 class Server:
     """Serves one target until ``stop``; ``start`` says on which port."""
 
     def __init__(
-        self, model: Any, *, name: str, tokenizer: Any, limits: Limits, security: Security
+        self,
+        model: "PreTrainedModel",
+        *,
+        name: str,
+        tokenizer: "PreTrainedTokenizerBase",
+        limits: Limits,
+        security: Security,
     ) -> None:
         self._grpc = wire.import_grpc()
         self.target, self.limits, self.security = SharedTarget(model), limits, security
@@ -135,7 +101,7 @@ class Server:
         self._due = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._tasks: list[asyncio.Task] = []
-        self._streams: set[_Stream] = set()
+        self._streams: set[ReplyStream] = set()
 
     # -- life -------------------------------------------------------------------------------
 
@@ -153,12 +119,13 @@ class Server:
         options = wire.server_options(message_bytes, 2 * self.limits.sessions + 16)
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers(self._handlers())
-        credentials = self.security.credentials(grpc)
-        address = f"{host}:{port}"
+        address, security = f"{host}:{port}", self.security
         try:
-            if credentials is None:
+            if security.certificate is None or security.key is None:
                 self.port = self._server.add_insecure_port(address)
             else:
+                pair = security.key, security.certificate
+                credentials = grpc.ssl_server_credentials([pair])
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ValueError(
@@ -217,7 +184,7 @@ class Server:
     def _has_failed(self) -> bool:
         return any(task.done() for task in self._tasks)
 
-    def _handlers(self) -> tuple[Any, ...]:
+    def _handlers(self) -> tuple[wire.Untyped, ...]:
         grpc = self._grpc
         services = {
             wire.SERVICE: {
@@ -310,10 +277,10 @@ class Server:
 
     # -- calls ------------------------------------------------------------------------------
 
-    async def _check(self, request: bytes, context: Any) -> bytes:
+    async def _check(self, request: bytes, context: wire.Untyped) -> bytes:
         return wire.NOT_SERVING if self.table.is_draining else wire.SERVING
 
-    async def _describe(self, request: bytes, context: Any) -> bytes:
+    async def _describe(self, request: bytes, context: wire.Untyped) -> bytes:
         await self._authenticate(context)
         return msgspec.msgpack.encode(
             msgspec.structs.replace(
@@ -324,9 +291,11 @@ class Server:
             )
         )
 
-    async def _session(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def _session(
+        self, requests: AsyncIterator[bytes], context: wire.Untyped
+    ) -> AsyncIterator[bytes]:
         await self._authenticate(context)
-        stream = _Stream()
+        stream = ReplyStream()
         self._streams.add(stream)
         reading = asyncio.create_task(self._read(requests, stream))
         try:
@@ -344,7 +313,7 @@ class Server:
         elif session is not None:
             context.set_trailing_metadata(((wire.NUM_PASSES, str(session.num_passes)),))
 
-    async def _read(self, requests: AsyncIterator[bytes], stream: _Stream) -> None:
+    async def _read(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> None:
         """Until the stream ends; what is wrong with it becomes its status."""
         try:
             session = await self._enter(requests, stream)
@@ -364,7 +333,7 @@ class Server:
             # The edge has nothing more to say, as after a Close.
             stream.finish(Refused("OK", ""))
 
-    async def _enter(self, requests: AsyncIterator[bytes], stream: _Stream) -> HeldSession:
+    async def _enter(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> HeldSession:
         try:
             async with asyncio.timeout(self.limits.idle_s):
                 hello = HELLO.decode(await anext(requests))
@@ -387,7 +356,7 @@ class Server:
         self._receive(session, opening)
         return session
 
-    def _resume(self, hello: Hello, stream: _Stream) -> HeldSession:
+    def _resume(self, hello: Hello, stream: ReplyStream) -> HeldSession:
         session = self.table.find(hello.ticket, time.monotonic())
         if session.stream is not None:
             session.stream.finish(Refused("ABORTED", "session: another stream goes on with it"))
@@ -409,7 +378,7 @@ class Server:
 
     # -- refusals ---------------------------------------------------------------------------
 
-    async def _authenticate(self, context: Any) -> None:
+    async def _authenticate(self, context: wire.Untyped) -> None:
         if not self.security.token:
             return
         given = dict(context.invocation_metadata()).get("authorization", "")
@@ -423,7 +392,7 @@ class Server:
                 ),
             )
 
-    async def _refuse(self, context: Any, refusal: Refused) -> NoReturn:
+    async def _refuse(self, context: wire.Untyped, refusal: Refused) -> NoReturn:
         metadata = []
         if refusal.retry_s is not None:
             metadata.append((wire.RETRY, str(round(refusal.retry_s * 1e3))))

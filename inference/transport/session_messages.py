@@ -82,7 +82,7 @@ class Settings(Message, kw_only=True):
     """Draws in the first ``Top``."""
     has_bonus: bool = True
     """A batch that is accepted to its end gets one more token."""
-    is_fast: bool = False
+    pre_verifies: bool = False
     """Rows of a known prefix may be computed before the batch is complete."""
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 128
 

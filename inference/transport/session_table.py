@@ -1,13 +1,14 @@
 """The sessions that a server holds: who may open one, who may go on with it, and when it expires.
 
-Nothing here waits or sends; the clock is the caller's.
+The clock is the caller's.
 """
 
+import asyncio
 import hmac
 import secrets
 from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from pipedraft.inference.transport.session_messages import REPLIES, More, Open, Reply, Request
 from pipedraft.inference.transport.target_session import MAX_PENDING, SharedTarget, TargetSession
@@ -16,6 +17,8 @@ from pipedraft.models.stage_cache import MIN_CAPACITY
 KEY_BYTES, SECRET_BYTES = 8, 16
 MAX_RETAINED_BYTES = 32 * 2**20
 """Of one session's replies that its edge may not have; a well-behaved one needs two payloads."""
+UNSENT_BYTES = 4 * 2**20
+"""A stream whose edge leaves so many unread is not read from any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +60,40 @@ class Refused(ValueError):
         self.code, self.retry_s = code, retry_s
 
 
-@dataclass(frozen=True)
-class _Retained:
-    number: int
-    epoch: int
-    data: bytes
+class ReplyStream:
+    """Replies on their way to one connected edge."""
+
+    def __init__(self) -> None:
+        self.session: HeldSession | None = None
+        self.end: Refused | None = None
+        """Why the stream is to end; one with code OK: the sequence is complete."""
+        self._replies: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._num_unread = 0
+        self._drained = asyncio.Event()
+        self._drained.set()
+
+    def put(self, replies: list[bytes]) -> None:
+        for reply in replies:
+            self._replies.put_nowait(reply)
+            self._num_unread += len(reply)
+        if self._num_unread > UNSENT_BYTES:
+            self._drained.clear()
+
+    def finish(self, end: Refused) -> None:
+        """End it after what was put; the first call counts."""
+        self.end = self.end or end
+        self._replies.put_nowait(None)
+
+    async def drained(self) -> None:
+        """Wait until the edge has read nearly all."""
+        await self._drained.wait()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while (reply := await self._replies.get()) is not None:
+            yield reply
+            self._num_unread -= len(reply)
+            if not self._num_unread:
+                self._drained.set()
 
 
 @dataclass
@@ -74,22 +106,19 @@ class HeldSession:
     opened_s: float
     seen_s: float
     """When its edge was last heard of."""
-    stream: Any = None
-    """Whose replies these are; None: the edge is away, and nothing is computed for it."""
+    stream: ReplyStream | None = None
+    """None: the edge is away, and nothing is computed for it."""
     num_passes: int = 0
     """After the prompt's."""
-    retained: deque[_Retained] = field(default_factory=deque)
+    retained: deque[tuple[Reply, bytes]] = field(default_factory=deque)
     """Replies that the edge may not have read."""
     retained_bytes: int = 0
 
     def add(self, replies: list[Reply]) -> list[bytes]:
         """Encode replies, and remember them until the edge shows that it has read them."""
         encoded = [REPLIES.to_bytes(reply) for reply in replies]
-        for reply, data in zip(replies, encoded, strict=True):
-            # What is sent again is remembered already.
-            if not self.retained or reply.number > self.retained[-1].number:
-                self.retained.append(_Retained(reply.number, reply.epoch, data))
-                self.retained_bytes += len(data)
+        self.retained.extend(zip(replies, encoded, strict=True))
+        self.retained_bytes += sum(map(len, encoded))
         if self.retained_bytes > MAX_RETAINED_BYTES:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
@@ -101,12 +130,12 @@ class HeldSession:
         """A request of an epoch shows that what ended the one before has been read."""
         self.seen_s = now_s
         reads_all = isinstance(request, More)
-        while self.retained and (reads_all or self.retained[0].epoch < request.epoch):
-            self.retained_bytes -= len(self.retained.popleft().data)
+        while self.retained and (reads_all or self.retained[0][0].epoch < request.epoch):
+            self.retained_bytes -= len(self.retained.popleft()[1])
 
     def since(self, number: int) -> list[bytes]:
         """Replies from this one on."""
-        return [reply.data for reply in self.retained if reply.number >= number]
+        return [data for reply, data in self.retained if reply.number >= number]
 
 
 class SessionTable:
@@ -116,6 +145,7 @@ class SessionTable:
             row_bytes: keys and values of one token.
         """
         self.target, self.limits, self.row_bytes = target, limits, row_bytes
+        self._max_positions = target.staged().max_positions
         self.held: dict[bytes, HeldSession] = {}
         self.num_opened = self.num_expired = 0
         self.is_draining = False
@@ -186,8 +216,7 @@ class SessionTable:
 
     def _max_rows(self, num_tokens: int) -> int:
         """Rows of a session's buffers at the most: they double from ``MIN_CAPACITY``."""
-        rows = min(num_tokens + MAX_PENDING, self.target.model.config.max_position_embeddings)
-        return max(MIN_CAPACITY, 2 * rows)
+        return max(MIN_CAPACITY, 2 * min(num_tokens + MAX_PENDING, self._max_positions))
 
     def find(self, ticket: bytes, now_s: float) -> HeldSession:
         """

@@ -7,10 +7,9 @@ replies are seen, with the time of their arrival, while the draft computes.
 import random
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from types import TracebackType
 
 import msgspec
 
@@ -41,7 +40,7 @@ RECOVERABLE = frozenset(
 
 
 class SessionLost(Exception):
-    """The server does not know the session any more; the sequence so far is the draft's side's."""
+    """The server does not know the session any more; only the draft's side has the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ class Break:
     num_passes: int | None = None
 
     @classmethod
-    def of(cls, call: Any) -> "Break":
+    def of(cls, call: wire.Untyped) -> "Break":
         """``call``: one that is over, or the error that it raised."""
         trailing = dict(call.trailing_metadata() or ())
         retry, passes = trailing.get(wire.RETRY), trailing.get(wire.NUM_PASSES)
@@ -121,32 +120,37 @@ class Connection:
         self._session = self._channel.stream_stream(f"/{wire.SERVICE}/Session")
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._channel.close()
 
     @property
-    def _options(self) -> dict[str, Any]:
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
         token = self.access.token
-        return {"metadata": (("authorization", f"Bearer {token}"),) if token else ()}
+        return (("authorization", f"Bearer {token}"),) if token else ()
 
-    def open_stream(self, requests: Iterator[bytes]) -> Any:
-        return self._session(requests, **self._options)
+    def call(self) -> "Call":
+        """A stream of a session."""
+        requests: SimpleQueue[bytes | None] = SimpleQueue()
+        answers = self._session(iter(requests.get, None), metadata=self._metadata)
+        return Call(answers, requests, self.bytes, self.grpc.RpcError)
 
     def describe(self) -> tuple[Description, float]:
         """What the server is, and the round trip of asking, the connection being up."""
-        patience, options = Patience(self.access), {**self._options}
-        options["timeout"] = self.access.connect_s
+        patience = Patience(self.access)
+        options = {"metadata": self._metadata, "timeout": self.access.connect_s}
         while True:
             try:
                 self._describe(b"", **options)
                 started_s = time.monotonic()
                 data = self._describe(b"", **options)
-                round_trip_s = time.monotonic() - started_s
-                break
+                return read_description(data), time.monotonic() - started_s
             except self.grpc.RpcError as error:
                 patience.wait(Break.of(error))
-        about = read_description(data)
-        return about, round_trip_s
 
 
 def read_description(data: bytes) -> Description:
@@ -201,49 +205,48 @@ class Patience:
         self._wait_s = 2 * self._wait_s
 
 
-class _Call:
+class Call:
     """One gRPC call; what comes of it, and at last how it ended, goes into ``arrived``."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(
+        self,
+        answers: wire.Untyped,
+        requests: "SimpleQueue[bytes | None]",
+        count: Bytes,
+        error: type[Exception],
+    ) -> None:
+        self._answers, self._requests, self._count, self._error = answers, requests, count, error
         self.arrived: SimpleQueue[tuple[bytes | Break, float]] = SimpleQueue()
-        self._connection = connection
-        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
-        self._call = connection.open_stream(iter(self._requests.get, None))
         threading.Thread(target=self._read, name="replies", daemon=True).start()
 
     def _read(self) -> None:
         try:
-            for data in self._call:
+            for data in self._answers:
                 self.arrived.put((data, time.monotonic()))
-            end = Break.of(self._call)
-        except self._connection.grpc.RpcError as error:
+            end = Break.of(self._answers)
+        except self._error as error:
             end = Break.of(error)
         self.arrived.put((end, time.monotonic()))
 
     def write(self, data: bytes) -> None:
-        sent = self._connection.bytes
-        sent.up += len(data)
-        sent.messages_up += 1
+        self._count.up += len(data)
+        self._count.messages_up += 1
         self._requests.put(data)
 
     def take(self, timeout_s: float) -> tuple[bytes | Break, float] | None:
         """The next thing that came, with its time; None: nothing did."""
         try:
-            data, arrived_s = (
-                self.arrived.get(timeout=timeout_s)
-                if timeout_s > 0
-                else (self.arrived.get_nowait())
-            )
+            data, arrived_s = self.arrived.get(timeout_s > 0, max(timeout_s, 0))
         except Empty:
             return None
         if isinstance(data, bytes):
-            self._connection.bytes.down += len(data)
-            self._connection.bytes.messages_down += 1
+            self._count.down += len(data)
+            self._count.messages_down += 1
         return data, arrived_s
 
     def hang_up(self) -> None:
-        """Without a word; harmless where the call is over."""
-        self._call.cancel()
+        """End it without a word; harmless where the call is over."""
+        self._answers.cancel()
         self._requests.put(None)
 
 
@@ -252,7 +255,7 @@ class SessionStream:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._patience = connection, Patience(connection.access)
-        self._call: _Call | None = None
+        self._call: Call | None = None
         self._end: Break | None = None
         """Of the latest call; None: it is up, or none was made yet."""
         self._unanswered: dict[int, Request] = {}
@@ -319,7 +322,7 @@ class SessionStream:
             self._connect()
 
     def _connect(self) -> None:
-        self._call = call = _Call(self._connection)
+        self._call = call = self._connection.call()
         hello = Hello(ticket=self._ticket, next_number=self._next_number)
         call.write(HELLO.to_bytes(hello))
         if not self._ticket:
@@ -354,7 +357,7 @@ class SessionStream:
         return None if self._end is None else self._end.num_passes
 
     def hang_up(self) -> None:
-        """Without a word; harmless after ``close``."""
+        """Leave without a word; harmless after ``close``."""
         if self._call is not None:
             self._call.hang_up()
             self._call = None

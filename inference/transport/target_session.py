@@ -1,4 +1,4 @@
-"""The cloud's half of a session: the text, the target's cache, and verdicts on draft tokens.
+"""The target's half of a session: the sequence, its cache, and verdicts on draft tokens.
 
     session = TargetSession(SharedTarget(model))
     replies = session.receive(request, now_s)
@@ -13,10 +13,10 @@ Between ``start`` and ``finish`` requests are only stored, so a pass never sees 
 # V vocabulary, R rows of a pass, S speculative rows of the cache, H hidden
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,8 +44,10 @@ from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget, target_fingerprint
 
-NUM_REMEMBERED = 256
-"""Replies that can be sent again."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Answer = TypeVar("Answer")
 MAX_PENDING = 512
 """Draft tokens that may wait for their verdict: each may have a row of logits in memory."""
 
@@ -53,8 +55,7 @@ MAX_PENDING = 512
 class SharedTarget:
     """A target that sessions share; each has a cache of its own."""
 
-    def __init__(self, model: Any) -> None:
-        """``model``: from ``load_target``."""
+    def __init__(self, model: "PreTrainedModel") -> None:
         self.model = model
 
     def staged(self) -> StagedTarget:
@@ -83,7 +84,7 @@ class _Batch:
 
 
 class TargetSession:
-    """One text. Nothing here waits; ``now_s`` is the caller's clock, of which differences count."""
+    """One sequence. Nothing here waits; ``now_s`` is the caller's clock."""
 
     def __init__(self, target: SharedTarget) -> None:
         self.target = target
@@ -108,7 +109,6 @@ class TargetSession:
         self.next_seq = 0
         """Of the first request that is missing."""
         self._waiting: dict[int, tuple[Request, float]] = {}
-        self._sent: deque[Reply] = deque(maxlen=NUM_REMEMBERED)
         self._streams_for: int | None = None
         """``seq`` of the request to decode alone."""
         self._stop_reason = ""
@@ -123,21 +123,15 @@ class TargetSession:
     # -- messages ---------------------------------------------------------------------------
 
     def receive(self, request: Request, now_s: float) -> list[Reply]:
-        """Take a request in; returns what can be answered without a forward pass."""
+        """Take a request in; returns what can be answered without a forward pass.
+
+        Requests count in the order of their ``seq``; one that comes again changes nothing.
+        """
         if self.is_closed:
             return []
-        if request.seq < self.next_seq:
-            return self._again(request)
-        if request.seq < self.next_seq + WINDOW:
+        if self.next_seq <= request.seq < self.next_seq + WINDOW:
             self._waiting.setdefault(request.seq, (request, now_s))
         return [] if self.is_running else self._proceed(now_s)
-
-    def _again(self, request: Request) -> list[Reply]:
-        """What answered a request that is sent again, or made an answer superfluous."""
-        answers = [reply for reply in self._sent if reply.seq == request.seq]
-        if answers or request.epoch == self._epoch:
-            return answers
-        return [r for r in self._sent if r.epoch == request.epoch and _ends_epoch(r)]
 
     def _proceed(self, now_s: float) -> list[Reply]:
         replies: list[Reply] = []
@@ -151,7 +145,6 @@ class TargetSession:
         except Refusal as error:
             self.is_closed = True
             replies.append(self._numbered(Error, self.next_seq - 1, text=str(error)))
-        self._sent.extend(replies)
         return replies
 
     def _take(self, request: Request, now_s: float) -> list[Reply]:
@@ -160,9 +153,6 @@ class TargetSession:
             return []
         if self._opening is None or request.session != self._opening.session:
             raise Refusal(f"session: {request.session} is not open; send Open first")
-        # Who speaks in an epoch has read what ended the ones before; payloads are large.
-        while self._sent and self._sent[0].epoch < request.epoch:
-            self._sent.popleft()
         if isinstance(request, Close):
             self.is_closed = True
         elif request.epoch > self._epoch:
@@ -258,7 +248,7 @@ class TargetSession:
         self._num_samples += request.count
         return self._numbered(Samples, request.seq, payload=payload)
 
-    def _numbered(self, kind: type, seq: int, **fields: Any) -> Any:
+    def _numbered(self, kind: Callable[..., Answer], seq: int, **fields: object) -> Answer:
         number, self._next_number = self._next_number, self._next_number + 1
         session = 0 if self._opening is None else self._opening.session
         return kind(session=session, number=number, seq=seq, epoch=self._epoch, **fields)
@@ -296,7 +286,7 @@ class TargetSession:
         replies: list[Reply] = []
         while self._logits and not self._stop_reason:
             if self._streams_for is not None:
-                replies.append(self._add_own(self._streams_for, now_s, now_s))
+                replies.append(self._add_own(_Batch(self._streams_for, 0, now_s, 0.0), now_s))
             elif self._draft_tokens and not self._hits_end:
                 reject = self._test_one(now_s)
                 if reject is not None:
@@ -336,29 +326,31 @@ class TargetSession:
             self._rejected = self._logits[0]
             self._num_samples = payload.num_samples if isinstance(payload, Top) else 0
             self._end_epoch()
-        self._expect(batch, now_s)
+        if batch is not None:
+            self._expected_s = now_s + batch.next_s
         return reject
 
     def _answer_hit(self, now_s: float) -> Result:
-        """All of the oldest batch is text, or the text has ended in it."""
+        """All of the oldest batch is certain, or the sequence has ended in it."""
         assert self._opening is not None
         batch = self._batches[0]
         if self._opening.settings.has_bonus and not self._stop_reason:
-            return self._add_own(batch.seq, batch.arrived_s, now_s)
+            return self._add_own(batch, now_s)
         self._batches.popleft()
         return self._verdict(Result, batch, now_s, token=None)
 
-    def _add_own(self, seq: int, arrived_s: float, now_s: float) -> Result:
-        """A token of the target's own behind the text."""
-        batch = self._batches[0] if self._batches else _Batch(seq, 0, arrived_s, 0.0)
+    def _add_own(self, batch: _Batch, now_s: float) -> Result:
+        """A token of the target's own behind the certain ones."""
         token = self._rule.draw(self._logits[0], len(self._text))
         result = self._verdict(Result, batch, now_s, token=token)
         self._end_epoch()
         self._append(token)
-        self._expect(batch, now_s)
+        self._expected_s = now_s + batch.next_s
         return result
 
-    def _verdict(self, kind: type, batch: _Batch | None, now_s: float, **fields: Any) -> Any:
+    def _verdict(
+        self, kind: Callable[..., Answer], batch: _Batch | None, now_s: float, **fields: object
+    ) -> Answer:
         """``batch`` None: draft tokens that came before their batch was complete."""
         return self._numbered(
             kind,
@@ -368,10 +360,6 @@ class TargetSession:
             forward_s=self._forward_s,
             **fields,
         )
-
-    def _expect(self, batch: _Batch | None, now_s: float) -> None:
-        if batch is not None:
-            self._expected_s = now_s + batch.next_s
 
     # -- forward passes ---------------------------------------------------------------------
 
@@ -417,7 +405,7 @@ class TargetSession:
             return num_rows
         # A pass that would end after the batch has come would only delay it.
         is_early = now_s + self._forward_s <= self._expected_s + 1e-9
-        return num_rows if self._opening.settings.is_fast and is_early else 0
+        return num_rows if self._opening.settings.pre_verifies and is_early else 0
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -442,7 +430,6 @@ class TargetSession:
             self._text = list(self._opening.prompt_ids)
             self._append(self._rule.draw(computed_RV[-1], self._num_prompt))
             replies.append(self._opened())
-            self._sent.extend(replies)
         else:
             self._segment = None
             self._forward_s = now_s - self._started_s
@@ -461,10 +448,6 @@ class TargetSession:
             target=self.target.fingerprint,
             anchor=self.target.anchor if self._opening.anchor else "",
         )
-
-
-def _ends_epoch(reply: Reply) -> bool:
-    return isinstance(reply, Reject) or (isinstance(reply, Result) and reply.token is not None)
 
 
 def run_together(sessions: Sequence[TargetSession]) -> None:

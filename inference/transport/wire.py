@@ -9,8 +9,11 @@ status codes. Methods carry bytes, so nothing is generated and there is no schem
 """
 
 import os
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
+Untyped: TypeAlias = Any
+"""An object of grpc, which has no types."""
 SERVICE = "pipedraft.EdgeCloud"
 HEALTH = "grpc.health.v1.Health"
 """The service that load balancers and ``grpc_health_probe`` ask."""
@@ -24,7 +27,7 @@ FRAME_BYTES = 2**16
 """Room in a message beside a session's payload."""
 
 
-def import_grpc() -> Any:
+def import_grpc() -> ModuleType:
     """``grpc.aio`` and what belongs to it, which only these two commands need.
 
     Raises:
