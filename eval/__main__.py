@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipedraft.errors import make_folder, run_command
 from pipedraft.eval.arguments import EvaluationOptions
 from pipedraft.eval.scores import make_scorer
-from pipedraft.eval.traces import traces_folder, traces_of
+from pipedraft.eval.traces import Traces, remove_traces, traces_of
 from pipedraft.inference.arguments import backend_of, settings_grid
 from pipedraft.options import subcommand
 
@@ -22,7 +22,7 @@ SUBCOMMANDS = {
     "compare": "pipedraft.eval.compare",
     "edge": "pipedraft.eval.edge.command",
     "replay": "pipedraft.eval.replay",
-    "report": "pipedraft.eval.html_report",
+    "report": "pipedraft.eval.report",
     "table": "pipedraft.eval.table_command",
 }
 """First word of the command line -> module whose ``run`` gets the words after it."""
@@ -218,8 +218,8 @@ def run(argv: Sequence[str]) -> None:
 def _evaluate(arguments: EvaluationOptions, argv: Sequence[str], cluster: Any) -> None:
     from transformers.utils import logging
 
-    from pipedraft.eval.calibrate import fit_cost, read_cost
     from pipedraft.eval.manifest import build_manifest
+    from pipedraft.eval.replay import fit_cost, read_cost
     from pipedraft.eval.report import format_table, write_report
     from pipedraft.eval.run import Evaluation, Method
     from pipedraft.eval.tasks import load_tasks
@@ -234,7 +234,8 @@ def _evaluate(arguments: EvaluationOptions, argv: Sequence[str], cluster: Any) -
     target_name, revision, drafts = _read_drafts(arguments)
     cost = CostModel() if arguments.cost is None else read_cost(arguments.cost)
     make_folder("--out", arguments.out)
-    traces_folder(arguments.out, fresh=arguments.fresh and not arguments.calibrate)
+    if arguments.fresh and not arguments.calibrate:
+        remove_traces(arguments.out)
     tokenizer = load_tokenizer(target_name, revision=revision)
     target = _load_target(arguments, target_name, revision, drafts.values(), cluster)
     comparison = Evaluation(
@@ -245,7 +246,7 @@ def _evaluate(arguments: EvaluationOptions, argv: Sequence[str], cluster: Any) -
         connect=target.connect,
         scorer=scorer,
         repeats=arguments.repeats,
-        traces=None
+        traces=Traces()
         if arguments.calibrate
         else traces_of(
             arguments.out,
@@ -261,7 +262,7 @@ def _evaluate(arguments: EvaluationOptions, argv: Sequence[str], cluster: Any) -
     spec = _spec(arguments, target_name, loaded)
     machine = {"boundaries": target.boundaries, "num_stages": target.num_stages, "cost": cost}
     methods = [
-        replace(Method.of(spec, row, network, **machine), checkpoint=place)
+        replace(Method.from_row(spec, row, network, **machine), checkpoint=place)
         for row in spec.rows
         for place, network in [loaded[str(row.draft)]]
     ]

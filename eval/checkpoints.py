@@ -2,14 +2,20 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.errors import UsageError
+from pipedraft.eval.run import DraftNetwork
 from pipedraft.eval.spec import Role
+from pipedraft.eval.tasks import Prompt
+from pipedraft.models import load_draft
 from pipedraft.models.draft import CONFIG_FILE, resolve_folder
+from pipedraft.models.language_model import load_draft_model
 
 LANGUAGE_MODEL, TARGET = "language_model", "target"
 
@@ -123,28 +129,30 @@ class CheckpointSearch:
 class Drafts:
     """Drafts by role, each loaded once for one target."""
 
-    def __init__(self, search: CheckpointSearch, target: Any, tokenizer: Any) -> None:
+    def __init__(
+        self, search: CheckpointSearch, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self.search, self.target, self.tokenizer = search, target, tokenizer
         self.folders: dict[str, Path] = {}
-        """Of the roles that were found."""
-        self._networks: dict[str, Any] = {}
+        """Where the drafts that were found are."""
+        self.networks: dict[str, DraftNetwork] = {}
         self._missing: dict[str, str] = {}
 
-    def find(self, name: str) -> Any | None:
+    def find(self, name: str) -> DraftNetwork | None:
         """The network; None: there is no checkpoint of this role for this target."""
-        if name in self._networks or name in self._missing:
-            return self._networks.get(name)
+        if name in self.networks or name in self._missing:
+            return self.networks.get(name)
         reason = "no checkpoint"
         for folder in self.search.candidates(name):
             try:
-                self._networks[name] = self.load(folder, self.target)
+                self.networks[name] = self.load(folder, self.target)
             except ValueError as error:  # of another target, or damaged
                 reason = f"{folder}: {error}"
                 if name in self.search.given:
                     raise
                 continue
             self.folders[name] = folder
-            return self._networks[name]
+            return self.networks[name]
         self._missing[name] = f"{reason}; train it: {self.search.roles[name].train}"
         return None
 
@@ -156,15 +164,27 @@ class Drafts:
         """Whether what was found is a language model, not a head."""
         return _is_model(self.folders[name])
 
-    def load(self, folder: Path, target: Any, *, allow_evolved: bool = False) -> Any:
+    def load(
+        self, folder: Path, target: PreTrainedModel, *, allow_evolved: bool = False
+    ) -> DraftNetwork:
         """
         Args:
             allow_evolved: on a target whose weights are not those that the draft names.
         """
-        from pipedraft.models import load_draft
-        from pipedraft.models.language_model import load_draft_model
-
         if _is_model(folder):
             return load_draft_model(str(folder), target, self.tokenizer)
         draft = load_draft(str(folder), target, allow_evolved=allow_evolved)
         return draft.to(target.device, target.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableContext:
+    """What all rows of a table share."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    benchmarks: Mapping[str, Sequence[Prompt]]
+    drafts: Drafts
+    out: Path
+    reference: PreTrainedModel | None
+    """Decodes greedily once more, to compare outputs with; None: they are not compared."""

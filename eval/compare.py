@@ -1,6 +1,6 @@
 """Compare the methods of several runs prompt by prompt: `python -m pipedraft.eval compare --help`.
 
-Reads the "per_prompt" rows of results.json; the statistics are those of paired.py.
+Reads the "per_prompt" rows of results.json; the statistics are those of intervals.py.
 """
 
 import math
@@ -14,17 +14,17 @@ import numpy as np
 from msgspec import UNSET
 
 from pipedraft.errors import UsageError, make_folder
-from pipedraft.eval.intervals import CONFIDENCE
-from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, ratio
-from pipedraft.eval.paired import (
+from pipedraft.eval.intervals import (
+    CONFIDENCE,
     RELATIVE_DIFFERENCES,
     PairedComparison,
     VarianceParts,
     compare_paired,
     variance_parts,
 )
+from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, ratio
 from pipedraft.eval.record import PromptRecord, RunRecord, parse, read_bytes, read_results
-from pipedraft.eval.tables import align_columns, fact
+from pipedraft.eval.tables import Table, align_columns, fact
 from pipedraft.files import to_json, write_atomically
 from pipedraft.options import Options, option
 
@@ -370,12 +370,6 @@ COLUMNS: dict[str, Callable[[Line], str]] = {
 }
 
 
-def format_lines(lines: Sequence[Line]) -> str:
-    return align_columns(
-        list(COLUMNS), [[cell(line) for cell in COLUMNS.values()] for line in lines]
-    )
-
-
 def format_noise(noises: Sequence[Noise]) -> str:
     lines = ["Noise of tokens/s over repeats (standard deviations of one prompt's value):"]
     for noise in noises:
@@ -458,7 +452,8 @@ def run(argv: Sequence[str]) -> None:
         lines = compare_runs(baseline, other, QUANTITIES + BY_ENTROPY * arguments.entropy)
         found = find_warnings(baseline, other, lines)
         print(f"{other.folder} compared with {baseline.folder}")
-        print("\n".join([*(f"warning: {text}" for text in found), format_lines(lines), ""]))
+        print("".join(f"warning: {text}\n" for text in found), end="")
+        print(align_columns(Table.of(COLUMNS, lines)) + "\n")
         records += [_line_record(line, baseline, other) for line in lines]
         warnings += [f"{other.folder}: {text}" for text in found]
     noises = find_noise([baseline, *others])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipedraft.eval.answers import Check, NumberCheck, ProgramCheck, find_number
+from pipedraft.eval.scores import Check, NumberCheck, ProgramCheck, find_number
 
 HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function."
 # Spec-Bench (Xia et al. 2024, arXiv:2401.07851): 80 questions of each of six subtasks in one file.

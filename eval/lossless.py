@@ -84,7 +84,7 @@ def generate_greedy(
 
 
 @dataclass(frozen=True)
-class GreedyText:
+class GreedyOutput:
     """What `transformers` generates for a prompt."""
 
     tokens: list[int]
@@ -92,12 +92,12 @@ class GreedyText:
     """Between the two best tokens of every step; empty in float32."""
     noise: float
     """Largest change of the margin between the best token and another of the best few, when the
-    text is computed in a single pass; 0 in float32."""
+    output is computed in a single pass; 0 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LosslessCheck:
-    """Greedy texts that were compared with the reference's."""
+    """Greedy outputs that were compared with the reference's."""
 
     checked: int = 0
     mismatches: int = 0
@@ -105,7 +105,7 @@ class LosslessCheck:
     faults: int = 0
     """Of these, turns whose first difference is not within the noise."""
     near_ties: int | None = None
-    """Places in the reference's texts where the two best logits are within the noise: where a tie
+    """Places in the reference's outputs where the two best logits are within the noise: where a tie
     could have fallen differently. None in float32."""
     positions: int = 0
     """Places that were looked at for them."""
@@ -137,61 +137,56 @@ class LosslessCheck:
 
 
 class GreedyReference:
-    """Greedy texts of one target, each generated once however many methods are checked."""
+    """Greedy outputs of one target, each generated once however many methods are checked."""
 
     def __init__(
         self, target: PreTrainedModel, max_new_tokens: int, traces: TraceFile | None = None
     ) -> None:
         """
         Args:
-            traces: texts in there are not generated again, and generated ones are added.
+            traces: outputs in there are not generated again, and generated ones are added.
         """
-        self.target, self.max_new_tokens, self.traces = target, max_new_tokens, traces
+        self.target, self.max_new_tokens = target, max_new_tokens
+        self.traces = traces or TraceFile()
         self.is_exact = target.dtype == torch.float32
-        self._texts: dict[tuple[int, ...], GreedyText] = {}
 
-    def text(self, prompt_ids: list[int]) -> GreedyText:
-        key = tuple(prompt_ids)
-        if key not in self._texts:
-            value = None if self.traces is None else self.traces.get(prompt_ids)
-            self._texts[key] = self._generate(prompt_ids) if value is None else GreedyText(**value)
-            if value is None and self.traces is not None:
-                self.traces.add(prompt_ids, asdict(self._texts[key]))
-        return self._texts[key]
+    def output(self, prompt_ids: list[int]) -> GreedyOutput:
+        found = self.traces.find(prompt_ids, lambda: asdict(self._generate(prompt_ids)))
+        return GreedyOutput(**found)
 
-    def _generate(self, prompt_ids: list[int]) -> GreedyText:
+    def _generate(self, prompt_ids: list[int]) -> GreedyOutput:
         best = None if self.is_exact else BestFew()
         tokens = generate_greedy(
             self.target, prompt_ids, max_new_tokens=self.max_new_tokens, best_few=best
         )
         if best is None:
-            return GreedyText(tokens, [], 0.0)
-        logits_NV = text_logits(self.target, prompt_ids, tokens).float()
+            return GreedyOutput(tokens, [], 0.0)
+        logits_NV = output_logits(self.target, prompt_ids, tokens).float()
         best_NW = logits_NV.gather(1, torch.stack(best.tokens))
         margins_NW = torch.stack(best.margins)
         change = (best_NW[:, :1] - best_NW[:, 1:] - margins_NW).abs().max()
-        return GreedyText(tokens, margins_NW[:, 0].tolist(), float(change))
+        return GreedyOutput(tokens, margins_NW[:, 0].tolist(), float(change))
 
     def check(self, results: Sequence[DecodeResult]) -> LosslessCheck:
         """Compare every result with the greedy continuation of its prompt.
 
         One that ran into the target's context length is compared as far as it goes.
         """
-        texts = [self.text(result.prompt_ids) for result in results]
-        noise = None if self.is_exact else max((text.noise for text in texts), default=0.0)
+        outputs = [self.output(result.prompt_ids) for result in results]
+        noise = None if self.is_exact else max((output.noise for output in outputs), default=0.0)
         found = LosslessCheck(checked=len(results), noise=noise)
         if noise is not None:
-            margins = [margin for text in texts for margin in text.margins]
+            margins = [margin for output in outputs for margin in output.margins]
             near = sum(margin <= noise for margin in margins)
             found += LosslessCheck(near_ties=near, positions=len(margins))
-        for result, text in zip(results, texts, strict=True):
-            place = _first_difference(result, text.tokens)
+        for result, output in zip(results, outputs, strict=True):
+            place = _first_difference(result, output.tokens)
             if place is None:
                 continue
             if noise is None:
                 found += LosslessCheck(mismatches=1, faults=1)
                 continue
-            margin, spacing = self._margin(result, text.tokens, place)
+            margin, spacing = self._margin(result, output.tokens, place)
             is_fault = not margin <= max(noise, spacing)
             found += LosslessCheck(mismatches=1, faults=int(is_fault), margins=(margin,))
         return found
@@ -199,7 +194,7 @@ class GreedyReference:
     def _margin(self, result: DecodeResult, expected: list[int], place: int) -> tuple[float, float]:
         """How far below the best logit the worse of the two differing tokens is.
 
-        Infinite where one of the texts ends and the other goes on.
+        Infinite where one of the outputs ends and the other goes on.
 
         Returns:
             The margin, and the distance of neighboring numbers of the dtype at the best logit:
@@ -208,7 +203,7 @@ class GreedyReference:
         if place >= min(len(result.token_ids), len(expected)):
             return float("inf"), 0.0
         tokens = [result.token_ids[place], expected[place]]
-        logits_NV = text_logits(self.target, result.prompt_ids, expected[: place + 1])
+        logits_NV = output_logits(self.target, result.prompt_ids, expected[: place + 1])
         logits_V = logits_NV[-1].float()
         best = float(logits_V.max())
         spacing = abs(best) * torch.finfo(self.target.dtype).eps
@@ -216,7 +211,7 @@ class GreedyReference:
 
 
 def _first_difference(result: DecodeResult, expected: list[int]) -> int | None:
-    """None: the texts are equal."""
+    """Index of the first token that differs; None: the outputs are equal."""
     found = result.token_ids
     if result.stop_reason == "max_length":
         expected = expected[: len(found)]
@@ -230,8 +225,8 @@ def _first_difference(result: DecodeResult, expected: list[int]) -> int | None:
 
 
 @torch.inference_mode()
-def text_logits(target: PreTrainedModel, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
-    """Logits [N, V] from which each token of the text was, or could have been, chosen.
+def output_logits(target: PreTrainedModel, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
+    """Logits [N, V] from which each token of the output was, or could have been, chosen.
 
     In the target's own dtype, and without a cache: other matrix shapes than those of decoding.
     """
@@ -241,7 +236,7 @@ def text_logits(target: PreTrainedModel, prompt_ids: list[int], token_ids: list[
 
 
 def entropies(logits_NV: Tensor) -> list[float]:
-    """-sum p log p in nats of every row, at temperature 1 whatever the text was drawn at."""
+    """-sum p log p in nats of every row, at temperature 1 whatever the output was drawn at."""
     chunks = [
         torch.special.entr(chunk_RV.float().softmax(-1)).sum(-1)
         for chunk_RV in logits_NV.split(CHUNK_ROWS)
@@ -249,30 +244,17 @@ def entropies(logits_NV: Tensor) -> list[float]:
     return torch.cat(chunks).tolist()
 
 
-class TextEntropies:
-    """The target's entropy at every token of decoded texts, each text computed once.
+def output_entropies(
+    target: PreTrainedModel, result: DecodeResult, traces: TraceFile
+) -> list[float]:
+    """The target's entropy at each of the ``token_ids``.
 
-    Independent of schedule, backend and verifier: the same text has the same entropies.
+    The same output has the same entropies, whatever decoded it: each is computed once.
     """
+    output = json.dumps([result.prompt_ids, result.token_ids]).encode()
 
-    def __init__(self, target: PreTrainedModel, traces: TraceFile | None = None) -> None:
-        """
-        Args:
-            traces: texts in there are not computed again, and computed ones are added.
-        """
-        self.target, self.traces = target, traces
-        self._found: dict[str, list[float]] = {}
+    def compute() -> list[float]:
+        logits_NV = output_logits(target, result.prompt_ids, result.token_ids)
+        return [round(entropy, 6) for entropy in entropies(logits_NV)]
 
-    def of(self, result: DecodeResult) -> list[float]:
-        """One for each of ``token_ids``."""
-        text = json.dumps([result.prompt_ids, result.token_ids]).encode()
-        key = hashlib.sha256(text).hexdigest()
-        if key not in self._found:
-            found = None if self.traces is None else self.traces.get([key])
-            if found is None:
-                logits_NV = text_logits(self.target, result.prompt_ids, result.token_ids)
-                found = [round(entropy, 6) for entropy in entropies(logits_NV)]
-                if self.traces is not None:
-                    self.traces.add([key], found)
-            self._found[key] = found
-        return self._found[key]
+    return traces.find([hashlib.sha256(output).hexdigest()], compute)

@@ -1,20 +1,19 @@
-"""The one definition of every reported number. Counts are pooled; ratios are computed at the end.
+"""What decoded turns add up to: L', acceptance, wall-clock times. Counts are stored, never ratios.
 
-The unit of resampling is a conversation: steps inside one are dependent, and so are its turns.
+Pooled values are ratios of sums; intervals are bootstraps over conversations.
 """
 
+# P conversations, M repeats, E bins of entropy, J positions in a round
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from pipedraft.eval.intervals import bootstrap_ratio, wilson_over_prompts
-from pipedraft.eval.paired import variance_parts
+from pipedraft.eval.intervals import bootstrap_ratio, variance_parts, wilson_over_prompts
 from pipedraft.eval.record import (
     AcceptanceLength,
     CategoryRecord,
@@ -35,18 +34,20 @@ OVERALL = "overall"
 ENTROPY_EDGES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
 """Nats. Each bin reaches from one to below the next, the last one to infinity; fixed, so that runs
 can be compared bin by bin."""
-
-
-# P conversations, M repeats
+Turn = TypeVar("Turn", bound=Hashable)
 
 
 def sum_lists(lists: Sequence[Sequence[int]]) -> list[int]:
     """Element-wise sum of lists of different lengths."""
-    total = [0] * max((len(values) for values in lists), default=0)
-    for values in lists:
-        for index, value in enumerate(values):
-            total[index] += value
-    return total
+    return _padded(lists).sum(0).astype(int).tolist()
+
+
+def _padded(counts: Sequence[Sequence[int]], length: int = 0) -> np.ndarray:
+    """A row for each list, shorter lists filled up with 0."""
+    table = np.zeros((len(counts), max([length, *map(len, counts)])))
+    for line, row in zip(table, counts, strict=True):
+        line[: len(row)] = row
+    return table
 
 
 def ratio(numerator: float, denominator: float) -> float:
@@ -54,87 +55,54 @@ def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class WallClock:
-    """Measured times of one process; never derived from steps or a cost model."""
-
-    tokens_per_s: float
-    """N over the time between the first and the last token of each request; prefill excluded."""
-    ttft_ms: float
-    """Median time from the request to its first token."""
-    itl_ms_p50: float
-    """Median time between successive tokens, pooled over requests; 0 inside an accepted burst."""
-    itl_ms_p99: float
-
-    @classmethod
-    def measure(cls, results: Sequence[DecodeResult]) -> "WallClock | None":
-        """None when no request recorded two token times."""
-        times = [np.asarray(r.token_times_s) for r in results if len(r.token_times_s) > 1]
-        if not times:
-            return None
-        gaps = np.concatenate([np.diff(t) for t in times])
-        itl_ms_p50, itl_ms_p99 = np.quantile(gaps, [0.5, 0.99]) * 1e3
-        first = [r.token_times_s[0] for r in results if r.token_times_s]
-        return cls(
-            tokens_per_s=ratio(len(gaps), float(gaps.sum())),
-            ttft_ms=float(np.median(first)) * 1e3,
-            itl_ms_p50=float(itl_ms_p50),
-            itl_ms_p99=float(itl_ms_p99),
-        )
+def pooled_ratio(
+    numerator_P: np.ndarray, denominator_P: np.ndarray, *, seed: int = 0
+) -> tuple[float, Interval]:
+    """Ratio of the sums over conversations, and its bootstrap interval."""
+    low, high = bootstrap_ratio(numerator_P, denominator_P, seed=seed).tolist()
+    return ratio(float(numerator_P.sum()), float(denominator_P.sum())), (low, high)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What a set of conversations says about one method."""
+def measure_times(
+    results: Sequence[DecodeResult], plain_tokens_per_s: float = math.nan
+) -> WallClockRecord | None:
+    """Times of one process; None when no request recorded two token times.
 
-    num_stages: int
-    num_prompts: int
-    """Conversations; the turns of one are pooled."""
-    num_turns: int
-    num_tokens: int
-    """N, the prefill tokens excluded."""
-    num_steps: int
-    """K, idle and rejecting steps included."""
-    pooled: float
-    """L' = n sum(N) / sum(K)."""
-    mean: float
-    """Mean over conversations of n N / K; those that stopped on the prefill token have none."""
-    ci95: tuple[float, float]
-    """Of ``pooled``, bootstrap over conversations; NaN for a single one."""
-    mean_acceptance_length: float
-    """tau: tokens per round, the correction or bonus token included."""
-    draft_acceptance_rate: float
-    """alpha: accepted over tested draft tokens."""
-    theoretical_speedup: float
-    """S = sum(T_AR) / sum(T) under the engine's cost model."""
-    num_rounds: int
-    acceptance_histogram: list[int]
-    """Entry j: rounds that emitted j tokens. Sums to ``num_rounds``."""
-    position_tests: list[int]
-    position_accepts: list[int]
-    num_drafted: int
-    num_draft_forwards: int
-    wallclock: WallClock | None
+    tokens/s is N over the time between the first and the last token of each request, prefill
+    excluded. The times between tokens are pooled over requests: 0 inside an accepted burst.
 
-    @property
-    def acceptance_by_position(self) -> list[float]:
-        """Entry j: share accepted of the draft tokens tested as j-th token of their round."""
-        pairs = zip(self.position_accepts, self.position_tests, strict=True)
-        return [ratio(accepts, tests) for accepts, tests in pairs]
+    Args:
+        plain_tokens_per_s: of autoregressive decoding, for the speedup.
+    """
+    times = [np.asarray(r.token_times_s) for r in results if len(r.token_times_s) > 1]
+    if not times:
+        return None
+    gaps = np.concatenate([np.diff(t) for t in times])
+    tokens_per_s = ratio(len(gaps), float(gaps.sum()))
+    first = [r.token_times_s[0] for r in results if r.token_times_s]
+    return WallClockRecord(
+        tokens_per_s=tokens_per_s,
+        ttft_ms=float(np.median(first)) * 1e3,
+        itl_ms_p50=float(np.quantile(gaps, 0.5)) * 1e3,
+        itl_ms_p99=float(np.quantile(gaps, 0.99)) * 1e3,
+        speedup=ratio(tokens_per_s, plain_tokens_per_s),
+    )
 
 
-def summarize(
+def run_record(
     results: Sequence[DecodeResult],
     *,
     conversations: Sequence[Hashable] | None = None,
     seed: int = 0,
-) -> Summary:
-    """Pool decoded turns of one method.
+    **fields: Any,
+) -> RunRecord:
+    """One entry of results.json. Values that do not exist are NaN here and null in the file.
 
     Args:
-        results: one per turn, all with the same number of stages.
+        results: one for each turn, all with the same number of stages.
         conversations: which conversation each result belongs to; None: every result is its own.
         seed: of the bootstrap.
+        fields: of the record: what was run, and what the results do not say.
     """
     stages = {result.num_stages for result in results}
     if len(stages) != 1:
@@ -145,76 +113,56 @@ def summarize(
     for key, result in zip(keys, results, strict=True):
         tokens, steps = counts.get(key, (0, 0))
         counts[key] = (tokens + result.num_tokens, steps + result.num_steps)
-    decoded = [(num_stages * tokens, steps) for tokens, steps in counts.values() if steps]
-    numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
-    low, high = bootstrap_ratio(numerator_P, denominator_P, seed=seed)
     rounds = [length for result in results for length in result.round_lengths]
     tests = sum_lists([result.position_tests for result in results])
     accepts = sum_lists([result.position_accepts for result in results])
-    time = sum(result.virtual_time for result in results)
-    time_autoregressive = sum(result.virtual_time_autoregressive for result in results)
-    return Summary(
-        num_stages=num_stages,
-        num_prompts=len(counts),
-        num_turns=len(results),
-        num_tokens=sum(tokens for tokens, _ in counts.values()),
-        num_steps=sum(steps for _, steps in counts.values()),
-        pooled=ratio(float(numerator_P.sum()), float(denominator_P.sum())),
-        mean=float((numerator_P / denominator_P).mean()) if decoded else math.nan,
-        ci95=(float(low), float(high)),
-        mean_acceptance_length=ratio(sum(rounds), len(rounds)),
-        draft_acceptance_rate=ratio(sum(accepts), sum(tests)),
-        theoretical_speedup=ratio(time_autoregressive, time),
-        num_rounds=len(rounds),
-        acceptance_histogram=np.bincount(rounds).tolist() if rounds else [],
-        position_tests=tests,
-        # As long as position_tests, also when nothing was accepted at the last positions.
-        position_accepts=accepts + [0] * (len(tests) - len(accepts)),
-        num_drafted=sum(result.num_drafted for result in results),
-        num_draft_forwards=sum(result.num_draft_forwards for result in results),
-        wallclock=WallClock.measure(results),
-    )
+    # As long as the tests, also when nothing was accepted at the last positions.
+    accepts += [0] * (len(tests) - len(accepts))
+    known = {
+        "stages": num_stages,
+        "tree": None,
+        "prompts": len(counts),
+        "tokens": sum(tokens for tokens, _ in counts.values()),
+        "steps": sum(steps for _, steps in counts.values()),
+        "equivalent_acceptance_length": _acceptance_length(
+            list(counts.values()), num_stages, seed, with_mean=True
+        ),
+        "mean_acceptance_length": ratio(sum(rounds), len(rounds)),
+        "draft_acceptance_rate": ratio(sum(accepts), sum(tests)),
+        "theoretical_speedup": ratio(
+            sum(result.virtual_time_autoregressive for result in results),
+            sum(result.virtual_time for result in results),
+        ),
+        "wallclock": measure_times(results),
+        "lossless": LosslessRecord(checked=0, mismatches=0),
+        "turns": len(results),
+        "rounds": len(rounds),
+        "acceptance_histogram": np.bincount(rounds).tolist() if rounds else [],
+        "acceptance_by_position": [ratio(a, t) for a, t in zip(accepts, tests, strict=True)],
+        "position_tests": tests,
+        "position_accepts": accepts,
+        "drafted": sum(result.num_drafted for result in results),
+        "draft_forwards": sum(result.num_draft_forwards for result in results),
+        "seed": seed,
+    }
+    return RunRecord(**(known | fields))
 
 
-def run_record(
-    summary: Summary, *, autoregressive: Summary | None = None, **fields: Any
-) -> RunRecord:
-    """One entry of results.json. Values that do not exist are NaN here and null in the file.
+def _acceptance_length(
+    counts: Sequence[tuple[int, int]], num_stages: int, seed: int, *, with_mean: bool = False
+) -> AcceptanceLength:
+    """L' = n sum(N) / sum(K); conversations that stopped on the prefill token have no steps.
 
     Args:
-        autoregressive: the baseline of the same benchmark and temperature in the same process,
-            for the wall-clock speedup.
-        fields: of the record, what was run among them, and what is not of the summary.
+        counts: N and K of each conversation.
     """
-    wallclock = None
-    if summary.wallclock is not None:
-        speedup = math.nan
-        if autoregressive is not None and autoregressive.wallclock is not None:
-            speedup = ratio(summary.wallclock.tokens_per_s, autoregressive.wallclock.tokens_per_s)
-        wallclock = WallClockRecord(**vars(summary.wallclock), speedup=speedup)
-    known: dict[str, Any] = {
-        "stages": summary.num_stages,
-        "prompts": summary.num_prompts,
-        "tokens": summary.num_tokens,
-        "steps": summary.num_steps,
-        "equivalent_acceptance_length": AcceptanceLength(
-            pooled=summary.pooled, mean=summary.mean, ci95=summary.ci95
-        ),
-        "mean_acceptance_length": summary.mean_acceptance_length,
-        "draft_acceptance_rate": summary.draft_acceptance_rate,
-        "theoretical_speedup": summary.theoretical_speedup,
-        "wallclock": wallclock,
-        "lossless": LosslessRecord(checked=0, mismatches=0),
-        "turns": summary.num_turns,
-        "rounds": summary.num_rounds,
-        "acceptance_histogram": summary.acceptance_histogram,
-        "acceptance_by_position": summary.acceptance_by_position,
-        "position_tests": summary.position_tests,
-        "position_accepts": summary.position_accepts,
-        "drafted": summary.num_drafted,
-        "draft_forwards": summary.num_draft_forwards,
-    }
-    return RunRecord(**({"tree": None} | known | fields))
+    decoded = [(num_stages * tokens, steps) for tokens, steps in counts if steps]
+    numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
+    pooled, ci95 = pooled_ratio(numerator_P, denominator_P, seed=seed)
+    if not with_mean:
+        return AcceptanceLength(pooled=pooled, ci95=ci95)
+    mean = float((numerator_P / denominator_P).mean()) if decoded else math.nan
+    return AcceptanceLength(pooled=pooled, mean=mean, ci95=ci95)
 
 
 # -- acceptance by category, position and entropy --------------------------------------------------
@@ -233,46 +181,40 @@ def acceptance_by_category(
     for row in rows:
         name = f"{row.benchmark}/{row.category}" if several else row.category
         groups.setdefault(name, []).append(row)
-    return {name: _describe(group, num_stages, seed) for name, group in groups.items()}
+    return {
+        name: CategoryRecord(
+            prompts=len(group),
+            **_rate(
+                np.array([sum(row.position_accepts) for row in group]),
+                np.array([sum(row.position_tests) for row in group]),
+            ),
+            equivalent_acceptance_length=_acceptance_length(
+                [(row.tokens, row.steps) for row in group], num_stages, seed
+            ),
+        )
+        for name, group in groups.items()
+    }
 
 
-def _describe(rows: Sequence[PromptRecord], num_stages: int, seed: int) -> CategoryRecord:
-    tests_P = np.array([sum(row.position_tests) for row in rows])
-    accepts_P = np.array([sum(row.position_accepts) for row in rows])
-    decoded = [(num_stages * row.tokens, row.steps) for row in rows if row.steps]
-    numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
-    return CategoryRecord(
-        prompts=len(rows),
-        tests=int(tests_P.sum()),
-        accepts=int(accepts_P.sum()),
-        draft_acceptance_rate=ratio(int(accepts_P.sum()), int(tests_P.sum())),
-        draft_acceptance_rate_ci95=wilson_over_prompts(accepts_P, tests_P),
-        equivalent_acceptance_length=AcceptanceLength(
-            pooled=ratio(float(numerator_P.sum()), float(denominator_P.sum())),
-            ci95=tuple(bootstrap_ratio(numerator_P, denominator_P, seed=seed).tolist()),
-        ),
-    )
-
-
-def _table(counts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Counts of each prompt, shorter lists filled up with 0."""
-    table = np.zeros((len(counts), max(map(len, counts), default=0)))
-    for line, row in zip(table, counts, strict=True):
-        line[: len(row)] = row
-    return table
+def _rate(accepts_P: np.ndarray, tests_P: np.ndarray) -> dict[str, Any]:
+    """Fields of a record: counts, their ratio, and its interval."""
+    accepts, tests = int(accepts_P.sum()), int(tests_P.sum())
+    return {
+        "tests": tests,
+        "accepts": accepts,
+        "draft_acceptance_rate": ratio(accepts, tests),
+        "draft_acceptance_rate_ci95": wilson_over_prompts(accepts_P, tests_P),
+    }
 
 
 def acceptance_intervals_by_position(rows: Sequence[PromptRecord]) -> list[Interval]:
     """Entry j: interval of "acceptance_by_position"[j]."""
-    tests_PJ = _table([row.position_tests for row in rows])
-    accepts_PJ = np.zeros_like(tests_PJ)
-    found_PJ = _table([row.position_accepts for row in rows])
-    accepts_PJ[:, : found_PJ.shape[1]] = found_PJ
-    pairs = zip(accepts_PJ.T, tests_PJ.T, strict=True)
-    return [wilson_over_prompts(accepts_P, tests_P) for accepts_P, tests_P in pairs]
+    tests_PJ = _padded([row.position_tests for row in rows])
+    accepts_PJ = _padded([row.position_accepts for row in rows], tests_PJ.shape[1])
+    return [wilson_over_prompts(a, t) for a, t in zip(accepts_PJ.T, tests_PJ.T, strict=True)]
 
 
-def tested_tokens(result: DecodeResult) -> Iterator[tuple[int, bool]]:
+def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
     """Index in ``token_ids`` of every token that was tested against a draft token, and the outcome.
 
     Every token of a round but the last was a draft token that was right: the round went on with it.
@@ -294,7 +236,7 @@ def count_by_entropy(
         entropies: of the target's distribution of each of the ``token_ids``.
     """
     tests, accepts = [0] * len(ENTROPY_EDGES), [0] * len(ENTROPY_EDGES)
-    for index, accepted in tested_tokens(result):
+    for index, accepted in token_tests(result):
         # Rounding leaves a certain token an entropy just below 0.
         place = max(bisect_right(ENTROPY_EDGES, entropies[index]) - 1, 0)
         tests[place] += 1
@@ -304,18 +246,11 @@ def count_by_entropy(
 
 def acceptance_by_entropy(rows: Sequence[PromptRecord]) -> list[EntropyRecord]:
     """One entry for each bin, empty ones included; none where no entropies were counted."""
-    tests_PE = _table([row.entropy_tests for row in rows if row.entropy_tests is not UNSET])
-    accepts_PE = _table([row.entropy_accepts for row in rows if row.entropy_accepts is not UNSET])
+    tests_PE = _padded([row.entropy_tests for row in rows if row.entropy_tests is not UNSET])
+    accepts_PE = _padded([row.entropy_accepts for row in rows if row.entropy_accepts is not UNSET])
     edges = zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], math.inf], strict=True)
     return [
-        EntropyRecord(
-            entropy_from=low,
-            entropy_to=high,
-            tests=int(tests_P.sum()),
-            accepts=int(accepts_P.sum()),
-            draft_acceptance_rate=ratio(int(accepts_P.sum()), int(tests_P.sum())),
-            draft_acceptance_rate_ci95=wilson_over_prompts(accepts_P, tests_P),
-        )
+        EntropyRecord(entropy_from=low, entropy_to=high, **_rate(accepts_P, tests_P))
         for (low, high), tests_P, accepts_P in zip(edges, tests_PE.T, accepts_PE.T, strict=False)
     ]
 
@@ -335,19 +270,18 @@ def decode_seconds(
     return seconds
 
 
-def unequal_turns(repeats: Sequence[Mapping[Any, DecodeResult]]) -> int:
+def unequal_turns(repeats: Sequence[Mapping[Turn, DecodeResult]]) -> int:
     """Turns whose tokens or steps are not the same in every repeat."""
-
-    def outcome(turns: Mapping[Any, DecodeResult], key: Any) -> Any:
-        return (turns[key].token_ids, turns[key].num_steps) if key in turns else None
-
+    outcomes = [
+        {key: (result.token_ids, result.num_steps) for key, result in turns.items()}
+        for turns in repeats
+    ]
     keys = dict.fromkeys(key for turns in repeats for key in turns)
-    first, *others = repeats
-    return sum(any(outcome(o, key) != outcome(first, key) for o in others) for key in keys)
+    return sum(any(own.get(key) != outcomes[0].get(key) for own in outcomes) for key in keys)
 
 
 def repeats_record(
-    rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Any, DecodeResult]]
+    rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
 ) -> RepeatsRecord:
     """Variance components of the conversations' tokens per second, for results.json.
 

@@ -1,50 +1,32 @@
-"""Ours beside what a paper published: for the terminal, as Markdown and as JSON."""
+"""A paper's table, ours beside what was published: run, and shown as text, Markdown and JSON."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import msgspec
+from transformers.utils import logging
 
-from pipedraft.eval.checkpoints import Drafts
+from pipedraft.eval.checkpoints import TableContext
+from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.record import is_known
-from pipedraft.eval.spec import DEFAULT_TARGET, Measure, Row, Spec
-from pipedraft.eval.tables import Table, align_columns, bounds, number
-from pipedraft.eval.tasks import Prompt
+from pipedraft.eval.report import write_report
+from pipedraft.eval.retention import write_retention
+from pipedraft.eval.runner import KINDS, Finished, Outcome, Value, check, load_context, search_for
+from pipedraft.eval.spec import DEFAULT_TARGET, Measure, Row, Spec, read_spec
+from pipedraft.eval.table_command import TableOptions
+from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
+from pipedraft.files import to_json, write_atomically
+from pipedraft.models.language_model import LanguageModelDraft
 
-Value = tuple[float | None, Sequence[float | None] | None]
-"""And its 95 % interval, where there is one."""
 NOT_AVAILABLE = "not available here"
 LEGEND = """\
 - **ours** measured with the command above: L' equivalent acceptance length (95 % interval over
   prompts), S modeled speed-up over plain decoding, tau tokens per round, alpha accepted over
-  tested draft tokens; texts equal to the target's own, of those compared. **published** as its
+  tested draft tokens; outputs equal to the target's own, of those compared. **published** as its
   source has it, on its own target, prompts and hardware.
 - "not available here": the paper may have the number; no source of it was at hand."""
-
-
-@dataclass
-class Outcome:
-    """What became of a row."""
-
-    values: dict[str | None, dict[str, Value]] = field(default_factory=dict)
-    """Benchmark, or None for all of them, -> quantity -> value."""
-    remark: str = ""
-    stages: int | None = None
-    texts: str = "-"
-    """How many of the texts that were compared with the target's own are equal to them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableContext:
-    """What all rows of a table share."""
-
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    benchmarks: Mapping[str, Sequence[Prompt]]
-    drafts: Drafts
-    out: Path
 
 
 def measured(table: Spec, outcomes: Sequence[Outcome], index: int, measure: Measure) -> Value:
@@ -84,7 +66,7 @@ def paper_table(table: Spec, outcomes: Sequence[Outcome]) -> Table:
     has_stages = any(outcome.stages for outcome in outcomes)
     header = ["method", *(["network"] if has_network else []), *(["n"] if has_stages else []), "T"]
     header += [f"ours: {text}" for text in table.measures]
-    header += ["texts equal", *(f"published: {column}" for column in table.sources), "remark"]
+    header += ["outputs equal", *(f"published: {column}" for column in table.sources), "remark"]
     rows = []
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
         temperature, network = places[index]
@@ -96,13 +78,13 @@ def paper_table(table: Spec, outcomes: Sequence[Outcome]) -> Table:
         ]
         published = [_published(row, column) for column in table.sources]
         remark = "; ".join(dict.fromkeys(x for x in (outcome.remark, row.remark) if x))
-        rows.append([*named, f"{temperature:g}", *ours, outcome.texts, *published, remark])
+        rows.append([*named, f"{temperature:g}", *ours, outcome.agreement, *published, remark])
     return Table(header, rows)
 
 
 def for_terminal(table: Table) -> str:
     """Aligned, with the remarks below: they are long."""
-    lines = [align_columns(table.header[:-1], [row[:-1] for row in table.rows])]
+    lines = [align_columns(Table(table.header[:-1], [row[:-1] for row in table.rows]))]
     place = table.header.index("T")
     for row in table.rows:
         if row[-1]:
@@ -138,3 +120,88 @@ def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[st
         rows.append({"name": row.name, **place, "ours": ours, **published})
     head = {"name": name, "title": table.title, "paper": table.paper, "sources": table.sources}
     return head | {"differences": table.differences, "rows": rows}
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def read_options(options: TableOptions) -> Spec:
+    """The specification with the options over it, checked."""
+    names = ("target", "limit", "data_dir", "max_new_tokens", "seed")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    spec = msgspec.structs.replace(read_spec(options.name), **given)
+    check(options.name, spec)
+    return spec
+
+
+def context_of(options: TableOptions, spec: Spec) -> TableContext:
+    search = search_for(spec, list(options.checkpoints))
+    return load_context(spec, search, options.out, fresh=options.fresh)
+
+
+def make_table(options: TableOptions, argv: Sequence[str]) -> None:
+    """Run a table, write its files and print it.
+
+    Args:
+        argv: the words after ``table``.
+    """
+    spec = read_options(options)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    context = context_of(options, spec)
+    finished = KINDS[spec.kind].run(spec, context)
+    if finished.results is None:
+        reasons = dict.fromkeys(outcome.remark for outcome in finished.outcomes)
+        raise ValueError(
+            f"--checkpoints: nothing of {options.name} can be run: {'; '.join(reasons)}"
+        )
+    drafts, folders = context.drafts, context.drafts.folders
+    models = [name for name in folders if drafts.is_model(name)]
+    model = drafts.find(models[0]) if models else None
+    assert model is None or isinstance(model, LanguageModelDraft)
+    shared = {n: v for n, v in msgspec.to_builtins(spec).items() if n not in ("rows", "title")}
+    manifest = build_manifest(
+        target=context.target,
+        tokenizer=context.tokenizer,
+        benchmarks=context.benchmarks,
+        checkpoints=[folder for name, folder in folders.items() if name not in models],
+        draft_model=None if model is None else model.model,
+        config=options.to_dict()
+        | shared
+        | {"drafts": {name: str(f) for name, f in folders.items()}},
+        argv=["python", "-m", "pipedraft.eval", "table", *argv],
+        seed=spec.seed,
+    )
+    print(spec.title)
+    print(_write(options, spec, finished, manifest, context))
+
+
+def _write(
+    options: TableOptions,
+    spec: Spec,
+    finished: Finished,
+    manifest: dict[str, Any],
+    context: TableContext,
+) -> str:
+    """Write the files; returns what the terminal shows."""
+    out: Path = options.out
+    results, shown = finished.results, []
+    assert results is not None
+    if spec.kind == "pipeline":
+        write_report(out, results.runs or [], manifest)
+    elif spec.kind == "retention":
+        shown.append(write_retention(out, results, manifest))
+    else:
+        write_atomically(out / "manifest.json", to_json(manifest))
+        write_atomically(out / "results.json", to_json(results))
+    if spec.rows:
+        lines = notes(spec, context, manifest["hardware"]["processor"])
+        table = paper_table(spec, finished.outcomes)
+        parts = [f"# {spec.title}", f"    {manifest['command']}", markdown(table)]
+        parts += ["\n".join(f"- {line}" for line in lines), LEGEND]
+        write_atomically(out / "table.md", ("\n\n".join(parts) + "\n").encode())
+        content = to_json(table_record(options.name, spec, finished.outcomes))
+        write_atomically(out / "table.json", content)
+        shown = [for_terminal(table), *lines]
+    names = "table.md, table.json, results.json" if spec.rows else "report.md, results.json"
+    return "\n".join([*shown, f"written: {shlex.quote(str(out))}/{names}"])

@@ -1,7 +1,8 @@
 """Other pipelines from recorded runs, without a model: `python -m pipedraft.eval replay --help`."""
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -10,12 +11,16 @@ import numpy as np
 from tqdm import tqdm
 
 from pipedraft.errors import UsageError, make_folder
-from pipedraft.eval.calibrate import read_cost
-from pipedraft.eval.intervals import bootstrap_ratio
-from pipedraft.eval.metrics import OVERALL, ratio
-from pipedraft.eval.record import AcceptanceLength, ReplayedPrompt, ReplayRecord
-from pipedraft.eval.tables import align_columns, bounds, number
-from pipedraft.eval.trace_reading import Recording, read_recordings
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, pooled_ratio
+from pipedraft.eval.record import (
+    AcceptanceLength,
+    ReplayedPrompt,
+    ReplayRecord,
+    RunRecord,
+    number_or_nan,
+)
+from pipedraft.eval.tables import Table, align_columns, bounds, number
+from pipedraft.eval.traces import Recording, read_recordings
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.result import DecodeResult
@@ -144,6 +149,7 @@ def follows_rounds(result: DecodeResult, clock: VirtualClock, schedule: Schedule
 
 def records(found: Replay) -> Iterator[ReplayRecord]:
     """One for each benchmark, and with several "overall"."""
+    recording, config = found.recording, found.recording.config
     benchmarks = dict.fromkeys(row.benchmark for row in found.rows)
     for benchmark in [*benchmarks, *([OVERALL] if len(benchmarks) > 1 else [])]:
         rows = [row for row in found.rows if benchmark in (row.benchmark, OVERALL)]
@@ -151,8 +157,18 @@ def records(found: Replay) -> Iterator[ReplayRecord]:
             np.array([getattr(row, field) for row in rows if row.steps], dtype=np.float64)
             for field in ("tokens", "steps", "virtual_time", "virtual_time_autoregressive")
         )
+        length, length_ci95 = pooled_ratio(found.stages * tokens_P, steps_P)
+        speedup, speedup_ci95 = pooled_ratio(plain_P, time_P)
         yield ReplayRecord(
-            **found.recording.label(),
+            method=recording.name,
+            draft_type=recording.draft_type,
+            draft_sha256=recording.draft_hash,
+            schedule=config.schedule.name,
+            tree_width=config.schedule.width,
+            tree=config.schedule.label,
+            temperature=config.temperature,
+            seed=config.seed,
+            recorded_stages=config.num_stages,
             benchmark=benchmark,
             stages=found.stages,
             cost_name=found.hardware.name,
@@ -161,30 +177,132 @@ def records(found: Replay) -> Iterator[ReplayRecord]:
             prompts=len(rows),
             tokens=int(tokens_P.sum()),
             steps=int(steps_P.sum()),
-            equivalent_acceptance_length=AcceptanceLength(
-                pooled=ratio(found.stages * float(tokens_P.sum()), float(steps_P.sum())),
-                ci95=tuple(bootstrap_ratio(found.stages * tokens_P, steps_P).tolist()),
-            ),
-            theoretical_speedup=ratio(float(plain_P.sum()), float(time_P.sum())),
-            theoretical_speedup_ci95=tuple(bootstrap_ratio(plain_P, time_P).tolist()),
+            equivalent_acceptance_length=AcceptanceLength(pooled=length, ci95=length_ci95),
+            theoretical_speedup=speedup,
+            theoretical_speedup_ci95=speedup_ci95,
             per_prompt=rows,
         )
 
 
-def format_records(found: Sequence[ReplayRecord]) -> str:
-    header = ["benchmark", "method", "T", "recorded n", "n", "cost", "link", "N", "K"]
-    header += ["L'", "95 % CI", "S", "95 % CI ", "how"]
-    cells = []
-    for record in found:
-        length = record.equivalent_acceptance_length
-        cells.append(
-            [record.benchmark, record.method, f"{record.temperature:g}"]
-            + [str(record.recorded_stages), str(record.stages), record.cost_name]
-            + [f"{record.cost['link']:g}", str(record.tokens), str(record.steps)]
-            + [number(length.pooled), bounds(length.ci95), number(record.theoretical_speedup)]
-            + [bounds(record.theoretical_speedup_ci95), record.how]
+COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
+    "benchmark": lambda record: record.benchmark,
+    "method": lambda record: record.method,
+    "T": lambda record: f"{record.temperature:g}",
+    "recorded n": lambda record: str(record.recorded_stages),
+    "n": lambda record: str(record.stages),
+    "cost": lambda record: record.cost_name,
+    "link": lambda record: f"{record.cost['link']:g}",
+    "N": lambda record: str(record.tokens),
+    "K": lambda record: str(record.steps),
+    "L'": lambda record: number(record.equivalent_acceptance_length.pooled),
+    "95 % CI": lambda record: bounds(record.equivalent_acceptance_length.ci95),
+    "S": lambda record: number(record.theoretical_speedup),
+    "95 % CI ": lambda record: bounds(record.theoretical_speedup_ci95),
+    "how": lambda record: record.how,
+}
+
+
+# -- cost models from measured times ---------------------------------------------------------------
+
+
+def read_cost(path: Path) -> CostModel:
+    """A cost model's file, as --calibrate writes it."""
+    try:
+        return CostModel(**json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"--cost: {str(path)!r} is no cost model ({error}); write one with --calibrate"
+        ) from error
+
+
+def fit_cost(runs: Sequence[RunRecord]) -> CostModel:
+    """Fit the cost model to what a comparison measured.
+
+    - A target pass is the stages' mean time for one row, added up, in plain decoding.
+    - ``row``, ``sharing``: least squares of the stages' times over calls, further rows, and calls
+      times the processes that computed beside them on average, of all methods.
+    - ``verify``: a mean verification of one row.
+    - ``link``: what plain decoding takes beyond stages and verification, over its n + 1 hops.
+      In one process: nothing.
+    - ``draft_forward``: drafting time over forward passes, of all methods.
+
+    Args:
+        runs: entries of results.json with "processes", one number of stages, plain decoding among
+            them.
+
+    Raises:
+        ValueError: plain decoding emitted nothing to measure.
+    """
+    runs = [run for run in runs if run.benchmark == OVERALL] or list(runs)
+    plain = next(run for run in runs if run.schedule == AUTOREGRESSIVE)
+    if not plain.tokens:
+        raise ValueError(
+            "--calibrate: plain decoding emitted one token a turn; raise --max-new-tokens"
         )
-    return align_columns(header, cells)
+    num_stages = plain.stages
+    one_row = _total(plain, "seconds", "stage") / plain.tokens
+    names = [process.name for process in plain.processes]
+    is_asynchronous = len(names) > 1
+    verify = _total(plain, "seconds", "verify") / plain.tokens
+    waits = 0.0
+    if is_asynchronous:
+        per_token = 1.0 / _tokens_per_s(plain)
+        waits = max(per_token - one_row - verify, 0.0) / (num_stages + 1)
+    forwards = sum(run.draft_forwards for run in runs)
+    drafting = sum(_total(run, "seconds", "draft") for run in runs if run.draft_forwards)
+    row, sharing = _row_and_sharing(runs)
+    return CostModel(
+        row=row,
+        sharing=sharing,
+        link=waits / one_row,
+        verify=verify / one_row,
+        draft_forward=drafting / forwards / one_row if forwards else None,
+        is_asynchronous=is_asynchronous,
+        draft_on_first_stage=is_asynchronous and len(names) == num_stages,
+    )
+
+
+def _total(run: RunRecord, quantity: str, kind: str) -> float:
+    return sum(getattr(process, quantity).get(kind, 0.0) for process in run.processes)
+
+
+def _tokens_per_s(run: RunRecord) -> float:
+    assert run.wallclock is not None
+    return number_or_nan(run.wallclock.tokens_per_s)
+
+
+def _row_and_sharing(runs: Sequence[RunRecord]) -> tuple[float, float]:
+    """Extra time of a further row, and beside a further busy process, over the time of the first.
+
+    Non-negative least squares; a column that does not vary is left out.
+    """
+    calls = np.array([_total(run, "counts", "stage") for run in runs])
+    rows = np.array([_total(run, "rows", "stage") for run in runs])
+    seconds = np.array([_total(run, "seconds", "stage") for run in runs])
+    columns = [calls, rows - calls, calls * np.array([_others_busy(run) for run in runs])]
+    used = [index for index, column in enumerate(columns) if column.any()]
+    while True:
+        fitted, *_ = np.linalg.lstsq(
+            np.stack([columns[index] for index in used], 1), seconds, rcond=None
+        )
+        if (fitted >= 0).all() or len(used) == 1:
+            break
+        used.pop(int(fitted[1:].argmin()) + 1)
+    times = dict(zip(used, fitted.tolist(), strict=True))
+    first = times[0]
+    return (times.get(1, 0.0) / first, times.get(2, 0.0) / first) if first > 0 else (0.0, 0.0)
+
+
+def _others_busy(run: RunRecord) -> float:
+    """Processes that computed beside a busy one on average, while the run lasted."""
+    if run.wallclock is None or len(run.processes) == 1:
+        return 0.0
+    kinds = ("stage", "verify", "draft")
+    busy = sum(_total(run, "seconds", kind) for kind in kinds)
+    return max(busy * _tokens_per_s(run) / run.tokens - 1.0, 0.0)
+
+
+# -- the command -----------------------------------------------------------------------------------
 
 
 def read_link(text: str) -> str:
@@ -270,7 +388,7 @@ def run(argv: Sequence[str]) -> None:
         raise UsageError(f"--stages: nothing can be replayed; {left_out[0]}")
     content = to_json({"replays": found, "left_out": left_out})
     lines = [f"left out: {line}" for line in left_out]
-    text = "\n".join([format_records(found), *lines, "", LEGEND])
+    text = "\n".join([align_columns(Table.of(COLUMNS, found)), *lines, "", LEGEND])
     print(content.decode() if arguments.json else text)
     if arguments.out is not None:
         make_folder("--out", arguments.out)

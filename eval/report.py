@@ -1,29 +1,259 @@
-"""Comparison entries to files (results.json, reports, plots) and a table for the terminal."""
+"""What an evaluation writes, and one page of several: `python -m pipedraft.eval report --help`.
+
+report.html is one file without scripts and network. jinja2 escapes everything that was read from
+files; the page is report.html.jinja, its charts are in plots.py.
+"""
 
 import hashlib
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
+from jinja2 import Environment, StrictUndefined
 from msgspec import UNSET
+from msgspec.structs import replace
 
-from pipedraft.eval import plots, tables
-from pipedraft.eval.html_report import Source, build_page
-from pipedraft.eval.metrics import OVERALL
-from pipedraft.eval.record import Results, RunRecord, parse_results
-from pipedraft.eval.tables import align_columns, describe, markdown
+from pipedraft.errors import UsageError, make_folder
+from pipedraft.eval import compare, plots, tables
+from pipedraft.eval.charts import THEMES, Chart, Span
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+from pipedraft.eval.record import (
+    LatencyRecord,
+    Results,
+    RunRecord,
+    is_known,
+    parse,
+    parse_results,
+    read_bytes,
+)
+from pipedraft.eval.tables import Table, align_columns, describe, fact, given_options, markdown
 from pipedraft.files import to_json, write_atomically
+from pipedraft.options import Options, option
 
+EXAMPLE = """\
+example:
+  python -m pipedraft.eval report out/eval_n4 out/eval_n8 --trace out/trace.json --out report.html
+
+The page needs no network and no other file. It shows the folders' results.json and manifest.json:
+L' with its intervals, plots, what differs between the first folder and each other one on the same
+prompts, and what the numbers depend on. Each evaluation writes the page of its own folder itself.
+
+A results.json may also hold, or hold alone, times of edge-cloud decoding:
+  {"latency": [{"method": "picospec", "network": "4g", "temperature": 0, "ms_per_token": 31.5,
+                "ci95": [30.1, 33.0]}]}          ci95: null where there is no interval
+"""
 LENGTH_PLOT = "equivalent_acceptance_length.png"
 POSITION_PLOT = "acceptance_by_position.png"
+# Not allowed in XML, or able to turn the reading direction of what follows.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+
+
+def printable(value: Any) -> Any:
+    """The same with a replacement character for each character that no page can hold."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub("\ufffd", value)
+    if isinstance(value, msgspec.Struct):
+        return msgspec.convert(printable(msgspec.to_builtins(value)), type(value))
+    if isinstance(value, dict):
+        return {printable(key): printable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [printable(entry) for entry in value]
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What one folder holds."""
+
+    name: str
+    entries: list[RunRecord]
+    manifest: dict[str, Any] | None = None
+    """None: there is none."""
+    latency: list[LatencyRecord] = field(default_factory=list)
+    digest: str
+    """SHA-256 of results.json."""
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        described = describe(self.manifest or {})
+        if self.manifest is None:
+            described.append(("manifest.json", "missing: what the numbers depend on is unknown"))
+        found = [fact for fact in described if fact[0] != "command"]
+        return [*found, ("results.json", f"SHA-256 {self.digest}")]
+
+    @property
+    def command(self) -> str | None:
+        return fact(self.manifest or {}, "command")
+
+    @property
+    def settings(self) -> list[tuple[str, str]]:
+        return given_options(self.manifest or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A folder against the first one."""
+
+    title: str
+    warnings: list[str]
+    table: Table | None
+    """None: nothing can be compared; the warnings say why."""
+
+
+def _summary(pooled: Sequence[RunRecord]) -> dict[str, Any]:
+    """The one number of every method, and where its interval lies between 0 and the largest."""
+    drafted = [run for run in pooled if run.schedule != AUTOREGRESSIVE and run.steps]
+    lengths = [run.equivalent_acceptance_length for run in drafted]
+    known = [v for x in lengths for v in (x.pooled, *x.ci95) if is_known(v)]
+    scale = max(1.0, *known) * 1.05 if known else 1.0
+
+    def percent(value: float | None) -> str | None:
+        return f"{100 * value / scale:.2f}" if is_known(value) else None
+
+    rows = []
+    for run, length in zip(drafted, lengths, strict=True):
+        low, high = map(percent, length.ci95)
+        rows.append(
+            {
+                "method": ", ".join(
+                    filter(None, (run.method, f"n={run.stages}", run.shape, run.folder))
+                ),
+                "temperature": f"{run.temperature:g}",
+                "length": tables.number(length.pooled),
+                "interval": tables.bounds(length.ci95),
+                "point": percent(length.pooled),
+                "low": low if high is not None else None,
+                "high": high,
+                "lossless": tables.lossless_share(run),
+            }
+        )
+    return {"summary": rows, "scale": f"{scale:.1f}", "one": percent(1.0)}
+
+
+def _losses(runs: Sequence[RunRecord]) -> str:
+    drafted = [r for r in runs if r.benchmark != OVERALL and r.schedule != AUTOREGRESSIVE]
+    checked = sum(run.lossless.checked for run in drafted)
+    wrong = sum(run.lossless.mismatches for run in drafted)
+    if not checked:
+        return "No output was compared with the target's own."
+    if wrong:
+        return f"{wrong} of {checked} greedy outputs differ from the target's own."
+    return f"All {checked} greedy outputs that were checked equal the target's own."
+
+
+def _overview(sources: Sequence[Source], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """What was measured, on which target."""
+
+    def listed(values: Any) -> str:
+        return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
+
+    prompts = {(run.benchmark, run.prompts) for run in runs if run.benchmark != OVERALL}
+    manifests = [source.manifest or {} for source in sources]
+    found = {
+        "target": listed(fact(manifest, "target", "name") for manifest in manifests),
+        "methods": listed(r.method for r in runs if r.schedule != AUTOREGRESSIVE),
+        "benchmarks": ", ".join(f"{name} ({count} prompts)" for name, count in sorted(prompts)),
+        "stages": listed(sorted({run.stages for run in runs})),
+        "temperatures": listed(f"{t:g}" for t in sorted({run.temperature for run in runs})),
+        "dtype": listed(fact(manifest, "dtype") for manifest in manifests),
+        "machine": listed(fact(manifest, "hardware", "processor") for manifest in manifests),
+        "runs": ", ".join(source.name for source in sources) if len(sources) > 1 else "",
+    }
+    return [(name, text) for name, text in found.items() if text]
+
+
+def _disagreements(sources: Sequence[Source]) -> list[str]:
+    """Why the numbers of several folders may not be comparable."""
+    lines = []
+    for name, path in (
+        ("targets", ("target", "fingerprint", "hash")),
+        ("numbers (dtype)", ("dtype",)),
+        ("lengths of answers (--max-new-tokens)", ("config", "max_new_tokens")),
+    ):
+        values = [fact(source.manifest or {}, *path) for source in sources]
+        if len({value for value in values if value is not None}) > 1:
+            lines.append(f"The runs have different {name}: their L' are not comparable.")
+    return lines
+
+
+def _legend(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """The Markdown legend as terms; entries begin with a bold one."""
+    plain = " ".join(re.sub(r"[*`]", "", tables.legend(runs)).split())
+    entries = [entry.strip() for entry in plain.removeprefix("- ").split(" - ")]
+    return [(entry.partition(" ")[0].rstrip(","), entry) for entry in entries]
+
+
+def build_page(
+    sources: Sequence[Source],
+    *,
+    comparisons: Sequence[Comparison] = (),
+    traces: Mapping[str, Mapping[str, Sequence[Span]]] | None = None,
+) -> bytes:
+    """
+    Args:
+        sources: one or more; the order is the page's.
+        traces: name -> process -> what it did when; the names are printable.
+    """
+    several = len(sources) > 1
+    runs, pooled, latency = [], [], []
+    for source in sources:
+        name = source.name if several else UNSET
+        entries = [printable(replace(entry, run=name)) for entry in source.entries]
+        runs += entries
+        pooled += tables.pooled_runs(entries)
+        latency += [printable(replace(row, run=name)) for row in source.latency]
+    charts = plots.all_charts(runs, pooled, latency)
+    charts += [plots.time_line(name, tracks) for name, tracks in (traces or {}).items()]
+    if not traces:
+        reason = "no trace was given (--trace)"
+        charts.append(Chart(title="Time line", caption="", panels={}, axis="ms", missing=reason))
+    repeated = [run for run in pooled if run.repeats is not UNSET]
+    summary = _summary(pooled)
+    sections = {
+        "Summary": summary["summary"],
+        "Results": runs,
+        "Plots": True,
+        "Comparison": comparisons,
+        "Provenance": True,
+    }
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = Path(__file__).with_name("report.html.jinja").read_text()
+    page = environment.from_string(template).render(
+        title=f"{len(sources)} evaluations" if several else "Evaluation",
+        sections=[name for name, content in sections.items() if content],
+        themes=THEMES,
+        text_columns=tables.TEXT_COLUMNS,
+        facts=_overview(sources, runs),
+        warnings=[*_disagreements(sources), *tables.warnings(runs)],
+        losses=_losses(runs),
+        **summary,
+        results=tables.results_table(runs, with_benchmark=True) if runs else None,
+        legend=_legend(runs),
+        repeats=tables.repeats_table(repeated) if repeated else None,
+        repeats_text=tables.REPEATS_TEXT,
+        charts=charts,
+        comparisons=comparisons,
+        comparison_legend=compare.LEGEND,
+        sources=sources,
+    )
+    return printable(page).encode()
+
+
+# -- the files of one evaluation -------------------------------------------------------------------
 
 
 def format_table(runs: Sequence[RunRecord]) -> str:
     """Aligned text for the terminal, one line per entry, benchmark by benchmark."""
     benchmarks = list(dict.fromkeys(run.benchmark for run in runs))
     runs = sorted(runs, key=lambda run: benchmarks.index(run.benchmark))
-    table = tables.results_table(runs, with_benchmark=True)
-    return align_columns(table.header, table.rows)
+    return align_columns(tables.results_table(runs, with_benchmark=True))
 
 
 def format_report(
@@ -110,3 +340,125 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: dict[str, A
     write_atomically(out_dir / "report.html", build_page([source]))
     # Last: whoever finds results.json finds the rest.
     write_atomically(out_dir / "results.json", content)
+
+
+# -- the page of several folders -------------------------------------------------------------------
+
+
+def read_source(folder: Path, name: str) -> Source:
+    """
+    Args:
+        name: what the page calls it.
+    """
+    path, about = folder / "results.json", folder / "manifest.json"
+    content = read_bytes("OUT", path)
+    results = parse_results(content, f"OUT: {str(path)!r}")
+    manifest = None
+    if about.is_file():
+        manifest = printable(parse(read_bytes("OUT", about), dict, f"OUT: {str(about)!r}"))
+    return Source(
+        name=printable(name),
+        entries=results.entries,
+        manifest=manifest,
+        latency=results.latency or [],
+        digest=hashlib.sha256(content).hexdigest(),
+    )
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as it takes to tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    else:
+        raise UsageError("OUT: a folder is given twice; give each once")
+    return names
+
+
+def read_trace(path: Path) -> dict[str, list[Span]]:
+    """Process -> its spans, of a Chrome trace as ``--trace`` writes it."""
+    content = printable(parse(read_bytes("--trace", path), dict, f"--trace: {str(path)!r}"))
+    try:
+        events = content["traceEvents"]
+        names = {
+            event["pid"]: str(event["args"]["name"])
+            for event in events
+            if event["ph"] == "M" and event["name"] == "process_name"
+        }
+        tracks: dict[str, list[Span]] = {name: [] for name in names.values()}
+        for event in (event for event in events if event["ph"] == "X"):
+            span = Span(str(event["name"]), float(event["ts"]) / 1e3, float(event["dur"]) / 1e3)
+            tracks[names[event["pid"]]].append(span)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"--trace: {str(path)!r} is no trace of this program ({error!r}); write one with "
+            "python -m pipedraft.inference --backend process --trace FILE"
+        ) from error
+    if not any(tracks.values()):
+        raise UsageError(f"--trace: {str(path)!r} has no spans; decode at least one token with it")
+    return tracks
+
+
+def compare_folders(folders: Sequence[Path], names: Sequence[str]) -> list[Comparison]:
+    """Every folder against the first one."""
+    found = []
+    for folder, name in zip(folders[1:], names[1:], strict=True):
+        title = f"{name} compared with {names[0]}"
+        try:
+            baseline, other = compare.Evaluated.read(folders[0]), compare.Evaluated.read(folder)
+            lines = compare.compare_runs(baseline, other)
+        except UsageError as error:
+            reason = f"Not compared: {str(error).removeprefix('RUN: ')}."
+            found.append(Comparison(title=title, warnings=[reason], table=None))
+            continue
+        warnings = compare.find_warnings(baseline, other, lines)
+        table = Table.of(compare.COLUMNS, lines)
+        found.append(Comparison(title=title, warnings=warnings, table=table))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
+    """Write one self-contained HTML page about evaluations."""
+
+    PROG: ClassVar[str] = "pipedraft eval report"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    folders: tuple[Path, ...] = option(metavar="OUT", positional=True)
+    """--out folders of evaluations"""
+    trace: tuple[Path, ...] = option((), metavar="FILE", repeated=True)
+    """what processes did when, from pipedraft inference --trace; may be given several times"""
+    out: Path | None = None
+    """the page; default: OUT/report.html of a single folder, report.html of several"""
+
+
+build_parser = ReportOptions.parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """The whole subcommand; bad input raises ValueError."""
+    arguments = ReportOptions.read(argv)
+    folders = arguments.folders
+    names = short_names(folders)
+    path = arguments.out
+    if path is None:
+        path = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
+    if path.is_dir():
+        raise UsageError(f"--out: {str(path)!r} is a folder; give a file, e.g. report.html")
+    sources = [read_source(folder, name) for folder, name in zip(folders, names, strict=True)]
+    traces = {
+        name: read_trace(trace)
+        for name, trace in zip(
+            short_names(arguments.trace) if arguments.trace else [], arguments.trace, strict=True
+        )
+    }
+    page = build_page(
+        sources,
+        comparisons=compare_folders(folders, names),
+        traces={printable(name): tracks for name, tracks in traces.items()},
+    )
+    make_folder("--out", path.parent)
+    write_atomically(path, page)
+    print(f"written: {path} ({len(page) / 1e3:.0f} kB)")

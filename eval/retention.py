@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from pipedraft.eval.intervals import bootstrap_ratio
+from pipedraft.eval.checkpoints import TableContext
+from pipedraft.eval.intervals import bootstrap_ratio, paired_intervals
 from pipedraft.eval.metrics import ratio
-from pipedraft.eval.paired import paired_intervals
 from pipedraft.eval.plots import plot_retention
-from pipedraft.eval.published import TableContext
 from pipedraft.eval.record import AcceptedPerPrompt, DriftRecord, Results, RetentionRecord
 from pipedraft.eval.run import DecodedTurn, draft_hash, evaluate
 from pipedraft.eval.spec import BASE, Spec, decode_config
@@ -314,4 +313,4 @@ def write_retention(out_dir: Path, results: Results, manifest: dict[str, Any]) -
     # Last: whoever finds results.json finds the rest.
     write_atomically(out_dir / "results.json", to_json(results))
     table = retention_table(targets, drafts, "alpha")
-    return align_columns(table.header, table.rows)
+    return align_columns(table)

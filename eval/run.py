@@ -1,47 +1,51 @@
 """Decode benchmarks with several methods and compare each with autoregressive decoding."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 import transformers
-from msgspec import UNSET, UnsetType
-from torch import nn
+from msgspec import UNSET
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.eval.lossless import GreedyReference, LosslessCheck, TextEntropies
+from pipedraft.eval.lossless import GreedyReference, LosslessCheck, output_entropies
 from pipedraft.eval.metrics import (
     AUTOREGRESSIVE,
     OVERALL,
-    Summary,
-    WallClock,
     acceptance_by_category,
     acceptance_by_entropy,
     acceptance_intervals_by_position,
     count_by_entropy,
     decode_seconds,
+    measure_times,
     repeats_record,
     run_record,
     sum_lists,
-    summarize,
 )
-from pipedraft.eval.record import ProcessRecord, PromptRecord, RepeatsRecord, RunRecord
+from pipedraft.eval.record import ProcessRecord, PromptRecord, RunRecord, number_or_nan
 from pipedraft.eval.scores import Score, Scorer, summarize_scores
 from pipedraft.eval.spec import Row, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, encode_turn
-from pipedraft.eval.trace_reading import recorded_draft
-from pipedraft.eval.traces import TraceFile, Traces, load_result, save_result, turn_key
+from pipedraft.eval.traces import TraceFile, Traces, find_result
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines import Pipeline
+from pipedraft.inference.pipelines.linked import RemoteTarget
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
+from pipedraft.models.draft import Draft
 from pipedraft.models.fingerprint import weights_hash
+from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import StagedTarget
+
+DraftNetwork = Draft | LanguageModelDraft
 
 WARM_UP_TOKENS = 8
 
@@ -52,11 +56,13 @@ class Method:
 
     name: str
     config: DecodeConfig
-    draft: nn.Module | None
+    draft: DraftNetwork | None
     checkpoint: str | None = None
 
     @classmethod
-    def of(cls, spec: Spec, row: Row, draft: Any, **settings: Any) -> "Method":
+    def from_row(
+        cls, spec: Spec, row: Row, draft: DraftNetwork | None, **settings: Any
+    ) -> "Method":
         """
         Args:
             draft: the row's, loaded; None where it needs none.
@@ -87,7 +93,7 @@ class DecodedTurn:
     """Of the target at every token; None: not computed."""
 
 
-def draft_hash(draft: nn.Module) -> str:
+def draft_hash(draft: DraftNetwork) -> str:
     """SHA-256 over a draft's type and weights."""
     return f"{type(draft).__name__} {weights_hash(list(draft.state_dict().values()))}"
 
@@ -102,8 +108,30 @@ def prompt_seed(prompt: Prompt, turn: int) -> int:
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
 
 
+def recorded_draft(
+    draft: DraftNetwork | None, target: StagedTarget | RemoteTarget
+) -> dict[str, Any]:
+    """What the header of a trace file says for ``traces.Recording``.
+
+    Args:
+        draft: None for plain decoding.
+    """
+    assert isinstance(target, StagedTarget)  # what runs across a link is not recorded
+    return {
+        "draft_type": None if draft is None else draft.draft_type,
+        "relative_cost": 0.0 if draft is None else draft.relative_cost(target),
+        "boundaries": list(target.boundaries),
+    }
+
+
+class Decoder(Protocol):
+    """What decodes a prompt: an engine, or a method on a simulated link."""
+
+    def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult: ...
+
+
 def evaluate(
-    engine: Engine,
+    engine: Decoder,
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -112,7 +140,7 @@ def evaluate(
     progress: bool = True,
     traces: TraceFile | None = None,
 ) -> list[DecodedTurn]:
-    """Decode every turn of every prompt; a later turn answers the texts generated before it.
+    """Decode every turn of every prompt; a later turn answers what was generated before it.
 
     Args:
         max_prompt_tokens: a turn with a longer prompt, and the turns after it, are left out: there
@@ -130,11 +158,12 @@ def evaluate(
                 if max_prompt_tokens is not None and len(prompt_ids) > max_prompt_tokens:
                     bar.update(len(prompt.turns) - turn)
                     break
-                key = turn_key(prompt, turn, prompt_ids)
-                result = load_result(traces, key)
-                if result is None:
-                    result = engine.decode(prompt_ids, prompt_index=prompt_seed(prompt, turn))
-                    save_result(traces, key, result)
+                decode = partial(engine.decode, prompt_ids, prompt_index=prompt_seed(prompt, turn))
+                result = (
+                    decode()
+                    if traces is None
+                    else find_result(traces, prompt, turn, prompt_ids, decode)
+                )
                 answer = tokenizer.decode(result.token_ids, skip_special_tokens=True)
                 assert isinstance(answer, str)  # a list only for a batch
                 answers.append(answer)
@@ -151,15 +180,6 @@ def evaluate(
     return records
 
 
-def summarize_records(records: Sequence[DecodedTurn], *, seed: int = 0) -> Summary:
-    """Pool decoded turns; the turns of a conversation are one unit."""
-    return summarize(
-        [record.result for record in records],
-        conversations=[record.conversation for record in records],
-        seed=seed,
-    )
-
-
 def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
     """Counts of each conversation, from which two reports can be compared prompt by prompt.
 
@@ -173,14 +193,15 @@ def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
         for records in repeats
     ]
     return [
-        _of_conversation(records, [of_repeat[conversation] for of_repeat in seconds])
+        _prompt_record(records, [one[conversation] for one in seconds])
         for conversation, records in turns.items()
     ]
 
 
-def _of_conversation(records: Sequence[DecodedTurn], seconds: list[float]) -> PromptRecord:
+def _prompt_record(records: Sequence[DecodedTurn], seconds: list[float]) -> PromptRecord:
     """
     Args:
+        records: the turns of one conversation.
         seconds: of each repeat.
     """
     prompt, results = records[0].prompt, [record.result for record in records]
@@ -224,24 +245,21 @@ class _Decoded:
     def records(self) -> list[DecodedTurn]:
         return self.repeats[0]
 
-    def summary(self, seed: int) -> Summary:
-        """Counts of the first repeat, times of all."""
-        times = [record.result for records in self.repeats for record in records]
-        summary = summarize_records(self.records, seed=seed)
-        return replace(summary, wallclock=WallClock.measure(times))
+    @property
+    def times(self) -> list[DecodeResult]:
+        """Turns of all repeats."""
+        return [record.result for records in self.repeats for record in records]
 
     def entry(self, method: Method, benchmark: str, baseline: "_Decoded") -> RunRecord:
         config = method.config
         rows = _per_prompt(self.repeats)
-        repeats: RepeatsRecord | UnsetType = UNSET
-        if len(self.repeats) > 1:
-            turns = [{(r.conversation, r.turn): r.result for r in rs} for rs in self.repeats]
-            repeats = repeats_record(rows, turns)
-        # Different tasks have no common score.
-        score = UNSET if benchmark == OVERALL else summarize_scores(self.records)
+        repeats = [{(r.conversation, r.turn): r.result for r in rs} for rs in self.repeats]
+        plain = measure_times(baseline.times)
+        plain_tokens_per_s = math.nan if plain is None else number_or_nan(plain.tokens_per_s)
         return run_record(
-            self.summary(config.seed),
-            autoregressive=baseline.summary(config.seed),
+            [record.result for record in self.records],
+            conversations=[record.conversation for record in self.records],
+            wallclock=measure_times(self.times, plain_tokens_per_s),
             method=method.name,
             schedule=config.schedule.name,
             benchmark=benchmark,
@@ -256,13 +274,14 @@ class _Decoded:
             skipped_turns=self.num_turns - len(self.records),
             processes=self.processes,
             stop_reasons=dict(Counter(r.result.stop_reason for r in self.records)),
-            repeats=repeats,
+            repeats=repeats_record(rows, repeats) if len(repeats) > 1 else UNSET,
             acceptance_by_category=acceptance_by_category(
                 rows, num_stages=config.num_stages, seed=config.seed
             ),
             acceptance_by_position_ci95=acceptance_intervals_by_position(rows),
             acceptance_by_entropy=acceptance_by_entropy(rows),
-            score=score,
+            # Different tasks have no common score.
+            score=UNSET if benchmark == OVERALL else summarize_scores(self.records),
             per_prompt=rows,
         )
 
@@ -301,16 +320,16 @@ class Evaluation:
     tokenizer: PreTrainedTokenizerBase
     benchmarks: dict[str, list[Prompt]]
     reference: PreTrainedModel | None
-    """Whole target with which transformers decodes every turn once more, to compare greedy texts,
+    """Whole target with which transformers decodes every turn once more, to compare greedy outputs,
     and that says how certain it was of every token; None: neither."""
-    connect: Callable[[StagedTarget], Any] = LocalPipeline
+    connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
     """Makes the pipeline; see ``Engine``."""
     scorer: Scorer | None = None
     repeats: int = 1
     """Times that everything is decoded; 2 or more tell the machine's noise from the prompts'."""
     progress: bool = True
-    traces: Traces | None = None
-    """None: everything is decoded, and nothing kept."""
+    traces: Traces = Traces()
+    """What was decoded before; in memory by default."""
 
     def decode_shard(self, methods: Sequence[Method]) -> int:
         """Decode this shard's turns of every method, baselines and greedy references included.
@@ -318,7 +337,6 @@ class Evaluation:
         Returns:
             Turns that are on disk now.
         """
-        assert self.traces is not None
         prompts = {name: self.traces.mine(found) for name, found in self.benchmarks.items()}
         mine = replace(self, benchmarks={name: found for name, found in prompts.items() if found})
         entries = mine.run(methods) if mine.benchmarks else []
@@ -435,17 +453,17 @@ class Evaluation:
     def _with_entropies(
         self, records: list[DecodedTurn], method: Method, description: str
     ) -> list[DecodedTurn]:
-        """Of tokens that no draft proposed nobody asks."""
+        """The same records; those that tested draft tokens get the target's entropies."""
         if self.reference is None or method.config.schedule.name == AUTOREGRESSIVE:
             return records
-        traces = None if self.traces is None else self.traces.open(entropies="nats, T = 1")
-        source = TextEntropies(self.reference, traces)
+        traces = self.traces.open(entropies="nats, T = 1")
         bar = tqdm(records, desc=f"{description} entropies", unit="turn", disable=not self.progress)
-        return [replace(record, entropies=source.of(record.result)) for record in bar]
+        return [
+            replace(record, entropies=output_entropies(self.reference, record.result, traces))
+            for record in bar
+        ]
 
-    def _open_traces(self, method: Method, engine: Engine, repeat: int) -> TraceFile | None:
-        if self.traces is None:
-            return None
+    def _open_traces(self, method: Method, engine: Engine, repeat: int) -> TraceFile:
         again = {"repeat": repeat} if repeat else {}
         return self.traces.open(
             config=method.config.to_dict(),
@@ -456,9 +474,7 @@ class Evaluation:
 
     def _greedy_reference(self, max_new_tokens: int) -> GreedyReference:
         assert self.reference is not None
-        traces = None
-        if self.traces is not None:
-            traces = self.traces.open(greedy=transformers.__version__, tokens=max_new_tokens)
+        traces = self.traces.open(greedy=transformers.__version__, tokens=max_new_tokens)
         return GreedyReference(self.reference, max_new_tokens, traces)
 
     def _warm_up(self, method: Method, max_prompt_tokens: int) -> None:

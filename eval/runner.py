@@ -3,41 +3,106 @@
 A row that cannot be run says why, in place of its values.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
+from transformers.utils import logging
 
-from pipedraft.eval.checkpoints import CheckpointSearch
-from pipedraft.eval.edge.constants import TIMES, radio_energy, radio_of
-from pipedraft.eval.edge.measures import decode_all, measure
-from pipedraft.eval.edge.methods import METHODS, Simulation
+from pipedraft.errors import UsageError, make_folder
+from pipedraft.eval.checkpoints import CheckpointSearch, Drafts, TableContext
+from pipedraft.eval.edge.command import EdgeOptions
+from pipedraft.eval.edge.measures import LinkRun, measure, write_edge_report
+from pipedraft.eval.edge.methods import METHODS, TIMES, Simulation, radio_energy, radio_of
+from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.published import Outcome, TableContext, Value
 from pipedraft.eval.record import LatencyRecord, Results, RunRecord
 from pipedraft.eval.retention import Retention
 from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.spec import BASE, Measure, Row, Spec, decode_config, read_roles
 from pipedraft.eval.tables import lossless_share
-from pipedraft.eval.traces import traces_of
+from pipedraft.eval.tasks import load_tasks
+from pipedraft.eval.traces import remove_traces, traces_of
 from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.draft_length import parse_policy
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.link_files import load_link
 from pipedraft.inference.pipelines.link import Times
+from pipedraft.inference.pipelines.linked import check_draft
 from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.sources import make_source
 from pipedraft.inference.transport.target_session import SharedTarget
+from pipedraft.models import load_draft
+from pipedraft.models.draft import read_description, resolve_folder
+from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
+
+Value = tuple[float | None, Sequence[float | None] | None]
+"""A number and its 95 % interval, where there is one."""
+
+
+@dataclass
+class Outcome:
+    """What became of a row."""
+
+    values: dict[str | None, dict[str, Value]] = field(default_factory=dict)
+    """Benchmark, or None for all of them, -> quantity -> value."""
+    remark: str = ""
+    stages: int | None = None
+    agreement: str = "-"
+    """How many of the outputs that were compared with the target's own are equal to them."""
 
 
 @dataclass(frozen=True)
 class Finished:
+    """What became of a specification."""
+
     outcomes: list[Outcome]
     """Of the specification's rows, in their order."""
     results: Results | None
     """The entries behind them; None: nothing could be run."""
+
+
+def load_context(
+    spec: Spec,
+    search: CheckpointSearch,
+    out: Path,
+    *,
+    revision: str | None = None,
+    fresh: bool = False,
+    has_reference: bool = True,
+) -> TableContext:
+    """Read the prompts, make the output folder, load the target.
+
+    Args:
+        fresh: forget what was decoded before.
+        has_reference: whether outputs are compared with the target's own.
+    """
+    benchmarks = {
+        name: [p for ps in load_tasks(d.benchmarks, spec.data_dir, spec.limit).values() for p in ps]
+        for name, d in spec.domains.items()
+    } or load_tasks(spec.benchmarks, spec.data_dir, spec.limit)
+    make_folder("--out", out)
+    if fresh:
+        remove_traces(out)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    dtype = getattr(torch, spec.dtype)
+    target = load_target(spec.target, revision=revision, dtype=dtype, device=device)
+    tokenizer = load_tokenizer(spec.target, revision=revision)
+    return TableContext(
+        target=target,
+        tokenizer=tokenizer,
+        benchmarks=benchmarks,
+        drafts=Drafts(search, target, tokenizer),
+        out=out,
+        reference=target if has_reference else None,
+    )
 
 
 # -- pipelines ------------------------------------------------------------------------------
@@ -70,7 +135,7 @@ def run_pipeline(spec: Spec, context: TableContext) -> Finished:
             continue
         draft = None if row.draft is None else context.drafts.find(row.draft)
         try:
-            method = Method.of(spec, row, draft)
+            method = Method.from_row(spec, row, draft)
             Engine(context.target, context.tokenizer, method.config, draft)
         except ValueError as error:  # this target cannot be cut so, or carries no trees
             outcome.remark = str(error)
@@ -84,7 +149,7 @@ def run_pipeline(spec: Spec, context: TableContext) -> Finished:
         target=context.target,
         tokenizer=context.tokenizer,
         benchmarks={name: list(prompts) for name, prompts in context.benchmarks.items()},
-        reference=context.target,
+        reference=context.reference,
         traces=traces_of(context.out, context.target, weights=weights_identity(spec.target)),
     )
     runs = comparison.run(list(methods.values()))
@@ -95,7 +160,7 @@ def run_pipeline(spec: Spec, context: TableContext) -> Finished:
             for run in runs
             if (run.method, run.temperature) == (name, method.config.temperature)
         }
-        outcomes[index].texts = lossless_share(own[None])
+        outcomes[index].agreement = lossless_share(own[None])
         outcomes[index].values = {
             benchmark: {q: get(run) for q, get in PIPELINE_QUANTITIES.items()}
             for benchmark, run in own.items()
@@ -164,27 +229,123 @@ def check_edge(spec: Spec) -> None:
 
 def run_edge(spec: Spec, context: TableContext) -> Finished:
     outcomes = [_found(row, context) for row in spec.rows]
-    target, texts, tried = SharedTarget(context.target), [], []
+    target, runs, tried = SharedTarget(context.target), [], []
     for row, outcome in zip(spec.rows, outcomes, strict=True):
         if outcome.remark:
             continue
-        network = None if row.draft is None else context.drafts.find(row.draft)
         method, link, simulation = _simulation(
             spec.settings(row),
             target=target,
-            draft=network,
+            draft=None if row.draft is None else context.drafts.find(row.draft),
             tokenizer=context.tokenizer,
             max_new_tokens=spec.max_new_tokens,
             seed=spec.seed,
         )
         outcome.remark = simulation.caveat(METHODS[method])
-        texts += decode_all([method], [(link, simulation)], context.benchmarks)
+        runs.append(LinkRun(method, link, simulation).run(context.benchmarks))
         tried.append(outcome)
-    measured = measure(texts, context.target, seed=spec.seed)
+    measured = measure(runs, context.reference, seed=spec.seed)
     for outcome, entry in zip(tried, measured, strict=True):
         outcome.values = {None: {q: get(entry) for q, get in EDGE_QUANTITIES.items()}}
-        outcome.texts = lossless_share(entry)
+        outcome.agreement = lossless_share(entry)
     return Finished(outcomes, Results(latency=measured))
+
+
+def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
+    """`eval edge`: every method on every link at every temperature, with one draft.
+
+    Args:
+        argv: the words after ``edge``.
+
+    Returns:
+        What the terminal shows.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for method in options.methods:
+        if method not in METHODS:
+            raise UsageError(f"--methods: {method!r} is unknown; give one of {', '.join(METHODS)}")
+    times = _read_times(options.times)
+    name, revision, folders = options.target, None, []
+    if options.checkpoint is not None:
+        folders = [resolve_folder(options.checkpoint)]
+        if name is None:
+            reference = read_description(folders[0])["target"]
+            name, revision = reference["name"], reference.get("revision")
+    elif name is None:
+        raise UsageError(f"--target: missing; --draft-model {options.draft_model} names none")
+    names = ("rule", "policy", "top_k", "tail_samples")
+    spec = Spec(
+        title="Decoding across links",
+        kind="edge",
+        target=name,
+        rows=[
+            Row(
+                name=method,
+                draft=None if METHODS[method].drafts_in is None else "draft",
+                run={"method": method, "network": link, "temperature": temperature},
+            )
+            for temperature in options.temperature
+            for link in options.links
+            for method in options.methods or METHODS
+        ],
+        run={name: getattr(options, name) for name in names}
+        | {"times": vars(times), "fixed_length": options.draft_length},
+        benchmarks=list(options.benchmarks),
+        data_dir=options.data_dir,
+        limit=options.limit,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+    )
+    check_edge(spec)
+    context = load_context(
+        spec,
+        CheckpointSearch([], {}),
+        options.out,
+        revision=revision,
+        has_reference=not options.no_lossless,
+    )
+    model = None
+    if folders:
+        draft = load_draft(str(folders[0]), context.target)
+        draft = draft.to(context.target.device, context.target.dtype)
+    else:
+        draft = model = load_draft_model(
+            str(options.draft_model), context.target, context.tokenizer
+        )
+    check_draft(make_source(draft))
+    context.drafts.networks["draft"] = draft
+    results = run_edge(spec, context).results
+    assert results is not None
+    place = options.checkpoint or options.draft_model
+    manifest = build_manifest(
+        target=context.target,
+        tokenizer=context.tokenizer,
+        benchmarks=context.benchmarks,
+        checkpoints=folders,
+        draft_model=None if model is None else model.model,
+        config=options.to_dict() | {"draft": f"{draft.draft_type} `{place}`"},
+        argv=["python", "-m", "pipedraft.eval", "edge", *argv],
+        seed=options.seed,
+    )
+    shown = write_edge_report(options.out, results.latency or [], manifest, times)
+    written = f"{shlex.quote(str(options.out))}/results.json, report.md and manifest.json"
+    return f"{shown}\nwritten: {written}"
+
+
+def _read_times(text: str) -> Times:
+    if text in TIMES:
+        return TIMES[text]
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"--times: {text!r} is no file; give it or one of {', '.join(TIMES)}")
+    try:
+        return Times(**json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"--times: {text!r} holds no times ({error}); give an object of draft_s, verify_s, "
+            "verify_row_s and cloud_draft_s, in seconds"
+        ) from error
 
 
 # -- fine-tuned targets ---------------------------------------------------------------------

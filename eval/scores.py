@@ -1,17 +1,21 @@
 """Share of right answers, for benchmarks that have them.
 
-Lossless decoding leaves the text, and so the score, as the target's own. Every method's own texts
-are scored all the same: a method that changes them shows it.
+Lossless decoding leaves the output, and so the score, as the target's own. Every method's own
+answers are scored all the same: a method that changes them shows it.
 """
 
-from collections.abc import Mapping, Sequence
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
 from tqdm import tqdm
 
-from pipedraft.eval.answers import Check, NumberCheck, ProgramCheck, build_program, find_number
 from pipedraft.eval.intervals import wilson_interval
 from pipedraft.eval.record import ScoreRecord
 from pipedraft.eval.sandbox import PASSED, check_sandbox, isolation, run_program
@@ -27,6 +31,141 @@ NOT_ISOLATED = (
     "with the network in reach, and the user's other processes: the system does not permit "
     "`unshare --net --pid`"
 )
+# A minus after a word, a number or a bracket is the operator.
+NUMBER = re.compile(
+    r"(?P<minus>(?<![\w)\]])-\\?\$?|\$-)?(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.\d+|\d+)"
+)
+MARK = "####"
+"""Stands before the number at the end of a GSM8K solution."""
+FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+# Chen et al. 2021 (arXiv:2107.03374), section 2.1: a continued function ends before these.
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```")
+INDENT = "    "
+THOUGHT_ENDS = "</think>"
+"""Before it stand the thoughts of a reasoning model, with drafts of code in them."""
+
+
+# -- what an answer says ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NumberCheck:
+    """An answer is right if it ends on this number."""
+
+    expected: Decimal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramCheck:
+    """An answer is right if the function in it passes the test."""
+
+    prompt: str
+    """The function's head, with imports and helpers; the answer may continue it or repeat it."""
+    entry_point: str
+    test: str
+    """Defines check(function)."""
+
+
+Check = NumberCheck | ProgramCheck
+
+
+def _value(match: re.Match[str]) -> Decimal:
+    value = Decimal(match["digits"].replace(",", ""))
+    return value.copy_negate() if match["minus"] else value
+
+
+def find_number(answer: str) -> Decimal | None:
+    """The number an answer ends on; None if it has none.
+
+    In a last line with "####" it is the first number after that, else the last of all. Thousands
+    separators and $ do not count, and equal values are equal: 1,250.50 is $1250.5.
+    """
+    text = answer.replace("\u2212", "-").replace("{,}", ",").rstrip()  # minus sign, LaTeX
+    _, mark, result = text.rpartition("\n")[2].rpartition(MARK)
+    marked = NUMBER.search(result) if mark else None
+    if marked is not None:
+        return _value(marked)
+    found = list(NUMBER.finditer(text))
+    return _value(found[-1]) if found else None
+
+
+def _completes(source: str, name: str) -> bool:
+    """True if the source compiles and the function has more to it than a docstring."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an answer's "\d" is nobody's concern
+            tree = ast.parse(source)
+            compile(tree, "<answer>", "exec")  # refuses a return outside a function, say
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    bodies = [
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+    ]
+    return bool(bodies) and not all(
+        isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in bodies[-1]
+    )
+
+
+def _without_prose(text: str, name: str, head: re.Match[str]) -> str:
+    """The longest run of lines that holds the function and compiles."""
+    lines = text.split("\n")
+    line = text.count("\n", 0, head.start())
+    begin = re.compile(r"(?:from|import|def|async|class)\b|@|[A-Z_]+ *=")
+    for first in (i for i in range(line + 1) if begin.match(lines[i])):
+        for last in range(len(lines), line + 1, -1):
+            code = "\n".join(lines[first:last])
+            if _completes(code, name):
+                return code
+    return text[head.start() :]
+
+
+def _continuations(text: str) -> Iterator[str]:
+    """The text as it is, with the first line's indentation back, and with every line's."""
+    yield text
+    yield INDENT + text.lstrip()
+    yield textwrap.indent(textwrap.dedent(text.strip("\n")), INDENT)
+
+
+def _is_complete_head(prompt: str) -> bool:
+    try:
+        ast.parse(prompt)
+    except SyntaxError:
+        return False
+    return True
+
+
+def build_program(answer: str, check: ProgramCheck) -> list[str]:
+    """Source texts that define the answer's function, to be run one after the other.
+
+    The first code block with the whole function is taken, else the function in the plain text.
+    An answer without it (a base model's, or a block with the body alone) continues the prompt. The
+    prompt is run first in any case, as the official harness does: its imports and helpers are
+    there even if the answer leaves them out.
+    """
+    answer = answer.rpartition(THOUGHT_ENDS)[2]
+    head = re.compile(rf"^(?:async +)?def +{re.escape(check.entry_point)}\b", re.MULTILINE)
+    blocks = [textwrap.dedent(code) for code in FENCED.findall(answer) if code.strip()]
+    wholes = [code for code in blocks if head.search(code)]
+    plain = head.search(answer)
+    code = wholes[0] if wholes else None
+    if code is None and plain is not None:
+        code = _without_prose(answer, check.entry_point, plain)
+    if code is not None:
+        body = "" if _is_complete_head(check.prompt) else INDENT + "pass\n"
+        return [check.prompt + body, code]
+    text = blocks[0] if blocks else answer
+    if not blocks:
+        ends = [end for stop in STOPS if (end := text.find(stop)) >= 0]
+        text = text[: min(ends, default=len(text))]
+    prompt = check.prompt if check.prompt.endswith("\n") else check.prompt + "\n"
+    programs = [prompt + continuation for continuation in _continuations(text)]
+    complete = [program for program in programs if _completes(program, check.entry_point)]
+    return [(complete or programs)[0]]
+
+
+# -- scores ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Entries of results.json as tables of text, and manifest.json as lines, for every report."""
+"""Tables of text for every report: as Markdown, for the terminal, and manifest.json as lines."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import UNSET, UnsetType
 
@@ -11,6 +11,7 @@ from pipedraft.eval.record import EntropyRecord, LatencyRecord, RunRecord, is_kn
 from pipedraft.eval.scores import NOT_ISOLATED
 
 Column = Callable[[RunRecord], str]
+Entry = TypeVar("Entry")
 HISTOGRAM_LENGTHS = 8
 NUM_POSITIONS = 6
 LEGEND = """\
@@ -56,16 +57,26 @@ class Table:
     header: list[str]
     rows: list[list[str]]
 
+    @classmethod
+    def of(cls, columns: Mapping[str, Callable[[Entry], str]], entries: Iterable[Entry]) -> "Table":
+        """One line for each entry.
 
-def align_columns(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """A table of equally wide lines, numbers to the right."""
-    rows = [header, *cells]
+        Args:
+            columns: name -> cell of an entry.
+        """
+        rows = [[cell(entry) for cell in columns.values()] for entry in entries]
+        return cls(list(columns), rows)
+
+
+def align_columns(table: Table) -> str:
+    """Lines of equally wide columns for the terminal, numbers to the right."""
+    rows = [table.header, *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         padded = [
             text.ljust(width) if name in TEXT_COLUMNS else text.rjust(width)
-            for name, text, width in zip(header, row, widths, strict=True)
+            for name, text, width in zip(table.header, row, widths, strict=True)
         ]
         lines.append("  ".join(padded).rstrip())
     lines.insert(1, "-" * max(map(len, lines)))
@@ -150,8 +161,8 @@ def _named(runs: Sequence[RunRecord], columns: dict[str, Column]) -> dict[str, C
 
 def _setting(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
     """Header and cells of what names each entry."""
-    columns = _named(runs, SETTING_COLUMNS)
-    return list(columns), [[cell(run) for cell in columns.values()] for run in runs]
+    table = Table.of(_named(runs, SETTING_COLUMNS), runs)
+    return table.header, table.rows
 
 
 def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) -> Table:
@@ -162,8 +173,7 @@ def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) ->
     columns = COLUMNS | (SCORE_COLUMN if _is_scored(runs) else {})
     if with_benchmark:
         columns = {"benchmark": lambda run: run.benchmark, **columns}
-    columns = _named(runs, columns)
-    return Table(list(columns), [[cell(run) for cell in columns.values()] for run in runs])
+    return Table.of(_named(runs, columns), runs)
 
 
 def histogram_table(runs: Sequence[RunRecord]) -> Table:
@@ -288,9 +298,9 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
             lines.append(f"Not lossless ({where}): {lossless_share(run)} turns agree.")
         if mismatches > faults:
             lines.append(
-                f"{where}: {mismatches - faults} texts differ from the target's own where rounding "
-                f"alone decides (margins within {run.lossless.noise:.2g} nats; so close are "
-                f"{run.lossless.near_ties} of {run.lossless.positions} places)."
+                f"{where}: {mismatches - faults} outputs differ from the target's own where "
+                f"rounding alone decides (margins within {run.lossless.noise:.2g} nats; so close "
+                f"are {run.lossless.near_ties} of {run.lossless.positions} places)."
             )
         if run.skipped_turns:
             lines.append(

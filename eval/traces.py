@@ -4,73 +4,88 @@
     python -m pipedraft.eval ... --out OUT                  # what is left, and the report of all
 
 OUT/traces has one file of JSON lines for each way of decoding and shard. Its name begins with a
-hash of everything that a text or its steps depend on, so that other settings never meet old lines:
-they begin files of their own. Times of a turn are those of the launch that decoded it; what every
-process measured (``processes`` in the results) is of the last launch alone. A turn's line is its
-whole ``DecodeResult``, from which ``replay`` works out other pipelines.
+hash of everything that an output or its steps depend on, so that other settings never meet old
+lines: they begin files of their own. Times of a turn are those of the launch that decoded it; what
+every process measured (``processes`` in the results) is of the last launch alone. A turn's line is
+its whole ``DecodeResult``, from which ``replay`` works out other pipelines.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipedraft
+from pipedraft.errors import UsageError
+from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.tasks import Prompt
+from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WHOLE = (0, 1)
+TurnKey = tuple[str, str, int]
+"""Benchmark, id of the prompt, turn."""
 
 
 class TraceFile:
-    """A dictionary that grows line by line; a line that a kill cut short is not there."""
+    """JSON values by key, in a file that grows line by line.
 
-    def __init__(self, folder: Path, identity: dict[str, Any], shard: tuple[int, int]) -> None:
+    A line that a kill cut short is not there.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        identity: dict[str, Any] | None = None,
+        shard: tuple[int, int] = WHOLE,
+    ) -> None:
         """
         Args:
+            folder: None: everything stays in memory.
             identity: written as the first line; a digest of it is in the file's name.
             shard: (index, number); every shard's lines are read, and its own are added to.
         """
-        text = json.dumps(identity, sort_keys=True, default=str)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        own = "" if shard == WHOLE else f"-{shard[0] + 1}-of-{shard[1]}"
-        self.path = folder / f"{digest}{own}.jsonl"
-        self._header = text
+        self.path: Path | None = None
         self._found: dict[str, Any] = {}
-        for path in sorted(folder.glob(f"{digest}*.jsonl")):
-            self._found |= dict(read_lines(path)[1])
+        if folder is not None:
+            self._header = json.dumps(identity, sort_keys=True, default=str)
+            digest = hashlib.sha256(self._header.encode()).hexdigest()[:16]
+            own = "" if shard == WHOLE else f"-{shard[0] + 1}-of-{shard[1]}"
+            self.path = folder / f"{digest}{own}.jsonl"
+            for path in sorted(folder.glob(f"{digest}*.jsonl")):
+                self._found |= dict(read_lines(path)[1])
 
-    def get(self, key: Sequence[Any]) -> Any:
-        """The value of a key, None where there is none."""
-        return self._found.get(json.dumps(key))
+    def find(self, key: Sequence[object], compute: Callable[[], Any]) -> Any:
+        """The value of a key; if there is none, what ``compute`` returns, which is added."""
+        name = json.dumps(key)
+        if name not in self._found:
+            self._found[name] = compute()
+            if self.path is not None:
+                self._write(self.path, json.dumps([key, self._found[name]]))
+        return self._found[name]
 
-    def add(self, key: Sequence[Any], value: Any) -> None:
-        """Flushed to disk before it returns."""
-        self._found[json.dumps(key)] = value
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not self.path.exists()
-        with self.path.open("ab") as file:
-            if is_new:
+    def _write(self, path: Path, line: str) -> None:
+        """Append a line; it is flushed to disk before this returns."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            if not size:
                 file.write(f"{self._header}\n".encode())
-            elif not _ends_line(self.path):
+            elif file.read() != b"\n":
                 file.write(b"\n")
-            file.write(f"{json.dumps([key, value])}\n".encode())
+            file.write(f"{line}\n".encode())
             file.flush()
             os.fsync(file.fileno())
-
-
-def _ends_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def read_lines(path: Path) -> tuple[str, list[tuple[str, Any]]]:
@@ -90,34 +105,35 @@ def read_lines(path: Path) -> tuple[str, list[tuple[str, Any]]]:
 class Traces:
     """The trace files of one evaluation."""
 
-    folder: Path
-    identity: dict[str, Any]
+    folder: Path | None = None
+    """None: nothing is kept on disk."""
+    identity: dict[str, Any] | None = None
     """Of the target, tokenizer and everything else that all ways of decoding share."""
     shard: tuple[int, int] = WHOLE
 
-    def open(self, **identity: Any) -> TraceFile:
-        return TraceFile(self.folder, self.identity | identity, self.shard)
+    def open(self, **identity: object) -> TraceFile:
+        return TraceFile(self.folder, (self.identity or {}) | identity, self.shard)
 
     def mine(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Those of this shard: every number-th one."""
+        """The prompts of this shard: every number-th one."""
         index, number = self.shard
         return list(prompts[index::number])
 
 
-def turn_key(prompt: Prompt, turn: int, prompt_ids: Sequence[int]) -> list[Any]:
-    """A turn is the same one only if its prompt has the same tokens."""
+def find_result(
+    traces: TraceFile,
+    prompt: Prompt,
+    turn: int,
+    prompt_ids: Sequence[int],
+    decode: Callable[[], DecodeResult],
+) -> DecodeResult:
+    """A turn as it was decoded before, or decoded now.
+
+    A turn is the same one only if its prompt has the same tokens.
+    """
     digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:16]
-    return [prompt.task, prompt.id, turn, digest]
-
-
-def load_result(traces: TraceFile | None, key: Sequence[Any]) -> DecodeResult | None:
-    value = None if traces is None else traces.get(key)
-    return None if value is None else DecodeResult(**value)
-
-
-def save_result(traces: TraceFile | None, key: Sequence[Any], result: DecodeResult) -> None:
-    if traces is not None:
-        traces.add(key, asdict(result))
+    key = [prompt.task, prompt.id, turn, digest]
+    return DecodeResult(**traces.find(key, lambda: asdict(decode())))
 
 
 def code_hash() -> str:
@@ -151,14 +167,101 @@ def traces_of(
         "versions": [version(name) for name in ("torch", "transformers")],
         "code": code_hash(),
     }
-    return Traces(traces_folder(out), identity, shard or WHOLE)
+    return Traces(out / "traces", identity, shard or WHOLE)
 
 
-def traces_folder(out: Path, *, fresh: bool = False) -> Path:
+def remove_traces(out: Path) -> None:
+    shutil.rmtree(out / "traces", ignore_errors=True)
+
+
+# -- recorded runs, read back for replay -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One way of decoding, on all shards of its evaluation."""
+
+    config: DecodeConfig
+    draft_type: str | None
+    """None: plain decoding."""
+    draft_hash: str
+    relative_cost: float
+    """Of a draft forward, by its size, in target passes of one token."""
+    boundaries: tuple[int, ...]
+    turns: dict[TurnKey, DecodeResult]
+
+    @property
+    def name(self) -> str:
+        """For messages and tables."""
+        if self.draft_type is None:
+            return AUTOREGRESSIVE
+        schedule = self.config.schedule
+        shape = schedule.label or f"W={schedule.width}"
+        return f"{self.draft_type} {self.draft_hash[:6]}: {schedule.name} {shape}"
+
+    def with_draft(self, cost: CostModel) -> CostModel:
+        """The cost model, with a draft's cost by its size where the model names none."""
+        if cost.draft_forward is not None:
+            return cost
+        return replace(cost, draft_forward=self.relative_cost)
+
+    def clock(self, cost: CostModel) -> VirtualClock:
+        """A fresh one of the recorded pipeline."""
+        return VirtualClock(cost, self.boundaries, cost.draft_forward or 0.0)
+
+
+def read_recordings(places: Iterable[Path]) -> list[Recording]:
     """
     Args:
-        fresh: what is in there is removed.
+        places: folders of evaluations, their folders "traces", or files in these.
     """
-    if fresh:
-        shutil.rmtree(out / "traces", ignore_errors=True)
-    return out / "traces"
+    headers: dict[str, dict[str, Any]] = {}
+    turns: dict[str, dict[TurnKey, DecodeResult]] = {}
+    for path in dict.fromkeys(path for place in places for path in _files(place)):
+        text, lines = read_lines(path)
+        try:
+            header = json.loads(text)
+        except ValueError as error:
+            raise UsageError(
+                f"TRACES: {str(path)!r} is no trace file ({error}); give the --out folder of an "
+                "evaluation"
+            ) from error
+        if "config" not in header or header.get("repeat"):
+            continue  # outputs of the reference, or the same steps at other times
+        if "recorded" not in header:
+            raise UsageError(
+                f"TRACES: {str(path)!r} was written before steps were recorded; run the evaluation "
+                "again"
+            )
+        headers[text] = header
+        for key, value in lines:
+            benchmark, name, turn, _ = json.loads(key)
+            turns.setdefault(text, {})[benchmark, name, turn] = DecodeResult(**value)
+    if not turns:
+        raise UsageError(
+            f"TRACES: {', '.join(map(str, places))}: no decoded turn; give the --out folder of an "
+            "evaluation"
+        )
+    return [
+        Recording(
+            config=DecodeConfig.from_dict(headers[text]["config"]),
+            draft_type=headers[text]["recorded"]["draft_type"],
+            draft_hash=(headers[text]["draft"] or "").rpartition(" ")[2],
+            relative_cost=headers[text]["recorded"]["relative_cost"],
+            boundaries=tuple(headers[text]["recorded"]["boundaries"]),
+            turns=found,
+        )
+        for text, found in turns.items()
+    ]
+
+
+def _files(place: Path) -> list[Path]:
+    if place.is_file():
+        return [place]
+    folder = place / "traces" if (place / "traces").is_dir() else place
+    found = sorted(folder.glob("*.jsonl"))
+    if not found:
+        raise UsageError(
+            f"TRACES: {str(place)!r} holds no traces; give the --out folder of an evaluation"
+        )
+    return found

@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedraft.errors import run_command
 from pipedraft.eval.__main__ import run
-from pipedraft.eval.html_report import Source
 from pipedraft.eval.lossless import generate_greedy
 from pipedraft.eval.metrics import (
     AUTOREGRESSIVE,
@@ -22,9 +21,9 @@ from pipedraft.eval.metrics import (
     acceptance_by_category,
     acceptance_intervals_by_position,
     run_record,
-    summarize,
 )
 from pipedraft.eval.record import LosslessRecord, PromptRecord, RunRecord, parse_results
+from pipedraft.eval.report import Source
 from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.language_model import LanguageModelDraft
@@ -217,7 +216,7 @@ def make_runs(benchmarks=("mt_bench", "gsm8k", "humaneval"), stages=(4, 8, 16)) 
             rows = [make_row(name, result, index) for index, result in enumerate(results)]
             runs.append(
                 run_record(
-                    summarize(results),
+                    results,
                     method=method,
                     schedule=method,
                     benchmark=name,

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipedraft.eval.calibrate import fit_cost
 from pipedraft.eval.record import ProcessRecord, WallClockRecord
+from pipedraft.eval.replay import fit_cost
 from pipedraft.inference.clock import CostModel, VirtualClock
 
 CUT = (0, 3, 8)

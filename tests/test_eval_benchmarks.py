@@ -9,7 +9,7 @@ import pytest
 from conftest import write_rows
 from eval_runs import OFFICIAL, needs_official, question
 
-from pipedraft.eval.answers import NumberCheck
+from pipedraft.eval.scores import NumberCheck
 from pipedraft.eval.tasks import load_task, load_tasks
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem")

@@ -12,13 +12,13 @@ from tiny_drafts import noisy_copy
 
 from pipedraft.eval import lossless
 from pipedraft.eval.intervals import wilson_over_prompts
-from pipedraft.eval.lossless import TextEntropies, entropies, text_logits
+from pipedraft.eval.lossless import entropies, output_entropies, output_logits
 from pipedraft.eval.metrics import (
     AUTOREGRESSIVE,
     ENTROPY_EDGES,
     acceptance_by_entropy,
     count_by_entropy,
-    tested_tokens,
+    token_tests,
 )
 from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.tasks import Prompt
@@ -57,7 +57,7 @@ def test_the_tested_tokens_are_those_that_the_engine_counted(way, target, draft)
     result = Engine(target, PlainTokenizer(), config, draft).decode([1, 2, 3])
     starts = np.cumsum([1, *result.round_lengths])
     tests, accepts = [], []
-    for index, accepted in tested_tokens(result):
+    for index, accepted in token_tests(result):
         place = index - int(starts[starts <= index][-1])
         tests += [0] * (place + 1 - len(tests))
         accepts += [0] * (place + 1 - len(accepts))
@@ -69,7 +69,7 @@ def test_the_tested_tokens_are_those_that_the_engine_counted(way, target, draft)
 
 def test_entropies_are_those_of_single_tokens(target) -> None:
     prompt, tokens = [1, 2, 3], [4, 5, 6, 7]
-    found = entropies(text_logits(target, prompt, tokens))
+    found = entropies(output_logits(target, prompt, tokens))
     for place, entropy in enumerate(found):
         ids = torch.tensor([[*prompt, *tokens[:place]]])
         log_p = torch.log_softmax(target(ids).logits[0, -1].double(), -1)
@@ -85,15 +85,15 @@ def test_entropies_of_certain_and_of_even_rows(monkeypatch) -> None:
 
 def test_a_text_is_computed_once_and_kept(target, tmp_path, monkeypatch) -> None:
     result = DecodeResult([1, 2], [3, 4, 5], "", "eos", 4)
-    source = TextEntropies(target, TraceFile(tmp_path, {"entropies": 1}, (0, 1)))
-    first = source.of(result)
+    traces = TraceFile(tmp_path, {"entropies": 1})
+    first = output_entropies(target, result, traces)
     assert len(first) == 3
-    monkeypatch.setattr(lossless, "text_logits", None)  # would fail
-    assert source.of(result) == first
-    again = TextEntropies(target, TraceFile(tmp_path, {"entropies": 1}, (0, 1)))
-    assert again.of(result) == first
+    monkeypatch.setattr(lossless, "output_logits", None)  # would fail
+    assert output_entropies(target, result, traces) == first
+    traces = TraceFile(tmp_path, {"entropies": 1})
+    assert output_entropies(target, result, traces) == first
     with pytest.raises(TypeError):
-        again.of(DecodeResult([1, 2], [3, 4, 6], "", "eos", 4))
+        output_entropies(target, DecodeResult([1, 2], [3, 4, 6], "", "eos", 4), traces)
 
 
 def test_tests_fall_into_the_bins_of_their_entropies() -> None:
@@ -142,7 +142,6 @@ def test_a_certain_target_is_draft_tokened_better_and_entries_say_so(tmp_path) -
     parts = [entry.acceptance_by_entropy for entry in found[3:5]]
     for pooled, first, second in zip(overall, *parts, strict=True):
         assert pooled.tests == first.tests + second.tests
-    print([(b.tests, b.accepts) for b in overall])
     sure = [sum(getattr(b, f) for b in overall[:4]) for f in ("accepts", "tests")]
     torn = [sum(getattr(b, f) for b in overall[4:]) for f in ("accepts", "tests")]
     assert sure[0] / sure[1] > torn[0] / torn[1]

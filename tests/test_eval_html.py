@@ -15,10 +15,9 @@ from eval_runs import MANIFEST, make_runs, read_back, source
 
 from pipedraft.errors import run_command
 from pipedraft.eval import __main__ as command
-from pipedraft.eval import html_report as report_command
-from pipedraft.eval.html_report import Source, build_page
+from pipedraft.eval import report as report_command
 from pipedraft.eval.metrics import AUTOREGRESSIVE
-from pipedraft.eval.report import write_report
+from pipedraft.eval.report import Source, build_page, write_report
 from pipedraft.files import to_json
 from pipedraft.inference.timeline import Timeline, chrome_trace
 

@@ -10,7 +10,7 @@ import pytest
 from eval_runs import MANIFEST, make_runs, read_back, source
 
 from pipedraft.eval.charts import THEMES, Span
-from pipedraft.eval.html_report import build_page
+from pipedraft.eval.report import build_page
 
 
 def linear(color: str) -> np.ndarray:

@@ -72,7 +72,7 @@ def test_a_planted_fault_is_found_among_ties(half, monkeypatch) -> None:
 
 def test_one_wrong_token_is_a_tie_or_a_fault_by_its_margin(half) -> None:
     reference = GreedyReference(half, NEW_TOKENS)
-    text = reference.text(PROMPTS[0])
+    text = reference.output(PROMPTS[0])
     surest = max(range(NEW_TOKENS), key=text.margins.__getitem__)
     assert text.margins[surest] > 1
     ids = torch.tensor([[*PROMPTS[0], *text.tokens[:surest]]])
@@ -90,7 +90,7 @@ def test_a_single_precision_target_has_no_ties() -> None:
     reference = GreedyReference(target, NEW_TOKENS)
     check = reference.check(decode(target, PROMPTS[:4], schedule="spd"))
     assert check.record() == LosslessRecord(checked=4, mismatches=0)
-    tokens = reference.text(PROMPTS[0]).tokens
+    tokens = reference.output(PROMPTS[0]).tokens
     wrong = [*tokens[:-1], (tokens[-1] + 1) % 16]
     check = reference.check([as_result(PROMPTS[0], wrong)])
     assert check.record() == LosslessRecord(checked=1, mismatches=1) and check.faults == 1
@@ -100,9 +100,9 @@ def test_reference_texts_are_kept_with_their_margins(half, tmp_path, monkeypatch
     def reference() -> GreedyReference:
         return GreedyReference(half, 8, TraceFile(tmp_path, {"greedy": 1}, (0, 1)))
 
-    text = reference().text(PROMPTS[0])
+    text = reference().output(PROMPTS[0])
     monkeypatch.setattr("pipedraft.eval.lossless.generate_greedy", None)  # would fail
-    assert reference().text(PROMPTS[0]) == text
+    assert reference().output(PROMPTS[0]) == text
 
 
 def test_checks_of_benchmarks_add_up() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pipedraft.eval.intervals import bootstrap_ratio, student_quantile
-from pipedraft.eval.metrics import run_record, summarize
-from pipedraft.eval.record import LosslessRecord
+from pipedraft.eval.metrics import measure_times, run_record
+from pipedraft.eval.record import LosslessRecord, RunRecord
 from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult
 
@@ -31,6 +31,15 @@ def make_result(rounds, steps, stages=4, tests=(), accepts=(), times=()) -> Deco
     )
 
 
+LABEL = {
+    "method": "spd", "schedule": "spd", "benchmark": "gsm8k", "temperature": 0.0, "tree_width": 1
+}  # fmt: skip
+
+
+def summarize(results: list[DecodeResult], **more) -> RunRecord:
+    return run_record(results, **LABEL, **more)
+
+
 def autoregressive_results(stages: int) -> list[DecodeResult]:
     rng = np.random.default_rng(3)
     lengths = rng.integers(1, 200, size=40)
@@ -40,7 +49,8 @@ def autoregressive_results(stages: int) -> list[DecodeResult]:
 @pytest.mark.parametrize("stages", [1, 3, 4, 7, 16])
 def test_autoregressive_decoding_has_length_exactly_one(stages: int) -> None:
     summary = summarize(autoregressive_results(stages))
-    assert (summary.pooled, summary.mean, summary.ci95) == (1.0, 1.0, (1.0, 1.0))
+    length = summary.equivalent_acceptance_length
+    assert (length.pooled, length.mean, length.ci95) == (1.0, 1.0, (1.0, 1.0))
     assert summary.theoretical_speedup == 1.0
     assert summary.mean_acceptance_length == 1.0
     assert math.isnan(summary.draft_acceptance_rate)
@@ -48,7 +58,7 @@ def test_autoregressive_decoding_has_length_exactly_one(stages: int) -> None:
 
 def test_pooled_is_a_ratio_of_sums_and_mean_is_a_mean_of_ratios() -> None:
     short, long = make_result([2], 8), make_result([30], 40)
-    summary = summarize([short, long])
+    summary = summarize([short, long]).equivalent_acceptance_length
     assert summary.pooled == pytest.approx(4 * 32 / 48)
     assert summary.mean == pytest.approx((4 * 2 / 8 + 4 * 30 / 40) / 2)
     assert summary.pooled != pytest.approx(summary.mean)
@@ -57,8 +67,9 @@ def test_pooled_is_a_ratio_of_sums_and_mean_is_a_mean_of_ratios() -> None:
 def test_turns_of_a_conversation_are_one_unit() -> None:
     turns = [make_result([3], 8), make_result([9], 12), make_result([5], 10)]
     summary = summarize(turns, conversations=["a", "a", "b"])
-    assert (summary.num_prompts, summary.num_turns) == (2, 3)
-    assert summary.mean == pytest.approx((4 * 12 / 20 + 4 * 5 / 10) / 2)
+    assert (summary.prompts, summary.turns) == (2, 3)
+    mean = summary.equivalent_acceptance_length.mean
+    assert mean == pytest.approx((4 * 12 / 20 + 4 * 5 / 10) / 2)
 
 
 def test_histogram_and_positions_add_up_to_the_counts() -> None:
@@ -68,8 +79,8 @@ def test_histogram_and_positions_add_up_to_the_counts() -> None:
     ]
     summary = summarize(results)
     histogram = summary.acceptance_histogram
-    assert sum(histogram) == summary.num_rounds == 5
-    assert sum(j * count for j, count in enumerate(histogram)) == summary.num_tokens == 13
+    assert sum(histogram) == summary.rounds == 5
+    assert sum(j * count for j, count in enumerate(histogram)) == summary.tokens == 13
     assert summary.mean_acceptance_length == 13 / 5
     assert summary.position_tests == [5, 3, 3, 1, 1]
     assert summary.position_accepts == [3, 3, 2, 1, 0]
@@ -79,11 +90,13 @@ def test_histogram_and_positions_add_up_to_the_counts() -> None:
 
 def test_a_prompt_that_stopped_on_the_prefill_token_counts_no_steps() -> None:
     summary = summarize([make_result([], 0), make_result([4], 8), make_result([4], 8)])
-    assert (summary.num_prompts, summary.pooled, summary.mean) == (3, 2.0, 2.0)
+    length = summary.equivalent_acceptance_length
+    assert (summary.prompts, length.pooled, length.mean) == (3, 2.0, 2.0)
 
 
 def test_a_single_conversation_has_no_interval() -> None:
-    assert all(math.isnan(bound) for bound in summarize([make_result([4], 8)]).ci95)
+    length = summarize([make_result([4], 8)]).equivalent_acceptance_length
+    assert all(math.isnan(bound) for bound in length.ci95)
 
 
 def test_mixed_numbers_of_stages_are_refused() -> None:
@@ -142,8 +155,10 @@ def test_interval_agrees_with_the_plain_loop_over_resamples() -> None:
 
 def test_the_same_seed_gives_the_same_interval() -> None:
     results = [make_result([4] * k, 10 * k + 3) for k in range(1, 9)]
-    assert summarize(results, seed=4).ci95 == summarize(results, seed=4).ci95
-    assert summarize(results, seed=4).ci95 != summarize(results, seed=5).ci95
+    first, same, other = (
+        summarize(results, seed=seed).equivalent_acceptance_length.ci95 for seed in (4, 4, 5)
+    )
+    assert first == same != other
 
 
 def test_wall_clock_leaves_the_prefill_out() -> None:
@@ -158,17 +173,12 @@ def test_wall_clock_leaves_the_prefill_out() -> None:
     assert wallclock.itl_ms_p99 == pytest.approx(np.quantile(gaps_ms, 0.99))
 
 
-LABEL = {
-    "method": "spd", "schedule": "spd", "benchmark": "gsm8k", "temperature": 0.0, "tree_width": 1
-}  # fmt: skip
-
-
 def test_record_has_the_agreed_keys_and_measures_speedup_on_the_baseline() -> None:
-    summary = summarize([make_result([4], 8, times=[0, 0.1, 0.2, 0.3, 0.4])])
-    baseline = summarize([make_result([1] * 4, 16, times=[0, 0.2, 0.4, 0.6, 0.8])])
+    results = [make_result([4], 8, times=[0, 0.1, 0.2, 0.3, 0.4])]
+    plain = measure_times([make_result([1] * 4, 16, times=[0, 0.2, 0.4, 0.6, 0.8])])
     lossless = LosslessRecord(checked=1, mismatches=0)
-    record = run_record(summary, autoregressive=baseline, lossless=lossless, **LABEL)
-    record = json.loads(to_json(record))
+    wallclock = measure_times(results, plain.tokens_per_s)
+    record = json.loads(to_json(summarize(results, lossless=lossless, wallclock=wallclock)))
     agreed = (
         "method schedule benchmark stages temperature tree_width prompts tokens steps "
         "equivalent_acceptance_length mean_acceptance_length draft_acceptance_rate "
@@ -184,4 +194,4 @@ def test_record_has_the_agreed_keys_and_measures_speedup_on_the_baseline() -> No
 
 
 def test_record_without_times_has_no_wall_clock() -> None:
-    assert run_record(summarize([make_result([4], 8)]), **LABEL).wallclock is None
+    assert summarize([make_result([4], 8)]).wallclock is None

@@ -15,8 +15,7 @@ from pipedraft.eval.metrics import AUTOREGRESSIVE, decode_seconds, repeats_recor
 from pipedraft.eval.record import RepeatsRecord
 from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.tasks import Prompt
-from pipedraft.eval.trace_reading import read_recordings
-from pipedraft.eval.traces import Traces
+from pipedraft.eval.traces import Traces, read_recordings
 from pipedraft.files import to_json
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
@@ -51,7 +50,7 @@ def evaluate(model, repeats: int, folder=None, temperature: float = 1.0) -> list
         reference=None,
         repeats=repeats,
         progress=False,
-        traces=None if folder is None else Traces(folder, {"target": "tiny"}),
+        traces=Traces(folder, {"target": "tiny"}),
     )
     return comparison.run([Method(name="spd", config=config, draft=model.draft)])
 

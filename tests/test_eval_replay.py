@@ -15,10 +15,9 @@ from eval_runs import first_layer, status
 from tiny_drafts import make_draft, make_head
 
 from pipedraft.eval.replay import Hardware, replay
-from pipedraft.eval.run import Evaluation, Method
+from pipedraft.eval.run import Evaluation, Method, recorded_draft
 from pipedraft.eval.tasks import Prompt
-from pipedraft.eval.trace_reading import Recording, read_recordings, recorded_draft
-from pipedraft.eval.traces import Traces
+from pipedraft.eval.traces import Recording, Traces, read_recordings
 from pipedraft.files import to_json
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig

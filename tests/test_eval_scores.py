@@ -16,13 +16,12 @@ from msgspec import UNSET
 from scipy.stats import binomtest
 
 from pipedraft.eval import sandbox
-from pipedraft.eval.answers import ProgramCheck, build_program, find_number
 from pipedraft.eval.intervals import wilson_interval
 from pipedraft.eval.metrics import OVERALL
 from pipedraft.eval.report import format_report, format_table
 from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.sandbox import Limits, isolation, run_program
-from pipedraft.eval.scores import Scorer
+from pipedraft.eval.scores import ProgramCheck, Scorer, build_program, find_number
 from pipedraft.eval.tasks import load_task, load_tasks
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult

@@ -12,23 +12,21 @@ import numpy as np
 import pytest
 from eval_runs import prompt_record
 
-from pipedraft.eval import paired
+from pipedraft.eval import intervals
 from pipedraft.eval.intervals import (
     NUM_RESAMPLES,
     bootstrap_ratio,
-    expanded_percentiles,
-    wilson_over_prompts,
-)
-from pipedraft.eval.metrics import acceptance_by_category, acceptance_intervals_by_position
-from pipedraft.eval.paired import (
     compare_paired,
+    expanded_percentiles,
     influence,
     paired_intervals,
     permutation_p_value,
     pooled,
     prompts_needed,
     variance_parts,
+    wilson_over_prompts,
 )
+from pipedraft.eval.metrics import acceptance_by_category, acceptance_intervals_by_position
 from pipedraft.eval.record import AcceptanceLength
 
 # E experiments, S the two runs, P prompts, U turns, M repeats
@@ -209,7 +207,7 @@ def test_enumerated_p_value_is_that_of_the_plain_loop() -> None:
 def test_random_swaps_approach_the_enumerated_p_value(monkeypatch) -> None:
     numerator, denominator = draw(7, 20, 10, better=0.9)
     exact = permutation_p_value(numerator, denominator)
-    monkeypatch.setattr(paired, "EXACT_PROMPTS", 0)
+    monkeypatch.setattr(intervals, "EXACT_PROMPTS", 0)
     random = permutation_p_value(numerator, denominator)
     np.testing.assert_allclose(random, exact, atol=0.02)
     assert (random != exact).any()

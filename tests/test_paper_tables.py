@@ -15,7 +15,7 @@ from tiny_drafts import make_draft, make_exit, make_head, make_module
 from train_runs import make_world
 
 from pipedraft.eval import __main__ as command
-from pipedraft.eval import table_command
+from pipedraft.eval import published, table_command
 from pipedraft.eval.checkpoints import CheckpointSearch, Drafts
 from pipedraft.eval.published import NOT_AVAILABLE, measured, paper_table
 from pipedraft.eval.runner import KINDS, check
@@ -179,10 +179,10 @@ def make(place):
     def made(name: str):
         out = place / "made" / name
         options = table_command.TableOptions.read(words(place, name, out)[1:])
-        table = table_command.read_options(options)
+        table = published.read_options(options)
         if table.kind != "retention" and name not in ALL_BENCHMARKS:
             table = msgspec.structs.replace(table, benchmarks=["gsm8k"])
-        finished = KINDS[table.kind].run(table, table_command.load(options, table))
+        finished = KINDS[table.kind].run(table, published.context_of(options, table))
         return table, finished.outcomes, paper_table(table, finished.outcomes)
 
     return made
@@ -200,8 +200,8 @@ def test_a_table_runs_and_says_why_a_row_does_not(make, name):
             value, _ = measured(table, outcomes, index, Measure(text=table.measures[0]))
             assert value is None or value >= 0
             assert "train" not in outcome.remark
-            checked = outcome.texts.split("/")
-            assert checked[0] == checked[-1], "a text differs"
+            checked = outcome.agreement.split("/")
+            assert checked[0] == checked[-1], "an output differs"
         else:
             tall = "stages" in outcome.remark  # than four layers can be cut into
             said = row.remark if row.run is None else "; train it: accelerate"

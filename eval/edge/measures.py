@@ -1,22 +1,34 @@
-"""Texts decoded across virtual links, and what they measure."""
+"""Rows of a table decoded across virtual links, what they measure, and their report."""
 
 # P conversations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from pipedraft.eval.edge.methods import METHODS, Decoded, Simulation, decode
-from pipedraft.eval.intervals import bootstrap_ratio
-from pipedraft.eval.lossless import GreedyReference, text_logits
-from pipedraft.eval.metrics import WallClock, ratio
-from pipedraft.eval.record import LatencyRecord, LosslessRecord
-from pipedraft.eval.run import prompt_seed
-from pipedraft.eval.tasks import Prompt, encode_turn
+from pipedraft.eval.edge.methods import EDGE_W, METHODS, RADIOS, Decoded, Simulation, decode
+from pipedraft.eval.lossless import GreedyReference, output_logits
+from pipedraft.eval.metrics import measure_times, pooled_ratio, ratio
+from pipedraft.eval.record import LatencyRecord, LosslessRecord, Results, is_known
+from pipedraft.eval.run import DecodedTurn, evaluate
+from pipedraft.eval.tables import (
+    Table,
+    align_columns,
+    bounds,
+    describe,
+    lossless_share,
+    markdown,
+    number,
+)
+from pipedraft.eval.tasks import Prompt
+from pipedraft.files import to_json, write_atomically
+from pipedraft.inference.link_files import load_link
+from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.tree import TokenTree
@@ -25,179 +37,158 @@ from pipedraft.models.target import Keep
 
 UNCHECKED = LosslessRecord(checked=0, mismatches=0)
 SAME_TEXT_RULES = ("match", "gumbel")
-"""Whose text does not depend on the draft tokens: the same random numbers give the same text."""
+"""Rules whose output does not depend on the draft tokens: the same random numbers give the same."""
 
 
 @dataclass
-class Texts:
-    """All texts of one method on one link at one temperature."""
+class LinkRun:
+    """All outputs of one method on one link at one temperature."""
 
     method: str
     network: str
     simulation: Simulation
-    conversations: list[list[Decoded]] = field(default_factory=list)
-    """The turns of each."""
+    num_prompts: int = 0
+    costs: list[Decoded] = field(default_factory=list)
+    turns: list[DecodedTurn] = field(default_factory=list)
 
-    @property
-    def turns(self) -> list[Decoded]:
-        return [decoded for turns in self.conversations for decoded in turns]
+    def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult:
+        decoded = decode(
+            METHODS[self.method], self.simulation, prompt_ids, prompt_index=prompt_index
+        )
+        self.costs.append(decoded)
+        return decoded.result
+
+    def run(self, benchmarks: Mapping[str, Sequence[Prompt]]) -> "LinkRun":
+        """Decode every turn for which the target has positions left."""
+        for name, prompts in benchmarks.items():
+            self.num_prompts += len(prompts)
+            self.turns += evaluate(
+                self,
+                prompts,
+                self.simulation.tokenizer,
+                max_prompt_tokens=self.simulation.target.staged().max_positions - 1,
+                description=f"{self.method} {self.network} T={self.place[1]:g} {name}",
+            )
+        return self
 
     @property
     def results(self) -> list[DecodeResult]:
-        return [decoded.result for decoded in self.turns]
+        return [turn.result for turn in self.turns]
+
+    @property
+    def place(self) -> tuple[str, float]:
+        """Network and temperature."""
+        return self.network, self.simulation.temperature
+
+    @property
+    def rule(self) -> str | None:
+        """Acceptance rule; None: greedy, or no draft token is tested."""
+        method = METHODS[self.method]
+        if not self.simulation.temperature or method.drafts_in in (None, "draft"):
+            return None
+        return self.simulation.config(method).rule
+
+    def times(self) -> tuple[np.ndarray, np.ndarray]:
+        """[P], [P]: milliseconds from first to last token, and tokens after the first.
+
+        The turns of a conversation are added up; conversations without such a token are left out.
+        """
+        sums: dict[tuple[str, int], tuple[float, int]] = {}
+        for turn, cost in zip(self.turns, self.costs, strict=True):
+            seconds, tokens = sums.get(turn.conversation, (0.0, 0))
+            sums[turn.conversation] = seconds + cost.decode_s, tokens + turn.result.num_tokens
+        counted = [(1e3 * seconds, tokens) for seconds, tokens in sums.values() if tokens]
+        ms_P, tokens_P = np.array(counted, dtype=np.float64).reshape(-1, 2).T
+        return ms_P, tokens_P
 
 
-def decode_all(
-    names: Sequence[str],
-    simulations: Sequence[tuple[str, Simulation]],
-    benchmarks: Mapping[str, Sequence[Prompt]],
-) -> list[Texts]:
-    """Every method in every scene; a later turn answers the texts generated before it.
-
-    A turn that leaves no room in the target's positions is left out, with the turns after it.
-    """
-    prompts = [prompt for prompts in benchmarks.values() for prompt in prompts]
-    num_turns = sum(len(prompt.turns) for prompt in prompts)
-    found = []
-    with tqdm(total=num_turns * len(names) * len(simulations), unit="turn") as bar:
-        for network, simulation in simulations:
-            for name in names:
-                bar.set_description(f"{network} T={simulation.temperature:g} {name}")
-                texts = Texts(name, network, simulation)
-                for prompt in prompts:
-                    texts.conversations.append(_converse(name, simulation, prompt))
-                    bar.update(len(prompt.turns))
-                found.append(texts)
-    return found
-
-
-def _converse(name: str, simulation: Simulation, prompt: Prompt) -> list[Decoded]:
-    limit = simulation.target.staged().max_positions
-    answers: list[str] = []
-    turns = []
-    for turn in range(len(prompt.turns)):
-        ids = encode_turn(simulation.tokenizer, prompt, answers)
-        if len(ids) >= limit:
-            break
-        decoded = decode(METHODS[name], simulation, ids, prompt_index=prompt_seed(prompt, turn))
-        answers.append(decoded.result.text)
-        turns.append(decoded)
-    return turns
-
-
-def measure(texts: Sequence[Texts], reference: Any | None, *, seed: int) -> list[LatencyRecord]:
-    """One row of results.json for each method, network and temperature.
+def measure(
+    runs: Sequence[LinkRun], reference: PreTrainedModel | None, *, seed: int
+) -> list[LatencyRecord]:
+    """One row of results.json for each run.
 
     Args:
-        reference: target to compare greedy texts with; None: texts are not compared.
+        reference: target to compare greedy outputs with; None: outputs are not compared.
     """
-    plain = {(t.network, t.simulation.temperature): t for t in texts if t.method == "cloud"}
+    plain = {run.place: run for run in runs if run.method == "cloud"}
     checks: dict[int, GreedyReference] = {}
     rows = []
-    for mine in texts:
-        alone = plain.get((mine.network, mine.simulation.temperature))
-        row = _latency(mine, alone, seed=seed) | _traffic(mine) | _acceptance(mine)
-        lossless = UNCHECKED
+    for run in runs:
+        lossless, alone = UNCHECKED, plain.get(run.place)
         if reference is not None:
-            length = mine.simulation.max_new_tokens
+            length = run.simulation.max_new_tokens
             greedy = checks.setdefault(length, GreedyReference(reference, length))
-            lossless = _lossless(mine, alone, greedy)
-        rows.append(LatencyRecord(**row, lossless=lossless))
+            lossless = _lossless(run, alone, greedy)
+        rows.append(_latency_record(run, alone, lossless, seed))
     return rows
 
 
-def _latency(mine: Texts, alone: Texts | None, *, seed: int) -> dict[str, Any]:
-    seconds_P, tokens_P = _per_conversation(mine)
-    kept_P = tokens_P > 0
-    each_P = 1e3 * seconds_P[kept_P] / tokens_P[kept_P]
-    low, high = bootstrap_ratio(1e3 * seconds_P[kept_P], tokens_P[kept_P], seed=seed)
-    clock = WallClock.measure(mine.results)
-    speedup = float("nan")
-    if alone is not None:
-        other_s, other_tokens = (float(values_P.sum()) for values_P in _per_conversation(alone))
-        speedup = ratio(
-            ratio(other_s, other_tokens), ratio(float(seconds_P.sum()), float(tokens_P.sum()))
-        )
-    return {
-        "method": mine.method,
-        "network": mine.network,
-        "temperature": mine.simulation.temperature,
-        "rule": _rule(mine),
-        "caveat": mine.simulation.caveat(METHODS[mine.method]),
-        "prompts": len(mine.conversations),
-        "tokens": int(tokens_P.sum()),
-        "ms_per_token": ratio(1e3 * float(seconds_P.sum()), float(tokens_P.sum())),
-        "ci95": (float(low), float(high)),
-        "ms_per_token_p50": float(np.quantile(each_P, 0.5)) if len(each_P) else float("nan"),
-        "ms_per_token_p99": float(np.quantile(each_P, 0.99)) if len(each_P) else float("nan"),
-        "tokens_per_s": ratio(float(tokens_P.sum()), float(seconds_P.sum())),
-        "speedup": speedup,
-        "ttft_ms": None if clock is None else clock.ttft_ms,
-        "itl_ms_p50": None if clock is None else clock.itl_ms_p50,
-        "itl_ms_p99": None if clock is None else clock.itl_ms_p99,
-    }
-
-
-def _per_conversation(texts: Texts) -> tuple[np.ndarray, np.ndarray]:
-    """[P], [P]: seconds from first to last token, and tokens after the first, of all turns."""
-    pairs = [
-        (sum(d.decode_s for d in turns), sum(d.result.num_tokens for d in turns))
-        for turns in texts.conversations
-    ]
-    seconds_P, tokens_P = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
-    return seconds_P, tokens_P
-
-
-def _rule(texts: Texts) -> str | None:
-    """None: greedy, or no draft token is tested."""
-    method = METHODS[texts.method]
-    if not texts.simulation.temperature or method.drafts_in in (None, "draft"):
-        return None
-    return texts.simulation.config(method).rule
-
-
-def _traffic(texts: Texts) -> dict[str, Any]:
-    turns = texts.turns
-    tokens = sum(len(decoded.result.token_ids) for decoded in turns)
-    joules = {
-        cause: ratio(sum(decoded.joules[cause] for decoded in turns), tokens)
-        for cause in turns[0].joules
-    }
-    return {
-        "up_bytes_per_token": ratio(sum(decoded.up_bytes for decoded in turns), tokens),
-        "down_bytes_per_token": ratio(sum(decoded.down_bytes for decoded in turns), tokens),
-        "messages_per_token": ratio(sum(decoded.messages for decoded in turns), tokens),
-        "wire_bytes_per_token": ratio(sum(decoded.wire_bytes for decoded in turns), tokens),
-        "joules_per_token": sum(joules.values()),
-        "joules_by_cause": joules,
-    }
-
-
-def _acceptance(texts: Texts) -> dict[str, Any]:
-    results = texts.results
-    tested = sum(result.num_tested for result in results)
+def _latency_record(
+    run: LinkRun, alone: LinkRun | None, lossless: LosslessRecord, seed: int
+) -> LatencyRecord:
+    ms_P, tokens_P = run.times()
+    ms_per_token, ci95 = pooled_ratio(ms_P, tokens_P, seed=seed)
+    ms, tokens = float(ms_P.sum()), float(tokens_P.sum())
+    p50, p99 = np.quantile(ms_P / tokens_P, [0.5, 0.99]) if len(ms_P) else (np.nan, np.nan)
+    plain_ms, plain_tokens = (np.nan, np.nan) if alone is None else (x.sum() for x in alone.times())
+    clock, results = measure_times(run.results), run.results
     rounds = [length for result in results for length in result.round_lengths]
+    num_ids = sum(len(result.token_ids) for result in results)
+
+    def per_token(name: str) -> float:
+        return ratio(sum(getattr(cost, name) for cost in run.costs), num_ids)
+
+    joules: dict[str, float | None] = {
+        cause: ratio(sum(cost.joules[cause] for cost in run.costs), num_ids)
+        for cause in run.costs[0].joules
+    }
     bias = None
-    if _rule(texts) == "topk":
-        bias = float(np.mean([_top_k_bias(texts.simulation, result) for result in results]))
-    return {
-        "draft_acceptance_rate": ratio(sum(result.num_accepted for result in results), tested),
-        "mean_acceptance_length": ratio(sum(rounds), len(rounds)),
-        "drafted_per_token": ratio(
+    if run.rule == "topk":
+        bias = float(np.mean([_top_k_bias(run.simulation, result) for result in results]))
+    return LatencyRecord(
+        method=run.method,
+        network=run.network,
+        temperature=run.simulation.temperature,
+        rule=run.rule,
+        caveat=run.simulation.caveat(METHODS[run.method]),
+        prompts=run.num_prompts,
+        tokens=int(tokens),
+        ms_per_token=ms_per_token,
+        ci95=ci95,
+        ms_per_token_p50=float(p50),
+        ms_per_token_p99=float(p99),
+        tokens_per_s=ratio(1e3 * tokens, ms),
+        speedup=ratio(ratio(float(plain_ms), float(plain_tokens)), ms_per_token),
+        ttft_ms=None if clock is None else clock.ttft_ms,
+        itl_ms_p50=None if clock is None else clock.itl_ms_p50,
+        itl_ms_p99=None if clock is None else clock.itl_ms_p99,
+        up_bytes_per_token=per_token("up_bytes"),
+        down_bytes_per_token=per_token("down_bytes"),
+        messages_per_token=per_token("messages"),
+        wire_bytes_per_token=per_token("wire_bytes"),
+        joules_per_token=per_token("total_joules"),
+        joules_by_cause=joules,
+        draft_acceptance_rate=ratio(
+            sum(result.num_accepted for result in results),
+            sum(result.num_tested for result in results),
+        ),
+        mean_acceptance_length=ratio(sum(rounds), len(rounds)),
+        drafted_per_token=ratio(
             sum(result.num_drafted for result in results),
             sum(result.num_tokens for result in results),
         ),
-        "total_variation_bound": bias,
-    }
+        total_variation_bound=bias,
+        lossless=lossless,
+    )
 
 
 @torch.inference_mode()
 def _top_k_bias(simulation: Simulation, result: DecodeResult) -> float:
-    """Mean over the text of what ``topk`` loses where a token is tested; bonuses lose nothing."""
+    """Mean over the output of what ``topk`` loses where a token is tested; bonuses lose nothing."""
     assert simulation.draft is not None
     source, first = make_source(simulation.draft), len(result.prompt_ids)
     source.begin({}, [*result.prompt_ids, result.token_ids[0]])
-    logits_NV = text_logits(simulation.target.model, result.prompt_ids, result.token_ids)
+    logits_NV = output_logits(simulation.target.model, result.prompt_ids, result.token_ids)
     total = 0.0
     for place, token in enumerate(result.token_ids[1:]):
         p_V = probabilities(logits_NV[place + 1].float(), simulation.temperature)
@@ -210,18 +201,126 @@ def _top_k_bias(simulation: Simulation, result: DecodeResult) -> float:
     return ratio(total, result.num_tokens)
 
 
-def _lossless(mine: Texts, alone: Texts | None, greedy: GreedyReference) -> LosslessRecord:
-    """Greedy: against transformers. Sampled by a rule that draft tokens do not touch: against the
-    cloud alone with the same random numbers. Other rules keep the distribution, not the text."""
-    if METHODS[mine.method].caveat:
+def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> LosslessRecord:
+    """Outputs compared with what the target alone gives, where a method promises the same.
+
+    Greedy: with transformers. Sampled by a rule that draft tokens do not touch: with the cloud
+    alone and the same random numbers. Other rules keep the distribution, not the output.
+    """
+    if METHODS[run.method].caveat:
         return UNCHECKED
-    if not mine.simulation.temperature:
-        return greedy.check(mine.results).record()
-    rule = mine.simulation.config(METHODS[mine.method]).rule
-    if alone is None or alone is mine or rule not in SAME_TEXT_RULES:
+    if not run.simulation.temperature:
+        return greedy.check(run.results).record()
+    rule = run.simulation.config(METHODS[run.method]).rule
+    if alone is None or alone is run or rule not in SAME_TEXT_RULES:
         return UNCHECKED
     if alone.simulation.config(METHODS["cloud"]).rule != rule:
         return UNCHECKED
-    pairs = list(zip(mine.results, alone.results, strict=True))
+    pairs = list(zip(run.results, alone.results, strict=True))
     differ = sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
     return LosslessRecord(checked=len(pairs), mismatches=differ)
+
+
+# -- report.md: methods x networks x temperatures, as the papers print them ------------------------
+
+LEGEND = """\
+ms/token: seconds from the first token to the last over the tokens after the first, pooled over the
+prompts, with 95 % intervals of a bootstrap over prompts; smaller is better. p50, p99: over prompts.
+speed-up: over the cloud alone, streamed, on the same network. alpha: accepted over tested tokens.
+up, down: payload bytes per token, the prompt included; wire: with headers and what was sent again.
+J/token: of the edge, its idle time included. same: outputs equal to transformers' greedy ones, or
+at T > 0 to the cloud's with the same random numbers; - where a rule keeps only the distribution."""
+DETAILS: dict[str, Callable[[LatencyRecord], str]] = {
+    "network": lambda row: row.network,
+    "T": lambda row: f"{row.temperature:g}",
+    "method": lambda row: row.method,
+    "rule": lambda row: row.rule or "-",
+    "ms/token": lambda row: number(row.ms_per_token, 1),
+    "95 % CI": lambda row: bounds(row.ci95 or (None, None), 1),
+    "p50": lambda row: number(row.ms_per_token_p50, 1),
+    "p99": lambda row: number(row.ms_per_token_p99, 1),
+    "tokens/s": lambda row: number(row.tokens_per_s, 2),
+    "speed-up": lambda row: number(row.speedup, 2),
+    "alpha": lambda row: number(row.draft_acceptance_rate),
+    "up": lambda row: number(row.up_bytes_per_token, 0),
+    "down": lambda row: number(row.down_bytes_per_token, 0),
+    "wire": lambda row: number(row.wire_bytes_per_token, 0),
+    "J/token": lambda row: number(row.joules_per_token),
+    "same": lossless_share,
+}
+SETTINGS = ("policy", "draft_length", "top_k", "tail_samples", "max_new_tokens", "seed", "draft")
+
+
+def _latency_cell(row: LatencyRecord) -> str:
+    mark = " *" if row.caveat else ""
+    return f"{number(row.ms_per_token, 1)} {bounds(row.ci95 or (None, None), 1)}{mark}"
+
+
+def latency_table(rows: Sequence[LatencyRecord]) -> Table:
+    """ms/token and its interval, a line for each method, a column for each place."""
+    places = dict.fromkeys((row.network, row.temperature) for row in rows)
+    cells = {(row.method, row.network, row.temperature): _latency_cell(row) for row in rows}
+    header = ["method", *(f"{network}, T = {degrees:g}" for network, degrees in places)]
+    methods = dict.fromkeys(row.method for row in rows)
+    return Table(header, [[m, *(cells[m, *place] for place in places)] for m in methods])
+
+
+def notes(rows: Sequence[LatencyRecord]) -> list[str]:
+    """What is wrong with some rows, and where drafting on the edge does not pay."""
+    found, slower = [], dict[str, list[str]]()
+    for row in rows:
+        place = f"{row.network}, T = {row.temperature:g}"
+        if row.total_variation_bound is not None:
+            found.append(
+                f"{row.method}, {place}: total variation of a tested token from the target's "
+                f"distribution {row.total_variation_bound:.4f} on average"
+            )
+        if row.lossless.mismatches:
+            found.append(f"{row.method}, {place}: {row.lossless.mismatches} outputs differ")
+        drafts_away = METHODS[row.method].drafts_in == "both"
+        if drafts_away and is_known(row.speedup) and row.speedup < 1:
+            slower.setdefault(place, []).append(row.method)
+    for caveat in dict.fromkeys(row.caveat for row in rows if row.caveat):
+        names = dict.fromkeys(row.method for row in rows if row.caveat == caveat)
+        found.append(f"* {', '.join(names)}: {caveat}")
+    return found + [
+        f"{place}: slower than the cloud alone: {', '.join(names)}"
+        for place, names in slower.items()
+    ]
+
+
+def constants(rows: Sequence[LatencyRecord], times: Times, config: dict[str, Any]) -> list[str]:
+    """Everything that the clock and the energy rest on."""
+    found = [f"computing: {name} {value:g} s" for name, value in asdict(times).items()]
+    for network in dict.fromkeys(row.network for row in rows):
+        link = load_link(network)
+        state = link.state(0.0)
+        found.append(
+            f"link {network}: at its beginning {state.up_bytes_per_s * 8e-6:g} Mbit/s up, "
+            f"{state.down_bytes_per_s * 8e-6:g} down, round trip {state.round_trip_s * 1e3:g} ms "
+            f"+- {link.jitter_s * 2e3:g}, loss {link.loss:g}, {link.header_bytes} bytes of headers"
+        )
+    found += [f"radio {name}: {values}" for name, values in RADIOS.items()]
+    found.append(f"edge: {EDGE_W:g} W while it drafts")
+    return [*found, *(f"{name}: {config[name]}" for name in SETTINGS)]
+
+
+def write_edge_report(
+    folder: Path, rows: Sequence[LatencyRecord], manifest: dict[str, Any], times: Times
+) -> str:
+    """Write the files; returns what the terminal shows."""
+    table, details, said = latency_table(rows), Table.of(DETAILS, rows), notes(rows)
+    known = constants(rows, times, manifest["config"])
+    methods = [f"{n}: {METHODS[n].summary}" for n in dict.fromkeys(r.method for r in rows)]
+    parts = ["# Decoding across links", "## ms/token", markdown(table), LEGEND]
+    parts += ["## Details", markdown(details)]
+    for title, lines in (("Notes", said), ("Methods", methods), ("Constants", known)):
+        if lines:
+            parts += [f"## {title}", "\n".join(f"- {line}" for line in lines)]
+    parts += ["## Provenance", "\n".join(f"- {n}: {text}" for n, text in describe(manifest))]
+    write_atomically(folder / "manifest.json", to_json(manifest))
+    write_atomically(folder / "report.md", ("\n\n".join(parts) + "\n").encode())
+    results = Results(latency=list(rows), times=asdict(times))
+    write_atomically(folder / "results.json", to_json(results))
+    shown = [align_columns(table), "\n".join(said), align_columns(details), "\n".join(known)]
+    return "\n\n".join(shown)

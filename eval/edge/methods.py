@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from pipedraft.eval.run import DraftNetwork
 from pipedraft.inference.channel import Channel, EnergyModel, Link
 from pipedraft.inference.config import DecodeConfig, RuleName
 from pipedraft.inference.engine import Engine
@@ -21,6 +23,49 @@ from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RULES, KeyedRandom, make_verifier
 from pipedraft.models.target import Keep
+
+# -- published and assumed constants of computing and energy, for the virtual clock ---------------
+
+TIMES: dict[str, Times] = {
+    "picospec": Times(draft_s=0.097 / 4, verify_s=0.087, cloud_draft_s=0.097 / 16),
+    "flexspec": Times(draft_s=0.0085, verify_s=0.166, cloud_draft_s=0.0085 / 4),
+}
+"""Edge: PicoSpec's Qwen3-0.6B (97 ms for 4 tokens), FlexSpec's draft on a Jetson AGX. Cloud:
+PicoSpec's 32B and 70B targets. Assumptions: a draft in the cloud takes a quarter of the edge's
+time, and rows after the first of a pass cost nothing (they read the same weights)."""
+
+EDGE_W = 15.0
+"""Of the edge's processor while it drafts: a Jetson AGX Orin's smallest power mode; assumption."""
+RADIOS: dict[str, dict[str, Any]] = {
+    "cellular": {"uj_per_bit": (0.43839, 0.05197), "idle_w": 1.060, "tail_s": 11.576},
+    "wifi": {"uj_per_bit": (0.28317, 0.13701), "idle_w": 0.119, "tail_s": 0.238},
+}
+"""Phones of 2012 (Huang et al., MobiSys 2012: LTE and WiFi). Between messages the radio stays in
+its tail state, whose power is the idle one here."""
+
+
+def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:
+    """
+    Args:
+        draft_s: of one draft token at ``EDGE_W``.
+    """
+    values = RADIOS[radio]
+    up, down = (8e-6 * energy for energy in values["uj_per_bit"])
+    return EnergyModel(
+        joules_per_draft_token=EDGE_W * draft_s,
+        joules_per_byte_up=up,
+        joules_per_byte_down=down,
+        idle_w=values["idle_w"],
+        tail_j=values["idle_w"] * values["tail_s"],
+    )
+
+
+def radio_of(link: str) -> str:
+    """By the name of a link: WiFi where it says so."""
+    return "wifi" if "wifi" in link else "cellular"
+
+
+# -- methods --------------------------------------------------------------------------------------
 
 Place = Literal["target", "both", "draft"]
 
@@ -94,9 +139,9 @@ class Simulation:
     """Where methods are tried on the virtual clock: networks, link, constants, settings."""
 
     target: SharedTarget
-    draft: Any | None
-    """From ``load_draft`` or ``load_draft_model``; None: only ``cloud`` can decode."""
-    tokenizer: Any
+    draft: DraftNetwork | None
+    """None: only ``cloud`` can decode."""
+    tokenizer: PreTrainedTokenizerBase
     link: Link
     times: Times
     energy: EnergyModel
@@ -158,6 +203,10 @@ class Decoded:
     wire_bytes: int
     joules: dict[str, float]
     """Of the edge, by cause."""
+
+    @property
+    def total_joules(self) -> float:
+        return sum(self.joules.values())
 
     @property
     def decode_s(self) -> float:
@@ -250,5 +299,7 @@ def _decode_alone(simulation: Simulation, prompt_ids: list[int], prompt_index: i
             limit=staged.max_positions,
         )
     result.num_draft_forwards = source.num_forwards
-    result.text = simulation.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    output = simulation.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    assert isinstance(output, str)  # a list only for a batch
+    result.text = output
     return result
