@@ -28,12 +28,11 @@ small prompt files are used; --data-dir hub: downloads the published benchmarks.
 """
 
 
-def read_share(text: str) -> tuple[int, int]:
-    """ "2/4" is (1, 4)."""
+def read_share(text: str) -> str:
     index, _, number = text.partition("/")
     if not (index.isdecimal() and number.isdecimal() and 1 <= int(index) <= int(number)):
         raise ValueError(f"--shard: {text!r} is no share; give for example 1/4, 2/4, 3/4 and 4/4")
-    return int(index) - 1, int(number)
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,7 @@ class EvaluationOptions(ScoreOptions, BackendOptions, ScheduleOptions):
     calibrate: Path | None = None
     """write the cost model that this run's measurements make: the time of a row more, a hop, a
     verification, a draft forward"""
-    shard: tuple[int, int] | None = option(None, metavar="I/N", parse=read_share)
+    shard: str | None = option(None, metavar="I/N", parse=read_share)
     """decode the I-th of N shares of the prompts into OUT/traces and write no report; afterwards
     the same command without --shard decodes what is left and reports all"""
     fresh: bool = False

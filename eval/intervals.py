@@ -158,7 +158,8 @@ def _wilson(share: float, size: float, z: float) -> tuple[float, float]:
     center = share + z * z / (2 * size)
     spread = z * math.sqrt(share * (1 - share) / size + z * z / (4 * size * size))
     scale = 1 + z * z / size
-    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
+    low = max(0.0, (center - spread) / scale) if share > 0 else 0.0
+    return low, min(1.0, (center + spread) / scale) if share < 1 else 1.0
 
 
 # -- two runs on the same prompts ------------------------------------------------------------------

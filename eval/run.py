@@ -5,8 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import transformers
@@ -36,7 +35,6 @@ from pipedraft.eval.traces import TraceFile, Traces, find_result
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines import Pipeline
-from pipedraft.inference.pipelines.linked import RemoteTarget
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
@@ -108,15 +106,12 @@ def prompt_seed(prompt: Prompt, turn: int) -> int:
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
 
 
-def recorded_draft(
-    draft: DraftNetwork | None, target: StagedTarget | RemoteTarget
-) -> dict[str, Any]:
+def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> dict[str, Any]:
     """What the header of a trace file says for ``traces.Recording``.
 
     Args:
         draft: None for plain decoding.
     """
-    assert isinstance(target, StagedTarget)  # what runs across a link is not recorded
     return {
         "draft_type": None if draft is None else draft.draft_type,
         "relative_cost": 0.0 if draft is None else draft.relative_cost(target),
@@ -158,12 +153,7 @@ def evaluate(
                 if max_prompt_tokens is not None and len(prompt_ids) > max_prompt_tokens:
                     bar.update(len(prompt.turns) - turn)
                     break
-                decode = partial(engine.decode, prompt_ids, prompt_index=prompt_seed(prompt, turn))
-                result = (
-                    decode()
-                    if traces is None
-                    else find_result(traces, prompt, turn, prompt_ids, decode)
-                )
+                result = _decode_turn(engine, prompt, turn, prompt_ids, traces)
                 answer = tokenizer.decode(result.token_ids, skip_special_tokens=True)
                 assert isinstance(answer, str)  # a list only for a batch
                 answers.append(answer)
@@ -178,6 +168,15 @@ def evaluate(
                 )
                 bar.update()
     return records
+
+
+def _decode_turn(
+    engine: Decoder, prompt: Prompt, turn: int, prompt_ids: list[int], traces: TraceFile | None
+) -> DecodeResult:
+    def decode() -> DecodeResult:
+        return engine.decode(prompt_ids, prompt_index=prompt_seed(prompt, turn))
+
+    return decode() if traces is None else find_result(traces, prompt, turn, prompt_ids, decode)
 
 
 def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
@@ -468,7 +467,8 @@ class Evaluation:
         return self.traces.open(
             config=method.config.to_dict(),
             draft=None if method.draft is None else draft_hash(method.draft),
-            recorded=recorded_draft(method.draft, engine.target),
+            # Only what runs across a link has another kind of target, and that is not recorded.
+            recorded=recorded_draft(method.draft, cast(StagedTarget, engine.target)),
             **again,
         )
 

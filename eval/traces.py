@@ -151,14 +151,16 @@ def traces_of(
     *,
     weights: str,
     backend: str = "local",
-    shard: tuple[int, int] | None = None,
+    shard: str | None = None,
 ) -> Traces:
     """The traces of an evaluation.
 
     Args:
         out: folder of its results.
         weights: of the target, as ``weights_identity`` names them.
+        shard: "2/4" is the second of four.
     """
+    index, _, number = (shard or "1/1").partition("/")
     identity = {
         "target": weights,
         "dtype": str(target.dtype),
@@ -167,7 +169,7 @@ def traces_of(
         "versions": [version(name) for name in ("torch", "transformers")],
         "code": code_hash(),
     }
-    return Traces(out / "traces", identity, shard or WHOLE)
+    return Traces(out / "traces", identity, (int(index) - 1, int(number)))
 
 
 def remove_traces(out: Path) -> None:
