@@ -23,7 +23,7 @@ from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LatencyRecord, Results, RunRecord
 from pipedraft.eval.retention import Retention
-from pipedraft.eval.run import Evaluation, Method
+from pipedraft.eval.run import DraftNetwork, Evaluation, Method
 from pipedraft.eval.spec import BASE, Measure, Row, Spec, decode_config, read_roles
 from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import load_tasks
@@ -39,7 +39,7 @@ from pipedraft.inference.sources import make_source
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models import load_draft
 from pipedraft.models.draft import read_description, resolve_folder
-from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.language_model import LanguageModelDraft, load_draft_model
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
 
@@ -305,25 +305,22 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
         revision=revision,
         has_reference=not options.no_lossless,
     )
-    model = None
-    if folders:
-        draft = load_draft(str(folders[0]), context.target)
-        draft = draft.to(context.target.device, context.target.dtype)
-    else:
-        draft = model = load_draft_model(
-            str(options.draft_model), context.target, context.tokenizer
-        )
+    place = str(options.checkpoint or options.draft_model)
+    draft: DraftNetwork = (
+        load_draft(str(folders[0]), context.target).to(context.target.device, context.target.dtype)
+        if folders
+        else load_draft_model(place, context.target, context.tokenizer)
+    )
     check_draft(make_source(draft))
     context.drafts.networks["draft"] = draft
     results = run_edge(spec, context).results
     assert results is not None
-    place = options.checkpoint or options.draft_model
     manifest = build_manifest(
         target=context.target,
         tokenizer=context.tokenizer,
         benchmarks=context.benchmarks,
         checkpoints=folders,
-        draft_model=None if model is None else model.model,
+        draft_model=draft.model if isinstance(draft, LanguageModelDraft) else None,
         config=options.to_dict() | {"draft": f"{draft.draft_type} `{place}`"},
         argv=["python", "-m", "pipedraft.eval", "edge", *argv],
         seed=options.seed,
