@@ -102,7 +102,7 @@ def test_what_cannot_be_dumped_is_refused_before_the_target_runs(
         dump(world, tmp_path, monkeypatch, "--shard_target", "true")
     with pytest.raises(ValueError, match="shard_mb: -1.0 is not positive"):
         dump(world, tmp_path, monkeypatch, "--shard_mb", "-1")
-    with pytest.raises(ValueError, match="--dtype: invalid choice: 'int4'"):
+    with pytest.raises(ValueError, match="--dtype: 'int4' does not fit"):
         dump(world, tmp_path, monkeypatch, "--dtype", "int4")
     with pytest.raises(
         ValueError,
@@ -124,7 +124,7 @@ def test_a_damaged_index_is_named(world, dumps, tmp_path):
     out = tmp_path / "dump"
     shutil.copytree(dumps["bf16"], out)
     (out / INDEX).write_text((out / INDEX).read_text()[:-40])
-    with pytest.raises(ValueError, match="index.json is damaged .JSONDecodeError"):
+    with pytest.raises(ValueError, match="index.json is damaged .DecodeError"):
         world.trainer("spd", tmp_path / "run", **METHODS["spd"], features=out)
 
 

@@ -10,7 +10,7 @@ from pipedraft.errors import run_command
 from pipedraft.train.__main__ import main, methods, registry, take_plan
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import flop_counter
-from pipedraft.train.plan import NARROW_TEXTS, all_counted, kept_bytes, measure, memory_bytes
+from pipedraft.train.plan import NARROW_SEQUENCES, Plan, all_counted, kept_bytes
 
 TOKENS = (64, 192)
 
@@ -18,9 +18,9 @@ TOKENS = (64, 192)
 def sizes_and_trainer(world: World, method: str, folder, **changes):
     changes = {"data__max_length": 192, **changes}
     run, model, _ = parse_run(world.arguments(method, folder, **changes), methods(), "")
-    sizes = measure(run, model, registry()[method][1])
+    plan = Plan(run, model, registry()[method][1])
     changes["precision"] = "fp32"  # one accelerator a process
-    return run, sizes, world.trainer(method, folder, **changes)
+    return plan, plan.measure(), world.trainer(method, folder, **changes)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -34,7 +34,7 @@ def test_counts_and_kept_bytes_are_those_of_the_real_network(world, tmp_path, me
     kept = [kept_bytes(objective, all_counted(n), precision) for n in TOKENS]
     per_token = (kept[1] - kept[0]) / (TOKENS[1] - TOKENS[0])
     assert sizes.kept_bytes == pytest.approx(per_token, rel=0.15)
-    batch = all_counted(192, NARROW_TEXTS)
+    batch = all_counted(192, NARROW_SEQUENCES)
     with flop_counter() as counter:
         objective(batch, torch.Generator().manual_seed(0)).loss.backward()
     counted = counter.get_total_flops() / batch["input_ids"].numel()
@@ -50,12 +50,12 @@ def test_checkpointing_is_seen(world, tmp_path):
 
 
 def test_what_is_shared_among_processes(world, tmp_path):
-    run, sizes, _ = sizes_and_trainer(world, "spd", tmp_path, shard_target=True)
+    plan, sizes, _ = sizes_and_trainer(
+        world, "spd", tmp_path, shard_target=True, target_dtype="fp32"
+    )
 
     def parts(strategy: str, processes: int = 4) -> dict[str, float]:
-        return memory_bytes(
-            sizes, processes=processes, strategy=strategy, run=run, dtype=torch.float32
-        )
+        return plan.memory_bytes(sizes, processes=processes, strategy=strategy)
 
     whole, zero2, zero3 = parts("ddp"), parts("zero2"), parts("fsdp2, zero3")
     assert whole["optimizer"] == 8 * sizes.trained == 4 * zero2["optimizer"]

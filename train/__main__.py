@@ -87,6 +87,8 @@ def load_tokenizer_of(
 
 def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     """Everything that can refuse the configuration, so that training starts only if nothing did."""
+    from accelerate.utils import set_seed
+
     from pipedraft.data_recipes.recipe import load_data
     from pipedraft.models.hub import model_card
     from pipedraft.models.target import check_packable
@@ -97,11 +99,11 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         make_accelerator,
         shard_target,
     )
-    from pipedraft.train.loop import Trainer, seed_everything
+    from pipedraft.train.loop import Trainer
 
     started = time.monotonic()
     accelerator = make_accelerator(run)
-    seed_everything(run.seed)
+    set_seed(run.seed)
     make_folder("output_dir", run.output_dir)
     objective_class = registry()[run.method][1]
     with accelerator.main_process_first():
@@ -165,9 +167,9 @@ def main() -> None:
     if wants_plan:
         if run.method == "language_model":
             raise ValueError(f"--plan: method {run.method!r} has no draft; give a draft's --config")
-        from pipedraft.train.plan import plan
+        from pipedraft.train.plan import Plan
 
-        print(plan(run, model, registry()[run.method][1]))
+        print(Plan(run, model, registry()[run.method][1]).report())
         return
     trainer = build_trainer(run, model)
     trainer.restore()

@@ -214,8 +214,8 @@ class TrainingState:
 
     accelerator: Accelerator
     module: Any
-    """An ``nn.Module``, perhaps inside DDP or DeepSpeed's engine."""
-    optimizers: list[Any]
+    """The network, perhaps inside DDP or DeepSpeed's engine."""
+    optimizers: list[torch.optim.Optimizer]
 
     @property
     def sharding(self) -> str:
@@ -239,7 +239,8 @@ class TrainingState:
             (folder / PROGRESS).write_text(json.dumps(asdict(saved)))
 
     def load(self, folder: Path) -> Progress:
-        """
+        """Take over the state in ``folder``.
+
         Raises:
             ValueError: it is the state of another run, or holds something else than a state.
         """

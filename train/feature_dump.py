@@ -1,8 +1,10 @@
-"""Running a frozen target over a data set once, and writing the states that draft heads need."""
+"""Running a frozen target over a data set once, and writing the hidden states that heads need.
 
-# B batch, T positions of a padded row, M positions of texts, H hidden, V vocabulary
+Or holding it ready for trainers that ask for them.
+"""
 
-import json
+# B batch, T positions of a padded row, M positions of sequences, H hidden, V vocabulary
+
 import shutil
 import sys
 import time
@@ -10,107 +12,122 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
-from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.data_recipes.recipe import TokenizedData, load_data
 from pipedraft.errors import make_folder
-from pipedraft.files import file_sha256
+from pipedraft.files import file_sha256, publish
 from pipedraft.models.cpu import tuned
 from pipedraft.models.target import capture_hidden
+from pipedraft.train.__main__ import load_tokenizer_of, registry
+from pipedraft.train.config import RunConfig
+from pipedraft.train.feature_link import FeatureServer, Hello
+from pipedraft.train.feature_reader import decoder_config, needed_layers, weightless_draft
 from pipedraft.train.feature_shards import (
     INDEX,
+    DumpSettings,
+    Index,
     LayerError,
     ShardRecord,
+    Sidecar,
     TeacherError,
     bytes_per_token,
     decode,
     difference,
     encode,
+    identity_of,
     publish_json,
-    publish_tensors,
     read_index,
     row_lengths,
-    shard_damage,
+    target_identity,
 )
+from pipedraft.train.launch import load_frozen_target, make_accelerator, on_main_process
+from pipedraft.train.loop import EVALUATED_ROWS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from pipedraft.train.features import FeatureOptions
 
 TEACHER_POSITIONS = 256
 """Of each shard, spread over its rows: two products with the LM head are not cheap."""
-VALID_BATCH = 8
-"""Rows of a batch of the loop's evaluation."""
+
+
+# -- what is dumped -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Head:
+    """A draft head that reads a dump: its name in tables, its run, and its network."""
+
+    name: str
+    run: RunConfig
+    model: "DataclassInstance"
+
+
+def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Layers that each head needs, and all of them together if there are several heads."""
+    layers = {}
+    for head in heads:
+        draft = weightless_draft(registry()[head.run.method][1], head.model, target_config)
+        layers[head.name] = needed_layers(draft, target_config.num_hidden_layers)
+    if len(heads) > 1:
+        layers["together"] = tuple(sorted(set().union(*layers.values())))
+    return layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Which rows go into which shard, and what all shards say about themselves."""
 
-    identity: dict[str, Any]
-    settings: dict[str, Any]
+    identity: dict[str, int | str]
+    settings: DumpSettings
     shards: list[list[list[int]]]
     """Batches of rows; validation rows are numbered after the training rows."""
     shard_tokens: list[int]
     bytes_per_token: int
 
     @property
-    def num_tokens(self) -> int:
-        return sum(self.shard_tokens)
-
-    @property
     def size_bytes(self) -> int:
-        return self.num_tokens * self.bytes_per_token
+        return sum(self.shard_tokens) * self.bytes_per_token
 
 
 def make_plan(
-    run: Any,
-    data: TokenizedData,
-    identity: dict[str, Any],
-    *,
-    layers: Sequence[int],
-    dtype: str,
-    precision: str,
-    shard_mb: float,
+    run: RunConfig, data: TokenizedData, identity: dict[str, int | str], settings: DumpSettings
 ) -> Plan:
-    """Batches are those of the run's first epoch and of its evaluation: with one process, the
-    states are bit for bit what that epoch computes without a dump, if stored in fp32.
+    """Cut the rows into batches and these into shards.
 
-    Args:
-        layers: without the embeddings.
+    Batches are those of the run's first epoch and of its evaluation: with one process, the hidden
+    states are bit for bit what that epoch computes without a dump, if stored in fp32.
     """
     lengths = row_lengths(data.train) + row_lengths(data.valid)
-    num_train, group = len(data.train), run.batch_group or 1
+    num_train, group = len(data.train), settings.batch_group
     batches = length_bucketed_batches(
         lengths[:num_train], run.batch_tokens, seed=run.seed, epoch=0, group=group
     )
     batches = list({rows[0]: rows for rows in batches}.values())  # some may come twice
     valid = range(num_train, len(lengths))
-    batches += [list(valid[i : i + VALID_BATCH]) for i in range(0, len(valid), VALID_BATCH)]
-    per_token = bytes_per_token(len(layers), identity["hidden_size"], dtype)
+    batches += [list(valid[i : i + EVALUATED_ROWS]) for i in range(0, len(valid), EVALUATED_ROWS)]
+    hidden_size = int(identity["hidden_size"])
+    per_token = bytes_per_token(len(settings.layers), hidden_size, settings.dtype)
     shards: list[list[list[int]]] = [[]]
     tokens = [0]
     for rows in batches:
-        if tokens[-1] * per_token >= shard_mb * 1e6:
+        if tokens[-1] * per_token >= settings.shard_mb * 1e6:
             shards.append([])
             tokens.append(0)
         shards[-1].append(rows)
         tokens[-1] += sum(lengths[row] for row in rows)
-    settings = {
-        "layers": list(layers),
-        "dtype": dtype,
-        "precision": precision,
-        "target_dtype": run.target_dtype,
-        "target_quantization": run.target_quantization,
-        "batch_tokens": run.batch_tokens,
-        "batch_group": group,
-        "seed": run.seed,
-        "shard_mb": shard_mb,
-    }
     return Plan(
         identity=identity,
         settings=settings,
@@ -118,6 +135,66 @@ def make_plan(
         shard_tokens=tokens,
         bytes_per_token=per_token,
     )
+
+
+def size_table(layers: dict[str, tuple[int, ...]], hidden_size: int) -> str:
+    """Markdown: bytes per token in each dtype, and of 2,048 tokens in bf16."""
+    lines = ["| head | layers | fp32 | bf16, fp16 | int8 | 2,048 tokens in bf16 |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, chosen in layers.items():
+        sizes = [bytes_per_token(len(chosen), hidden_size, d) for d in ("fp32", "bf16", "int8")]
+        cells = [name, ", ".join(map(str, chosen)), *(f"{size:,}" for size in sizes)]
+        lines.append(f"| {' | '.join(cells)} | {size_text(2048 * sizes[1])} |")
+    return "\n".join(lines)
+
+
+def size_text(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.2f} TB"
+
+
+# -- the target at work ---------------------------------------------------------------------
+
+
+class States:
+    """The frozen target at work on rows of tokens."""
+
+    def __init__(self, target: PreTrainedModel, pad_id: int, accelerator: Accelerator) -> None:
+        self.target, self.pad_id, self.accelerator = target, pad_id, accelerator
+        self.num_layers: int = target.get_decoder().config.num_hidden_layers
+
+    @torch.no_grad()
+    def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
+        """{layer: [M, H]}, row after row."""
+        batch = collate(
+            [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], self.pad_id
+        )
+        ids_BT, device = batch["input_ids"], self.accelerator.device
+        is_token_BT = torch.arange(ids_BT.shape[1]) < batch["lengths"][:, None]
+        with self.accelerator.autocast(), tuned(device):
+            hidden = capture_hidden(self.target, ids_BT.to(device), layers)
+        is_token_BT = is_token_BT.to(device)
+        return {layer: hidden[layer][is_token_BT] for layer in layers}
+
+    @torch.no_grad()
+    def teacher_divergence(self, hidden_MH: Tensor, kept_MH: Tensor, count: int) -> Tensor:
+        """KL(p || p of what was kept), p = softmax(LM head(norm(hidden))), at some positions."""
+        chosen = torch.linspace(0, len(hidden_MH) - 1, min(count, len(hidden_MH))).long()
+        norm, head_VH = self.target.get_decoder().norm, self.target.get_output_embeddings().weight
+        exact_MV, kept_MV = (
+            F.linear(norm(x_MH[chosen.to(x_MH.device)].to(norm.weight.dtype)), head_VH)
+            .float()
+            .log_softmax(-1)
+            for x_MH in (hidden_MH, kept_MH)
+        )
+        kl_M = F.kl_div(kept_MV, exact_MV, log_target=True, reduction="none").sum(-1).clamp_min(0)
+        return kl_M
+
+
+# -- a folder of shards ---------------------------------------------------------------------
 
 
 def shard_name(number: int) -> str:
@@ -137,27 +214,8 @@ class Dump:
         self.plan, self.folder, self.data, self.accelerator = plan, folder, data, accelerator
         make_folder("out", folder)
         self.damages: list[str] = []
-        found: list[Any] = [{}, None]
-        if accelerator.is_main_process:  # it reads every byte, and the others may not begin before
-            try:
-                found = [self._find_complete(), None]
-                self._check_room(found[0])
-            except ValueError as error:
-                found = [{}, str(error)]
-        self.records: dict[int, ShardRecord]
-        self.records, refusal = broadcast_object_list(found)
-        if refusal is not None:
-            raise ValueError(refusal)
-
-    def _check_room(self, records: dict[int, ShardRecord]) -> None:
-        plan, folder = self.plan, self.folder
-        needed = plan.size_bytes - sum(record.bytes for record in records.values())
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            raise ValueError(
-                f"out: {folder} has room for {size_text(free)}, the dump takes another "
-                f"{size_text(needed)}; give --out on a larger disk, --dtype int8, or fewer heads"
-            )
+        # It reads every byte, and the others may not begin before.
+        self.records = on_main_process(accelerator, self._find_complete)
 
     def _find_complete(self) -> dict[int, ShardRecord]:
         """Shards that are there and as they were written, by number."""
@@ -165,27 +223,37 @@ class Dump:
         if (self.folder / INDEX).exists():
             index = read_index(self.folder)
             self._check(index, self.folder / INDEX)
-            found = {record.file: record for record in index["shards"]}
-        for path in sorted(self.folder.glob("shard-*.json")):
-            entry = json.loads(path.read_text())
-            self._check(entry, path)
-            found[entry["shard"]["file"]] = ShardRecord.from_dict(entry["shard"])
+            found = {record.file: record for record in index.shards}
+        for path in self._sidecars():
+            sidecar = msgspec.json.decode(path.read_bytes(), type=Sidecar)
+            self._check(sidecar, path)
+            found[sidecar.shard.file] = sidecar.shard
         complete = {}
         for number in range(len(self.plan.shards)):
-            if shard_name(number) not in found:
+            record = found.get(shard_name(number))
+            if record is None:
                 continue
-            record = found[shard_name(number)]
-            if (damage := shard_damage(self.folder, record, deep=True)) is None:
+            if (damage := record.damage(self.folder, deep=True)) is None:
                 complete[number] = record
             else:
                 self.damages.append(f"{record.file} is made again: {damage}")
+        needed = self.plan.size_bytes - sum(record.bytes for record in complete.values())
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise ValueError(
+                f"out: {self.folder} has room for {size_text(free)}, the dump takes another "
+                f"{size_text(needed)}; give --out on a larger disk, --dtype int8, or fewer heads"
+            )
         return complete
 
-    def _check(self, entry: dict[str, Any], path: Path) -> None:
-        other = difference(entry["identity"], self.plan.identity)
-        for name, value in self.plan.settings.items():
-            if other is None and entry["settings"].get(name) != value:
-                found = entry["settings"].get(name)
+    def _sidecars(self) -> list[Path]:
+        return sorted(self.folder.glob("shard-*.json"))
+
+    def _check(self, entry: Index | Sidecar, path: Path) -> None:
+        other = difference(entry.identity, self.plan.identity)
+        for name, value in msgspec.structs.asdict(self.plan.settings).items():
+            found = getattr(entry.settings, name)
+            if other is None and found != value:
                 other = f"the same with other settings ({name}: {found} != {value})"
         if other is not None:
             raise ValueError(
@@ -193,42 +261,38 @@ class Dump:
                 f"{self.folder}"
             )
 
-    def run(self, load: Callable[[], "States"]) -> dict[str, Any]:
+    def run(self, load: Callable[[], "States"]) -> Index:
         """Write what is missing, each process its share of the shards.
 
         Args:
             load: called if anything is missing.
-
-        Returns:
-            The index.
         """
-        accelerator, started = self.accelerator, time.monotonic()
+        accelerator, plan, started = self.accelerator, self.plan, time.monotonic()
         rank, world = accelerator.process_index, accelerator.num_processes
-        mine = [n for n in range(len(self.plan.shards)) if n not in self.records][rank::world]
+        mine = [n for n in range(len(plan.shards)) if n not in self.records][rank::world]
         bar = tqdm(
-            total=sum(self.plan.shard_tokens[number] for number in mine),
+            total=sum(plan.shard_tokens[number] for number in mine),
             unit="token",
             unit_scale=True,
             disable=not accelerator.is_main_process or not mine,
             mininterval=1.0 if sys.stderr.isatty() else 30.0,
         )
-        states = load() if mine else None
-        with bar:
-            for number in mine:
-                assert states is not None
-                record = self._write_shard(number, states, bar)
-                entry = {"identity": self.plan.identity, "settings": self.plan.settings}
-                path = (self.folder / record.file).with_suffix(".json")
-                publish_json(path, {**entry, "shard": record.to_dict()})
+        if mine:
+            states = load()
+            with bar:
+                for number in mine:
+                    record = self._write_shard(number, states, bar)
+                    path = (self.folder / record.file).with_suffix(".json")
+                    publish_json(path, Sidecar(plan.identity, plan.settings, record))
         accelerator.wait_for_everyone()
-        is_new = not (self.folder / INDEX).exists() or any(self.folder.glob("shard-*.json"))
+        is_new = not (self.folder / INDEX).exists() or bool(self._sidecars())
         if accelerator.is_main_process and is_new:
             self._write_index(time.monotonic() - started)
         accelerator.wait_for_everyone()
         return read_index(self.folder)
 
     def _write_shard(self, number: int, states: "States", bar: tqdm) -> ShardRecord:
-        layers, dtype = self.plan.settings["layers"], self.plan.settings["dtype"]
+        layers, dtype = self.plan.settings.layers, self.plan.settings.dtype
         batches = self.plan.shards[number]
         record = ShardRecord(file=shard_name(number), sha256="", bytes=0, tokens=0)
         record.layers = {str(layer): LayerError() for layer in layers}
@@ -239,18 +303,19 @@ class Dump:
                 stored = encode(hidden_MH, dtype, layer)
                 for name, tensor in stored.items():
                     parts[name].append(tensor.cpu())
-                kept_MH = decode(*_pair(stored, layer), hidden_MH.dtype)
+                name = f"layer.{layer}"
+                kept_MH = decode(stored[name], stored.get(f"{name}.scale"), hidden_MH.dtype)
                 record.layers[str(layer)].add(hidden_MH, kept_MH)
                 if layer == states.num_layers:
                     count = -(-TEACHER_POSITIONS // len(batches))
-                    record.teacher.merge(states.teacher_error(hidden_MH, kept_MH, count))
+                    record.teacher.add(states.teacher_divergence(hidden_MH, kept_MH, count))
             num_tokens = len(hidden[layers[-1]])
             record.tokens += num_tokens
             bar.update(num_tokens)
         tensors = {name: torch.cat(pieces) for name, pieces in parts.items()}
         tensors["rows"] = torch.tensor([row for rows in batches for row in rows])
         path = self.folder / record.file
-        publish_tensors(path, tensors)
+        publish(path, lambda place: save_file(tensors, place))
         record.bytes, record.sha256 = path.stat().st_size, file_sha256(path)
         return record
 
@@ -262,75 +327,102 @@ class Dump:
         return self.data.valid[[row - num_train for row in rows]]["input_ids"]
 
     def _write_index(self, seconds: float) -> None:
-        sidecars = sorted(self.folder.glob("shard-*.json"))
+        sidecars = self._sidecars()
         for path in sidecars:
-            record = ShardRecord.from_dict(json.loads(path.read_text())["shard"])
+            record = msgspec.json.decode(path.read_bytes(), type=Sidecar).shard
             self.records[int(path.stem.removeprefix("shard-"))] = record
         records = [self.records[number] for number in range(len(self.plan.shards))]
-        layers: dict[str, LayerError] = defaultdict(LayerError)
-        teacher = TeacherError()
-        for record in records:
-            teacher.merge(record.teacher)
-            for layer, error in record.layers.items():
-                layers[layer].merge(error)
-        index = {
-            "identity": self.plan.identity,
-            "settings": self.plan.settings,
-            "tokens": sum(record.tokens for record in records),
-            "bytes": sum(record.bytes for record in records),
-            "bytes_per_token": self.plan.bytes_per_token,
-            "seconds": seconds,
-            "errors": {layer: error.figures() for layer, error in layers.items()},
-            "teacher": teacher.figures(),
-            "shards": [record.to_dict() for record in records],
-        }
+        index = Index(
+            identity=self.plan.identity,
+            settings=self.plan.settings,
+            tokens=sum(record.tokens for record in records),
+            bytes=sum(record.bytes for record in records),
+            bytes_per_token=self.plan.bytes_per_token,
+            seconds=seconds,
+            errors={
+                layer: LayerError.figures([record.layers[layer] for record in records])
+                for layer in records[0].layers
+            },
+            teacher=TeacherError.figures([record.teacher for record in records]),
+            shards=records,
+        )
         publish_json(self.folder / INDEX, index)
         for path in sidecars:
             path.unlink()
 
 
-def _pair(stored: dict[str, Tensor], layer: int) -> tuple[Tensor, Tensor | None]:
-    return stored[f"layer.{layer}"], stored.get(f"layer.{layer}.scale")
+# -- the commands ---------------------------------------------------------------------------
 
 
-class States:
-    """The frozen target at work on rows of tokens."""
+def dump_features(
+    own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
+) -> None:
+    """Write, or go on with, the folder of ``python -m pipedraft.train.features``."""
+    run, model = heads[0].run, heads[0].model
+    accelerator = make_accelerator(run)
+    say = print if accelerator.is_main_process else lambda *_: None
+    with accelerator.main_process_first():
+        tokenizer = load_tokenizer_of(run, model)
+        data = load_data(run.data, tokenizer)
+    settings = DumpSettings(
+        layers=list(layers),
+        dtype=own.dtype,
+        precision=accelerator.mixed_precision,
+        target_dtype=run.target_dtype,
+        target_quantization=run.target_quantization,
+        batch_tokens=run.batch_tokens,
+        batch_group=run.batch_group or 1,
+        seed=run.seed,
+        shard_mb=own.shard_mb,
+    )
+    identity = identity_of(run, decoder_config(run), tokenizer, data)
+    plan = make_plan(run, data, identity, settings)
+    say(
+        f"{sum(plan.shard_tokens):,} tokens of {len(data.train) + len(data.valid):,} rows, layers "
+        f"{', '.join(map(str, layers))} in {own.dtype}: {plan.bytes_per_token:,} bytes per token, "
+        f"{size_text(plan.size_bytes)} in {len(plan.shards)} shards"
+    )
+    dump = Dump(plan, out, data, accelerator)
+    for line in dump.damages:
+        say(line)
+    if dump.records:
+        say(f"{len(dump.records)} shards are already there")
 
-    def __init__(self, target: Any, pad_id: int, accelerator: Accelerator) -> None:
-        self.target, self.pad_id, self.accelerator = target, pad_id, accelerator
-        self.num_layers: int = target.get_decoder().config.num_hidden_layers
+    def load() -> States:
+        target = load_frozen_target(run, accelerator)
+        for head in heads:
+            registry()[head.run.method][1].check(head.model, target)
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        return States(target, pad_id, accelerator)
 
-    @torch.no_grad()
-    def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
-        """{layer: [M, H]}, row after row."""
-        batch = collate(
-            [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], self.pad_id
-        )
-        ids_BT, device = batch["input_ids"], self.accelerator.device
-        is_text_BT = torch.arange(ids_BT.shape[1]) < batch["lengths"][:, None]
-        with self.accelerator.autocast(), tuned(device):
-            hidden = capture_hidden(self.target, ids_BT.to(device), layers)
-        is_text_BT = is_text_BT.to(device)
-        return {layer: hidden[layer][is_text_BT] for layer in layers}
-
-    @torch.no_grad()
-    def teacher_error(self, hidden_MH: Tensor, kept_MH: Tensor, count: int) -> TeacherError:
-        """KL(p || p of what was kept), p = softmax(LM head(norm(state))), at some positions."""
-        chosen = torch.linspace(0, len(hidden_MH) - 1, min(count, len(hidden_MH))).long()
-        norm, head_VH = self.target.get_decoder().norm, self.target.get_output_embeddings().weight
-        exact_MV, kept_MV = (
-            F.linear(norm(x_MH[chosen.to(x_MH.device)].to(norm.weight.dtype)), head_VH)
-            .float()
-            .log_softmax(-1)
-            for x_MH in (hidden_MH, kept_MH)
-        )
-        kl_M = F.kl_div(kept_MV, exact_MV, log_target=True, reduction="none").sum(-1).clamp_min(0)
-        return TeacherError(len(chosen), float(kl_M.double().sum()), float(kl_M.max()))
+    say(report(dump.run(load), out))
 
 
-def size_text(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.2f} TB"
+def serve_states(own: "FeatureOptions", port: int, run: RunConfig) -> None:
+    """Run the target for trainers until the process ends."""
+    accelerator, config = make_accelerator(run), decoder_config(run)
+    pad_id = load_tokenizer_of(run, None).pad_token_id or 0
+    states = States(load_frozen_target(run, accelerator), pad_id, accelerator)
+    server = FeatureServer(
+        states,
+        Hello(target_identity(run, config), own.dtype),
+        vocab_size=config.vocab_size,
+        max_tokens=2 * max(run.batch_tokens, 8 * run.data.max_length),
+        max_positions=config.max_position_embeddings,
+    )
+    said = f"serving states of {run.target} in {own.dtype} at"
+    server.listen(own.host, port, lambda host, port: print(f"{said} {host}:{port}", flush=True))
+
+
+def report(index: Index, folder: Path) -> str:
+    """What storing cost: errors of every layer, and of the teacher's distribution."""
+    lines = ["| layer | largest error | relative RMS error |", "|---|---|---|"]
+    for layer, error in index.errors.items():
+        lines.append(f"| {layer} | {error['max_abs']:.3g} | {error['relative_rms']:.3g} |")
+    teacher = index.teacher
+    lines.append(
+        f"teacher's distribution: KL {teacher['kl_mean']:.3g} on average, {teacher['kl_max']:.3g} "
+        f"at most, over {int(teacher['positions']):,} positions"
+    )
+    lines.append(f"{folder}: {index.tokens:,} tokens, {size_text(index.bytes)}")
+    return "\n".join(lines)

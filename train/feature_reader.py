@@ -1,16 +1,19 @@
 """Training without the target's layers: hidden states come from a dump or a server instead."""
 
-# B batch, T positions of a padded or packed row, M positions of texts, H hidden
+# B batch, T positions of a padded or packed row, M positions of sequences, H hidden
 
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models.draft import Draft, TargetReference
@@ -18,6 +21,7 @@ from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import check_family
 from pipedraft.models.target_part import load_target_part
 from pipedraft.pretrained import load_config, read_config
+from pipedraft.train.config import RunConfig
 from pipedraft.train.feature_link import FeaturesLost, RemoteStates, address_of
 from pipedraft.train.feature_shards import (
     decode,
@@ -26,14 +30,20 @@ from pipedraft.train.feature_shards import (
     open_shard,
     read_index,
     row_lengths,
-    shard_damage,
     target_identity,
 )
 from pipedraft.train.launch import resolve_dtype
+from pipedraft.train.objective import DraftObjective
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Fetched = tuple[list[int], dict[str, Tensor]]
+"""Rows in some order, and their tensors as in a shard, row after row."""
 
 
 class Source(Protocol):
-    """Where states come from: a folder of shards, or a server."""
+    """Where hidden states come from: a folder of shards, or a server."""
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """As in a shard, ``layer.I`` [M, H] and perhaps ``layer.I.scale`` [M], row after row.
@@ -45,7 +55,7 @@ class Source(Protocol):
 
 
 class Features:
-    """What an objective asks for the states of a batch, instead of asking the target.
+    """What an objective asks for the hidden states of a batch, instead of asking the target.
 
     The next batch is fetched while the step of the present one is computed.
     """
@@ -53,35 +63,32 @@ class Features:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._executor = ThreadPoolExecutor(1)
-        self._expected: deque[tuple[list[int], Any]] = deque()
-        self._under_way: tuple[list[int], Future] | None = None
-        self._ready: tuple[list[int], dict[str, Tensor]] | None = None
+        self._expected: deque[tuple[list[int], list[list[int]]]] = deque()
+        self._under_way: tuple[list[int], Future[dict[str, Tensor]]] | None = None
+        self._ready: Fetched | None = None
 
     @property
     def may_be_lost(self) -> bool:
         return isinstance(self.source, RemoteStates)
 
-    def expect(self, batches: Sequence[tuple[list[int], Any]]) -> None:
+    def expect(self, batches: Sequence[tuple[list[int], list[list[int]]]]) -> None:
         """The batches that will be read after those announced before: rows, and their tokens."""
         self._expected.extend(batches)
 
     def read(
         self, batch: dict[str, Tensor], layers: Collection[int], dtype: torch.dtype
     ) -> dict[int, Tensor]:
-        """{layer: [B, T, H]}, zeros where there is no text.
+        """{layer: [B, T, H]}, zeros on padding.
 
         Args:
-            batch: with ``rows``, the place of every text in the data set.
+            batch: with ``rows``, the place of every sequence in the data set.
         """
-        lengths, ids_BT = batch["lengths"].tolist(), batch["input_ids"]
+        ids_BT = batch["input_ids"]
         B, T = ids_BT.shape
-        starts = _starts(batch)
         order, stored = self._fetched(batch)
-        length_of = dict(zip(batch["rows"].tolist(), lengths, strict=True))
-        place_of = dict(zip(batch["rows"].tolist(), starts, strict=True))
-        places_M = torch.cat(
-            [torch.arange(place_of[row], place_of[row] + length_of[row]) for row in order]
-        ).to(ids_BT.device)
+        # A batch that was fetched ahead may have its rows in another order than the batch.
+        spans = dict(zip(batch["rows"].tolist(), _spans(batch), strict=True))
+        places_M = torch.cat([torch.arange(*spans[row]) for row in order]).to(ids_BT.device)
         read: dict[int, Tensor] = {}
         for layer in layers:
             scale_M = stored.get(f"layer.{layer}.scale")
@@ -99,8 +106,8 @@ class Features:
             return lost
         return None
 
-    def _fetched(self, batch: dict[str, Tensor]) -> tuple[list[int], dict[str, Tensor]]:
-        """The rows of a batch in some order, and their states in this order."""
+    def _fetched(self, batch: dict[str, Tensor]) -> Fetched:
+        """The rows of a batch in some order, and their hidden states in this order."""
         wanted, under_way = batch["rows"].tolist(), self._under_way
         ready, self._ready = self._ready, None
         if ready is not None and sorted(ready[0]) == sorted(wanted):
@@ -108,9 +115,8 @@ class Features:
         if under_way is not None and sorted(under_way[0]) == sorted(wanted):
             found, self._under_way = (under_way[0], under_way[1].result()), None
         else:
-            ids_P, lengths = batch["input_ids"].flatten().tolist(), batch["lengths"].tolist()
-            places = zip(_starts(batch), lengths, strict=True)
-            ids = [ids_P[at : at + size] for at, size in places]
+            ids_P = batch["input_ids"].flatten().tolist()
+            ids = [ids_P[start:end] for start, end in _spans(batch)]
             found = wanted, self.source.fetch(wanted, ids)
         if self._under_way is None and self._expected:
             rows, ids = self._expected.popleft()
@@ -118,19 +124,23 @@ class Features:
         return found
 
 
-def _starts(batch: dict[str, Tensor]) -> list[int]:
-    """Where each row of tokens begins in the flattened batch, padded or packed."""
+def _spans(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
+    """Where each sequence begins and ends in the flattened batch, padded or packed."""
     lengths, (B, T) = batch["lengths"].tolist(), batch["input_ids"].shape
-    if B == 1 and len(lengths) > 1:
-        return [0, *np.cumsum(lengths)[:-1].tolist()]
-    return list(range(0, B * T, T))
+    is_packed = B == 1 and len(lengths) > 1
+    starts = [0, *np.cumsum(lengths)[:-1].tolist()] if is_packed else range(0, B * T, T)
+    return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
 class ShardFolder:
     """Reads rows of a dump, memory-mapped. A shard's SHA-256 is checked when it is first read."""
 
     def __init__(
-        self, folder: Path, identity: dict[str, Any], layers: Collection[int], lengths: list[int]
+        self,
+        folder: Path,
+        identity: dict[str, int | str],
+        layers: Collection[int],
+        lengths: list[int],
     ) -> None:
         """
         Args:
@@ -143,26 +153,26 @@ class ShardFolder:
                 layers.
         """
         self.folder, self.index = folder, read_index(folder)
-        other = difference(self.index["identity"], identity)
+        other = difference(self.index.identity, identity)
         if other is not None:
             raise ValueError(
                 f"features: {folder} is of {other}; give the target and data of the dump, or make "
                 "one of yours with python -m pipedraft.train.features"
             )
-        stored = self.index["settings"]["layers"]
+        stored = self.index.settings.layers
         missing = sorted(set(layers) - set(stored))
         if missing:
             raise ValueError(
                 f"features: {folder} has the layers {stored}, this head also needs {missing}; dump "
                 "again with its configuration as --also"
             )
-        self.layers, self.records = sorted(layers), self.index["shards"]
+        self.layers, self.records = sorted(layers), self.index.shards
         self.lengths = lengths
         self.shard_of_row = np.full(len(lengths), -1, dtype=np.int32)
         self.start_of_row = np.zeros(len(lengths), dtype=np.int64)
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, safe_open] = {}
         for number, record in enumerate(self.records):
-            self._refuse(number, shard_damage(folder, record, deep=False))
+            self._refuse(number, record.damage(folder, deep=False))
             rows = open_shard(folder / record.file).get_tensor("rows").numpy()
             sizes = np.asarray(lengths)[rows]
             self.shard_of_row[rows] = number
@@ -180,16 +190,16 @@ class ShardFolder:
                 "python -m pipedraft.train.features again, which makes this shard anew"
             )
 
-    def _shard(self, number: int) -> Any:
+    def _shard(self, number: int) -> safe_open:
         if number not in self._open:
             record = self.records[number]
-            self._refuse(number, shard_damage(self.folder, record, deep=True))
+            self._refuse(number, record.damage(self.folder, deep=True))
             self._open[number] = open_shard(self.folder / record.file)
         return self._open[number]
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         names = [f"layer.{layer}" for layer in self.layers]
-        if self.index["settings"]["dtype"] == "int8":
+        if self.index.settings.dtype == "int8":
             names += [f"{name}.scale" for name in names]
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
         for row in rows:
@@ -200,30 +210,47 @@ class ShardFolder:
         return {name: torch.cat(pieces) for name, pieces in parts.items()}
 
 
-def weightless_draft(objective_class: Any, config: Any, target_config: Any) -> Draft:
+# -- instead of the target ------------------------------------------------------------------
+
+
+def weightless_draft(
+    objective_class: type[DraftObjective],
+    config: "DataclassInstance",
+    target_config: PreTrainedConfig,
+) -> Draft:
     """The draft of a configuration: its shape, and what it reads of its target, but no weights.
 
     Args:
         target_config: of the target's decoder.
     """
-    sizes = {
+    sizes: dict[str, int | str] = {
         "hidden_size": target_config.hidden_size,
         "vocab_size": target_config.vocab_size,
         "num_layers": target_config.num_hidden_layers,
     }
+    reference = TargetReference(name="", fingerprint=sizes)
     with torch.device("meta"):
-        layer = LayerConfig.from_target(target_config)
-        return objective_class.make_draft(
-            config, layer, TargetReference(name="", fingerprint=sizes)
-        )
+        return objective_class.make_draft(config, LayerConfig.from_target(target_config), reference)
 
 
-def needed_layers(draft: Any, num_layers: int) -> tuple[int, ...]:
-    """Those that a dump must hold: the draft's and the teacher's, without the embeddings."""
+def needed_layers(draft: Draft, num_layers: int) -> tuple[int, ...]:
+    """Layers that a dump must hold: the draft's and the teacher's, without the embeddings."""
     return tuple(sorted({*draft.taps, num_layers} - {0}))
 
 
-def load_embedding_and_head(run: Any, objective_class: Any, config: Any, accelerator: Any) -> Any:
+def decoder_config(run: RunConfig) -> PreTrainedConfig:
+    """Configuration of the target's decoder."""
+    assert run.target is not None
+    check_family(read_config(run.target, run.target_revision).get("model_type"), run.target)
+    return load_config(run.target, run.target_revision).get_text_config()
+
+
+def load_embedding_and_head(
+    run: RunConfig,
+    objective_class: type[DraftObjective],
+    config: "DataclassInstance",
+    accelerator: Accelerator,
+) -> PreTrainedModel:
     """Embedding, final norm, LM head, and those layers that the draft starts as copies of.
 
     Raises:
@@ -238,6 +265,7 @@ def load_embedding_and_head(run: Any, objective_class: Any, config: Any, acceler
                 f"{name}: {value} with features, for which no layer of the target runs; leave out "
                 "one of the two"
             )
+    assert run.target is not None and run.features is not None
     address_of(run.features)
     draft = weightless_draft(objective_class, config, decoder_config(run))
     return load_target_part(
@@ -251,17 +279,18 @@ def load_embedding_and_head(run: Any, objective_class: Any, config: Any, acceler
     )
 
 
-def decoder_config(run: Any) -> Any:
-    """Configuration of the target's decoder."""
-    check_family(read_config(run.target, run.target_revision).get("model_type"), run.target)
-    return load_config(run.target, run.target_revision).get_text_config()
+def open_features(
+    run: RunConfig,
+    objective: DraftObjective,
+    tokenizer: PreTrainedTokenizerBase,
+    data: TokenizedData,
+) -> Features:
+    """The dump or the server that a run names.
 
-
-def open_features(run: Any, objective: Any, tokenizer: Any, data: TokenizedData) -> Features:
-    """
     Raises:
-        ValueError: they do not belong to this target and these data, or lack a layer.
+        ValueError: it does not belong to this target and these data, or lacks a layer.
     """
+    assert run.features is not None
     config = objective.target.get_decoder().config
     layers = needed_layers(objective.draft, config.num_hidden_layers)
     place = address_of(run.features)

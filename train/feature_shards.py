@@ -4,31 +4,34 @@ A dump is a folder of shards and index.json. A shard is a safetensors file that 
 the data set, one after another, without padding:
 
     rows            int64 [R]       places in the data set, validation rows after training rows
-    layer.I         [M, H]          states after layer I, raw; index L is before the final norm
-    layer.I.scale   float32 [M]     int8 alone: states are integers times their position's scale
+    layer.I         [M, H]          after layer I, raw; index L is before the final norm
+    layer.I.scale   float32 [M]     int8 alone: values are integers times their position's scale
 
 The embeddings (layer 0) are not stored: they follow from the token ids.
 """
 
-# M positions of texts, H hidden
+# M positions of sequences, H hidden
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+import msgspec
 import numpy as np
 import torch
+from datasets import Dataset
+from msgspec import Struct, field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.files import file_damage, publish
 from pipedraft.models.fingerprint import template_hash
 from pipedraft.models.target_part import weights_identity
+from pipedraft.train.config import RunConfig
 
 INDEX = "index.json"
 FORMAT = 1
@@ -78,7 +81,7 @@ def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:
 # -- identity -------------------------------------------------------------------------------
 
 
-def _ids(dataset: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _ids(dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Lengths and ids of rows, piece by piece."""
     columns = dataset.select_columns(["input_ids"]).with_format("arrow")
     for start in range(0, len(dataset), 10_000):
@@ -86,11 +89,11 @@ def _ids(dataset: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield ids.value_lengths().to_numpy(), ids.flatten().to_numpy()
 
 
-def row_lengths(dataset: Any) -> list[int]:
+def row_lengths(dataset: Dataset) -> list[int]:
     return [int(length) for lengths, _ in _ids(dataset) for length in lengths]
 
 
-def data_identity(split: str, dataset: Any) -> dict[str, int | str]:
+def data_identity(split: str, dataset: Dataset) -> dict[str, int | str]:
     """Rows, tokens and a hash of the ids of one side of the data, whatever its masks."""
     digest, num_tokens = hashlib.sha256(), 0
     for lengths, flat in _ids(dataset):
@@ -101,12 +104,13 @@ def data_identity(split: str, dataset: Any) -> dict[str, int | str]:
     return {**tokens, f"{split}_ids": digest.hexdigest()}
 
 
-def target_identity(run: Any, target_config: Any) -> dict[str, Any]:
+def target_identity(run: RunConfig, target_config: PreTrainedConfig) -> dict[str, int | str]:
     """Which target a run has.
 
     Args:
         target_config: of the decoder.
     """
+    assert run.target is not None
     return {
         "format": FORMAT,
         "target_weights": weights_identity(run.target, run.target_revision),
@@ -116,13 +120,12 @@ def target_identity(run: Any, target_config: Any) -> dict[str, Any]:
 
 
 def identity_of(
-    run: Any, target_config: Any, tokenizer: Any, data: TokenizedData
-) -> dict[str, Any]:
-    """What the states of a run depend on: a dump with another identity cannot replace its target.
-
-    Args:
-        target_config: of the decoder.
-    """
+    run: RunConfig,
+    target_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: TokenizedData,
+) -> dict[str, int | str]:
+    """What hidden states depend on: a dump with another identity cannot replace a run's target."""
     return {
         **target_identity(run, target_config),
         "tokenizer": template_hash(tokenizer),
@@ -134,7 +137,7 @@ def identity_of(
 WHAT_DIFFERS = {"format": "another version of pipedraft", "tokenizer": "another tokenizer"}
 
 
-def difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+def difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str | None:
     """The first field in which two identities differ, with both values; None if they agree."""
     for name, value in wanted.items():
         if found.get(name) != value:
@@ -144,16 +147,15 @@ def difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | Non
     return None
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> object:
     return f"{value[:18]}..." if isinstance(value, str) and len(value) > 24 else value
 
 
-# -- errors ---------------------------------------------------------------------------------
+# -- what a dump says about itself --------------------------------------------------------------
 
 
-@dataclass
-class LayerError:
-    """Sums over the states of one layer, so that shards add up."""
+class LayerError(Struct):
+    """Sums over the hidden states of one layer, so that shards add up."""
 
     max_abs: float = 0.0
     squared_error: float = 0.0
@@ -166,39 +168,36 @@ class LayerError:
         self.squared_error += float(error_MH.square().sum(dtype=torch.float64))
         self.squared += float(hidden_MH.float().square().sum(dtype=torch.float64))
 
-    def merge(self, other: "LayerError") -> None:
-        self.max_abs = max(self.max_abs, other.max_abs)
-        self.squared_error += other.squared_error
-        self.squared += other.squared
+    @staticmethod
+    def figures(errors: Sequence["LayerError"]) -> dict[str, float]:
+        squared_error, squared = (
+            sum(getattr(error, name) for error in errors) for name in ("squared_error", "squared")
+        )
+        relative = (squared_error / max(squared, 1e-300)) ** 0.5
+        return {"max_abs": max(error.max_abs for error in errors), "relative_rms": relative}
 
-    def figures(self) -> dict[str, float]:
-        relative = (self.squared_error / max(self.squared, 1e-300)) ** 0.5
-        return {"max_abs": self.max_abs, "relative_rms": relative}
 
-
-@dataclass
-class TeacherError:
-    """KL(teacher of the states || teacher of the stored ones), over some positions of a shard."""
+class TeacherError(Struct):
+    """KL(teacher of the hidden states || teacher of the stored ones), over some positions."""
 
     positions: int = 0
     sum: float = 0.0
     max: float = 0.0
 
-    def merge(self, other: "TeacherError") -> None:
-        self.positions += other.positions
-        self.sum += other.sum
-        self.max = max(self.max, other.max)
+    def add(self, kl_M: Tensor) -> None:
+        self.positions += len(kl_M)
+        self.sum += float(kl_M.double().sum())
+        self.max = max(self.max, float(kl_M.max()))
 
-    def figures(self) -> dict[str, float]:
-        mean = self.sum / max(self.positions, 1)
-        return {"kl_mean": mean, "kl_max": self.max, "positions": self.positions}
+    @staticmethod
+    def figures(errors: Sequence["TeacherError"]) -> dict[str, float]:
+        positions = sum(error.positions for error in errors)
+        mean = sum(error.sum for error in errors) / max(positions, 1)
+        largest = max(error.max for error in errors)
+        return {"kl_mean": mean, "kl_max": largest, "positions": positions}
 
 
-# -- shards and the index -------------------------------------------------------------------
-
-
-@dataclass
-class ShardRecord:
+class ShardRecord(Struct):
     """What is known of a complete shard."""
 
     file: str
@@ -208,47 +207,61 @@ class ShardRecord:
     layers: dict[str, LayerError] = field(default_factory=dict)
     teacher: TeacherError = field(default_factory=TeacherError)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "ShardRecord":
-        layers = {name: LayerError(**sums) for name, sums in values["layers"].items()}
-        return cls(**{**values, "layers": layers, "teacher": TeacherError(**values["teacher"])})
+    def damage(self, folder: Path, *, deep: bool) -> str | None:
+        """How the shard differs from what was written, None if it does not.
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def shard_damage(folder: Path, record: ShardRecord, *, deep: bool) -> str | None:
-    """How a shard differs from what was written, None if it does not.
-
-    Args:
-        deep: also read it all.
-    """
-    found = file_damage(folder / record.file, record.bytes, record.sha256 if deep else None)
-    return None if found is None else f"it {found}"
+        Args:
+            deep: also read it all.
+        """
+        found = file_damage(folder / self.file, self.bytes, self.sha256 if deep else None)
+        return None if found is None else f"it {found}"
 
 
-def publish_json(path: Path, values: dict[str, Any]) -> None:
-    publish(path, lambda place: place.write_text(json.dumps(values, indent=1) + "\n"))
+class DumpSettings(Struct):
+    """How hidden states were computed, stored and cut into shards."""
+
+    layers: list[int]
+    dtype: Literal["fp32", "bf16", "fp16", "int8"]
+    precision: str
+    target_dtype: str
+    target_quantization: str | None
+    batch_tokens: int
+    batch_group: int
+    seed: int
+    shard_mb: float
 
 
-def publish_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    publish(path, lambda place: save_file(tensors, place))
+class Sidecar(Struct):
+    """shard-N.json: a shard of a dump that has no index yet."""
+
+    identity: dict[str, int | str]
+    settings: DumpSettings
+    shard: ShardRecord
 
 
-def open_shard(path: Path) -> Any:
-    """Memory-mapped.
+class Index(Struct):
+    """index.json: a complete dump."""
 
-    Raises:
-        ValueError: it is not safetensors.
-    """
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"features: {path} cannot be read ({error}); dump it again") from error
+    identity: dict[str, int | str]
+    settings: DumpSettings
+    tokens: int
+    bytes: int
+    bytes_per_token: int
+    seconds: float
+    errors: dict[str, dict[str, float]]
+    """By layer."""
+    teacher: dict[str, float]
+    shards: list[ShardRecord]
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """
+def publish_json(path: Path, content: Struct) -> None:
+    text = json.dumps(msgspec.to_builtins(content), indent=1) + "\n"
+    publish(path, lambda place: place.write_text(text))
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a complete dump.
+
     Raises:
         ValueError: there is no complete dump.
     """
@@ -263,12 +276,21 @@ def read_index(folder: Path) -> dict[str, Any]:
             "run python -m pipedraft.train.features again, which goes on with it"
         )
     try:
-        index = json.loads(path.read_text())
-        index["shards"] = [ShardRecord.from_dict(values) for values in index["shards"]]
-        index["identity"]["format"], index["settings"]["layers"], index["settings"]["dtype"]
-    except (ValueError, KeyError, TypeError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=Index)
+    except ValueError as error:
         raise ValueError(
             f"features: {path} is damaged ({type(error).__name__}: {error}); copy it again, or "
             "remove it and run python -m pipedraft.train.features again"
         ) from error
-    return index
+
+
+def open_shard(path: Path) -> safe_open:
+    """A shard, memory-mapped.
+
+    Raises:
+        ValueError: it is not safetensors.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"features: {path} cannot be read ({error}); dump it again") from error

@@ -9,7 +9,7 @@ merged in, and the adapters beside it.
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -102,7 +103,9 @@ class LanguageModelConfig:
             )
 
 
-def build_language_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+def build_language_model(
+    config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
     """A randomly initialized causal LM with tied embeddings."""
     if config.init_from is not None:
         model = load_model(
@@ -227,7 +230,7 @@ class LanguageModelObjective(Objective):
 # -- low-rank adapters ------------------------------------------------------------------------
 
 
-def add_lora(model: Any, config: LoRAConfig, *, base: str) -> None:
+def add_lora(model: PreTrainedModel, config: LoRAConfig, *, base: str) -> None:
     """Put adapters that change nothing yet into a causal LM, and freeze everything else.
 
     Args:
@@ -266,7 +269,7 @@ def add_lora(model: Any, config: LoRAConfig, *, base: str) -> None:
     inject_adapter_in_model(adapter, model, ADAPTER)
 
 
-def merge_lora(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def merge_lora(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the same model without adapters.
 
     Of a module that has none they are the very tensors that came in.
@@ -290,7 +293,7 @@ def merge_lora(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return merged
 
 
-def save_adapter(model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+def save_adapter(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
     """The adapters alone, as ``peft.PeftModel.from_pretrained`` reads them."""
     from peft import get_peft_model_state_dict
 

@@ -7,21 +7,33 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from accelerate.utils import (
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    broadcast_object_list,
+)
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from pipedraft.models.target import load_target, read_config
 from pipedraft.train.config import OptimConfig, RunConfig
+
+if TYPE_CHECKING:
+    from pipedraft.train.objective import Objective
+
+T = TypeVar("T")
 
 
 def resolve_precision(precision: str) -> str:
@@ -87,7 +99,7 @@ def _shard_on_cpus() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def gather_together(objective: Any, accelerator: Accelerator) -> None:
+def gather_together(objective: "Objective", accelerator: Accelerator) -> None:
     """Let ZeRO-3 gather a prepared draft at once, as FSDP does: its attention reads weights of its
     layers outside their forward, where DeepSpeed would gather them for that moment only."""
     if _is_zero3(accelerator):
@@ -133,6 +145,20 @@ def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
     if _is_zero3(accelerator):  # small parameters that stay whole would be lost on resuming
         zero = plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
+
+
+def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:
+    """What the main process finds, told to all; a ValueError is raised by every process."""
+    found: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            found = [look(), None]
+        except ValueError as error:
+            found = [None, str(error)]
+    value, refusal = broadcast_object_list(found)
+    if refusal is not None:
+        raise ValueError(refusal)
+    return value
 
 
 # -- optimizers -------------------------------------------------------------------------------
@@ -220,7 +246,7 @@ class Stopping:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _note(self, number: int, frame: object) -> None:
         now = time.monotonic()
         if self.received is None:
             self.received, self.received_at = number, now
@@ -250,7 +276,7 @@ class Stopping:
 # -- the target -------------------------------------------------------------------------------
 
 
-def load_frozen_target(config: RunConfig, accelerator: Accelerator) -> Any:
+def load_frozen_target(config: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
     """Load the target of a run of a draft onto this process's device.
 
     Raises:
@@ -277,7 +303,7 @@ def resolve_dtype(config: RunConfig, mixed_precision: str) -> torch.dtype:
     return torch.bfloat16 if (name, mixed_precision) == ("bfloat16", "bf16") else torch.float32
 
 
-def quantization_config(kind: str | None) -> Any:
+def quantization_config(kind: str | None) -> BitsAndBytesConfig | None:
     """transformers' configuration of bitsandbytes."""
     if kind is None:
         return None
@@ -286,22 +312,17 @@ def quantization_config(kind: str | None) -> Any:
             f"target_quantization: {kind!r} needs bitsandbytes; pip install "
             "'pipedraft[quantization]', or leave it out"
         )
-    from transformers import BitsAndBytesConfig
-
     if kind == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
 
 
-def shard_target(target: Any, accelerator: Accelerator) -> None:
+def shard_target(target: PreTrainedModel, accelerator: Accelerator) -> None:
     """Leave each process a part of every decoder layer, gathered when the layer runs (FSDP2).
 
     Embedding, final norm and LM head stay whole: the teacher reads them outside the model's
     forward. Every process must then run the target as often as the others, which the loop does.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for layer in target.get_decoder().layers:
         fully_shard(layer, mesh=mesh)

@@ -3,6 +3,7 @@
 import json
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -23,8 +24,10 @@ from pipedraft.files import publish
 if TYPE_CHECKING:
     from pipedraft.train.loop import Trainer
 
-HELD_PROCESS_GROUPS: list[Any] = []
+HELD_PROCESS_GROUPS: list[object] = []
 """Keeps gloo's group alive at exit: freeing it with the model can deadlock (torch 2.13)."""
+
+Shape = Sequence[int]
 
 CLOCK_METRICS = ("tokens_per_s", "data_share", "mfu")
 """The only ones that differ when a run is repeated."""
@@ -111,15 +114,15 @@ def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
     """
     if not path.exists():
         return
-    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
     kept = []
-    for line in lines:
+    for line in path.read_text().splitlines(keepends=True):
+        if not line.endswith("}\n"):
+            continue
         record = json.loads(line)
         is_evaluation = any(key.startswith("valid/") for key in record)
-        if record["step"] < step or (
-            record["step"] == step and (is_evaluated or not is_evaluation)
-        ):
-            kept.append(line + "\n")
+        # The last step itself counts, but for an evaluation that is to be made again.
+        if record["step"] < step + (is_evaluated or not is_evaluation):
+            kept.append(line)
     publish(path, lambda place: place.write_text("".join(kept)))
 
 
@@ -129,17 +132,19 @@ def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
 def flop_counter() -> FlopCounterMode:
     """``with flop_counter() as counter:``, then ``counter.get_total_flops()``."""
 
-    def linear(x: Any, weight: Any, *rest: Any, **more: Any) -> int:
+    def linear(x: Shape, weight: Shape, *rest: object, **more: object) -> int:
         return 2 * prod(x) * weight[0]
 
-    def attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    def attention(query: Shape, key: Shape, value: Shape, *rest: object, **more: object) -> int:
         return sdpa_flop_count(query, key, value)
 
-    def backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    def backward(
+        grad: Shape, query: Shape, key: Shape, value: Shape, *rest: object, **more: object
+    ) -> int:
         return sdpa_backward_flop_count(grad, query, key, value)
 
     aten = torch.ops.aten  # torch has no formula for what only CPUs run
-    formulas: dict[Any, Any] = {
+    formulas: dict[object, Callable[..., int]] = {
         torch.ops.mkldnn._linear_pointwise: linear,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,

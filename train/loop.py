@@ -1,19 +1,18 @@
 """The one training loop: every method is an ``Objective``, every launcher is accelerate."""
 
-import contextlib
 import math
 import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
@@ -21,10 +20,17 @@ from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.files import partial
 from pipedraft.models.cpu import tuned
 from pipedraft.train import checkpoint
-from pipedraft.train.checkpoint import PROGRESS, Progress, TrainingState
+from pipedraft.train.checkpoint import Progress, TrainingState
 from pipedraft.train.config import RunConfig
 from pipedraft.train.feature_link import FeaturesLost
-from pipedraft.train.launch import GO_ON, Stop, Stopping, make_optimizers, rate_factor
+from pipedraft.train.launch import (
+    GO_ON,
+    Stop,
+    Stopping,
+    make_optimizers,
+    on_main_process,
+    rate_factor,
+)
 from pipedraft.train.log import (
     BadBatches,
     MetricsLog,
@@ -55,7 +61,8 @@ class Trainer:
         accelerator: Accelerator,
         started: float,
     ) -> None:
-        """
+        """Prepare the objective and its optimizers for this process.
+
         Args:
             started: ``time.monotonic()`` that ``max_minutes`` count from.
         """
@@ -66,6 +73,7 @@ class Trainer:
             )
         self.config, self.objective, self.data = config, objective, data
         self.accelerator, self.pad_id = accelerator, pad_id
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.progress = Progress()
         self.num_trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
         optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
@@ -82,14 +90,6 @@ class Trainer:
         self.stopping = Stopping(max_minutes=config.max_minutes, started=started)
         self.stop: Stop | None = None
         self.pace = Pace()
-
-    @property
-    def rank(self) -> int:
-        return self.accelerator.process_index
-
-    @property
-    def world(self) -> int:
-        return self.accelerator.num_processes
 
     # -- data -------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Trainer:
         rate = self._set_rate()
         # Counting slows a step down, so the first one of a launch stands for the others.
         counts_flops = self.config.peak_tflops is not None and not self.pace.flops_per_token
-        with flop_counter() if counts_flops else contextlib.nullcontext() as counter:
+        with flop_counter() if counts_flops else nullcontext() as counter:
             sums, losses = self._passes(window, scale=world / total)
         flops = self.pace.flops_of(sum(batch["input_ids"].numel() for batch in window), counter)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -186,7 +186,8 @@ class Trainer:
         return {**metrics, "grad_norm": norm, "lr": rate}
 
     def _wait_for_features(self, batch: dict[str, Tensor]) -> None:
-        """
+        """Fetch the batch's hidden states, if they come from a server.
+
         Raises:
             FeaturesLost: by every process, when one of them has lost its feature server.
         """
@@ -220,7 +221,9 @@ class Trainer:
         for index, batch in enumerate(window):
             self._wait_for_features(batch)
             generator = self.generator(self.progress.step, index * self.world + self.rank)
-            sync = _sync(accelerator, self.module, index == len(window) - 1)
+            # Gradients travel between processes only in the last backward pass of a window.
+            is_last = index == len(window) - 1
+            sync = nullcontext() if is_last else accelerator.no_sync(self.module)
             with tuned(accelerator.device), accelerator.autocast(), sync:
                 output = self.module(batch, generator)
                 accelerator.backward(output.loss * scale)
@@ -336,12 +339,6 @@ class Trainer:
             )
         folder, group = self._choose_checkpoint(), self.progress.batch_group
         if folder is not None:
-            if not (folder / STATE / PROGRESS).exists():
-                raise ValueError(
-                    f"resume: {folder} has no training_state/progress.json: an earlier version "
-                    "wrote it, with pickles, which are never opened; give another --output_dir to "
-                    "start afresh"
-                )
             try:
                 self.progress = self.state.load(folder / STATE)
             except (RuntimeError, ValueError) as error:
@@ -377,20 +374,15 @@ class Trainer:
 
     def _choose_checkpoint(self) -> Path | None:
         """The newest undamaged one. The main process looks, because looking reads every byte."""
-        found: list[Any] = [None, None]
-        if self.accelerator.is_main_process:
+
+        def look() -> Path | None:
             checkpoint.tidy(self.config.output_dir)
-            try:
-                folder, damages = checkpoint.newest_sound(self.config.output_dir)
-                found = [folder, None]
-                for line in damages:
-                    self._say(line)
-            except ValueError as error:
-                found = [None, str(error)]
-        folder, refusal = broadcast_object_list(found)
-        if refusal is not None:
-            raise ValueError(refusal)
-        return folder
+            folder, damages = checkpoint.newest_sound(self.config.output_dir)
+            for line in damages:
+                self._say(line)
+            return folder
+
+        return on_main_process(self.accelerator, look)
 
     # -- the run ----------------------------------------------------------------------------
 
@@ -478,11 +470,6 @@ class Trainer:
             tqdm.write(text, file=sys.stderr)
 
 
-def _sync(accelerator: Accelerator, module: nn.Module, last: bool) -> Any:
-    """Gradients travel between processes only in the last backward pass of a window."""
-    return contextlib.nullcontext() if last else accelerator.no_sync(module)
-
-
 def add_sums(
     sums: dict[str, Tensor], output: LossOutput, *, prefix: str, weight: float = 1.0
 ) -> None:
@@ -490,7 +477,3 @@ def add_sums(
     for key, value in entries.items():
         name = prefix + key
         sums[name] = sums.get(name, 0.0) + weight * value.double()
-
-
-def seed_everything(seed: int) -> None:
-    set_seed(seed)
