@@ -11,17 +11,17 @@ A killed process loses no settled row. The database may be removed when no row i
 """
 
 import json
-import os
 import re
 import sqlite3
 import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipedraft.data_recipes.chat import read_turns
+from pipedraft.data_recipes.chat import Message, read_turns
 from pipedraft.errors import Failure
+from pipedraft.files import publish
 
 PENDING, ANSWERED, FAILED = range(3)
 WRITTEN = "written"
@@ -36,9 +36,10 @@ class AnswerFile:
     """Rows in, in any order; lines out, in input order. One process at a time."""
 
     def __init__(
-        self, out: Path, settings: dict[str, Any], *, num_rows: int, retry_errors: bool
+        self, out: Path, settings: Mapping[str, object], *, num_rows: int, retry_errors: bool
     ) -> None:
-        """
+        """Open the database beside ``out``, or make it.
+
         Args:
             settings: option -> value, what the answers depend on; JSON values only.
 
@@ -57,7 +58,7 @@ class AnswerFile:
             )
         self.status = bytearray(num_rows)
         self.reasons: dict[int, str] = {}
-        """Of the rows that failed."""
+        """Why rows failed."""
         self.database = self._open()
         try:
             self._check(settings)
@@ -82,7 +83,7 @@ class AnswerFile:
     def is_pending(self, row: int) -> bool:
         return self.status[row] == PENDING
 
-    def add(self, row: int, answered: dict[str, Any]) -> None:
+    def add(self, row: int, answered: dict[str, object]) -> None:
         """Keep an answered row; a kill after this returns does not lose it."""
         self._settle(row, {"input_row": row} | answered | {"input_row": row}, "")
         self.status[row] = ANSWERED
@@ -103,17 +104,21 @@ class AnswerFile:
     def finish(self) -> None:
         """Write the output, unless it is there already. Every row is settled."""
         known = self._get(WRITTEN) or []
-        if not self.out.exists() or self._identity(self.out) != known[-1]:
-            partial = _write(self.out, self._lines("= ''"))
+        if self.out.exists() and self._identity(self.out) == known[-1]:
+            return
+
+        def write(place: Path) -> None:
+            self._write_lines(place, "= ''")
             # Before the renaming, which a kill may follow or precede.
-            self._set(WRITTEN, [*known[-1:], self._identity(partial)])
-            partial.replace(self.out)
+            self._set(WRITTEN, [*known[-1:], self._identity(place)])
+
+        publish(self.out, write)
 
     def close(self) -> None:
         """Leave the rows without answer beside the output; a later run goes on from here."""
         errors = self.database.execute("SELECT count(*) FROM rows WHERE reason != ''")
         if errors.fetchone()[0]:
-            _write(self.errors_path, self._lines("!= ''")).replace(self.errors_path)
+            publish(self.errors_path, lambda place: self._write_lines(place, "!= ''"))
         else:
             self.errors_path.unlink(missing_ok=True)
         self.database.close()
@@ -139,7 +144,7 @@ class AnswerFile:
             ) from error
         return database
 
-    def _check(self, settings: dict[str, Any]) -> None:
+    def _check(self, settings: Mapping[str, object]) -> None:
         """Compare with what the output was begun with; note it if there is nothing yet."""
         (num_settled,) = self.database.execute("SELECT count(*) FROM rows").fetchone()
         for name, value in settings.items():
@@ -166,7 +171,7 @@ class AnswerFile:
             elif not retry_errors:
                 self.status[row], self.reasons[row] = FAILED, reason
 
-    def _identity(self, path: Path) -> list[Any]:
+    def _identity(self, path: Path) -> list[object]:
         """Size and time of an output, and its rows."""
         place = path.stat()
         return [[place.st_size, place.st_mtime_ns], self.num_answered]
@@ -176,10 +181,10 @@ class AnswerFile:
         (value,) = found.fetchone() or ("null",)
         return json.loads(value)
 
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: object) -> None:
         self.database.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, _json(value)))
 
-    def _settle(self, row: int, line: dict[str, Any], reason: str) -> None:
+    def _settle(self, row: int, line: dict[str, object], reason: str) -> None:
         try:
             self.database.execute(
                 "INSERT OR REPLACE INTO rows VALUES (?, ?, ?)", (row, reason, _json(line))
@@ -190,29 +195,20 @@ class AnswerFile:
                 "and resume with the same command"
             ) from error
 
-    def _lines(self, reason: str) -> Iterator[bytes]:
-        for (line,) in self.database.execute(
-            f"SELECT line FROM rows WHERE reason {reason} ORDER BY row"
-        ):
-            yield line + b"\n"
+    def _write_lines(self, place: Path, reason: str) -> None:
+        rows = self.database.execute(f"SELECT line FROM rows WHERE reason {reason} ORDER BY row")
+        with place.open("wb") as file:
+            file.writelines(line + b"\n" for (line,) in rows)
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     """Half a surrogate pair, which UTF-8 cannot hold, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
-def _write(path: Path, lines: Iterator[bytes]) -> Path:
-    """A file beside ``path``, which is to take its place."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    return partial
+# -- conversations --------------------------------------------------------------------------
 
-
-Messages = list[dict[str, str]]
+Messages = list[Message]
 
 THINK, END_THINK = "<think>", "</think>"
 THINKING_BLOCK = re.compile(f"{THINK}.*?{END_THINK}", re.DOTALL)
@@ -264,7 +260,7 @@ class Dialogue:
     """Place in the input, from 0."""
     text: str
     """The input row as read."""
-    fields: dict[str, Any]
+    fields: dict[str, object]
     """What else the input row holds; copied to the output."""
     prompts: list[Messages]
     """What is said before each answer since the one before it; the last message is the user's."""
@@ -311,7 +307,7 @@ class Dialogue:
         self.num_answers += 1
         self.num_cut += answer.is_cut
 
-    def to_row(self, *, is_greedy: bool) -> dict[str, Any]:
+    def to_row(self, *, is_greedy: bool) -> dict[str, object]:
         """The input row with the answered conversation in OpenAI's form."""
         return {
             **self.fields,

@@ -4,14 +4,11 @@ For language-model training, the documents of a split as blocks of one length.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 # Rows sorted by length together, in multiples of the mean batch: more means less padding and less
 # mixing of rows between epochs.
@@ -143,7 +140,7 @@ def pack(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def document_lengths(batch: dict[str, Tensor]) -> list[int] | None:
-    """Of a packed batch; None for a padded one. A single text is both, and needs none."""
+    """Document lengths of a packed batch; None for a padded batch or a single sequence."""
     lengths = batch["lengths"]
     return lengths.tolist() if len(lengths) > len(batch["input_ids"]) else None
 

@@ -7,13 +7,12 @@ piece of a conversation is ever tokenized on its own, because BPE merges across 
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 ROLES = {
     "system": "system",
@@ -101,7 +100,7 @@ class ChatRenderer:
     not part of a span, except the special token that closes the turn.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
                 f"tokenizer: {tokenizer.name_or_path!r} has no offsets; use its fast version"
@@ -171,8 +170,6 @@ class ChatRenderer:
         return text
 
     def _render_marked(self, messages: list[Message]) -> RenderedChat:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         variables: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         # Annotated as str, returns (texts, generation marks of each text).
         rendered: Any = render_jinja_template(
@@ -278,15 +275,3 @@ def mark_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) ->
     for span_begin, span_end in spans:
         mask |= ((end > span_begin) & (begin < span_end)).astype(np.int8)
     return mask.tolist()
-
-
-def tokenize_conversation(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], max_length: int
-) -> tuple[list[int], list[int]]:
-    """One conversation as (input_ids, loss_mask), cut at ``max_length`` tokens.
-
-    loss_mask[t] = 1 iff token t is written by the assistant (end-of-turn token included).
-    """
-    renderer = ChatRenderer(tokenizer)
-    ids, mask = renderer.tokenize([renderer.render(messages)])[0]
-    return ids[:max_length], mask[:max_length]

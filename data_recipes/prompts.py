@@ -3,7 +3,7 @@
     python -m pipedraft.data_recipes.prompts --conversations data/chat.jsonl --take all=2000 \\
         --functions 1000 --out prompts.jsonl
 
-A draft learns to draft token what its target says, so the prompts should be of the kinds that it
+A draft learns to say what its target says, so the prompts should be of the kinds that it
 will meet, and the answers the target's own: `data_recipes.regenerate` writes them.
 """
 
@@ -93,10 +93,7 @@ def function_stubs(folder: Path) -> Iterator[str]:
             continue
         try:
             tree = ast.parse(path.read_text())
-        except (
-            SyntaxError,
-            UnicodeDecodeError,
-        ):  # the library ships files that are wrong on purpose
+        except (SyntaxError, UnicodeDecodeError):  # the library has files wrong on purpose
             continue
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):

@@ -1,13 +1,12 @@
-"""Conversations that a chat model makes up by itself: the text a draft for it will have to draft.
+"""Conversations that a chat model makes up by itself: what a draft for it will have to draft.
 
     python -m pipedraft.data_recipes.sample --target assets/target --rows 4000 --out answers.jsonl
 
-Every row starts at the beginning of a user turn and is sampled on until the model ends the text.
+Every row starts at the beginning of a user turn and is sampled on until the model ends it.
 User turns are drawn at temperature 1; a share of the rows has greedy answers, the rest sampled
 ones, so that a draft sees both kinds of decoding. ``data_recipes.regenerate`` answers given users.
 """
 
-import contextlib
 import itertools
 import json
 import sys
@@ -20,6 +19,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.answers import (
     Answer,
@@ -47,10 +47,11 @@ class Markers:
     end_of_text: int
 
     @classmethod
-    def of(cls, tokenizer: Any) -> "Markers":
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Markers":
         content = "CONTENT"
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        messages = [{"role": "user", "content": content}]
+        rendered = str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         )
         before, _, after = rendered.partition(content)
         opening = after.split(tokenizer.eos_token, 1)[-1].lstrip("\n")
@@ -59,35 +60,35 @@ class Markers:
                 "target: its chat template does not close a turn with the EOS token; sample from a "
                 "model whose template does"
             )
-        encode = lambda text: tuple(tokenizer(text, add_special_tokens=False).input_ids)  # noqa: E731
-        return cls(encode(before), encode(opening), tokenizer.eos_token_id, tokenizer.pad_token_id)
+        user, assistant = (
+            tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in (before, opening)
+        )
+        return cls(user, assistant, tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
 @torch.inference_mode()
 def sample_batch(
-    model: Any,
+    model: PreTrainedModel,
     markers: Markers,
     *,
     greedy_B: Tensor,
     max_tokens: int,
     generator: torch.Generator,
 ) -> list[list[int]]:
-    """Token ids of B texts, sampled in lock-step without padding.
+    """Token ids of B sequences, sampled in lock-step without padding.
 
     Args:
         greedy_B: rows whose assistant turns are greedy.
     """
-    from transformers import DynamicCache
-
     num_rows, opening = len(greedy_B), len(markers.assistant)
-    texts: list[list[int]] = [list(markers.user) for _ in range(num_rows)]
+    sequences: list[list[int]] = [list(markers.user) for _ in range(num_rows)]
     alive = torch.arange(num_rows)
     answering_B = torch.zeros(num_rows, dtype=torch.bool)
     cache = DynamicCache(config=model.config)
     assistant = torch.tensor(markers.assistant)
     recent_BT = torch.full((num_rows, opening), -1)
     step_BT = torch.tensor([markers.user] * num_rows)
-    while len(alive) and len(texts[int(alive[0])]) < max_tokens:
+    while len(alive) and len(sequences[int(alive[0])]) < max_tokens:
         logits_BV = model(input_ids=step_BT, past_key_values=cache).logits[:, -1].float()
         drawn_B = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)[:, 0]
         take_best = answering_B & greedy_B[alive]
@@ -97,7 +98,7 @@ def sample_batch(
             token_B != markers.end_of_turn
         )
         for row, token in zip(alive.tolist(), token_B.tolist(), strict=True):
-            texts[row].append(token)
+            sequences[row].append(token)
         going = token_B != markers.end_of_text
         step_BT = token_B[:, None]
         if not going.all():
@@ -105,25 +106,25 @@ def sample_batch(
             cache.batch_select_indices(index)
             alive, answering_B = alive[index], answering_B[index]
             recent_BT, step_BT = recent_BT[index], step_BT[index]
-    return texts
+    return sequences
 
 
-def parse_turns(tokenizer: Any, markers: Markers, ids: list[int]) -> Messages:
-    """Messages of a sampled text: complete turns, from the user's first to an assistant's last.
+def parse_turns(tokenizer: PreTrainedTokenizerBase, markers: Markers, ids: list[int]) -> Messages:
+    """Messages of a sampled sequence: complete turns, from the user's first to an assistant's last.
 
     Returns:
-        An empty list when the text does not alternate user and assistant.
+        An empty list when the sequence does not alternate user and assistant.
     """
     openings = {"user": list(markers.user), "assistant": list(markers.assistant)}
     messages: Messages = []
     rest = ids
-    for role in _alternate():
+    for role in itertools.cycle(openings):
         opening = openings[role]
         start = next((i for i in range(3) if rest[i : i + len(opening)] == opening), None)
         if start is None or markers.end_of_turn not in rest:
             break
         body = rest[start + len(opening) : rest.index(markers.end_of_turn)]
-        content = tokenizer.decode(body).strip()
+        content = str(tokenizer.decode(body)).strip()
         if not content or set(body) & {markers.end_of_text, opening[0]}:
             break
         messages.append({"role": role, "content": content})
@@ -131,80 +132,7 @@ def parse_turns(tokenizer: Any, markers: Markers, ids: list[int]) -> Messages:
     return messages if len(messages) % 2 == 0 else messages[:-1]
 
 
-def _alternate() -> Iterator[str]:
-    while True:
-        yield "user"
-        yield "assistant"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions(Options):
-    PROG: ClassVar[str] = "python -m pipedraft.data_recipes.sample"
-    DESCRIPTION: ClassVar[str] = __doc__ or ""
-
-    target: str
-    """folder or Hub id of a chat model"""
-    rows: int = option(1000, least=1)
-    """rows to sample"""
-    batch: int = option(128, least=1)
-    """rows at a time"""
-    max_tokens: int = option(512, least=1)
-    """per row"""
-    greedy_share: float = option(0.5, metavar="P")
-    """rows with greedy answers"""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """of the weights"""
-    seed: int = 0
-    """of the sampling"""
-    out: Path
-    """JSONL file to write"""
-
-
-Row = tuple[bool, Messages]
-
-
-def sampled_rows(model: Any, tokenizer: Any, options: SampleOptions) -> Iterator[Row]:
-    """(answers are greedy, messages) of texts the model makes up; no messages: malformed."""
-    markers = Markers.of(tokenizer)
-    generator = torch.Generator().manual_seed(options.seed)
-    for first in range(0, options.rows, options.batch):
-        size = min(options.batch, options.rows - first)
-        greedy_B = torch.rand(size, generator=generator) < options.greedy_share
-        texts = sample_batch(
-            model,
-            markers,
-            greedy_B=greedy_B,
-            max_tokens=options.max_tokens,
-            generator=generator,
-        )
-        for is_greedy, ids in zip(greedy_B.tolist(), texts, strict=True):
-            yield is_greedy, parse_turns(tokenizer, markers, ids)
-
-
-def main() -> None:
-    options = SampleOptions.read(sys.argv[1:])
-    dtype = getattr(torch, options.dtype)
-    model = load_model(options.target, field="--target", dtype=dtype).eval()
-    tokenizer = load_tokenizer(options.target, field="--target")
-    torch.manual_seed(options.seed)
-    counts = {"written": 0, "malformed": 0}
-
-    def write(place: Path) -> None:
-        with place.open("w") as file, tqdm(unit="row") as bar:
-            for is_greedy, messages in sampled_rows(model, tokenizer, options):
-                counts["written" if messages else "malformed"] += 1
-                if messages:
-                    row = {"messages": messages, "greedy_answers": is_greedy}
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                bar.update(1)
-
-    publish(options.out, write)
-    print(f"{counts['written']} rows written, {counts['malformed']} malformed and dropped")
-
-
-if __name__ == "__main__":
-    run_command(main)
-
+# -- answers to given users -----------------------------------------------------------------
 
 BATCHES_SORTED_TOGETHER = 16
 
@@ -216,7 +144,7 @@ class LocalTarget:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load_model(name, field="--target", dtype=getattr(torch, dtype))
         self.model: Any = model.eval().to(device)
-        self.tokenizer: Any = load_tokenizer(name, field="--target")
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(name, field="--target")
         self.sampling = sampling
         if not self.tokenizer.chat_template:
             raise ValueError(f"--target: {name!r} has no chat template; name a chat model")
@@ -230,8 +158,10 @@ class LocalTarget:
     def render(self, question: Messages) -> str:
         """The prompt as the target reads it, which must leave room for an answer."""
         try:
-            text = self.tokenizer.apply_chat_template(
-                question, tokenize=False, add_generation_prompt=True
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    question, tokenize=False, add_generation_prompt=True
+                )
             )
         except TemplateError as error:
             raise RowFailed(f"chat template refused: {error}") from error
@@ -275,6 +205,10 @@ class LocalTarget:
         return list(zip(texts, (~ended_B).tolist(), strict=True))
 
 
+def num_characters(dialogue: Dialogue) -> int:
+    return sum(len(message["content"]) for prompt in dialogue.prompts for message in prompt)
+
+
 def answer_dialogues(
     target: LocalTarget,
     dialogues: Iterator[Dialogue],
@@ -289,7 +223,7 @@ def answer_dialogues(
     """
     sampling = target.sampling
     while window := list(itertools.islice(dialogues, batch_size * BATCHES_SORTED_TOGETHER)):
-        window.sort(key=length_of_prompts)
+        window.sort(key=num_characters)
         for is_greedy in (True, False):
             chosen = [d for d in window if sampling.is_greedy(d.row) == is_greedy]
             for first in range(0, len(chosen), batch_size):
@@ -317,8 +251,10 @@ def answer_together(
             return
         asked = [dialogues[index] for index in prompts]
         torch.manual_seed(target.sampling.seed_of(asked[0].row, asked[0].num_answers))
-        with explained_memory():
+        try:
             answers = target.answer_batch(list(prompts.values()), is_greedy=is_greedy)
+        except torch.OutOfMemoryError as error:
+            raise ValueError("--batch: it does not fit into the GPU's memory; give less") from error
         dialogues = []
         for dialogue, prompt, (text, is_cut) in zip(asked, prompts.values(), answers, strict=True):
             if prompt.rstrip().endswith("<think>"):
@@ -335,13 +271,72 @@ def answer_together(
                 dialogues.append(dialogue)
 
 
-def length_of_prompts(dialogue: Dialogue) -> int:
-    return sum(len(message["content"]) for prompt in dialogue.prompts for message in prompt)
+# -- the command ----------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def explained_memory() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ValueError("--batch: it does not fit into the GPU's memory; give less") from error
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions(Options):
+    PROG: ClassVar[str] = "python -m pipedraft.data_recipes.sample"
+    DESCRIPTION: ClassVar[str] = __doc__ or ""
+
+    target: str
+    """folder or Hub id of a chat model"""
+    rows: int = option(1000, least=1)
+    """rows to sample"""
+    batch: int = option(128, least=1)
+    """rows at a time"""
+    max_tokens: int = option(512, least=1)
+    """per row"""
+    greedy_share: float = option(0.5, metavar="P")
+    """rows with greedy answers"""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """of the weights"""
+    seed: int = 0
+    """of the sampling"""
+    out: Path
+    """JSONL file to write"""
+
+
+def sampled_rows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: SampleOptions
+) -> Iterator[tuple[bool, Messages]]:
+    """(answers are greedy, messages) of sequences the model makes up; no messages: malformed."""
+    markers = Markers.of(tokenizer)
+    generator = torch.Generator().manual_seed(options.seed)
+    for first in range(0, options.rows, options.batch):
+        size = min(options.batch, options.rows - first)
+        greedy_B = torch.rand(size, generator=generator) < options.greedy_share
+        sequences = sample_batch(
+            model,
+            markers,
+            greedy_B=greedy_B,
+            max_tokens=options.max_tokens,
+            generator=generator,
+        )
+        for is_greedy, ids in zip(greedy_B.tolist(), sequences, strict=True):
+            yield is_greedy, parse_turns(tokenizer, markers, ids)
+
+
+def main() -> None:
+    options = SampleOptions.read(sys.argv[1:])
+    dtype = getattr(torch, options.dtype)
+    model = load_model(options.target, field="--target", dtype=dtype).eval()
+    tokenizer = load_tokenizer(options.target, field="--target")
+    torch.manual_seed(options.seed)
+    counts = {"written": 0, "malformed": 0}
+
+    def write(place: Path) -> None:
+        with place.open("w") as file, tqdm(unit="row") as bar:
+            for is_greedy, messages in sampled_rows(model, tokenizer, options):
+                counts["written" if messages else "malformed"] += 1
+                if messages:
+                    row = {"messages": messages, "greedy_answers": is_greedy}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                bar.update(1)
+
+    publish(options.out, write)
+    print(f"{counts['written']} rows written, {counts['malformed']} malformed and dropped")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -5,6 +5,7 @@ from copy import deepcopy
 from pathlib import Path
 
 from pipedraft.data_recipes.card import DataReport
+from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.data_recipes.recipe import DataConfig, TokenizedData, load_data, train_tokenizer
 from pipedraft.data_recipes.sources import Source
 
@@ -71,3 +72,10 @@ def total(report: DataReport) -> int:
     """What rows_read must be."""
     refused = sum(report.refused_rows().values())
     return report.rows_kept + sum(report.bad_rows.values()) + report.empty_mask_rows + refused
+
+
+def tokenize_conversation(tokenizer, messages: list[dict], max_length: int) -> tuple[list, list]:
+    """One conversation as (input_ids, loss_mask), cut at ``max_length`` tokens."""
+    renderer = ChatRenderer(tokenizer)
+    ids, mask = renderer.tokenize([renderer.render(messages)])[0]
+    return ids[:max_length], mask[:max_length]

@@ -3,12 +3,12 @@
 from functools import partial
 
 import pytest
-from data_rows import CHAT, PLAIN, PROMPT, TURN, small_tokenizer, templated
+from data_rows import CHAT, PLAIN, PROMPT, TURN, small_tokenizer, templated, tokenize_conversation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from pipedraft.data_recipes.chat import mark_tokens, normalize_conversation, tokenize_conversation
+from pipedraft.data_recipes.chat import mark_tokens, normalize_conversation
 from pipedraft.data_recipes.recipe import CHAT_TEMPLATE
 
 # Cuts thinking from every assistant turn that a later user turn follows, as Qwen3's template does.

@@ -89,41 +89,38 @@ def finish(runs: Runs, method: str, folder: Path, whole: Path) -> None:
 
 
 def test_a_run_killed_at_any_moment_resumes_bit_for_bit(runs, whole, tmp_path):
-    """SIGKILL at 14 random moments of all that a run does: file operations of its folder, and
+    """SIGKILL at 8 random moments of all that a run does: file operations of its folder, and
     the beginnings of forward and backward passes, exchanges and updates."""
     draw, saving = random.Random(7), 0
-    for index in range(14):
-        method = "spd" if index % 5 == 0 else "language_model"
+    for index in range(8):
+        method = "spd" if index % 4 == 0 else "language_model"
         moments = int(said(whole[method]).rpartition("moments: ")[2])
         folder = tmp_path / f"{index}"
         kill_at = draw.randrange(1, moments)
         assert runs.run(method, folder, kill_at=kill_at) == -signal.SIGKILL
         saving += any(folder.rglob(".*.partial"))
         finish(runs, method, folder, whole[method])
-    assert 3 <= saving <= 11
+    assert 2 <= saving <= 6
 
 
 def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
-    """SIGKILL by another process up to 30 ms after a random step, again and again: one run that is
-    killed three times, and three that are killed once."""
-    draw, kills = random.Random(11), 0
-    for index, times in enumerate((3, 1, 1, 1)):
-        folder = tmp_path / f"{index}"
-        for attempt in range(times):
-            pid = runs.start("language_model", folder, changes={"log_every_steps": 1})
-            wanted, deadline = draw.randrange(1, 4) + 3 * attempt, time.monotonic() + 120
-            path = folder / "metrics.jsonl"
-            while not path.exists() or path.read_bytes().count(b'"lr"') < wanted:
-                assert time.monotonic() < deadline, said(folder)
-                time.sleep(0.001)
-            time.sleep(draw.uniform(0, 0.03))
-            os.kill(pid, signal.SIGKILL)
-            kills += runs.parent.wait(pid) == -signal.SIGKILL
-        assert runs.run("language_model", folder, changes={"log_every_steps": 1}) == 0
-        newest = f"checkpoints/step-{STEPS:07d}"
-        for name in ("best", newest):
-            assert_equal_weights(weights(folder / name), weights(whole["language_model"] / name))
-    assert kills >= 4
+    """SIGKILL by another process up to 30 ms after a random step, three times."""
+    draw, folder, kills = random.Random(11), tmp_path / "run", 0
+    changes = {"log_every_steps": 1}
+    for attempt in range(3):
+        pid = runs.start("language_model", folder, changes=changes)
+        wanted, deadline = draw.randrange(1, 4) + 3 * attempt, time.monotonic() + 120
+        path = folder / "metrics.jsonl"
+        while not path.exists() or path.read_bytes().count(b'"lr"') < wanted:
+            assert time.monotonic() < deadline, said(folder)
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.03))
+        os.kill(pid, signal.SIGKILL)
+        kills += runs.parent.wait(pid) == -signal.SIGKILL
+    assert kills >= 2
+    assert runs.run("language_model", folder, changes=changes) == 0
+    for name in ("best", f"checkpoints/step-{STEPS:07d}"):
+        assert_equal_weights(weights(folder / name), weights(whole["language_model"] / name))
 
 
 def test_a_run_that_forgets_its_place_in_the_data_ends_elsewhere(runs, whole, tmp_path):
@@ -297,21 +294,6 @@ def test_a_later_second_signal_ends_the_run_at_once(monkeypatch):
         time.sleep(0.001)
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_two_processes_stop_at_the_same_step_when_one_gets_a_signal(runs, tmp_path):
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-
-    def two(folder: Path, **options: Any) -> list[int]:
-        return runs.together("spd", folder, {"ACCELERATE_USE_CPU": "true"}, **options)
-
-    signalled = {1: {"step": 6, "signals": [signal.SIGTERM]}}
-    assert two(whole) == [0, 0], said(whole)
-    assert two(folder, jobs=signalled) == [143, 143], said(folder)
-    (line,) = [x for x in said(folder).splitlines() if "stopped" in x]
-    assert "stopped at step 7 of 12: SIGTERM" in line
-    assert two(folder) == [0, 0], said(folder)
-    assert_ends_as(folder, whole)
 
 
 # -- time and patience ----------------------------------------------------------------------
