@@ -17,7 +17,7 @@ the link's share of what a policy lacks; "foresight" also knows the delays that 
 will meet (on traces; jitter and losses remain unknown), which no policy can; "plain" is the cloud
 decoding without drafts, streamed.
 
-Energy is the edge's, by the constants of ``eval.edge.methods.py``.
+Energy is the edge's, by the constants of ``eval.edge_methods``.
 
 Traces: every CSV file below the --traces folders. Those without bandwidths have FlexSpec's: of its
 weak WiFi if "wifi" is in their name, else of its 5G. Each seed starts somewhere in the trace.
@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from pipedraft.eval.edge.methods import radio_energy, radio_of
+from pipedraft.eval.edge_methods import radio_energy, radio_of
 from pipedraft.inference.channel import (
     PRESETS,
     Channel,

@@ -23,7 +23,7 @@ from identity import (
     write_or_compare,
 )
 
-from pipedraft.eval.edge.methods import METHODS, TIMES, Simulation, decode, radio_energy, radio_of
+from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation, decode, radio_energy, radio_of
 from pipedraft.inference.channel import PRESETS, Link, Steps
 from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.pipelines.link import Times

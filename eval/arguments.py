@@ -1,10 +1,11 @@
-"""Options of an evaluation; subcommands have their own."""
+"""Options of an evaluation and of the subcommands that decode; the others have their own."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pipedraft.inference.arguments import BackendOptions, Rule, ScheduleOptions, read_temperature
+from pipedraft.inference.config import RuleName
 from pipedraft.options import Options, option
 
 EXAMPLE = """\
@@ -25,6 +26,29 @@ small prompt files are used; --data-dir hub: downloads the published benchmarks.
   python -m pipedraft.eval edge --help                   drafts on one side of a link
   python -m pipedraft.eval table NAME --out OUT          a paper's table, ours beside it, or a
                                                          YAML file, as drafts on tuned targets
+"""
+EDGE_EXAMPLE = """\
+example:
+  python -m pipedraft.eval edge --draft-model out/draft_model/best --target assets/target \\
+      --benchmarks gsm8k,mt_bench --links 5g,4g,wifi --temperature 0,1 --limit 4 --out out/edge
+
+Networks and outputs are real, the clock is virtual: computing takes the constants of --times, every
+message crosses the link as the bytes it is encoded to. Writes results.json, report.md and
+manifest.json into --out and prints the tables; `eval report OUT` plots the latencies. The cloud
+alone, co-located speculation, stop and wait and the edge alone are the baselines.
+"""
+TABLE_EXAMPLE = """\
+example:
+  python -m pipedraft.eval table --list
+  python -m pipedraft.eval table spd1 --limit 4 --data-dir data/eval --out out/tables/spd1
+  python -m pipedraft.eval table flowspec1 --target Qwen/Qwen3-8B --checkpoints heads.yaml \\
+      --out out/tables/flowspec1
+  python -m pipedraft.eval table configs/eval/retention.yaml --out out/retention
+
+prints the table and writes table.md, table.json, manifest.json and the entries behind it
+(results.json) into --out; drafts on fine-tuned targets also report.md and a plot. A row whose
+checkpoint is missing names the command that makes it. What a pipeline decoded is kept in
+OUT/traces: the same command goes on after a kill.
 """
 
 
@@ -118,4 +142,82 @@ class EvaluationOptions(ScoreOptions, BackendOptions, ScheduleOptions):
     fresh: bool = False
     """decode again what OUT/traces has"""
     out: Path = option(metavar="OUT")
+    """folder of the results"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeOptions(Options):
+    """Decode benchmarks across virtual links by several methods."""
+
+    PROG: ClassVar[str] = "pipedraft eval edge"
+    EXAMPLE: ClassVar[str] = EDGE_EXAMPLE
+    ONE_OF = (("checkpoint", "draft_model"),)
+
+    checkpoint: str | None = option(None, metavar="DIR")
+    """folder or Hub name of a FlexSpec draft"""
+    draft_model: str | None = option(None, metavar="DIR")
+    """a language model with the target's tokenizer as the draft; needs --target"""
+    target: str | None = None
+    """folder or Hub name of the target; default: the one the draft names"""
+    benchmarks: tuple[str, ...] = option(metavar="NAMES")
+    """as of an evaluation"""
+    data_dir: str | None = option(None, metavar="D")
+    """see eval --help"""
+    limit: int | None = option(None, metavar="P", least=1)
+    """the first P prompts of each; default: all"""
+    methods: tuple[str, ...] = option((), metavar="NAMES")
+    """comma list; default: all"""
+    links: tuple[str, ...] = option(("5g", "4g", "wifi"), metavar="LINKS")
+    """comma list of 5g, 4g, wifi, TRACE.csv, 5g:TRACE.csv, PROFILES.json:NAME"""
+    temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
+    """comma list"""
+    times: str = option("picospec", metavar="TIMES")
+    """picospec, flexspec, or a JSON file of draft_s, verify_s, verify_row_s, cloud_draft_s"""
+    draft_length: int = option(4, metavar="K", least=1)
+    """of stop_and_wait and dssd"""
+    rule: RuleName | None = None
+    """acceptance at T > 0; default: each method's own"""
+    policy: str = "survival"
+    """draft length, except of stop_and_wait, dssd and pearl, which have their own: fixed:K, eq11,
+    alg2, geometric or survival"""
+    top_k: int = option(10, metavar="K", least=1)
+    """tokens of a rejection, by topk and tail_escape"""
+    tail_samples: int = option(4, metavar="M", least=1)
+    """tokens of a rejection, by tail_escape"""
+    max_new_tokens: int = option(128, metavar="M", least=1)
+    """of each answer"""
+    seed: int = 0
+    """of all that is random"""
+    no_lossless: bool = False
+    """do not compare outputs with plain decoding"""
+    out: Path = option(metavar="OUT")
+    """folder of the results"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions(Options):
+    """Run a specification, as a paper's table is, with the drafts at hand."""
+
+    PROG: ClassVar[str] = "pipedraft eval table"
+    EXAMPLE: ClassVar[str] = TABLE_EXAMPLE
+
+    name: str = option("", metavar="NAME", positional=True)
+    """of the table (see --list), or a YAML file"""
+    list: bool = False
+    """name all tables, a line each, and end"""
+    target: str | None = None
+    """folder or Hub name; default: the specification's, else the embedded one"""
+    checkpoints: tuple[str, ...] = option(("out",), metavar="PLACE", many=True)
+    """folders of runs to find the drafts in, or YAML files of role: folder"""
+    limit: int | None = option(None, metavar="P", least=1)
+    """the first P prompts of each benchmark"""
+    data_dir: str | None = option(None, metavar="D")
+    """of the benchmarks' official files; see eval --help"""
+    max_new_tokens: int | None = option(None, metavar="M", least=1)
+    """a turn; default: 128"""
+    seed: int | None = None
+    """of the sampling and the bootstrap; default: 0"""
+    fresh: bool = False
+    """decode again what OUT/traces has"""
+    out: Path = option(Path(), metavar="OUT")
     """folder of the results"""

@@ -16,8 +16,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import pipedraft
+from pipedraft.eval.run import DraftNetwork
 from pipedraft.eval.tasks import Prompt
 from pipedraft.models.fingerprint import tokenizer_hash
+from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import target_fingerprint
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
@@ -83,7 +85,7 @@ def build_manifest(
     tokenizer: PreTrainedTokenizerBase,
     benchmarks: Mapping[str, Sequence[Prompt]],
     checkpoints: Sequence[Path],
-    draft_model: PreTrainedModel | None = None,
+    draft: DraftNetwork | None = None,
     config: Mapping[str, Any],
     argv: Sequence[str],
     seed: int,
@@ -92,7 +94,7 @@ def build_manifest(
 
     Args:
         checkpoints: folders of the drafts; the SHA-256 of their weights is recorded.
-        draft_model: a language model as the draft; recorded as the target is.
+        draft: a language model is recorded as the target is; other drafts by their checkpoints.
         config: the settings as resolved.
         argv: the command line, program first.
     """
@@ -110,7 +112,7 @@ def build_manifest(
         },
         "git": git_state(),
         "target": _model(target),
-        "draft_model": None if draft_model is None else _model(draft_model),
+        "draft_model": _model(draft.model) if isinstance(draft, LanguageModelDraft) else None,
         "tokenizer": {
             "name": tokenizer.name_or_path,
             "sha256": tokenizer_hash(tokenizer),

@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 from transformers.utils import logging
 
+from pipedraft.errors import UsageError
+from pipedraft.eval.arguments import TableOptions
 from pipedraft.eval.checkpoints import TableContext
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.record import is_known
 from pipedraft.eval.report import write_report
 from pipedraft.eval.retention import write_retention
 from pipedraft.eval.runner import KINDS, Finished, Outcome, Value, check, load_context, search_for
-from pipedraft.eval.spec import DEFAULT_TARGET, Measure, Row, Spec, read_spec
-from pipedraft.eval.table_command import TableOptions
+from pipedraft.eval.spec import DEFAULT_TARGET, Measure, Row, Spec, read_spec, table_names
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.files import to_json, write_atomically
-from pipedraft.models.language_model import LanguageModelDraft
 
 NOT_AVAILABLE = "not available here"
 LEGEND = """\
@@ -125,6 +125,12 @@ def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[st
 # -- the command -----------------------------------------------------------------------------------
 
 
+def list_tables() -> str:
+    tables = {name: read_spec(name) for name in table_names()}
+    width = max(map(len, tables), default=0)
+    return "\n".join(f"{name.ljust(width)}  {table.title}" for name, table in tables.items())
+
+
 def read_options(options: TableOptions) -> Spec:
     """The specification with the options over it, checked."""
     names = ("target", "limit", "data_dir", "max_new_tokens", "seed")
@@ -145,6 +151,13 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
     Args:
         argv: the words after ``table``.
     """
+    if options.list:
+        print(list_tables())
+        return
+    if not options.name:
+        raise UsageError("NAME: missing; see --list")
+    if options.out == Path():
+        raise UsageError("--out: missing; give a folder for the results")
     spec = read_options(options)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -158,14 +171,13 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
     drafts, folders = context.drafts, context.drafts.folders
     models = [name for name in folders if drafts.is_model(name)]
     model = drafts.find(models[0]) if models else None
-    assert model is None or isinstance(model, LanguageModelDraft)
     shared = {n: v for n, v in msgspec.to_builtins(spec).items() if n not in ("rows", "title")}
     manifest = build_manifest(
         target=context.target,
         tokenizer=context.tokenizer,
         benchmarks=context.benchmarks,
         checkpoints=[folder for name, folder in folders.items() if name not in models],
-        draft_model=None if model is None else model.model,
+        draft=model,
         config=options.to_dict()
         | shared
         | {"drafts": {name: str(f) for name, f in folders.items()}},

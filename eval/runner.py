@@ -15,10 +15,10 @@ import torch
 from transformers.utils import logging
 
 from pipedraft.errors import UsageError, make_folder
+from pipedraft.eval.arguments import EdgeOptions
 from pipedraft.eval.checkpoints import CheckpointSearch, Drafts, TableContext
-from pipedraft.eval.edge.command import EdgeOptions
-from pipedraft.eval.edge.measures import LinkRun, measure, write_edge_report
-from pipedraft.eval.edge.methods import METHODS, TIMES, Simulation, radio_energy, radio_of
+from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation, radio_energy, radio_of
+from pipedraft.eval.edge_report import LinkRun, measure, write_edge_report
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LatencyRecord, Results, RunRecord
@@ -39,7 +39,7 @@ from pipedraft.inference.sources import make_source
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models import load_draft
 from pipedraft.models.draft import read_description, resolve_folder
-from pipedraft.models.language_model import LanguageModelDraft, load_draft_model
+from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
 
@@ -320,7 +320,7 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
         tokenizer=context.tokenizer,
         benchmarks=context.benchmarks,
         checkpoints=folders,
-        draft_model=draft.model if isinstance(draft, LanguageModelDraft) else None,
+        draft=draft,
         config=options.to_dict() | {"draft": f"{draft.draft_type} `{place}`"},
         argv=["python", "-m", "pipedraft.eval", "edge", *argv],
         seed=options.seed,

@@ -13,7 +13,7 @@ import torch
 from conftest import tiny_llama
 from decode_runs import PlainTokenizer, SimulatedSource, StatelessSource, greedy_reference
 
-from pipedraft.eval.edge.methods import Simulation
+from pipedraft.eval.edge_methods import Simulation
 from pipedraft.inference.channel import EnergyModel, Link
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine

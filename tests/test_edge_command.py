@@ -8,8 +8,8 @@ from conftest import REPOSITORY
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run
-from pipedraft.eval.edge.measures import SAME_TEXT_RULES
-from pipedraft.eval.edge.methods import METHODS
+from pipedraft.eval.edge_methods import METHODS
+from pipedraft.eval.edge_report import SAME_TEXT_RULES
 from pipedraft.inference.config import RULE_NAMES
 
 TARGET = str(REPOSITORY / "assets" / "target")

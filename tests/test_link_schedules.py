@@ -23,7 +23,7 @@ from link_runs import (
     simulate,
 )
 
-from pipedraft.eval.edge.methods import METHODS, Simulation, decode
+from pipedraft.eval.edge_methods import METHODS, Simulation, decode
 from pipedraft.inference.channel import Link, LinkEstimate
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine

@@ -15,7 +15,8 @@ from tiny_drafts import make_draft, make_exit, make_head, make_module
 from train_runs import make_world
 
 from pipedraft.eval import __main__ as command
-from pipedraft.eval import published, table_command
+from pipedraft.eval import published
+from pipedraft.eval.arguments import TableOptions
 from pipedraft.eval.checkpoints import CheckpointSearch, Drafts
 from pipedraft.eval.published import NOT_AVAILABLE, measured, paper_table
 from pipedraft.eval.runner import KINDS, check
@@ -178,7 +179,7 @@ def make(place):
     @cache
     def made(name: str):
         out = place / "made" / name
-        options = table_command.TableOptions.read(words(place, name, out)[1:])
+        options = TableOptions.read(words(place, name, out)[1:])
         table = published.read_options(options)
         if table.kind != "retention" and name not in ALL_BENCHMARKS:
             table = msgspec.structs.replace(table, benchmarks=["gsm8k"])

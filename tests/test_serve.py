@@ -12,7 +12,7 @@ from serve_runs import decode, lm_draft, make_target, run, serving
 
 from pipedraft.benchmarks.emulated_link import EmulatedLink
 from pipedraft.errors import Failure
-from pipedraft.eval.edge import methods
+from pipedraft.eval import edge_methods as methods
 from pipedraft.inference.channel import Link, LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.draft_length import Estimates

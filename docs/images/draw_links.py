@@ -15,7 +15,7 @@ from diagram import Diagram
 from known_text import PROMPT, KnownText, draw_luck, greedy_text, make_target
 from picture_files import write_pictures
 
-from pipedraft.eval.edge.methods import TIMES
+from pipedraft.eval.edge_methods import TIMES
 from pipedraft.inference.channel import Channel, Link
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine

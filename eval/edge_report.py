@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipedraft.eval.edge.methods import EDGE_W, METHODS, RADIOS, Decoded, Simulation, decode
+from pipedraft.eval.edge_methods import EDGE_W, METHODS, RADIOS, Decoded, Simulation, decode
 from pipedraft.eval.lossless import GreedyReference, output_logits
 from pipedraft.eval.metrics import measure_times, pooled_ratio, ratio
 from pipedraft.eval.record import LatencyRecord, LosslessRecord, Results, is_known

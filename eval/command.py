@@ -1,0 +1,268 @@
+"""The command `python -m pipedraft.eval`, from its options to the report."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from pipedraft.errors import make_folder
+from pipedraft.eval.arguments import EvaluationOptions
+from pipedraft.eval.manifest import build_manifest
+from pipedraft.eval.replay import fit_cost, read_cost
+from pipedraft.eval.report import format_table, write_report
+from pipedraft.eval.run import DraftNetwork, Evaluation, Method
+from pipedraft.eval.scores import make_scorer
+from pipedraft.eval.spec import Row, Spec
+from pipedraft.eval.tasks import load_tasks
+from pipedraft.eval.traces import Traces, remove_traces, traces_of
+from pipedraft.inference.arguments import settings_grid
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.pipelines import Pipeline
+from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.sources import default_schedule
+from pipedraft.inference.transport.cluster import Cluster
+from pipedraft.models import load_draft
+from pipedraft.models.draft import read_description, resolve_folder
+from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.target import (
+    StagedTarget,
+    choose_decoding_threads,
+    load_target,
+    load_tokenizer,
+)
+from pipedraft.models.target_part import weights_identity
+
+
+def _read_drafts(
+    options: EvaluationOptions,
+) -> tuple[str, str | None, dict[Path, dict[str, Any]]]:
+    """Name and revision of the target, and the description of every checkpoint."""
+    drafts = {}
+    for checkpoint in options.checkpoint:
+        folder = resolve_folder(checkpoint)
+        drafts[folder] = read_description(folder)
+        trained_for = drafts[folder]["architecture"].get("num_stages")
+        if trained_for and options.stages and options.stages != trained_for:
+            raise ValueError(
+                f"--stages: {options.stages}, but {checkpoint} was trained for {trained_for}; "
+                "leave --stages out, or train a draft for that number"
+            )
+    if options.target is not None:
+        return options.target, None, drafts
+    if options.draft_model is not None:
+        raise ValueError(f"--target: missing; --draft-model {options.draft_model} names none")
+    references = [description["target"] for description in drafts.values()]
+    targets = dict.fromkeys((target["name"], target.get("revision")) for target in references)
+    if len(targets) > 1:
+        names = ", ".join(f"{name} ({revision or 'newest'})" for name, revision in targets)
+        raise ValueError(
+            f"--checkpoint: the drafts name different targets: {names}; evaluate "
+            "them one by one, or give --target"
+        )
+    ((name, revision),) = targets
+    return name, revision, drafts
+
+
+def _method_name(folder: Path, drafts: dict[Path, dict[str, Any]]) -> str:
+    """The draft's type; with the folder if another draft has the same type and stages."""
+
+    def kind(description: dict[str, Any]) -> tuple[str, int | None]:
+        return description["draft_type"], description["architecture"].get("num_stages")
+
+    draft_type = drafts[folder]["draft_type"]
+    alone = [kind(other) for other in drafts.values()].count(kind(drafts[folder])) == 1
+    return draft_type if alone else f"{draft_type} ({folder.parent.name}/{folder.name})"
+
+
+def _load_drafts(
+    options: EvaluationOptions,
+    drafts: dict[Path, dict[str, Any]],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, tuple[str, DraftNetwork]]:
+    """Name of each draft -> its place and network."""
+    if options.draft_model is not None:
+        network = load_draft_model(options.draft_model, target, tokenizer)
+        return {"draft model": (options.draft_model, network)}
+    return {
+        _method_name(folder, drafts): (
+            str(folder),
+            load_draft(str(folder), target).to(target.device, target.dtype),
+        )
+        for folder in drafts
+    }
+
+
+def _spec(
+    options: EvaluationOptions, target: str, drafts: Mapping[str, tuple[str, DraftNetwork]]
+) -> Spec:
+    """Every draft x schedule x temperature x setting of the schedule."""
+    rows = []
+    schedules_of = {
+        name: list(options.schedule) or [default_schedule(network.draft_type)]
+        for name, (_, network) in drafts.items()
+    }
+    # Of all drafts at once: a setting may belong to the schedule of one of them.
+    used = list(dict.fromkeys(schedule for own in schedules_of.values() for schedule in own))
+    grid = dict(zip(used, settings_grid(options.settings, used), strict=True))
+    for name, schedules in schedules_of.items():
+        for schedule in schedules:
+            # One draft may run under several schedules; its type alone would hide which.
+            label = name if len(schedules) == 1 else f"{name}: {schedule}"
+            rows += [
+                Row(name=label, draft=name, run={"schedule": schedule, "temperature": t, **way})
+                for t in options.temperature
+                for way in grid[schedule]
+            ]
+    return Spec(
+        title="Evaluation",
+        target=target,
+        rows=rows,
+        run={"verifier": options.verifier},
+        drafts={name: place for name, (place, _) in drafts.items()},
+        benchmarks=list(options.benchmarks),
+        data_dir=options.data_dir,
+        limit=options.limit,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        dtype=options.dtype,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    try:
+        return torch.zeros(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"--device: {name!r} cannot be used ({reason}); give cpu or leave it out"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The target as the engine sees it, and as transformers does."""
+
+    model: PreTrainedModel
+    reference: PreTrainedModel | None
+    connect: Callable[[StagedTarget], Pipeline]
+    boundaries: tuple[int, ...]
+    num_stages: int | None
+
+
+def _load_target(
+    options: EvaluationOptions,
+    name: str,
+    revision: str | None,
+    trained: Iterable[dict[str, Any]],
+    cluster: Cluster | None,
+) -> _Target:
+    """
+    Args:
+        trained: descriptions of the drafts.
+    """
+    dtype = getattr(torch, options.dtype)
+    if cluster is None:
+        model = load_target(name, revision=revision, dtype=dtype, device=_device(options.device))
+        choose_decoding_threads(model)
+        reference = None if options.no_lossless else model
+        return _Target(model, reference, LocalPipeline, options.boundaries, options.stages)
+    if options.device != "auto":
+        raise ValueError(
+            f"--device: {options.device!r} is for one process; with --backend process every "
+            "rank takes an accelerator of its own, or the CPU: leave it out"
+        )
+    architectures = [description["architecture"] for description in trained]
+    wanted = {a["num_stages"] for a in architectures if a.get("num_stages")}
+    cuts = {tuple(a["boundaries"]) for a in architectures if a.get("boundaries")}
+    if len(wanted | {options.stages} - {None}) > 1 or len(cuts) > 1:
+        raise ValueError(
+            f"--checkpoint: drafts for {sorted(wanted)} stages and cuts {sorted(cuts)}, but the "
+            "processes hold one cut of the target; evaluate them in several launches"
+        )
+    num_stages = cluster.num_stages(options.stages or next(iter(wanted), None))
+    cut = options.boundaries or next(iter(cuts), ())
+    model = cluster.load_target(
+        name, revision=revision, num_stages=num_stages, boundaries=cut, dtype=dtype
+    )
+    reference = None if options.no_lossless else load_target(name, revision=revision, dtype=dtype)
+    return _Target(model, reference, cluster.connect, cluster.job.boundaries, num_stages)
+
+
+def evaluate_drafts(
+    options: EvaluationOptions, argv: Sequence[str], cluster: Cluster | None
+) -> None:
+    """Load what the options name, evaluate it, write and print the report.
+
+    Args:
+        argv: the words of the command line.
+        cluster: None: everything runs in this process.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
+    scorer, lines = make_scorer(options, benchmarks)
+    target_name, revision, drafts = _read_drafts(options)
+    cost = CostModel() if options.cost is None else read_cost(options.cost)
+    make_folder("--out", options.out)
+    if options.fresh and not options.calibrate:
+        remove_traces(options.out)
+    tokenizer = load_tokenizer(target_name, revision=revision)
+    target = _load_target(options, target_name, revision, drafts.values(), cluster)
+    comparison = Evaluation(
+        target=target.model,
+        tokenizer=tokenizer,
+        benchmarks=benchmarks,
+        reference=target.reference,
+        connect=target.connect,
+        scorer=scorer,
+        repeats=options.repeats,
+        traces=Traces()
+        if options.calibrate
+        else traces_of(
+            options.out,
+            target.model,
+            weights=weights_identity(target_name, revision),
+            backend=options.backend,
+            shard=options.shard,
+        ),
+    )
+    for line in lines:
+        print(line)
+    loaded = _load_drafts(options, drafts, target.model, tokenizer)
+    spec = _spec(options, target_name, loaded)
+    machine = {"boundaries": target.boundaries, "num_stages": target.num_stages, "cost": cost}
+    methods = [
+        replace(Method.from_row(spec, row, network, **machine), checkpoint=place)
+        for row in spec.rows
+        for place, network in [loaded[str(row.draft)]]
+    ]
+    if options.shard is not None:
+        turns = comparison.decode_shard(methods)
+        print(f"{turns} decoded turns of this share are in {options.out}/traces")
+        return
+    runs = comparison.run(methods)
+    manifest = build_manifest(
+        target=target.model,
+        tokenizer=tokenizer,
+        benchmarks=benchmarks,
+        checkpoints=list(drafts),
+        draft=loaded["draft model"][1] if options.draft_model else None,
+        config=options.to_dict() | {"target": target_name, "device": str(target.model.device)},
+        argv=["python", "-m", "pipedraft.eval", *argv],
+        seed=options.seed,
+    )
+    write_report(options.out, runs, manifest)
+    print(format_table(runs))
+    print(f"written: {options.out}/results.json, report.md, report.html, manifest.json and plots")
+    if options.calibrate is not None:
+        measured = fit_cost(runs)
+        options.calibrate.write_text(json.dumps(vars(measured), indent=2) + "\n")
+        print(f"written: {options.calibrate}: {vars(measured)}")
