@@ -299,31 +299,6 @@ class EnergyModel:
             if not 0 <= value < math.inf:
                 raise ValueError(f"energy.{name}: {value} is no energy; give 0 or more, finite")
 
-    @classmethod
-    def from_powers(
-        cls,
-        state: LinkState,
-        *,
-        draft_w: float,
-        draft_s: float,
-        transmit_w: float,
-        receive_w: float,
-        tail_w: float = 0.0,
-        tail_s: float = 0.0,
-    ) -> "EnergyModel":
-        """E = P_draft T_edge + P_tx T_up + P_rx T_down + tail, as FlexSpec writes it.
-
-        Args:
-            state: its bandwidths turn times on the air into bytes.
-            draft_s: of one draft token.
-        """
-        return cls(
-            joules_per_draft_token=draft_w * draft_s,
-            joules_per_byte_up=transmit_w / state.up_bytes_per_s,
-            joules_per_byte_down=receive_w / state.down_bytes_per_s,
-            tail_j=tail_w * tail_s,
-        )
-
     def joules(self, channel: Channel, *, num_drafted: int, elapsed_s: float) -> dict[str, float]:
         """By cause: draft, up, down, idle, tail."""
         return {

@@ -230,7 +230,7 @@ class Session:
     @property
     def features(self) -> Mapping[int, Tensor]:
         """Hidden states [r, H] of the rows in flight, by layer, as they are now."""
-        return self.pipeline.features.view()
+        return self.pipeline.features()
 
     @property
     def drafter(self) -> DraftSource:

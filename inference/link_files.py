@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pipedraft.inference.channel import BYTES_PER_MEGABIT, PRESETS, Link, Steps
 
@@ -70,7 +69,7 @@ def read_trace(path: Path, *, base: Link | None = None) -> Link:
         )
     if base is not None and len(missing) == len(TRACE_COLUMNS):
         raise ValueError(f"{path}: has none of the columns {', '.join(TRACE_COLUMNS)}; add one")
-    fields: dict[str, Any] = {}
+    fields: dict[str, Steps | float] = {}
     if "rtt_ms" in columns:
         fields["delay_s"] = _scaled(columns["rtt_ms"], 0.5e-3)
         fields |= {"jitter_s": 0.0, "loss": 0.0}
@@ -78,7 +77,8 @@ def read_trace(path: Path, *, base: Link | None = None) -> Link:
         if f"{name}_mbps" in columns:
             fields[f"{name}_bytes_per_s"] = _scaled(columns[f"{name}_mbps"], BYTES_PER_MEGABIT)
     try:
-        return Link(**fields) if base is None else replace(base, **fields)
+        # Without a base the file has a column for all that is not the same in every preset.
+        return replace(base or PRESETS["5g"], **fields)  # type: ignore[arg-type] # by name
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -146,7 +146,7 @@ def read_profiles(path: Path) -> dict[str, Link]:
     }
 
 
-def _profile(place: str, fields: Any) -> Link:
+def _profile(place: str, fields: object) -> Link:
     if not isinstance(fields, Mapping):
         raise ValueError(f"{place}: is no object; give up_mbps and rtt_ms")
     for field, value in fields.items():

@@ -165,6 +165,16 @@ class RawConnection:
         await self.channel.close()
 
 
+@asynccontextmanager
+async def raw_serving(target: Any, **options: Any) -> AsyncIterator[tuple[Server, RawConnection]]:
+    """A server and a connection to it for clients without manners."""
+    async with (
+        serving(target, **options) as server,
+        RawConnection(access_to(server.port)) as connection,
+    ):
+        yield server, connection
+
+
 class Raw:
     """A client that says what it likes: bytes up, bytes down, and how the call ended."""
 

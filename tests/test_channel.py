@@ -197,7 +197,12 @@ def test_energy_by_bytes_is_energy_by_powers() -> None:
         channel.transmit(index, 300, "down")
     up, down = channel.traffic("up"), channel.traffic("down")
     powers = {"draft_w": 15.0, "draft_s": 0.01, "transmit_w": 2.0, "receive_w": 1.2}
-    model = EnergyModel.from_powers(link.state(0.0), **powers, tail_w=0.6, tail_s=5.0)
+    model = EnergyModel(
+        joules_per_draft_token=powers["draft_w"] * powers["draft_s"],
+        joules_per_byte_up=powers["transmit_w"] / link.state(0.0).up_bytes_per_s,
+        joules_per_byte_down=powers["receive_w"] / link.state(0.0).down_bytes_per_s,
+        tail_j=0.6 * 5.0,
+    )
     joules = replace(model, idle_w=0.5).joules(channel, num_drafted=80, elapsed_s=20.0)
     assert joules["draft"] == pytest.approx(15.0 * 0.01 * 80)
     assert joules["up"] == pytest.approx(2.0 * up.airtime_s)

@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-import torch
 
 from pipedraft.inference.channel import LinkState
 from pipedraft.inference.closed_forms import chain_acceptance_length
@@ -25,7 +24,6 @@ from pipedraft.inference.draft_length import (
     SurvivalEstimate,
     parse_policy,
 )
-from pipedraft.inference.verify import KeyedRandom, MatchVerifier, draw
 
 # K draft lengths 1..MAX_LENGTH, or positions of a draft token in its round
 MAX_LENGTH = 8
@@ -202,16 +200,6 @@ def test_one_rate_is_recovered_from_censored_rounds() -> None:
         assert estimate.survival(3) == pytest.approx(expected)
 
 
-def test_the_estimate_is_the_published_ratio_of_counts() -> None:
-    """a = sum tau / sum (tau + [tau < K]) where nothing fades and nothing is believed before."""
-    rounds = [(4, 4), (4, 1), (8, 0), (2, 2), (1, 0), (8, 7)]
-    estimate = GeometricEstimate(memory=math.inf, weight=1e-12)
-    for drafted, accepted in rounds:
-        estimate.observe(drafted, accepted)
-    tested = sum(accepted + (accepted < drafted) for drafted, accepted in rounds)
-    assert estimate.acceptance == pytest.approx(sum(a for _, a in rounds) / tested)
-
-
 def test_survival_by_position_is_recovered_from_censored_rounds() -> None:
     random = np.random.default_rng(3)
     true_K = np.cumprod(FALLING_K)
@@ -228,15 +216,6 @@ def test_survival_by_position_is_recovered_from_censored_rounds() -> None:
     errors = {name: np.abs(e.survival() - true_K).max() for name, e in estimates.items()}
     assert errors["censored"] < 0.03
     assert errors["naive"] > 0.15 and errors["censored as rejected"] > 0.1
-
-
-def test_survival_is_the_product_limit_of_the_counts() -> None:
-    """Kaplan and Meier's estimate by hand: 5 rounds, no fading, almost no prior."""
-    estimate = SurvivalEstimate(3, memories=[1e12], weight=1e-9)
-    for drafted, accepted in [(3, 3), (3, 1), (1, 1), (2, 2), (3, 0)]:
-        estimate.observe(drafted, accepted)
-    # position 1: 5 tested, 1 rejected; 2: the first, second and fourth, 1 rejected; 3: the first
-    assert estimate.survival() == pytest.approx([4 / 5, 4 / 5 * 2 / 3, 4 / 5 * 2 / 3])
 
 
 ROUNDS = [(4, 4), (4, 1), (3, 0), (2, 2), (1, 0), (4, 3), (4, 4), (1, 1), (3, 2)]
@@ -295,20 +274,6 @@ def test_survival_is_the_products_of_faded_counts_weighted_by_how_well_they_pred
     assert abs(weights[0] - weights[1]) > 0.05, "equal weights would test nothing"
     survival_MK = np.array([reference_survival(ROUNDS, m) for m in (4, 16)], dtype=float)
     assert estimate.survival() == pytest.approx(weights @ survival_MK, rel=1e-9)
-
-
-def test_the_censored_rate_is_exact_where_the_published_average_is_not() -> None:
-    """All 2^K outcomes of K = 3 tests at a = 1/2 in their proportions."""
-    rounds = [(3, 0)] * 4 + [(3, 1)] * 2 + [(3, 2), (3, 3)]
-    rate = GeometricEstimate(memory=math.inf, weight=1e-12)
-    by_position = SurvivalEstimate(3, memories=[1e12], weight=1e-9)
-    naive = NaiveRate()
-    for estimate in (rate, by_position, naive):
-        for drafted, accepted in rounds:
-            estimate.observe(drafted, accepted)
-    assert rate.acceptance == pytest.approx(1 / 2)
-    assert by_position.survival() == pytest.approx([1 / 2, 1 / 4, 1 / 8])
-    assert naive.acceptance == pytest.approx((1 / 2 + 1 / 4 + 1 / 8) / 3)
 
 
 def test_positions_never_reached_lean_on_the_common_rate() -> None:
@@ -422,26 +387,6 @@ def test_the_published_rules_are_told_from_the_right_one_without_any_estimate(
         assert length == MAX_LENGTH
         rate_K = right.expected_tokens(survival_K) / right.expected_s(survival_K)
         assert rate_K[length - 1] / rate_K.max() == pytest.approx(kept, abs=1e-4)
-
-
-class OneUniform(KeyedRandom):
-    def uniform(self, position: int, purpose: str, attempt: int = 0) -> float:
-        return self.seed / self.prompt
-
-
-def test_algorithm_2s_acceptance_is_told_from_the_match_rule() -> None:
-    """Greedy acceptance, whatever the temperature: the likeliest token, if it was drafted."""
-    p_V = torch.tensor([0.15, 0.6, 0.05, 0.2], dtype=torch.float64)
-    draft_token, number = 1, 2000
-    match_V, greedy_V = np.zeros(4), np.zeros(4)
-    for step in range(number):
-        random = OneUniform(seed=2 * step + 1, prompt=2 * number)
-        rule = MatchVerifier(1.0, random)
-        match_V[rule.judge(p_V.log()[None], torch.tensor([7]))] += 1 / number
-        drawn = draw(p_V, random.uniform(8, "target"))
-        greedy_V[draft_token if draft_token == p_V.argmax() else drawn] += 1 / number
-    assert match_V == pytest.approx(p_V.numpy(), abs=1e-3)
-    assert np.abs(greedy_V - p_V.numpy()).sum() / 2 == pytest.approx(1 - 0.6)
 
 
 def rate_of(policy: DraftLengthPolicy, acceptance_K: np.ndarray, cost: RoundCost) -> float:

@@ -8,14 +8,12 @@ import torch
 from decode_runs import greedy_reference
 from serve_runs import (
     Raw,
-    RawConnection,
-    access_to,
     decode,
     lm_draft,
     make_target,
     opening,
+    raw_serving,
     run,
-    serving,
 )
 
 from pipedraft.inference.transport import server as server_module
@@ -88,10 +86,7 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
         return await raw.end()
 
     async def scene():
-        async with (
-            serving(target) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(target) as (server, connection):
             honest = [
                 asyncio.create_task(
                     decode(
@@ -125,10 +120,7 @@ def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
         target.get_input_embeddings().weight[POISON] = float("nan")
 
     async def scene():
-        async with (
-            serving(target) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(target) as (server, connection):
             other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(sound)))
             raw = Raw(connection)
             await raw.send(Hello(), opening([1, POISON], temperature=1.0))
@@ -153,10 +145,7 @@ def test_a_target_that_computes_nothing_any_more_ends_the_server(monkeypatch):
     target = make_target(vocab=64)
 
     async def scene():
-        async with (
-            serving(target) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(target) as (server, connection):
 
             def fail(*arguments, **options):
                 raise RuntimeError("the device is lost")
@@ -184,10 +173,7 @@ def test_an_unforeseen_failure_of_a_stream_ends_it(monkeypatch, caplog):
 
 
 async def one_stream(message):
-    async with (
-        serving(make_target()) as server,
-        RawConnection(access_to(server.port)) as connection,
-    ):
+    async with raw_serving(make_target()) as (server, connection):
         raw = Raw(connection)
         await raw.send(Hello(), message)
         return await raw.end()

@@ -19,6 +19,7 @@ from serve_runs import (
     make_server,
     make_target,
     opening,
+    raw_serving,
     run,
     serving,
 )
@@ -49,10 +50,7 @@ def end_of(*messages, prompt=(1, 2), **server_options):
     target = make_target()
 
     async def scene():
-        async with (
-            serving(target, **server_options) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(target, **server_options) as (server, connection):
             other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(target)))
             raw = Raw(connection)
             await raw.send(*messages)
@@ -126,10 +124,7 @@ def test_what_the_protocol_forbids_gets_an_error_reply(request_, text):
     target = make_target()
 
     async def scene():
-        async with (
-            serving(target) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(target) as (server, connection):
             raw = Raw(connection)
             await raw.send(Hello(), opening([1, 2], streams=False), request_)
             welcome, _, error = await raw.read(3)
@@ -152,10 +147,7 @@ def test_random_bytes_and_damaged_messages_leave_the_server_serving():
         return bytes(data)
 
     async def scene():
-        async with (
-            serving(target) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(target) as (server, connection):
             codes = set()
             for _ in range(150):
                 raw = Raw(connection)
@@ -235,10 +227,7 @@ def test_nobody_goes_on_with_another_ones_session():
     target = make_target()
 
     async def scene():
-        async with (
-            serving(target) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(target) as (server, connection):
             owner = Raw(connection)
             await owner.send(Hello(), opening([1, 2], streams=False))
             ticket = WELCOME.decode((await owner.read(1))[0]).ticket
@@ -295,10 +284,7 @@ def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
     limits = {"sessions": 2} if limit == "sessions" else {"cache_bytes": 2 * 1024 * row_bytes}
 
     async def scene():
-        async with (
-            serving(target, **limits) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(target, **limits) as (server, connection):
             holders = [Raw(connection) for _ in range(2)]
             for raw in holders:
                 await raw.send(Hello(), opening([1, 2], streams=False))
@@ -321,10 +307,7 @@ def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
 def test_a_text_that_could_never_fit_is_refused_for_good():
 
     async def scene():
-        async with (
-            serving(make_target(), cache_bytes=2**18) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(make_target(), cache_bytes=2**18) as (server, connection):
             raw = Raw(connection)
             await raw.send(Hello(), opening([1] * 400))
             return await raw.end()
@@ -339,10 +322,7 @@ def test_draft_tokens_without_a_verdict_are_bounded():
     target.config.max_position_embeddings = 4096
 
     async def scene():
-        async with (
-            serving(target) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(target) as (server, connection):
             raw = Raw(connection)
             await raw.send(Hello(), opening([1, 2], streams=False))
             text = [1, 2, REPLIES.decode((await raw.read(2))[1]).token]
@@ -373,10 +353,7 @@ def test_silent_sessions_and_sessions_without_a_stream_expire():
     target = make_target()
 
     async def scene():
-        async with (
-            serving(target, idle_s=0.6) as server,
-            RawConnection(access_to(server.port)) as connection,
-        ):
+        async with raw_serving(target, idle_s=0.6) as (server, connection):
             silent, gone = Raw(connection), Raw(connection)
             for raw in (silent, gone):
                 await raw.send(Hello(), opening([1, 2], streams=False))

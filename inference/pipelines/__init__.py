@@ -49,8 +49,6 @@ class Pipeline(ABC):
     timeline: Timeline
     last_rows: list[int]
     """Rows that each stage processed in the last tick."""
-    features: Any
-    """``view()``: hidden states of the rows in flight, by layer."""
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:  # noqa: B027 (may stay empty)
         """A prompt follows."""
@@ -59,7 +57,7 @@ class Pipeline(ABC):
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, Mapping[int, Tensor]]:
-        """Commit a prompt; returns the target's next token and the tapped states [P, H]."""
+        """Commit a prompt; returns the target's next token and the tapped hidden states [P, H]."""
 
     @abstractmethod
     def inject(self, segment: Segment) -> None:
@@ -75,6 +73,10 @@ class Pipeline(ABC):
         Args:
             ahead: what may be begun before this step's verdict is here.
         """
+
+    def features(self) -> Mapping[int, Tensor]:
+        """Hidden states [r, H] of the rows in flight as they are now, by tapped layer."""
+        return {}
 
     def verdict_waits(self) -> bool:
         """Rows are back before they are due: drafting on would delay them."""

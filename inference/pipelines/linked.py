@@ -21,7 +21,6 @@ from torch import Tensor
 
 from pipedraft.inference.draft_length import Estimates, RoundCost
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
-from pipedraft.inference.pipelines.local import FeatureStore
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.session_messages import (
@@ -138,7 +137,6 @@ class LinkedPipeline(Pipeline):
         self.target = target
         self.timeline = Timeline("draft")
         self.last_rows = []
-        self.features = FeatureStore(())
         self.anchor = ""
         """Hash of the target's last block that the draft contains; "": none."""
         self.fallback = ""

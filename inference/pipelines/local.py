@@ -49,7 +49,7 @@ class LocalPipeline(Pipeline):
         self.target = target
         self.timeline = Timeline("one process")
         self.taps: tuple[int, ...] = ()
-        self.features = FeatureStore(())
+        self._features = FeatureStore(())
         self._verifier: Verifier | None = None
         self._entrance: deque[Segment] = deque()
         self._waiting: list[Segment | None] = [None] * target.num_stages
@@ -63,9 +63,9 @@ class LocalPipeline(Pipeline):
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
-        """Commit a prompt; returns the target's next token and the tapped states [P, H]."""
+        """Commit a prompt; returns the target's next token and the tapped hidden states [P, H]."""
         self.taps, self._verifier = taps, verifier
-        self.features = FeatureStore(taps)
+        self._features = FeatureStore(taps)
         self._entrance.clear()
         self._waiting = [None] * self.num_stages
         logits_V, features = self.target.prefill(input_ids, taps)
@@ -75,12 +75,15 @@ class LocalPipeline(Pipeline):
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids)
 
+    def features(self) -> dict[int, Tensor]:
+        return self._features.view()
+
     def inject(self, segment: Segment) -> None:
         """Queue rows at the first stage; one segment enters per step."""
         self._entrance.append(segment)
-        if 0 in self.features.rows:
+        if 0 in self._features.rows:
             assert segment.ids is not None
-            self.features.append(0, self.embed(segment.ids))
+            self._features.append(0, self.embed(segment.ids))
 
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
         """Every stage processes what waits at its input; returns what leaves the last one.
@@ -102,7 +105,7 @@ class LocalPipeline(Pipeline):
             start, end = self.target.boundaries[index : index + 2]
             for layer in deeper:
                 if start < layer <= end:
-                    self.features.append(layer, output.taps[layer])
+                    self._features.append(layer, output.taps[layer])
             if index == self.num_stages - 1:
                 returned = self._judge(output)
             else:
@@ -118,7 +121,7 @@ class LocalPipeline(Pipeline):
         self._entrance = deque(segment for segment in pruned if segment is not None)
         for stage in self.target.stages:
             stage.keep(keep)
-        return self.features.keep(keep)
+        return self._features.keep(keep)
 
     def _judge(self, segment: Segment) -> Returned:
         assert segment.hidden is not None and self._verifier is not None

@@ -55,9 +55,6 @@ class _Features(Mapping[int, Tensor]):
     def __init__(self, pipeline: "ProcessPipeline") -> None:
         self._pipeline = pipeline
 
-    def view(self) -> "_Features":
-        return self
-
     def __getitem__(self, layer: int) -> Tensor:
         return self._pipeline.rows_past(layer)
 
@@ -88,7 +85,6 @@ class ProcessPipeline(Pipeline):
         """
         self.target, self.timeline = target, timeline
         self.taps: tuple[int, ...] = ()
-        self.features = _Features(self)
         self._first_stage, self._answers, self._cancels = first_stage, answers, cancels
         self.last_rows: list[int] = [0] * target.num_stages
         """Rows that each stage processed in the last step of the lock-step pipeline."""
@@ -119,7 +115,7 @@ class ProcessPipeline(Pipeline):
         """Commit a prompt in chunks that follow each other through the stages.
 
         Returns:
-            The target's next token and the tapped states [P, H].
+            The target's next token and the tapped hidden states [P, H].
         """
         self._cancel_all()
         self._forget()
@@ -152,7 +148,7 @@ class ProcessPipeline(Pipeline):
         return token, {layer: torch.cat(part) for layer, part in parts.items()}
 
     def _take_chunk(self, sequence: int, ids: Tensor, parts: dict[int, list[Tensor]]) -> int:
-        """States of one chunk; the token after it if it was the last one."""
+        """Take in a chunk's hidden states; returns the token after it if it was the last one."""
         token = -1
         for stage in self._answering():
             is_last_stage = stage == self.num_stages - 1
@@ -261,6 +257,9 @@ class ProcessPipeline(Pipeline):
             if flight.segment is None and 0 <= stage < self.num_stages:
                 self.last_rows[stage] = len(flight.alive)
 
+    def features(self) -> Mapping[int, Tensor]:
+        return _Features(self)
+
     def verdict_waits(self) -> bool:
         """The oldest rows under way are back already, so drafting on would delay them."""
         last = self.num_stages - 1
@@ -346,7 +345,7 @@ class ProcessPipeline(Pipeline):
         return self.target.boundaries[stage + 1]
 
     def _layers(self, stage: int) -> list[int]:
-        """Tapped layers whose states a stage sends."""
+        """Tapped layers whose hidden states a stage sends."""
         start, end = self.target.boundaries[stage : stage + 2]
         return [layer for layer in self.taps if start < layer <= end]
 

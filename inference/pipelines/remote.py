@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -30,6 +30,10 @@ from pipedraft.inference.transport.stream import Connection, SessionLost, Sessio
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import Payload, Verifier
 
+if TYPE_CHECKING:
+    from pipedraft.models.draft import Draft
+    from pipedraft.models.language_model import LanguageModelDraft
+
 MAX_EMPTY_SESSIONS = 5
 """In a row that were lost before their first token."""
 TRIAL_TOKENS = 32
@@ -42,7 +46,7 @@ TOLERANCE = 1.25
 class LocalDraft:
     """A draft on this machine, for a target that is not."""
 
-    network: Any
+    network: "Draft | LanguageModelDraft"
     target: str = ""
     """Hash of the embedding, final norm and LM head that it was trained with; "": any."""
     anchor: str = ""

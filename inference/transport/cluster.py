@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport import checked, is_launched, sign
 from pipedraft.inference.transport.codec import DTYPES, NAMES, DtypeName
-from pipedraft.inference.transport.messages import AnyMessage, Cancel, Close
+from pipedraft.inference.transport.messages import Cancel, Close
 from pipedraft.inference.transport.ranks import (
     ANSWER,
     CANCEL,
@@ -38,6 +38,9 @@ from pipedraft.inference.transport.watch import Limits, Watch
 from pipedraft.inference.transport.worker import StageWorker
 from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
 from pipedraft.models.target_part import load_target_part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 JOB_KEY = "pipedraft/job"
 DEVICE_KEY = "pipedraft/device"
@@ -176,7 +179,7 @@ class Cluster:
         boundaries: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
         traces: bool = False,
-    ) -> Any:
+    ) -> "PreTrainedModel":
         """Tell every rank to load its part; returns the controller's part as a model."""
         layers = read_config(name, revision)
         count = layers.get("text_config", layers)["num_hidden_layers"]
@@ -209,25 +212,19 @@ class Cluster:
         return self.pipeline
 
     def _connect(self, target: StagedTarget) -> ProcessPipeline:
-        timeline = Timeline(self.watch.name, traces=self.job.traces)
-        self.watch.timeline = timeline
+        timeline = self._measured(self.job)
         ranks = [self._first_rank(self.job) + k for k in range(target.num_stages)]
         answers: list[Inbox] = [self._receiver(rank, ANSWER) if rank else Local() for rank in ranks]
         cancels = [self._sender(rank, CANCEL, timeline) for rank in ranks if rank]
-        first: Outbox
         if ranks[0]:
             first = self._sender(1, FORWARD, timeline)
-        else:
-            mailbox = answers[0]
-            assert isinstance(mailbox, Local)
-            following = self._sender(1, FORWARD, timeline) if target.num_stages > 1 else None
-            worker = StageWorker(
-                target, 0, following=following, controller=mailbox, timeline=timeline
-            )
-            first = Local(worker.handle)
-        pipeline = ProcessPipeline(target, first, answers, timeline, cancels=cancels)
-        if not ranks[0]:
-            worker.is_still_wanted = pipeline.is_wanted
+            return ProcessPipeline(target, first, answers, timeline, cancels=cancels)
+        mailbox = answers[0]
+        assert isinstance(mailbox, Local)
+        worker = self._worker(target, 0, mailbox, timeline)
+        beside = Local(worker.handle)
+        pipeline = ProcessPipeline(target, beside, answers, timeline, cancels=cancels)
+        worker.is_still_wanted = pipeline.is_wanted
         return pipeline
 
     # -- the stages ---------------------------------------------------------------------------
@@ -239,29 +236,22 @@ class Cluster:
         job = msgspec.json.decode(checked(JOB_KEY, store.get(JOB_KEY)), type=Job)
         self._name_ranks(job)
         index = self.rank - self._first_rank(job)
-        last = job.num_stages - 1
-        model = self._load_part(job, has_embedding=index == 0, has_head=index == last)
-        timeline = Timeline(self.watch.name, traces=job.traces)
-        self.watch.timeline = timeline
-        inbox = self._receiver(self.rank - 1, FORWARD)
-        cancels = self._receiver(0, CANCEL)
-        worker = StageWorker(
-            StagedTarget(model, job.boundaries),
-            index,
-            following=None if index == last else self._sender(self.rank + 1, FORWARD, timeline),
-            controller=self._sender(0, ANSWER, timeline),
-            timeline=timeline,
-        )
+        has_head = index == job.num_stages - 1
+        model = self._load_part(job, has_embedding=index == 0, has_head=has_head)
+        timeline = self._measured(job)
+        inbox, cancels = self._receiver(self.rank - 1, FORWARD), self._receiver(0, CANCEL)
+        staged = StagedTarget(model, job.boundaries)
+        worker = self._worker(staged, index, self._sender(0, ANSWER, timeline), timeline)
         self._draining.clear()  # both are read to their end here
         thread = threading.Thread(target=self._listen, args=(cancels, worker), daemon=True)
         thread.start()
-        while not isinstance(message := self._next(inbox, timeline), Close):
+        while True:
+            with timeline.span(WAIT):
+                message = inbox.receive()
+            if isinstance(message, Close):
+                break
             worker.handle(message)
         thread.join()
-
-    def _next(self, inbox: Receiver, timeline: Timeline) -> AnyMessage:
-        with timeline.span(WAIT):
-            return inbox.receive()
 
     def _listen(self, cancels: Receiver, worker: StageWorker) -> None:
         """Cancellations overtake the segments that they are about."""
@@ -273,6 +263,20 @@ class Cluster:
 
     # -- both ---------------------------------------------------------------------------------
 
+    def _measured(self, job: Job) -> Timeline:
+        """This rank's timeline; the watch looks at it, too."""
+        self.watch.timeline = Timeline(self.watch.name, traces=job.traces)
+        return self.watch.timeline
+
+    def _worker(
+        self, target: StagedTarget, index: int, controller: Outbox, timeline: Timeline
+    ) -> StageWorker:
+        has_next = index + 1 < target.num_stages
+        following = self._sender(self.rank + 1, FORWARD, timeline) if has_next else None
+        return StageWorker(
+            target, index, following=following, controller=controller, timeline=timeline
+        )
+
     def _first_rank(self, job: Job) -> int:
         return self.world_size - job.num_stages
 
@@ -282,7 +286,7 @@ class Cluster:
         names[0] = "controller" if first else "controller and stage 0"
         self.watch.names = names
 
-    def _load_part(self, job: Job, *, has_embedding: bool, has_head: bool) -> Any:
+    def _load_part(self, job: Job, *, has_embedding: bool, has_head: bool) -> "PreTrainedModel":
         index = self.rank - self._first_rank(job)
         layers = range(*job.boundaries[index : index + 2]) if index >= 0 else range(0)
         return load_target_part(

@@ -7,10 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pipedraft.inference.remote_command import read_token
 from pipedraft.inference.transport.session_table import Limits
+
+if TYPE_CHECKING:
+    from pipedraft.inference.transport.server import Server
 from pipedraft.options import Options, option
 
 LIMITS = Limits()
@@ -128,7 +131,7 @@ def run(argv: Sequence[str]) -> None:
     asyncio.run(serve(server, options.host, options.port))
 
 
-async def serve(server: Any, host: str, wanted_port: int) -> None:
+async def serve(server: "Server", host: str, wanted_port: int) -> None:
     """Until a signal."""
     loop, ended, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
@@ -159,7 +162,7 @@ async def serve(server: Any, host: str, wanted_port: int) -> None:
     )
 
 
-def describe(server: Any, host: str, listening: int) -> str:
+def describe(server: "Server", host: str, listening: int) -> str:
     security, target = server.security, server.target
     tls = "plain text" if security.certificate is None else "TLS"
     token = "with token" if security.token else "no token"

@@ -1,0 +1,158 @@
+"""A connection and a server that lose, repeat and reorder messages, under a clock of their own."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from decode_runs import PlainTokenizer
+from link_runs import TIMES, config_for
+
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines import remote
+from pipedraft.inference.pipelines.remote import RemotePipeline
+from pipedraft.inference.transport import stream
+from pipedraft.inference.transport.session_messages import (
+    HELLO,
+    REQUESTS,
+    WELCOME,
+    Description,
+    Welcome,
+)
+from pipedraft.inference.transport.session_table import Limits, SessionTable
+from pipedraft.inference.transport.stream import Access
+from pipedraft.inference.transport.target_session import run_together
+
+
+class Storm:
+    """Stands where a ``Connection`` and a server stand, and where the time is.
+
+    Requests are held and handed over in any order, twice, or not at all; replies come in order, as
+    gRPC has it, until one is lost, or the connection is.
+    """
+
+    access = Access(server="127.0.0.1:1", answer_s=0.5, connect_s=0.5, give_up_s=1e9)
+    num_breaks = 0
+
+    def __init__(self, target, seed: int, *, loss: float, falls_back_after: int = -1) -> None:
+        self.rng, self.loss, self.falls_back_after = random.Random(seed), loss, falls_back_after
+        self.table = SessionTable(target, Limits(prompt_tokens=64), 0)
+        self.now_s, self.num_turns = 0.0, 0
+        self.lines: list[Line] = []
+        self.pipeline = StormPipeline(self, keeps_drafting=True)
+
+    def decode(self, source, prompt, **options):
+        """The output, with this storm's clock in place of the machine's."""
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
+        config = config_for(source, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (stream, remote):
+                patch.setattr(module, "time", clock)
+            patch.setattr(stream, "random", self.rng)
+            engine = Engine(
+                self.pipeline.target,
+                PlainTokenizer(),
+                config,
+                source=source,
+                connect=lambda _: self.pipeline,
+            )
+            return engine.decode(prompt)
+
+    def describe(self):
+        about = dict.fromkeys(Description.__struct_fields__, 0)
+        return Description(**about | {"forward_s": TIMES.verify_s, "row_s": 0.001}), 0.06
+
+    def call(self) -> "Line":
+        self.lines.append(Line(self))
+        return self.lines[-1]
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def turn(self) -> None:
+        self.num_turns += 1
+        assert self.num_turns < 60_000, "the output does not end"
+        self.now_s += 0.01
+        line = self.rng.choice(self.lines[-2:])  # what is late may belong to the connection before
+        self.rng.choice([self.compute, line.deliver, line.deliver])()
+        if self.rng.random() < self.loss / 50:
+            self.lines[-1].is_up = False
+        if self.num_turns == self.falls_back_after:
+            self.pipeline.fallback = "the test says so"
+
+    def compute(self) -> None:
+        for held in list(self.table.held.values()):
+            if held.core.is_running:
+                run_together([held.core])
+                self.answer(held, held.core.finish(self.now_s))
+            else:
+                held.core.start(self.now_s)
+
+    def answer(self, held, replies) -> None:
+        for data in held.add(replies):
+            if held.stream is not None and self.rng.random() >= self.loss:
+                held.stream.down.append(data)
+
+
+class StormPipeline(RemotePipeline):
+    """The storm goes on while the draft computes, and whenever somebody looks."""
+
+    def drafted(self, num_tokens: int, started_s: float) -> None:
+        for _ in range(self.connection.rng.randrange(5)):
+            self.connection.turn()
+        super().drafted(num_tokens, started_s)
+
+    def verdict_waits(self) -> bool:
+        if self.connection.rng.random() < 0.5:
+            self.connection.turn()
+        return super().verdict_waits()
+
+
+class Line:
+    """One connection."""
+
+    def __init__(self, storm: Storm) -> None:
+        self.storm, self.is_up, self.held = storm, True, None
+        self.first, self.up, self.down = [], [], []
+
+    def write(self, data: bytes) -> None:
+        if len(self.first) < 2 and self.held is None:  # the server waits for both
+            self.first.append(data)
+            self.enter()
+        elif self.storm.rng.random() >= self.storm.loss:
+            self.up.append(data)
+
+    def enter(self) -> None:
+        hello = HELLO.decode(self.first[0])
+        table, now_s = self.storm.table, self.storm.now_s
+        if hello.ticket:
+            self.held = table.find(hello.ticket, now_s)
+            self.held.stream = self
+            self.down = [b"", *self.held.since(hello.next_number)]
+        elif len(self.first) == 2:
+            self.held = table.open(REQUESTS.decode(self.first[1]), now_s)
+            self.held.stream = self
+            self.down, self.up = [b""], [self.first[1]]
+        if self.held is not None:
+            self.down[0] = WELCOME.to_bytes(Welcome(self.held.ticket, self.held.core.next_seq))
+
+    def deliver(self) -> None:
+        if not self.up:
+            return
+        index = self.storm.rng.randrange(len(self.up))
+        request = REQUESTS.decode(self.up[index])
+        if self.storm.rng.random() < 0.8:  # else it comes again
+            del self.up[index]
+        self.held.note(request, self.storm.now_s)
+        self.storm.answer(self.held, self.held.core.receive(request, self.storm.now_s))
+
+    def take(self, timeout_s: float):
+        """Also a call that is over hands over what came before."""
+        until_s = self.storm.now_s + timeout_s
+        while not self.down and self.is_up and self.storm.now_s < until_s:
+            self.storm.turn()
+        if self.down:
+            return self.down.pop(0), self.storm.now_s
+        return None if self.is_up else (stream.Break("UNAVAILABLE", "storm"), self.storm.now_s)
+
+    def hang_up(self) -> None:
+        self.is_up = False
