@@ -1,1 +1,1 @@
-"""What drafts are trained on: conversations and texts as token ids with assistant loss masks."""
+"""Training data of drafts: conversations and documents as token ids with loss masks."""

@@ -164,7 +164,7 @@ class AnswerFile:
             )
 
     def _read_back(self, retry_errors: bool) -> None:
-        """What earlier runs have settled."""
+        """Note the rows that earlier runs have settled."""
         for row, reason in self.database.execute("SELECT row, reason FROM rows"):
             if not reason:
                 self.status[row] = ANSWERED
@@ -245,11 +245,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is kept of one answer of the target."""
+    """One answer of the target, as it goes into the row."""
 
     content: str
     is_cut: bool
-    """It stopped at --max-tokens."""
+    """Whether the answer stopped at --max-tokens."""
 
 
 @dataclass
@@ -261,7 +261,7 @@ class Dialogue:
     text: str
     """The input row as read."""
     fields: dict[str, object]
-    """What else the input row holds; copied to the output."""
+    """Other fields of the input row; copied to the output."""
     prompts: list[Messages]
     """What is said before each answer since the one before it; the last message is the user's."""
     history: Messages = field(default_factory=list)

@@ -1,15 +1,15 @@
-"""What happened to every row, in counts, and the card that tells it in the form the Hub reads."""
+"""Counts of all rows and their fates, and the card that tells them as the Hub reads it."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import yaml
 from datasets import Dataset
 
-from pipedraft.data_recipes.config import DataConfig, Filters
+from pipedraft.data_recipes.config import DataConfig
 from pipedraft.data_recipes.overlap import (
     CONTAMINATED,
     EXACT_DUPLICATE,
@@ -131,6 +131,7 @@ def build_report(
         copies: how often each row occurs in the two sets together; 0 for a row left out.
     """
     kept = copies > 0
+    licenses = np.asarray(rows["license"][:], dtype=object)
     names = np.asarray(rows["source"][:], dtype=object)
     full = np.asarray(rows["num_tokens"][:], dtype=np.int64)
     supervised = np.asarray(rows["num_supervised"][:], dtype=np.int64)
@@ -181,7 +182,7 @@ def build_report(
             }
             for name in dict.fromkeys(names)
         },
-        licenses=_count_licenses(rows, kept),
+        licenses=dict(Counter(name or UNKNOWN_LICENSE for name in licenses[kept]).most_common()),
     )
 
 
@@ -200,18 +201,16 @@ def _count_benchmarks(rows: Dataset, benchmarks: Benchmarks | None) -> dict[str,
     }
 
 
-def _count_licenses(rows: Dataset, kept: np.ndarray) -> dict[str, int]:
-    found = np.asarray(rows["license"][:], dtype=object)[kept]
-    return dict(Counter(name or UNKNOWN_LICENSE for name in found).most_common())
-
-
 # Rows below which the Hub's size category holds.
 SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
 LARGER = "1M<n<10M"
 
 
 def dataset_card(config: DataConfig, tokenizer_name: str, report: DataReport) -> str:
-    """What the rows are made of, what was left out and why, and how to make them again."""
+    """A README.md: the sources, the rows left out and why, and how to make the data again."""
+    left_out = {**report.bad_rows, **report.refused_rows()}
+    if report.empty_mask_rows:
+        left_out[EMPTY_MASK] = report.empty_mask_rows
     form = f"blocks of {config.max_length} tokens" if config.pack else "one row per conversation"
     sections = [
         f"# Token sequences for training drafts of {tokenizer_name}",
@@ -228,7 +227,7 @@ def dataset_card(config: DataConfig, tokenizer_name: str, report: DataReport) ->
         "## Licenses",
         _table(["license", "rows kept"], list(report.licenses.items())),
         "## Rows left out",
-        _refusal_table(report),
+        _table(["reason", "rows"], list(left_out.items())),
         "Every one of them but those not drawn is in `bad_rows.jsonl`, with the reason and its "
         "place in the source.",
         *_decontamination(report),
@@ -258,6 +257,8 @@ def _source_table(config: DataConfig, report: DataReport) -> str:
     rows = []
     for source in config.sources:
         counts = report.sources[source.name]
+        limits = asdict(source.filters) if source.filters else {}
+        shown = ", ".join(f"{name} {x:g}" for name, x in limits.items() if x is not None)
         place = [source.split, source.revision] if list_files(source) is None else []
         if source.max_rows is not None:
             place.append(f"first {source.max_rows}")
@@ -269,26 +270,11 @@ def _source_table(config: DataConfig, report: DataReport) -> str:
                 counts["rows_read"],
                 counts["rows_kept"],
                 counts["tokens"],
-                describe_filters(source.filters) or "none",
+                shown or "none",
             ]
         )
     head = ["source", "license", "weight", "rows read", "rows kept", "tokens", "filters"]
     return _table(head, rows)
-
-
-def describe_filters(filters: Filters | None) -> str:
-    """The limits that are set, as NAME VALUE."""
-    if filters is None:
-        return ""
-    limits = {field.name: getattr(filters, field.name) for field in fields(filters)}
-    return ", ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
-
-
-def _refusal_table(report: DataReport) -> str:
-    counts = {**report.bad_rows, **report.refused_rows()}
-    if report.empty_mask_rows:
-        counts["empty mask"] = report.empty_mask_rows
-    return _table(["reason", "rows"], list(counts.items()))
 
 
 def _decontamination(report: DataReport) -> list[str]:

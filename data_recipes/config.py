@@ -1,4 +1,4 @@
-"""What a data recipe says: its sources, the limits of their rows, and what becomes of them."""
+"""The configuration of a data recipe: its sources, and the limits that their rows must keep."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -178,14 +178,14 @@ class Source:
 
     @property
     def reading_key(self) -> tuple[Any, ...]:
-        """What decides the raw rows, apart from the files themselves."""
+        """Fields that decide the raw rows, apart from the files themselves."""
         place = (self.path, self.kind, self.split, self.subset, self.files, self.revision)
         return (*place, self.streaming, self.max_rows, self.text_field)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to train on, and how rows become token sequences."""
+    """The data of a training run, and how its rows become token sequences."""
 
     sources: list[Source]
     """Read in this order, all rows of each; ``weight`` of each decides how often they occur."""

@@ -82,13 +82,13 @@ PROMPT_FIELDS = ("question", "prompt", "instruction", "problem", "text")
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """What must not occur in the data."""
+    """Prompts of benchmarks, which must not occur in the data."""
 
     names: list[str]
     num_prompts: list[int]
     """Prompts of each benchmark, every turn counted."""
     num_short: list[int]
-    """Those with fewer than ``MIN_WORDS`` words, which are not looked for."""
+    """Prompts of fewer than ``MIN_WORDS`` words, which are not looked for."""
     tables: dict[int, tuple[np.ndarray, np.ndarray]]
     """Length in words -> [G] sorted hashes, and [G] int64 masks: bit b is set for benchmark b."""
 
@@ -178,7 +178,7 @@ def _read_prompts(source: Source) -> list[str]:
 
 
 def prompts_of(row: Any) -> list[str]:
-    """What the user says in one row of a benchmark."""
+    """The user's turns in one row of a benchmark."""
     if not isinstance(row, dict):
         raise ValueError("row is not an object")
     turns = row.get("messages") or row.get("conversations")

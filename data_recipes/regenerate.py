@@ -236,7 +236,7 @@ def ask_local(run: Run, options: RegenerateOptions) -> str:
 
 
 def settings_of(options: RegenerateOptions, sampling: Sampling, digest: str) -> dict[str, Any]:
-    """What the answers depend on, by option. The server's address may change, its model may not."""
+    """Options that the answers depend on. The server's address may change, its model may not."""
     folder = Path(options.target or "")
     is_folder = options.target is not None and folder.exists()
     return {

@@ -42,7 +42,7 @@ SEQUENCE_FEATURES = {
 
 @dataclass(slots=True)
 class TableRow:
-    """What is found out about a raw row; a column of the table each."""
+    """Findings about a raw row, each a column of the table."""
 
     error: str
     """Why the row is left out; "" for a good row."""
@@ -54,7 +54,7 @@ class TableRow:
     """Bit b is set if the row contains a prompt of benchmark b."""
     num_missing: int = 0
     num_tokens: int = 0
-    """Of the whole row, before the cut."""
+    """Tokens of the whole row, before the cut."""
     num_supervised: int = 0
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class RowRefused(Exception):
 
 
 def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | None) -> list[Any]:
-    """What decides the columns of a row, besides the tokenizer: for the fingerprint of a table."""
+    """Settings that decide the columns of a row: with the tokenizer, the fingerprint of a table."""
     fields = [source.prompt_field, source.answer_field, source.license, repr(source.filters)]
     max_length = None if config.pack else config.max_length
     found = benchmarks.fingerprint if benchmarks else ""
@@ -141,7 +141,7 @@ def _judge(
     source: Source,
     benchmarks: Benchmarks | None,
 ) -> None:
-    """What the text alone decides: filters, benchmarks, and the keys of duplicates."""
+    """Apply what needs no tokens: filters, benchmarks, and the keys of duplicates."""
     if isinstance(content, str):
         texts, parts, num_turns = [content], [content], None
     else:
@@ -229,7 +229,7 @@ def draw_copies(hashes_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
 
 
 def split_rows(hashes_N: np.ndarray, valid_fraction: float) -> np.ndarray:
-    """Which rows are held out: hash < valid_fraction * 2^63, equal content always together.
+    """Mask of the held-out rows: hash < valid_fraction * 2^63, equal content always together.
 
     If that holds out none (all), the row with the smallest (largest) hash changes sides.
     """

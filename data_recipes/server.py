@@ -223,7 +223,7 @@ def read_choice(payload: Any) -> tuple[str, str, str]:
 
 
 def error_message(data: bytes) -> str:
-    """What a server says about an error, in one line of at most 200 characters."""
+    """A server's words about an error, in one line of at most 200 characters."""
     return " ".join(data[:1000].decode("utf-8", "replace").split())[:200]
 
 

@@ -189,7 +189,7 @@ class Progress:
     since_best: int = 0
     """Evaluations in a row without a better score."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     evaluation_pending: bool = False
     """The run was stopped at a step that ends with an evaluation, before it."""
     unlogged: list[dict[str, float]] = field(default_factory=list)
@@ -381,7 +381,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _part(value: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """The part of a tensor that this process holds."""
     held = value.detach()
     return held.to_local() if isinstance(held, DTensor) else held
 
@@ -395,7 +395,7 @@ def _check_shape(name: str, found: Tensor, own: Tensor) -> None:
 def _as_parts_of(
     parameter: nn.Parameter, name: str, found: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What the optimizer keeps about a parameter, sharded as the parameter is."""
+    """An optimizer's state of one parameter, sharded as the parameter is."""
     state = {}
     for key, value in found.items():
         if value.ndim == 0:  # the number of updates

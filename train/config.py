@@ -76,7 +76,7 @@ class RunConfig:
     target_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bf16 for a target that is stored in it, in a run that computes in it; else fp32."""
     target_quantization: Literal["8bit", "4bit"] | None = None
-    """Of the target's layers, by transformers and bitsandbytes."""
+    """Quantization of the target's layers, by transformers and bitsandbytes."""
     shard_target: bool = False
     """Each process holds a part of every layer of the target, and gathers a layer while it runs."""
     features: str | None = None

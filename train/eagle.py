@@ -54,6 +54,7 @@ def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Genera
         lengths: one for each row, or for each document of a packed row.
     """
     uniform_BTH = torch.rand(features_BTH.shape, generator=generator).to(features_BTH)
+    # A packed row has several lengths: every position gets that of its own document.
     if len(lengths) > len(features_BTH):
         lengths_BT = lengths.repeat_interleave(lengths)[None]
     else:
@@ -62,7 +63,7 @@ def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Genera
 
 
 def row_lengths(lengths: list[int] | None) -> list[int] | None:
-    """Of the documents in a packed row without its last token, after which there is no text."""
+    """Document lengths of a packed row without its last token, which predicts nothing."""
     if lengths is None:
         return None
     return [*lengths[:-1], lengths[-1] - 1] if lengths[-1] > 1 else lengths[:-1]
@@ -76,11 +77,11 @@ def unroll(
     depth: int,
     lengths: list[int] | None = None,
 ) -> list[Tensor]:
-    """States after 1 .. depth draft tokens below every row, [B, R, H] each, as decoding makes them.
+    """Hidden states after 1 .. depth draft tokens below every row, [B, R, H] each, as in decoding.
 
-    The tokens of the text stand in for the draft tokens, as if all before had been accepted. Draft
-    token i of row t sees the rows up to t made of the target's states, and the draft tokens 1 .. i
-    of its own row.
+    The tokens of the sequence stand in for the draft tokens, as if all before had been accepted.
+    Draft token i of row t sees the rows up to t made of the target's hidden states, and the draft
+    tokens 1 .. i of its own row.
 
     Args:
         lengths: rows of each document in a packed row.
@@ -90,6 +91,7 @@ def unroll(
     keys: list[Tensor] = []
     values: list[Tensor] = []
     out = []
+    # Every step feeds back its own hidden states, and moves all rows on by one token.
     for step in range(depth):
         turn = draft.rotary.of_heads(positions_R + step, states_BRH.dtype)
         embedded_BRH = draft.embed(tokens[:, step + 1 : step + 1 + R])
@@ -103,7 +105,7 @@ def unroll(
 
 
 class EagleObjective(DraftObjective):
-    """SmoothL1(f', f) + w * KL(target || draft), f' and f being states of the next position.
+    """SmoothL1(f', f) + w * KL(target || draft), f' and f being hidden states of the next one.
 
     Both are summed over rows, the regression after a mean over H. The paper's second term is the
     cross-entropy with the target's distribution: KL differs from it by that distribution's entropy,
@@ -137,6 +139,7 @@ class EagleObjective(DraftObjective):
         if depth is None and self.config.noise > 0:
             noise_BTH = feature_noise(features_BTH, batch["lengths"], generator)
             states_BTH = features_BTH + self.config.noise * noise_BTH
+        # Row t reads the noisy state of t and the next token; it is compared with the clean t + 1.
         predicted_BRH = draft.causal_rows(
             ids_BT[:, 1:], states_BTH[:, :-1], row_lengths(document_lengths(batch))
         )

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from pipedraft.train.features import FeatureOptions
 
 TEACHER_POSITIONS = 256
-"""Of each shard, spread over its rows: two products with the LM head are not cheap."""
+"""Positions of a shard whose teacher is compared: two products with the LM head are not cheap."""
 
 
 # -- what is dumped -------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, t
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which rows go into which shard, and what all shards say about themselves."""
+    """The rows of every shard, and the description that all shards share."""
 
     identity: dict[str, int | str]
     settings: DumpSettings
@@ -320,7 +320,7 @@ class Dump:
         return record
 
     def _ids(self, rows: Sequence[int]) -> list[list[int]]:
-        """Of a batch, whose rows are all for training or all for validation."""
+        """Tokens of a batch, whose rows are all for training or all for validation."""
         num_train = len(self.data.train)
         if rows[0] < num_train:
             return self.data.train[list(rows)]["input_ids"]
@@ -415,7 +415,7 @@ def serve_states(own: "FeatureOptions", port: int, run: RunConfig) -> None:
 
 
 def report(index: Index, folder: Path) -> str:
-    """What storing cost: errors of every layer, and of the teacher's distribution."""
+    """The errors of storing: of every layer, and of the teacher's distribution."""
     lines = ["| layer | largest error | relative RMS error |", "|---|---|---|"]
     for layer, error in index.errors.items():
         lines.append(f"| {layer} | {error['max_abs']:.3g} | {error['relative_rms']:.3g} |")

@@ -55,7 +55,7 @@ class Source(Protocol):
 
 
 class Features:
-    """What an objective asks for the hidden states of a batch, instead of asking the target.
+    """Hidden states of batches from a dump or a server, for an objective without a whole target.
 
     The next batch is fetched while the step of the present one is computed.
     """

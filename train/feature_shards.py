@@ -68,7 +68,7 @@ def encode(hidden_MH: Tensor, dtype: str, layer: int) -> dict[str, Tensor]:
 
 
 def decode(stored_MH: Tensor, scale_M: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What ``encode`` kept of the states."""
+    """Hidden states as ``encode`` kept them."""
     if scale_M is None:
         return stored_MH.to(dtype)
     return (stored_MH * scale_M[..., None]).to(dtype)
@@ -105,7 +105,7 @@ def data_identity(split: str, dataset: Dataset) -> dict[str, int | str]:
 
 
 def target_identity(run: RunConfig, target_config: PreTrainedConfig) -> dict[str, int | str]:
-    """Which target a run has.
+    """Weights and shape of a run's target.
 
     Args:
         target_config: of the decoder.
@@ -125,7 +125,7 @@ def identity_of(
     tokenizer: PreTrainedTokenizerBase,
     data: TokenizedData,
 ) -> dict[str, int | str]:
-    """What hidden states depend on: a dump with another identity cannot replace a run's target."""
+    """Identity of hidden states: a dump with another one cannot replace a run's target."""
     return {
         **target_identity(run, target_config),
         "tokenizer": template_hash(tokenizer),
@@ -198,7 +198,7 @@ class TeacherError(Struct):
 
 
 class ShardRecord(Struct):
-    """What is known of a complete shard."""
+    """File, size, digest and errors of a complete shard."""
 
     file: str
     sha256: str

@@ -27,7 +27,7 @@ class FlexSpecTrainConfig(FlexSpecConfig):
     distillation_weight: float = 1.0
     """Factor of the distillation (lambda_2)."""
     distillation_temperature: float = 1.0
-    """Of both distributions in the distillation, which is then multiplied by its square."""
+    """Temperature of both distributions in the distillation, which is multiplied by its square."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,9 +48,9 @@ class FlexSpecTrainConfig(FlexSpecConfig):
 
 
 def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Of the chains of 1 .. depth draft tokens below each row, how many are accepted as a whole.
+    """Chains of 1 .. depth draft tokens below each row: how many are accepted as a whole.
 
-    The text stands in for the draft tokens, as if all before had been accepted.
+    The sequence stands in for the draft tokens, as if all before had been accepted.
 
     Args:
         rates_M: probability that the draft token after each counted row is accepted.
@@ -63,6 +63,7 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
     rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)
     alive_BS, inside_BS = torch.ones_like(rates_BS), torch.ones_like(labeled_BS)
     num_rows, sums, counts = labeled_BS.shape[1], [], []
+    # A chain of one more draft token survives if the shorter one did, and the row after it does.
     for step in range(depth):
         rows = slice(step, step + num_rows)
         alive_BS = alive_BS * F.pad(rates_BS, (0, depth))[:, rows]

@@ -187,7 +187,7 @@ class LanguageModelObjective(Objective):
         return LossOutput(loss, counted_BT.sum(), {"agreement": agreement})
 
     def _cross_entropy(self, hidden_MH: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Its sum, and the number of right tokens; many logits are computed again in backward."""
+        """Summed cross-entropy and number of right tokens; many logits are computed again later."""
 
         def compare(hidden_CH: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
             logits_CV = self.model.lm_head(hidden_CH)

@@ -1,4 +1,4 @@
-"""What a run starts with: its accelerator, optimizers and target, and how it is asked to stop.
+"""The start of a run: its accelerator, optimizers and target, and the ways to ask it to stop.
 
 The accelerator is made after checking what the launcher really started.
 """
@@ -148,7 +148,7 @@ def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
 
 
 def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:
-    """What the main process finds, told to all; a ValueError is raised by every process."""
+    """Run ``look`` in the main process, and give every process its result or its ValueError."""
     found: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
@@ -217,7 +217,7 @@ class Stop:
 
 
 class Stopping:
-    """What asks this run to end. SIGTERM and SIGINT are noted, and end the run after its step."""
+    """Requests to end this run. SIGTERM and SIGINT are noted, and end the run after its step."""
 
     def __init__(self, *, max_minutes: float | None, started: float) -> None:
         """
@@ -255,7 +255,7 @@ class Stopping:
             signal.raise_signal(number)
 
     def wishes(self) -> dict[str, float]:
-        """Of this process; the keys are always the same."""
+        """Requests that this process has noted; the keys are always the same."""
         minutes = (time.monotonic() - self.started) / 60
         return {
             "stop_sigterm": float(self.received == signal.SIGTERM),

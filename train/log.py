@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, trackers, the progress bar, speed, and batches that failed."""
+"""Records of a run: metrics.jsonl, trackers, the progress bar, speed, and batches that failed."""
 
 import json
 import time

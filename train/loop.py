@@ -73,7 +73,6 @@ class Trainer:
             )
         self.config, self.objective, self.data = config, objective, data
         self.accelerator, self.pad_id = accelerator, pad_id
-        self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.progress = Progress()
         self.num_trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
         optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
@@ -90,6 +89,14 @@ class Trainer:
         self.stopping = Stopping(max_minutes=config.max_minutes, started=started)
         self.stop: Stop | None = None
         self.pace = Pace()
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world(self) -> int:
+        return self.accelerator.num_processes
 
     # -- data -------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ class DistillationLoss:
     loss: Tensor
     """Weighted sum of the divergence; differentiable once."""
     divergence_M: Tensor
-    """Of each row, without its weight."""
+    """Divergence of each row, without its weight."""
     acceptance_M: Tensor
     """sum_v min(p_v, q_v) of each row, with the target's p over its whole vocabulary."""
     agreement_M: Tensor
@@ -37,7 +37,7 @@ class DistillationLoss:
     """Target probability on tokens that the draft vocabulary lacks."""
 
     def sums(self) -> dict[str, Tensor]:
-        """What the training loop adds up for the metrics."""
+        """Sums over the rows, which the training loop adds up for the metrics."""
         return {
             "acceptance": self.acceptance_M.sum(),
             "agreement": self.agreement_M.sum(),
@@ -200,6 +200,7 @@ def _chunks(
     ends = stops
     if index_M is not None:
         ends = torch.searchsorted(index_M, torch.tensor(stops, device=index_M.device)).tolist()
+    # Rows of the draft ascend by their teacher, so that each chunk has a run of them.
     first = start = 0
     for stop, end in zip(stops, ends, strict=True):
         yield first, stop, [slice(i, min(i + size, end)) for i in range(start, end, size)]
@@ -224,6 +225,7 @@ def _restrict(logits_CV: Tensor, rows_U: Tensor | None, kind: Divergence) -> tup
     logits_CU = logits_CV if rows_U is None else logits_CV.index_select(-1, rows_U)
     p_CU, log_z_C, top_C = _softmax(logits_CU)
     inside_C, negentropy_C = torch.ones_like(log_z_C), torch.zeros_like(log_z_C)
+    # What the draft cannot say counts against it: the most likely token may be outside.
     if rows_U is not None:
         top_C = logits_CV.argmax(-1)
         inside_C = (log_z_C - logits_CV.logsumexp(-1)).exp_().clamp_max_(1)
@@ -249,6 +251,7 @@ def _compare(
         draft_4C: cross-entropy (kl only), sum_u min(p, q) with p renormalized and with p as it is,
             most likely target id.
     """
+    # q first, since the logits are overwritten; log q itself is never made, only its sum with p.
     q_CU, log_z_C, top_C = _softmax(draft_CU)
     cross_entropy_C = log_z_C
     if kind == "kl":
@@ -260,6 +263,7 @@ def _compare(
         top_C = rows_U[top_C]
         torch.mul(p_CU, inside_C1, out=draft_CU)
         accepted_C = torch.minimum(draft_CU, q_CU, out=draft_CU).sum(-1)
+    # The gradient takes the place of the logits, by the formulas above.
     if kind == "kl":
         torch.sub(q_CU, p_CU, out=draft_CU)
     else:

@@ -1,4 +1,4 @@
-"""What a method brings to the training loop, and what the methods that train a draft share."""
+"""Objectives: the interface of methods to the training loop, and the base of all drafts."""
 
 # B batch, T positions, M labeled rows, H hidden
 
@@ -95,7 +95,7 @@ def acceptance_length(rates: list[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceConfig:
-    """What the heads have in common that are trained by distillation alone."""
+    """The loss of heads that are trained by distillation alone."""
 
     loss: Divergence = "kl"
     """kl: KL(target || draft), the papers'. tv, lk: total variation and -log of the acceptance
@@ -189,7 +189,7 @@ class DraftObjective(Objective):
         return hidden | ({0: self.target.get_input_embeddings()(ids_BT)} if 0 in layers else {})
 
     def teacher(self, last_BTH: Tensor, labeled_BT: Tensor) -> Tensor:
-        """What the target's LM head reads on the labeled rows [M, H]; last is layer L, raw."""
+        """Input of the target's LM head on the labeled rows [M, H]; last is layer L, raw."""
         with torch.no_grad():
             return self.target.get_decoder().norm(last_BTH[:, :-1][labeled_BT])
 

@@ -1,4 +1,4 @@
-"""What a run will take before any of it is started: parameters, memory, speed, disk.
+"""The needs of a run before any of it is started: parameters, memory, speed, disk.
 
     python -m pipedraft.train --plan configs/spd/qwen3_5_4b_n4.yaml
 
@@ -44,7 +44,7 @@ NARROW_TOKENS = (64, 128)
 NARROW_SEQUENCES = 8
 """FLOPs of so many are counted together: a head may treat each in a way that is drawn at random."""
 ASSUMED_UTILIZATION = 0.35
-"""Of the peak; a run's own ``mfu`` replaces the assumption."""
+"""Share of the peak; a run's own ``mfu`` replaces the assumption."""
 STRATEGIES = ("ddp", "zero2", "fsdp2, zero3")
 BITS = {None: 0, "8bit": 8, "4bit": 4}
 
@@ -58,7 +58,7 @@ class Sizes:
     trained: int
     draft: int
     kept_bytes: float
-    """What the backward pass keeps, on a process."""
+    """Kept for the backward pass, on a process."""
     working_bytes: float
     """The target's largest tensors and the hidden states that the draft reads."""
     chunk_bytes: int
@@ -83,7 +83,7 @@ class Plan:
         self.precision = resolve_precision(run.precision)
         self.dtype = resolve_dtype(run, self.precision)
         self.tokens = min(run.data.max_length, run.batch_tokens)
-        """Of the sequences whose FLOPs are told."""
+        """Length of the sequences whose FLOPs are told."""
 
     # -- counting ---------------------------------------------------------------------------
 
