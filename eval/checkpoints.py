@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.errors import UsageError
+from pipedraft.eval.record import Settings
 from pipedraft.eval.run import DraftNetwork
 from pipedraft.eval.spec import Role
 from pipedraft.eval.tasks import Prompt
@@ -28,7 +28,7 @@ def _folder_of(path: Path) -> Path | None:
     return None
 
 
-def _description(folder: Path) -> dict[str, Any]:
+def _description(folder: Path) -> Settings:
     """Empty for a file of something else."""
     try:
         found = json.loads((folder / CONFIG_FILE).read_text())

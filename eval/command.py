@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,6 +12,7 @@ from transformers.utils import logging
 from pipedraft.errors import make_folder
 from pipedraft.eval.arguments import EvaluationOptions
 from pipedraft.eval.manifest import build_manifest
+from pipedraft.eval.record import Settings
 from pipedraft.eval.replay import fit_cost, read_cost
 from pipedraft.eval.report import format_table, write_report
 from pipedraft.eval.run import DraftNetwork, Evaluation, Method
@@ -40,7 +40,7 @@ from pipedraft.models.target_part import weights_identity
 
 def _read_drafts(
     options: EvaluationOptions,
-) -> tuple[str, str | None, dict[Path, dict[str, Any]]]:
+) -> tuple[str, str | None, dict[Path, Settings]]:
     """Name and revision of the target, and the description of every checkpoint."""
     drafts = {}
     for checkpoint in options.checkpoint:
@@ -68,10 +68,10 @@ def _read_drafts(
     return name, revision, drafts
 
 
-def _method_name(folder: Path, drafts: dict[Path, dict[str, Any]]) -> str:
+def _method_name(folder: Path, drafts: dict[Path, Settings]) -> str:
     """The draft's type; with the folder if another draft has the same type and stages."""
 
-    def kind(description: dict[str, Any]) -> tuple[str, int | None]:
+    def kind(description: Settings) -> tuple[str, int | None]:
         return description["draft_type"], description["architecture"].get("num_stages")
 
     draft_type = drafts[folder]["draft_type"]
@@ -81,7 +81,7 @@ def _method_name(folder: Path, drafts: dict[Path, dict[str, Any]]) -> str:
 
 def _load_drafts(
     options: EvaluationOptions,
-    drafts: dict[Path, dict[str, Any]],
+    drafts: dict[Path, Settings],
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, tuple[str, DraftNetwork]]:
@@ -161,7 +161,7 @@ def _load_target(
     options: EvaluationOptions,
     name: str,
     revision: str | None,
-    trained: Iterable[dict[str, Any]],
+    trained: Iterable[Settings],
     cluster: Cluster | None,
 ) -> _Target:
     """

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from msgspec import UNSET
@@ -23,7 +23,7 @@ from pipedraft.eval.intervals import (
     variance_parts,
 )
 from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, ratio
-from pipedraft.eval.record import PromptRecord, RunRecord, parse, read_bytes, read_results
+from pipedraft.eval.record import Manifest, PromptRecord, RunRecord, parse, read_bytes, read_results
 from pipedraft.eval.tables import Table, align_columns, fact
 from pipedraft.files import to_json, write_atomically
 from pipedraft.options import Options, option
@@ -117,7 +117,7 @@ class Evaluated:
 
     folder: Path
     entries: list[RunRecord]
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     @classmethod
     def read(cls, folder: Path) -> "Evaluated":
@@ -138,7 +138,7 @@ class Evaluated:
         path = folder / "manifest.json"
         return cls(folder, entries, parse(read_bytes("RUN", path), dict, f"RUN: {str(path)!r}"))
 
-    def fact(self, path: Sequence[str]) -> Any:
+    def fact(self, path: Sequence[str]) -> object:
         """A value of the manifest; None where a run of another version did not record it."""
         return fact(self.manifest, *path)
 
@@ -160,7 +160,7 @@ class Line:
 
 
 def _counts(
-    quantity: Quantity, entry: RunRecord, keys: Sequence[Any]
+    quantity: Quantity, entry: RunRecord, keys: Sequence[tuple[str, str]]
 ) -> tuple[np.ndarray, np.ndarray]:
     rows = _rows_by_id(entry)
     factor = entry.stages if quantity.times_stages else 1
@@ -169,7 +169,7 @@ def _counts(
     return factor * numerator_P, denominator_P
 
 
-def _setting(entry: RunRecord, fields: Sequence[str]) -> tuple[Any, ...]:
+def _setting(entry: RunRecord, fields: Sequence[str]) -> tuple[object, ...]:
     return tuple(getattr(entry, field) for field in fields)
 
 
@@ -280,7 +280,7 @@ def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line
     return found
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text[:12] if len(text) == 64 else text
 
@@ -384,8 +384,8 @@ def format_noise(noises: Sequence[Noise]) -> str:
     return "\n".join(lines)
 
 
-def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[str, Any]:
-    def side(run: Evaluated, entry: RunRecord) -> dict[str, Any]:
+def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[str, object]:
+    def side(run: Evaluated, entry: RunRecord) -> dict[str, object]:
         return {"run": str(run.folder)} | {field: getattr(entry, field) for field in LIKENESS[0]}
 
     result = asdict(line.result)
@@ -404,7 +404,7 @@ def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[s
     }
 
 
-def _noise_record(noise: Noise) -> dict[str, Any]:
+def _noise_record(noise: Noise) -> dict[str, object]:
     fields = ("benchmark", "temperature", *LIKENESS[0])
     return {
         **{field: getattr(noise.entry, field) for field in fields},

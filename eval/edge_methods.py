@@ -3,14 +3,14 @@
 decoded = decode(METHODS["picospec"], simulation, prompt_ids, prompt_index=0)
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from pipedraft.eval.record import Settings
 from pipedraft.eval.run import DraftNetwork
 from pipedraft.inference.channel import Channel, EnergyModel, Link
 from pipedraft.inference.config import DecodeConfig, RuleName
@@ -34,9 +34,17 @@ TIMES: dict[str, Times] = {
 PicoSpec's 32B and 70B targets. Assumptions: a draft in the cloud takes a quarter of the edge's
 time, and rows after the first of a pass cost nothing (they read the same weights)."""
 
+
+class Radio(TypedDict):
+    uj_per_bit: tuple[float, float]
+    """Up and down."""
+    idle_w: float
+    tail_s: float
+
+
 EDGE_W = 15.0
 """Of the edge's processor while it drafts: a Jetson AGX Orin's smallest power mode; assumption."""
-RADIOS: dict[str, dict[str, Any]] = {
+RADIOS: dict[str, Radio] = {
     "cellular": {"uj_per_bit": (0.43839, 0.05197), "idle_w": 1.060, "tail_s": 11.576},
     "wifi": {"uj_per_bit": (0.28317, 0.13701), "idle_w": 0.119, "tail_s": 0.238},
 }
@@ -76,7 +84,7 @@ class Method:
 
     summary: str
     schedule: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     drafts_in: Place | None = "both"
     """On the edge with the target across the link ("both"), beside the target ("target"), or
     without one ("draft"). None: there is no draft."""
@@ -158,7 +166,7 @@ class Simulation:
 
     def config(self, method: Method) -> DecodeConfig:
         """What a method decodes by here."""
-        settings: dict[str, Any] = dict(method.settings)
+        settings = dict(method.settings)
         if self.temperature == 0:
             settings.pop("verifier", None)
         elif method.drafts_in in (None, "draft"):

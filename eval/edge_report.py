@@ -5,7 +5,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,14 @@ from transformers import PreTrainedModel
 from pipedraft.eval.edge_methods import EDGE_W, METHODS, RADIOS, Decoded, Simulation, decode
 from pipedraft.eval.lossless import GreedyReference, output_logits
 from pipedraft.eval.metrics import measure_times, pooled_ratio, ratio
-from pipedraft.eval.record import LatencyRecord, LosslessRecord, Results, is_known
+from pipedraft.eval.record import (
+    LatencyRecord,
+    LosslessRecord,
+    Manifest,
+    Results,
+    Settings,
+    is_known,
+)
 from pipedraft.eval.run import DecodedTurn, evaluate
 from pipedraft.eval.tables import (
     Table,
@@ -289,7 +295,7 @@ def notes(rows: Sequence[LatencyRecord]) -> list[str]:
     ]
 
 
-def constants(rows: Sequence[LatencyRecord], times: Times, config: dict[str, Any]) -> list[str]:
+def constants(rows: Sequence[LatencyRecord], times: Times, config: Settings) -> list[str]:
     """Everything that the clock and the energy rest on."""
     found = [f"computing: {name} {value:g} s" for name, value in asdict(times).items()]
     for network in dict.fromkeys(row.network for row in rows):
@@ -306,7 +312,7 @@ def constants(rows: Sequence[LatencyRecord], times: Times, config: dict[str, Any
 
 
 def write_edge_report(
-    folder: Path, rows: Sequence[LatencyRecord], manifest: dict[str, Any], times: Times
+    folder: Path, rows: Sequence[LatencyRecord], manifest: Manifest, times: Times
 ) -> str:
     """Write the files; returns what the terminal shows."""
     table, details, said = latency_table(rows), Table.of(DETAILS, rows), notes(rows)

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import pipedraft
+from pipedraft.eval.record import Manifest, Settings
 from pipedraft.eval.run import DraftNetwork
 from pipedraft.eval.tasks import Prompt
 from pipedraft.models.fingerprint import tokenizer_hash
@@ -34,7 +34,7 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
     return _sha256(json.dumps([[prompt.system, prompt.turns] for prompt in prompts]))
 
 
-def git_state() -> dict[str, Any] | None:
+def git_state() -> dict[str, str | bool] | None:
     """Commit of the checkout the code runs from; None for an installed wheel."""
     root = Path(pipedraft.__file__).resolve().parent
 
@@ -60,7 +60,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _hardware(device: torch.device) -> dict[str, Any]:
+def _hardware(device: torch.device) -> dict[str, str | int | None]:
     return {
         "machine": platform.machine(),
         "processor": _processor(),
@@ -71,7 +71,7 @@ def _hardware(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _model(model: PreTrainedModel) -> dict[str, Any]:
+def _model(model: PreTrainedModel) -> dict[str, object]:
     return {
         "name": model.config.name_or_path,
         "parameters": model.num_parameters(),
@@ -86,10 +86,10 @@ def build_manifest(
     benchmarks: Mapping[str, Sequence[Prompt]],
     checkpoints: Sequence[Path],
     draft: DraftNetwork | None = None,
-    config: Mapping[str, Any],
+    config: Settings,
     argv: Sequence[str],
     seed: int,
-) -> dict[str, Any]:
+) -> Manifest:
     """Everything needed to repeat a run, or to see why two runs differ.
 
     Args:

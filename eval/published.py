@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from transformers.utils import logging
@@ -12,7 +11,7 @@ from pipedraft.errors import UsageError
 from pipedraft.eval.arguments import TableOptions
 from pipedraft.eval.checkpoints import TableContext
 from pipedraft.eval.manifest import build_manifest
-from pipedraft.eval.record import is_known
+from pipedraft.eval.record import Manifest, is_known
 from pipedraft.eval.report import write_report
 from pipedraft.eval.retention import write_retention
 from pipedraft.eval.runner import KINDS, Finished, Outcome, Value, check, load_context, search_for
@@ -106,7 +105,7 @@ def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
     return lines
 
 
-def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[str, object]:
     """table.json."""
     rows = []
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
@@ -115,9 +114,16 @@ def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[st
             value, interval = measured(table, outcomes, index, Measure(text=text))
             ours[text] = {"value": value, "ci95": interval}
         temperature, network = table.place(row)
-        place = {"temperature": temperature, "network": network}
-        published = {"published": row.published, "remark": outcome.remark or row.remark}
-        rows.append({"name": row.name, **place, "ours": ours, **published})
+        rows.append(
+            {
+                "name": row.name,
+                "temperature": temperature,
+                "network": network,
+                "ours": ours,
+                "published": row.published,
+                "remark": outcome.remark or row.remark,
+            }
+        )
     head = {"name": name, "title": table.title, "paper": table.paper, "sources": table.sources}
     return head | {"differences": table.differences, "rows": rows}
 
@@ -192,7 +198,7 @@ def _write(
     options: TableOptions,
     spec: Spec,
     finished: Finished,
-    manifest: dict[str, Any],
+    manifest: Manifest,
     context: TableContext,
 ) -> str:
     """Write the files; returns what the terminal shows."""

@@ -26,6 +26,10 @@ Figure = float | None
 Interval = tuple[Figure, Figure]
 Name = Annotated[str, Meta(max_length=100_000)]
 T = TypeVar("T")
+Settings = dict[str, Any]
+"""Options by name, of any type that JSON has."""
+Manifest = dict[str, Any]
+"""manifest.json; see ``manifest.build_manifest``."""
 
 
 def is_known(value: float | None | UnsetType) -> TypeGuard[float]:
@@ -294,7 +298,7 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     benchmark: Name
     stages: Count
     cost_name: Name
-    cost: dict[str, Any]
+    cost: Settings
     how: Name
     """recorded, exact or assumed: what the figures rest on."""
     prompts: Count
@@ -320,7 +324,7 @@ class DriftRecord(msgspec.Struct, frozen=True, kw_only=True):
     same_text: Count
     """Turns to which every draft gave the same output."""
     checkpoint: Name
-    weights: Any
+    weights: str
 
 
 class AcceptedPerPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -361,7 +365,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     times: dict[str, float] | UnsetType = UNSET
     targets: list[DriftRecord] | UnsetType = UNSET
     drafts: list[RetentionRecord] | UnsetType = UNSET
-    config: dict[str, Any] | UnsetType = UNSET
+    config: Settings | UnsetType = UNSET
 
     @property
     def entries(self) -> list[RunRecord]:
@@ -400,7 +404,7 @@ def parse(content: bytes, kind: type[T], where: str) -> T:
         raise UsageError(f"{where} is nested too deeply; run the evaluation again") from error
 
 
-def _value_at(content: Any, place: str) -> Any:
+def _value_at(content: Any, place: str) -> object:
     """What a path of msgspec names, as $.runs[0].stages; [...] is any entry of an object."""
     for key, index in re.findall(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]", place):
         if index == "...":

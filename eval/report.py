@@ -6,7 +6,7 @@ files; the page is report.html.jinja, its charts are in plots.py.
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from pipedraft.eval.charts import THEMES, Chart, Span
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import (
     LatencyRecord,
+    Manifest,
     Results,
     RunRecord,
     is_known,
@@ -72,7 +73,7 @@ class Source:
 
     name: str
     entries: list[RunRecord]
-    manifest: dict[str, Any] | None = None
+    manifest: Manifest | None = None
     """None: there is none."""
     latency: list[LatencyRecord] = field(default_factory=list)
     digest: str
@@ -149,7 +150,7 @@ def _losses(runs: Sequence[RunRecord]) -> str:
 def _overview(sources: Sequence[Source], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """What was measured, on which target."""
 
-    def listed(values: Any) -> str:
+    def listed(values: Iterable[object]) -> str:
         return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
     prompts = {(run.benchmark, run.prompts) for run in runs if run.benchmark != OVERALL}
@@ -257,7 +258,7 @@ def format_table(runs: Sequence[RunRecord]) -> str:
 
 
 def format_report(
-    runs: Sequence[RunRecord], manifest: dict[str, Any], pictures: Collection[str] = ()
+    runs: Sequence[RunRecord], manifest: Manifest, pictures: Collection[str] = ()
 ) -> str:
     """report.md.
 
@@ -309,7 +310,7 @@ def format_report(
     return "\n\n".join(parts) + "\n"
 
 
-def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: dict[str, Any]) -> None:
+def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -> None:
     """Write results.json, manifest.json, report.md, report.html and the plots into ``out_dir``.
 
     results.json: {"runs": [one entry per method and benchmark], "overall": [the same, pooled over

@@ -8,7 +8,6 @@ others: here alone, since a mismatch is what is measured.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +15,20 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from pipedraft.eval.checkpoints import TableContext
-from pipedraft.eval.intervals import bootstrap_ratio, paired_intervals
-from pipedraft.eval.metrics import ratio
+from pipedraft.eval.intervals import paired_intervals
+from pipedraft.eval.lossless import output_logits
+from pipedraft.eval.metrics import pooled_ratio, ratio
 from pipedraft.eval.plots import plot_retention
-from pipedraft.eval.record import AcceptedPerPrompt, DriftRecord, Results, RetentionRecord
-from pipedraft.eval.run import DecodedTurn, draft_hash, evaluate
+from pipedraft.eval.record import (
+    AcceptedPerPrompt,
+    DriftRecord,
+    Interval,
+    Manifest,
+    Results,
+    RetentionRecord,
+    Settings,
+)
+from pipedraft.eval.run import DecodedTurn, DraftNetwork, draft_hash, evaluate
 from pipedraft.eval.spec import BASE, Spec, decode_config
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.eval.tasks import Prompt, load_tasks
@@ -68,28 +76,36 @@ def count(records: Sequence[DecodedTurn], num_prompts: int) -> np.ndarray:
 
 
 def describe(
-    counts_4P: np.ndarray, base_4P: np.ndarray, *, seed: int, **fields: Any
+    counts_4P: np.ndarray,
+    base_4P: np.ndarray,
+    *,
+    seed: int,
+    where: tuple[str, str, str],
+    loads: bool,
 ) -> RetentionRecord:
     """alpha, tau and the share of the base's alpha that is left, with intervals over prompts.
 
-    The share is of the same prompts, resampled together, though each target writes its own text.
+    The share is of the same prompts, resampled together, though each target writes its own output.
 
     Args:
-        fields: what was decoded: domain, target, draft, loads.
+        where: domain, target and draft.
     """
     accepted_P, tested_P, emitted_P, rounds_P = counts_4P
     numerator_SP, denominator_SP = np.stack([base_4P, counts_4P], 1)[:2]
-    base_alpha, alpha = (
-        ratio(a, t) for a, t in zip(numerator_SP.sum(-1), denominator_SP.sum(-1), strict=True)
-    )
+    alpha, alpha_ci95 = pooled_ratio(accepted_P, tested_P, seed=seed)
+    tau, tau_ci95 = pooled_ratio(emitted_P, rounds_P, seed=seed)
     _, retained = paired_intervals(numerator_SP, denominator_SP, seed=seed)
+    domain, target, draft = where
     return RetentionRecord(
-        **fields,
-        alpha=float(alpha),
-        alpha_ci95=tuple(bootstrap_ratio(accepted_P, tested_P, seed=seed).tolist()),
-        tau=float(ratio(emitted_P.sum(), rounds_P.sum())),
-        tau_ci95=tuple(bootstrap_ratio(emitted_P, rounds_P, seed=seed).tolist()),
-        retained=float(ratio(alpha, base_alpha)),
+        domain=domain,
+        target=target,
+        draft=draft,
+        loads=loads,
+        alpha=alpha,
+        alpha_ci95=alpha_ci95,
+        tau=tau,
+        tau_ci95=tau_ci95,
+        retained=ratio(alpha, ratio(*base_4P[:2].sum(1).tolist())),
         retained_ci95=tuple(retained.tolist()),
         accepted=int(accepted_P.sum()),
         tested=int(tested_P.sum()),
@@ -100,28 +116,30 @@ def describe(
 
 
 @torch.inference_mode()
-def divergence(base: Any, evolved: Any, result: DecodeResult) -> tuple[float, int]:
+def divergence(
+    base: PreTrainedModel, evolved: PreTrainedModel, result: DecodeResult
+) -> tuple[float, int]:
     """Sum of KL(base || evolved) over the rows that predict an answer, and their number.
 
     Args:
         result: what the base answered to a prompt.
     """
-    ids_1T = torch.tensor([[*result.prompt_ids, *result.token_ids]], device=base.device)
-    num_rows = len(result.token_ids)
     log_p_AV, log_q_AV = (
-        model(input_ids=ids_1T, logits_to_keep=num_rows + 1, use_cache=False)
-        .logits[0, :-1]
-        .float()
-        .log_softmax(-1)
+        output_logits(model, result.prompt_ids, result.token_ids).float().log_softmax(-1)
         for model in (base, evolved)
     )
-    return float(F.kl_div(log_q_AV, log_p_AV, log_target=True, reduction="sum")), num_rows
+    total = F.kl_div(log_q_AV, log_p_AV, log_target=True, reduction="sum")
+    return float(total), len(result.token_ids)
 
 
 def drift(
-    base: Any, evolved: Any, records: Sequence[DecodedTurn], num_prompts: int, seed: int
-) -> dict[str, Any]:
-    """Mean KL(base || evolved) per token of the base's answers, in nats.
+    base: PreTrainedModel,
+    evolved: PreTrainedModel,
+    records: Sequence[DecodedTurn],
+    num_prompts: int,
+    seed: int,
+) -> tuple[float, Interval]:
+    """Mean KL(base || evolved) per token of the base's answers in nats, and its interval.
 
     Args:
         records: of the base.
@@ -129,11 +147,7 @@ def drift(
     sums_2P = np.zeros((2, num_prompts))
     for record in records:
         sums_2P[:, record.conversation[1]] += divergence(base, evolved, record.result)
-    divergence_P, rows_P = sums_2P
-    return {
-        "kl": float(ratio(divergence_P.sum(), rows_P.sum())),
-        "kl_ci95": bootstrap_ratio(divergence_P, rows_P, seed=seed).tolist(),
-    }
+    return pooled_ratio(*sums_2P, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -150,7 +164,7 @@ class Retention:
     """Everything that one report needs besides the fine-tuned targets."""
 
     spec: Spec
-    settings: Mapping[str, Any]
+    settings: Settings
     """Of decoding: tree, temperature."""
     context: TableContext
     drafts: Mapping[str, Path]
@@ -186,24 +200,26 @@ class Retention:
                 decoded = self._decode(f"{name}, {target}", model, folder, prompts)
                 scope = out_of_scope(spec.target, folder)
             turns, same = _agreement(decoded.values())
-            where: dict[str, Any] = {"domain": name, "target": target}
+            kl, kl_ci95 = drift(whole, model, answers, len(prompts), spec.seed)
+            record = DriftRecord(
+                domain=name,
+                target=target,
+                kl=kl,
+                kl_ci95=kl_ci95,
+                out_of_scope=scope,
+                turns=turns,
+                same_text=same,
+                checkpoint=folder,
+                weights=weights_identity(folder),
+            )
             yield (
-                DriftRecord(
-                    **where,
-                    **drift(whole, model, answers, len(prompts), spec.seed),
-                    out_of_scope=scope,
-                    turns=turns,
-                    same_text=same,
-                    checkpoint=folder,
-                    weights=weights_identity(folder),
-                ),
+                record,
                 [
                     describe(
                         count(found.records, len(prompts)),
                         count(base[draft].records, len(prompts)),
                         seed=spec.seed,
-                        **where,
-                        draft=draft,
+                        where=(name, target, draft),
                         loads=found.loads,
                     )
                     for draft, found in decoded.items()
@@ -242,7 +258,7 @@ class Retention:
         return found
 
 
-def _loads(draft: Any, model: PreTrainedModel) -> bool:
+def _loads(draft: DraftNetwork, model: PreTrainedModel) -> bool:
     """Whether the draft would load here without the exception; a language model always does."""
     if isinstance(draft, LanguageModelDraft):
         return True
@@ -250,9 +266,9 @@ def _loads(draft: Any, model: PreTrainedModel) -> bool:
 
 
 def _agreement(decoded: Iterable[Decoded]) -> tuple[int, int]:
-    """Turns, and those that every draft gave the same text, as greedy decoding does to all."""
-    texts = zip(*([r.result.token_ids for r in found.records] for found in decoded), strict=True)
-    same = [all(text == turn[0] for text in turn) for turn in texts]
+    """Turns, and those that every draft gave the same output, as greedy decoding does to all."""
+    outputs = zip(*([r.result.token_ids for r in found.records] for found in decoded), strict=True)
+    same = [all(output == turn[0] for output in turn) for turn in outputs]
     return len(same), sum(same)
 
 
@@ -281,7 +297,7 @@ def retention_table(
 
 
 def format_retention(
-    targets: Sequence[DriftRecord], drafts: Sequence[RetentionRecord], manifest: dict[str, Any]
+    targets: Sequence[DriftRecord], drafts: Sequence[RetentionRecord], manifest: Manifest
 ) -> str:
     """report.md."""
     turns, same = (
@@ -292,14 +308,14 @@ def format_retention(
         f"Base target `{manifest['target']['name']}` ({manifest['dtype']}), seed "
         f"{manifest['seed']}.",
         f"    {manifest['command']}",
-        f"All drafts gave a target the same text in {same} of {turns} turns.",
+        f"All drafts gave a target the same output in {same} of {turns} turns.",
     ]
     for measure, title in MEASURES.items():
         parts += [f"## {title}", markdown(retention_table(targets, drafts, measure))]
     return "\n\n".join([*parts, LEGEND, f"![acceptance against drift]({PLOT})"]) + "\n"
 
 
-def write_retention(out_dir: Path, results: Results, manifest: dict[str, Any]) -> str:
+def write_retention(out_dir: Path, results: Results, manifest: Manifest) -> str:
     """Write everything into an existing folder.
 
     Returns:

@@ -27,7 +27,7 @@ from pipedraft.eval.metrics import (
     run_record,
     sum_lists,
 )
-from pipedraft.eval.record import ProcessRecord, PromptRecord, RunRecord, number_or_nan
+from pipedraft.eval.record import ProcessRecord, PromptRecord, RunRecord, Settings, number_or_nan
 from pipedraft.eval.scores import Score, Scorer, summarize_scores
 from pipedraft.eval.spec import Row, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, encode_turn
@@ -106,7 +106,7 @@ def prompt_seed(prompt: Prompt, turn: int) -> int:
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
 
 
-def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> dict[str, Any]:
+def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Settings:
     """What the header of a trace file says for ``traces.Recording``.
 
     Args:

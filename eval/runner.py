@@ -5,7 +5,7 @@ A row that cannot be run says why, in place of its values.
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation, radio_energy
 from pipedraft.eval.edge_report import LinkRun, measure, write_edge_report
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import LatencyRecord, Results, RunRecord
+from pipedraft.eval.record import LatencyRecord, Results, RunRecord, Settings
 from pipedraft.eval.retention import Retention
 from pipedraft.eval.run import DraftNetwork, Evaluation, Method
 from pipedraft.eval.spec import BASE, Measure, Row, Spec, decode_config, read_roles
@@ -200,7 +200,7 @@ EDGE_QUANTITIES: dict[str, Callable[[LatencyRecord], Value]] = {
 }
 
 
-def _simulation(settings: Mapping[str, Any], **shared: Any) -> tuple[str, str, Simulation]:
+def _simulation(settings: Settings, **shared: Any) -> tuple[str, str, Simulation]:
     """Method, network and simulation."""
     fields = dict(settings)
     method, network, given = (fields.pop(name) for name in ("method", "network", "times"))
@@ -388,7 +388,7 @@ def run_retention(spec: Spec, context: TableContext) -> Finished:
         drafts[row.draft] = context.drafts.folders[row.draft]
     if not drafts:
         return Finished(outcomes, None)
-    settings: dict[str, Any] = {
+    settings: Settings = {
         name: spec.run[name] for name in ("tree", "temperature") if name in spec.run
     }
     targets, measured = Retention(spec, settings, context, drafts).run(domains)

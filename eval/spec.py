@@ -7,7 +7,7 @@ a model: its settings must be ones that exist, and every published number must h
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from msgspec import Meta
 
 import pipedraft
 from pipedraft.errors import UsageError
+from pipedraft.eval.record import Settings
 from pipedraft.inference.config import DecodeConfig, all_setting_names, setting_names
 from pipedraft.inference.schedules import SCHEDULES
 
@@ -44,7 +45,7 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """draft_type of a checkpoint, language_model, or target."""
     train: Name
     """Command that makes it for the embedded target."""
-    architecture: dict[str, Any] = {}
+    architecture: Settings = {}
     """Entries that the description of a checkpoint must have."""
     folder: Name | None = None
     """Where it is looked for first, below the folders of --checkpoints; null: the role's name."""
@@ -77,7 +78,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: Name
     draft: Name | None = None
     """Role, or one of the specification's own drafts; null: it needs none."""
-    run: dict[str, Any] | None = {}
+    run: Settings | None = {}
     """Settings over those of all rows. null: cannot be run here, ``remark`` says why."""
     published: dict[str, float | str] = {}
     """Column -> number, or text where the source gives a range."""
@@ -103,7 +104,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     target: Name = DEFAULT_TARGET
     """Folder or Hub name."""
     rows: Annotated[list[Row], Meta(max_length=10_000)] = []
-    run: dict[str, Any] = {}
+    run: Settings = {}
     """Settings of every row."""
     drafts: Places = {}
     """Name -> folder of a checkpoint or language model; other names are roles."""
@@ -122,7 +123,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     differences: str = ""
     """What differs between the published runs and ours, whatever the machine."""
 
-    def settings(self, row: Row) -> dict[str, Any]:
+    def settings(self, row: Row) -> Settings:
         """Those of every row, as far as the row's schedule has them, and the row's own."""
         own = row.run or {}
         schedule = (self.run | own).get("schedule")
@@ -131,7 +132,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         foreign = all_setting_names() - set(setting_names(schedule))
         return {name: v for name, v in self.run.items() if name not in foreign} | own
 
-    def place(self, row: Row) -> tuple[Any, Any]:
+    def place(self, row: Row) -> tuple[float, str | None]:
         """Temperature, and network or benchmark: rows of one place can be compared."""
         settings = self.settings(row)
         return settings.get("temperature", 0), settings.get("network", settings.get("benchmark"))
@@ -176,7 +177,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def decode_config(
-    settings: Mapping[str, Any], *, draft_stages: int | None = None, **shared: Any
+    settings: Settings, *, draft_stages: int | None = None, **shared: Any
 ) -> DecodeConfig:
     """Settings as YAML has them: flat, the tree as its label.
 

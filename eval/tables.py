@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from msgspec import UNSET, UnsetType
 
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import EntropyRecord, LatencyRecord, RunRecord, is_known
+from pipedraft.eval.record import EntropyRecord, LatencyRecord, Manifest, RunRecord, is_known
 from pipedraft.eval.scores import NOT_ISOLATED
 
 Column = Callable[[RunRecord], str]
@@ -321,8 +321,6 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
 
 
 # -- manifest.json as named lines of text; what another version left out is left out ---------------
-
-Manifest = dict[str, Any]
 
 
 def fact(manifest: Manifest, *path: str) -> Any:

@@ -6,25 +6,17 @@ from any .jsonl file.
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 import pipedraft
-from pipedraft.eval.formats import (
-    ALIASES,
-    BENCHMARKS,
-    SPEC_BENCH_FILE,
-    HubSet,
-    Parse,
-    Prompt,
-    parse_spec_bench,
-    text_of,
-    turns_of,
-)
+from pipedraft.eval.scores import Check, NumberCheck, ProgramCheck, find_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,12 +27,108 @@ SPEC_BENCH_SOURCE = (
     "put Spec-Bench's question.jsonl (github.com/hemingkx/Spec-Bench, data/spec_bench) into "
     "DIR/spec_bench and give --data-dir DIR"
 )
-
-Rows = Iterator[tuple[str, dict[str, Any]]]
+HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function."
+# Spec-Bench (Xia et al. 2024, arXiv:2401.07851): 80 questions of each of six subtasks in one file.
+# MT-Bench's keep their own eight categories there; the others have one each.
+SPEC_BENCH_FILE = "spec_bench/question.jsonl"
+MT_BENCH_CATEGORIES = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+TRANSLATION, SUMMARIZATION, QUESTIONS = "translation", "summarization", "qa"
+MATH, RETRIEVAL = "math_reasoning", "rag"
+SPEC_BENCH_CATEGORIES = (TRANSLATION, SUMMARIZATION, QUESTIONS, MATH, RETRIEVAL)
+Row = dict[str, Any]
+"""A JSON object, as a file or the Hub has it."""
+Rows = Iterator[tuple[str, Row]]
 """("path:line", row)"""
 
 
-def _messages(value: Any, where: str) -> tuple[list[str], str | None]:
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One conversation: what the user says in each turn. The answers are generated."""
+
+    task: str
+    id: str
+    category: str
+    turns: list[str]
+    reference: str | list[str] | None = None
+    """The published answer, in the benchmark's own form; not used for decoding."""
+    system: str | None = None
+    check: Check | None = None
+    """Tells a right answer; None: no answer is right or wrong."""
+
+
+def text_of(row: Row, field: str, where: str) -> str:
+    value = row.get(field)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: {field} is {value!r}; it must be a text that is not empty")
+    return value
+
+
+def turns_of(value: object, field: str, where: str) -> list[str]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}: {field} is {value!r}; it must be a list of user turns")
+    return [
+        text_of({f"{field}[{i}]": turn}, f"{field}[{i}]", where) for i, turn in enumerate(value)
+    ]
+
+
+# -- one prompt of each published format -----------------------------------------------------------
+
+
+def _single(turn: str, where: str, **more: Any) -> Prompt:
+    """A prompt of one turn; its id is its line, its task and category are the benchmark's."""
+    return Prompt(task="", id=where.rpartition(":")[2], category="", turns=[turn], **more)
+
+
+def _questions(row: Row, where: str) -> Prompt:
+    """FastChat's format, which MT-Bench and Spec-Bench share."""
+    reference = row.get("reference")
+    if isinstance(reference, list) and reference and isinstance(reference[0], list):
+        reference = reference[0]  # Spec-Bench's rag: all accepted answers of the one turn
+    return Prompt(
+        task="",
+        id=str(row.get("question_id", where)),
+        category=text_of(row, "category", where),
+        turns=turns_of(row.get("turns"), "turns", where),
+        reference=reference,
+    )
+
+
+def parse_spec_bench(row: Row, where: str) -> Prompt:
+    prompt = _questions(row, where)
+    category = "mt_bench" if prompt.category in MT_BENCH_CATEGORIES else prompt.category
+    if category not in (*SPEC_BENCH_CATEGORIES, "mt_bench"):
+        known = ", ".join((*sorted(MT_BENCH_CATEGORIES), *SPEC_BENCH_CATEGORIES))
+        raise ValueError(
+            f"{where}: category is {prompt.category!r}, which Spec-Bench has not; give one of "
+            f"{known}, or the file's path in --benchmarks"
+        )
+    check = None
+    if category == MATH:
+        solution = prompt.reference[0] if isinstance(prompt.reference, list) else prompt.reference
+        check = _number_check(solution or "", "reference", where)
+    return replace(prompt, category=category, check=check)
+
+
+def _number_check(solution: str, field: str, where: str) -> NumberCheck:
+    _, mark, result = solution.rpartition("#### ")
+    expected = find_number(result) if mark else None
+    if expected is None:
+        raise ValueError(
+            f"{where}: {field} ends with {solution[-20:]!r}; it must end with '#### NUMBER'"
+        )
+    return NumberCheck(expected)
+
+
+def _gsm8k(row: Row, where: str) -> Prompt:
+    solution = text_of(row, "answer", where)
+    check = _number_check(solution, "answer", where)
+    reference = solution.rpartition("#### ")[2]
+    return _single(text_of(row, "question", where), where, reference=reference, check=check)
+
+
+def _messages(value: object, where: str) -> tuple[list[str], str | None]:
     """User turns and system text; assistant messages are left out, the target answers itself."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{where}: messages must be a list of {{role, content}} objects")
@@ -56,7 +144,7 @@ def _messages(value: Any, where: str) -> tuple[list[str], str | None]:
     return turns_of(turns, "user messages", where), system
 
 
-def _own_prompt(task: str, row: dict[str, Any], where: str) -> Prompt:
+def _own_prompt(task: str, row: Row, where: str) -> Prompt:
     """A row of a user's file: ``prompt`` (one text), ``turns`` (texts) or ``messages``."""
     system = None
     if "turns" in row:
@@ -77,6 +165,116 @@ def _own_prompt(task: str, row: dict[str, Any], where: str) -> Prompt:
         reference=row.get("reference"),
         system=system,
     )
+
+
+def _humaneval(row: Row, where: str) -> Prompt:
+    head = text_of(row, "prompt", where)
+    code = head.strip("\n")
+    prompt = _single(f"{HUMANEVAL_INSTRUCTION}\n```python\n{code}\n```", where)
+    check = ProgramCheck(
+        prompt=head,
+        entry_point=text_of(row, "entry_point", where),
+        test=text_of(row, "test", where),
+    )
+    reference = text_of(row, "canonical_solution", where)
+    return replace(prompt, id=text_of(row, "task_id", where), reference=reference, check=check)
+
+
+def _alpaca(row: Row, where: str) -> Prompt:
+    """The instruction, then the input if there is one; without the training template."""
+    if "turns" in row:  # the 80 questions that EAGLE's repository has, of an empty category
+        return _questions({**row, "category": "instruction"}, where)
+    turn = text_of(row, "instruction", where)
+    if row.get("input"):
+        turn += "\n\n" + text_of(row, "input", where)
+    return _single(turn, where, reference=row.get("output"))
+
+
+# What the Hub has of Spec-Bench's sources, in the words of Spec-Bench.
+
+
+def _wmt14(row: Row, where: str) -> Prompt:
+    pair = row.get("translation")
+    if not isinstance(pair, dict):
+        raise ValueError(f"{where}: translation is {pair!r}; it must hold the texts de and en")
+    turn = "Translate German to English: " + text_of(pair, "de", where)
+    return _single(turn, where, reference=text_of(pair, "en", where))
+
+
+def _cnn_dm(row: Row, where: str) -> Prompt:
+    turn = "Summarize: " + text_of(row, "article", where)
+    return _single(turn, where, reference=text_of(row, "highlights", where))
+
+
+def _natural_questions(row: Row, where: str) -> Prompt:
+    question = text_of(row, "question", where)
+    turn = question[0].upper() + question[1:].rstrip("? ") + "?"
+    return _single(turn, where, reference=row.get("answer"))
+
+
+# -- where a benchmark is found --------------------------------------------------------------------
+
+Parse = Callable[[Row, str], Prompt]
+
+
+@dataclass(frozen=True)
+class HubSet:
+    repository: str
+    configuration: str | None
+    split: str
+    streaming: bool = False
+    """Reads the first rows over the network each time: the other splits are gigabytes."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    files: tuple[str, ...]
+    """Paths below the data folder; the first that exists is read."""
+    hub: HubSet | None
+    parse: Parse
+    """One row of its own format."""
+    category: str | None = None
+    """Category of all its prompts; None: each row names its own."""
+    is_part: bool = False
+    """The file is Spec-Bench's, of which this is one category."""
+
+
+def _part(category: str, hub: HubSet | None, parse: Parse = parse_spec_bench) -> Benchmark:
+    return Benchmark((SPEC_BENCH_FILE,), hub, parse, category, is_part=True)
+
+
+BENCHMARKS = {
+    "mt_bench": Benchmark(
+        ("mt_bench/question.jsonl",), HubSet("philschmid/mt-bench", None, "train"), _questions
+    ),
+    "gsm8k": Benchmark(
+        ("gsm8k/test.jsonl",), HubSet("openai/gsm8k", "main", "test"), _gsm8k, "math"
+    ),
+    "humaneval": Benchmark(
+        ("humaneval/HumanEval.jsonl", "humaneval/HumanEval.jsonl.gz"),
+        HubSet("openai/openai_humaneval", None, "test"),
+        _humaneval,
+        "code",
+    ),
+    "alpaca": Benchmark(
+        ("alpaca/alpaca_data.json", "alpaca/alpaca_data.jsonl", "alpaca/question.jsonl"),
+        HubSet("tatsu-lab/alpaca", None, "train"),
+        _alpaca,
+        "instruction",
+    ),
+    "cnn_dm": _part(
+        SUMMARIZATION, HubSet("abisee/cnn_dailymail", "3.0.0", "test", streaming=True), _cnn_dm
+    ),
+    "natural_questions": _part(
+        QUESTIONS,
+        HubSet("google-research-datasets/nq_open", None, "validation"),
+        _natural_questions,
+    ),
+    "wmt14_de_en": _part(TRANSLATION, HubSet("wmt/wmt14", "de-en", "test", streaming=True), _wmt14),
+    "rag": _part(RETRIEVAL, None),
+    "spec_bench": Benchmark((SPEC_BENCH_FILE,), None, parse_spec_bench),
+}
+ALIASES = {"nq": "natural_questions"}
 
 
 def _read_json(path: Path) -> Rows:
@@ -161,13 +359,6 @@ def _benchmark_file(name: str, data_dir: str | Path | None) -> Path:
     raise ValueError(f"--data-dir: {str(folder)!r} has no {missing}; {fix}{from_hub}")
 
 
-def _in_category(rows: Rows, category: str) -> Rows:
-    """Of Spec-Bench's rows those of the category; rows of another format are all of it."""
-    for where, row in rows:
-        if "turns" not in row or row.get("category") == category:
-            yield where, row
-
-
 def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse]:
     benchmark = BENCHMARKS[name]
     if isinstance(data_dir, str) and data_dir.startswith(HUB_PREFIX):
@@ -175,15 +366,19 @@ def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse
     else:
         path = _benchmark_file(name, data_dir)
         rows = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
-    if benchmark.category is None:
-        return rows, benchmark.parse
 
-    def parse(row: dict[str, Any], where: str) -> Prompt:
-        if "turns" in row:
-            return replace(parse_spec_bench(row, where), task=name)
-        return benchmark.parse(row, where)
+    def parse(row: Row, where: str) -> Prompt:
+        is_shared = benchmark.is_part and "turns" in row
+        prompt = (parse_spec_bench if is_shared else benchmark.parse)(row, where)
+        return replace(prompt, task=name, category=benchmark.category or prompt.category)
 
-    return _in_category(rows, benchmark.category), parse
+    if benchmark.is_part:  # rows of another format are all of the category
+        rows = (
+            (where, row)
+            for where, row in rows
+            if "turns" not in row or row.get("category") == benchmark.category
+        )
+    return rows, parse
 
 
 def _rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse]:
@@ -267,8 +462,6 @@ def encode_turn(
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     if prompt.system is not None:
         messages.insert(0, {"role": "system", "content": prompt.system})
-    from jinja2 import TemplateError
-
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:

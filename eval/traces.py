@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pipedraft
 from pipedraft.errors import UsageError
 from pipedraft.eval.metrics import AUTOREGRESSIVE
+from pipedraft.eval.record import Settings
 from pipedraft.eval.tasks import Prompt
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.config import DecodeConfig
@@ -45,7 +46,7 @@ class TraceFile:
     def __init__(
         self,
         folder: Path | None = None,
-        identity: dict[str, Any] | None = None,
+        identity: Settings | None = None,
         shard: tuple[int, int] = WHOLE,
     ) -> None:
         """
@@ -107,7 +108,7 @@ class Traces:
 
     folder: Path | None = None
     """None: nothing is kept on disk."""
-    identity: dict[str, Any] | None = None
+    identity: Settings | None = None
     """Of the target, tokenizer and everything else that all ways of decoding share."""
     shard: tuple[int, int] = WHOLE
 
@@ -217,7 +218,7 @@ def read_recordings(places: Iterable[Path]) -> list[Recording]:
     Args:
         places: folders of evaluations, their folders "traces", or files in these.
     """
-    headers: dict[str, dict[str, Any]] = {}
+    headers: dict[str, Settings] = {}
     turns: dict[str, dict[TurnKey, DecodeResult]] = {}
     for path in dict.fromkeys(path for place in places for path in _files(place)):
         text, lines = read_lines(path)

@@ -56,7 +56,7 @@ def test_turns_of_a_prompt_add_up_and_a_prompt_without_any_counts_nothing():
     assert counts_4P.tolist() == [[3, 0, 0], [4, 0, 4], [6, 0, 4], [3, 0, 4]]
 
 
-WHERE = {"seed": 0, "domain": "d", "target": "t", "draft": "x", "loads": True}
+WHERE = {"seed": 0, "where": ("d", "t", "x"), "loads": True}
 
 
 def test_rates_are_of_pooled_counts_and_the_share_is_paired():
