@@ -34,7 +34,7 @@ class RoundShape:
     draft_s: float
     """One draft token on the edge."""
     verify_s: float
-    """The cloud's pass over a round of no draft tokens."""
+    """The target's pass over a round of no draft tokens."""
     verify_row_s: float = 0.0
     """Each draft token's addition to it."""
     up_bytes: int
@@ -236,8 +236,8 @@ class SurvivalEstimate:
     all of them, so that lengths that were never drafted have an estimate too.
 
     Several memories run side by side. Each is weighted by how probable it found what the latest
-    rounds turned out to be, so the short ones take over after a change of text and the long ones
-    in between; one memory is either slow or noisy (benchmarks/draft_length.py).
+    rounds turned out to be, so the short ones take over after a change and the long ones in
+    between; one memory is either slow or noisy (benchmarks/draft_length.py).
     """
 
     RECENT = 40.0

@@ -175,7 +175,7 @@ def test_a_server_that_is_killed_and_comes_back_is_asked_again(world, tmp_path, 
         after = trainer.objective.hidden(batch)
     assert torch.equal(before[LAYERS], after[LAYERS])
     monkeypatch.setattr(feature_link, "CONNECT_S", 0.5)
-    with pytest.raises(ValueError, match="features: nobody serves states at 127.0.0.1:.*; start"):
+    with pytest.raises(ValueError, match="nobody serves hidden states at 127.0.0.1:.*; start"):
         trainer.objective.hidden(batch)
 
 

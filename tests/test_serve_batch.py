@@ -86,7 +86,7 @@ def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
                 if turn == 0:
                     request = Open(session=1, prompt_ids=prompt, settings=settings)
                 else:
-                    text = session._text
+                    text = session._tokens
                     request = Preverify(
                         session=1,
                         epoch=0,
@@ -113,7 +113,7 @@ def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
             session.finish(0.0)
     assert passes == [3]
     for session, other in zip(sessions, alone, strict=True):
-        assert session._text == other._text and session._text
+        assert session._tokens == other._tokens and session._tokens
         assert len(session._logits) == len(other._logits)
         for ours, theirs in zip(session._logits, other._logits, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)

@@ -103,7 +103,7 @@ VERIFY = {
         ([Hello(), tiny_temperature(float("nan"))], "INVALID_ARGUMENT", "temperature: nan is"),
         ([Hello(), opening([1] * 9), b"\x00"], "INVALID_ARGUMENT", "frame: 1 bytes"),
         ([Hello(), b"x" * 200_000], "RESOURCE_EXHAUSTED", "larger than max"),
-        ([Hello(ticket=b"0" * 24)], "NOT_FOUND", "open a new one with the text so far"),
+        ([Hello(ticket=b"0" * 24)], "NOT_FOUND", "open a new one with the output so far"),
     ],
 )
 def test_what_is_wrong_ends_its_own_stream_alone(messages, code, text):
@@ -313,7 +313,7 @@ def test_a_text_that_could_never_fit_is_refused_for_good():
             return await raw.end()
 
     code, text, metadata = run(scene())
-    assert code == "INVALID_ARGUMENT" and "ask for a shorter text" in text
+    assert code == "INVALID_ARGUMENT" and "ask for a shorter output" in text
     assert "retry-after-ms" not in metadata
 
 
@@ -362,7 +362,7 @@ def test_silent_sessions_and_sessions_without_a_stream_expire():
             never = Raw(connection)
             assert (await silent.end())[:2] == (
                 "NOT_FOUND",
-                "session: silent for 0.6 s; it has expired, open a new one with the text so far",
+                "session: silent for 0.6 s; it has expired, open a new one with the output so far",
             )
             assert (await never.end())[0] == "DEADLINE_EXCEEDED"
             while server.table.held:

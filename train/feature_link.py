@@ -31,7 +31,7 @@ MAX_ANSWER_BYTES = 1 << 36
 FRAME_S = 60.0
 """How long the bytes of a frame may stop before its link counts as lost."""
 ANSWER_S = 120.0
-"""How long a trainer waits for states: other trainers may be served first."""
+"""How long a trainer waits for hidden states: other trainers may be served first."""
 CONNECT_S = 60.0
 """How long a trainer tries to reach a server that is not there (yet, or any more)."""
 ADDRESS = re.compile(r"(?P<host>[\w.-]+):(?P<port>\d+)")
@@ -42,7 +42,7 @@ Layer: TypeAlias = Annotated[int, Meta(ge=0, le=10_000)]
 
 
 class Hello(Message, tag="hello"):
-    """The server's first message: the identity of its target, and how states are stored."""
+    """The server's first message: the identity of its target, and how hidden states are stored."""
 
     identity: Annotated[dict[Name, Value], Meta(max_length=16)]
     dtype: Literal["fp32", "bf16", "fp16", "int8"]
@@ -152,7 +152,7 @@ class RemoteStates:
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise FeaturesLost(
-                        f"features: nobody serves states at {self.address} ({error}); start "
+                        f"features: nobody serves hidden states at {self.address} ({error}); start "
                         "python -m pipedraft.train.features serve there"
                     ) from error
                 time.sleep(0.5)
@@ -213,7 +213,9 @@ class RemoteStates:
                 return answer.tensors
         except ValueError as error:
             self._disconnect()
-            raise FeaturesLost(f"features: {self.address} sends no states ({error})") from error
+            raise FeaturesLost(
+                f"features: {self.address} sends no hidden states ({error})"
+            ) from error
         reason = answer.reason if isinstance(answer, Refusal) else "it only greets"
         raise FeaturesLost(f"features: {self.address} refuses: {reason}")
 

@@ -115,7 +115,7 @@ class LinkPipeline(LinkedPipeline):
         self._pass_time(math.inf)
 
     def _pass_time(self, until_s: float) -> None:
-        """Until the draft's side may act: to a moment, or if that is infinite to the next event."""
+        """Let time pass to a moment, or if that is infinite to the next event."""
         while True:
             self._compute()
             next_s = min(self._events[0][0], until_s) if self._events else until_s

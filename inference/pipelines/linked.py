@@ -153,7 +153,7 @@ class LinkedPipeline(Pipeline):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Until something has happened; replies are appended to ``_inbox``, with their times."""
+        """Wait for something; replies are appended to ``_inbox``, with their times."""
 
     # -- a sequence -------------------------------------------------------------------------
 

@@ -240,7 +240,7 @@ class ProcessPipeline(Pipeline):
         self._keep_after = None
 
     def is_wanted(self) -> bool:
-        """For a first stage in this process: whether a verdict has come that ends its work."""
+        """Whether no verdict has come that ends the work of a first stage in this process."""
         due = self._due()
         if self._keep_after is None or due is None or not self.verdict_waits():
             return True

@@ -254,7 +254,7 @@ def check_tensor(
 
 
 def _read(fill: Fill, size: int) -> bytearray:
-    """As many bytes of a stream, in pieces that double: memory follows what has come."""
+    """The next bytes of a stream, in pieces that double: memory follows what has come."""
     data = bytearray()
     while len(data) < size:
         piece = bytearray(min(size - len(data), max(len(data), PIECE_BYTES)))

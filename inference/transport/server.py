@@ -1,4 +1,4 @@
-"""The cloud as a gRPC server: a session for each stream, forward passes for all of them at once.
+"""A target as a gRPC server: a session for each stream, forward passes for all of them at once.
 
 One thread computes; everything else is the event loop's. Sessions that have rows to compute when a
 pass ends share the next one, so nobody waits for a batch to fill.
@@ -165,7 +165,7 @@ class Server:
             stream.finish(
                 Refused(
                     "UNAVAILABLE",
-                    "server: shut down; open a new session with the text so far",
+                    "server: shut down; open a new session with the output so far",
                     retry_s=1.0,
                 )
             )
@@ -257,7 +257,7 @@ class Server:
             await asyncio.sleep(SWEEP_S)
             for session, why in self.table.expire(time.monotonic()):
                 if session.stream is not None:
-                    text = f"{why}; it has expired, open a new one with the text so far"
+                    text = f"{why}; it has expired, open a new one with the output so far"
                     session.stream.finish(Refused("NOT_FOUND", text))
 
     def _send(self, session: HeldSession, replies: list[Reply]) -> None:
@@ -456,7 +456,7 @@ def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
         try:
             session.run()
         except Exception as error:
-            # Only text: the traceback would hold on to the tensors of the pass.
+            # The line alone: the traceback would hold on to the tensors of the pass.
             failures[session] = describe_failure(error)
     if failures:
         sessions[0].target.staged().prefill(torch.zeros(1, dtype=torch.long))

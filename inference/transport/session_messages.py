@@ -4,8 +4,8 @@ A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., t
 ``number`` 0, 1, ...; each side takes the other's in order, whatever order they arrive in, so a
 duplicate, late or repeated message changes nothing. A cloud's message names the ``seq`` it answers.
 
-An epoch ends whenever the cloud's or the edge's own token follows the text (a correction, a bonus):
-draft tokens that were drafted before that token was known belong to another text. What still
+An epoch ends whenever the cloud's or the edge's own token follows (a correction, a bonus): what was
+drafted before that token was known belongs to another sequence. What still
 arrives from an ended epoch is stale and dropped.
 
     Open(prompt) ->                     <- Opened(first token)
@@ -130,13 +130,13 @@ class _OfSession(Message):
 
 
 class _Continues(_OfSession):
-    """Text that follows ``base`` tokens, draft tokens that wait for their verdict included."""
+    """What follows ``base`` tokens, draft tokens that wait for their verdict included."""
 
     base: Count
     prefix_hash: PrefixHash
     """Of these ``base`` tokens."""
     certain: Ids
-    """Tokens that the edge has drawn itself from a payload: they are text."""
+    """Tokens that the edge has drawn itself from a payload."""
 
 
 class _DraftTokens(_Continues):
@@ -149,7 +149,7 @@ class _DraftTokens(_Continues):
 
 
 class Preverify(_DraftTokens, tag="pre"):
-    """First draft tokens of a batch, or only the text before it; nothing needs an answer."""
+    """First draft tokens of a batch, or only what precedes it; nothing needs an answer."""
 
 
 class Verify(_DraftTokens, tag="verify"):
@@ -164,7 +164,7 @@ class More(_OfSession, tag="more"):
 
 
 class Stream(_Continues, tag="stream"):
-    """Draft tokens are over: the cloud is to decode alone from its text on."""
+    """Draft tokens are over: the cloud is to decode alone from its own tokens on."""
 
 
 class Close(_OfSession, tag="close"):
@@ -206,7 +206,7 @@ class Opened(_Numbered, tag="opened"):
 
 class _Verdict(_Numbered):
     length: Count
-    """The text's, without the token that comes with the verdict."""
+    """Tokens that are certain, without the one that comes with the verdict."""
     held_s: Seconds
     """From the arrival of the message to this answer."""
     forward_s: Seconds
@@ -214,7 +214,7 @@ class _Verdict(_Numbered):
 
 
 class Result(_Verdict, tag="result"):
-    """All draft tokens before ``length`` are text."""
+    """All draft tokens before ``length`` are right."""
 
     token: Count | None
     """A bonus, or a streamed token; it ends the epoch."""

@@ -29,7 +29,7 @@ class Limits:
     """At once, those without a stream included."""
     prompt_tokens: int = 4096
     new_tokens: int = 2048
-    """A session's text may have so many."""
+    """Of a session's output."""
     cache_bytes: int = 4 * 2**30
     """Keys and values of all sessions at their longest."""
     message_bytes: int = 2**20
@@ -203,7 +203,7 @@ class SessionTable:
             raise Refused(
                 "INVALID_ARGUMENT",
                 f"session: its keys and values may take {reserved} bytes, this server has "
-                f"{limits.cache_bytes}; ask for a shorter text",
+                f"{limits.cache_bytes}; ask for a shorter output",
             )
         if self.reserved_bytes + reserved > limits.cache_bytes:
             raise Refused(
@@ -228,7 +228,7 @@ class SessionTable:
             raise Refused(
                 "NOT_FOUND",
                 "session: unknown here; it has expired or the server was restarted, open a new one "
-                "with the text so far",
+                "with the output so far",
             )
         session.seen_s = now_s
         return session

@@ -78,7 +78,7 @@ class Refusal(ValueError):
 class _Batch:
     seq: int
     end: int
-    """Length of the text if all of it is accepted."""
+    """Length of the sequence if all of it is accepted."""
     arrived_s: float
     next_s: float
 
@@ -93,16 +93,16 @@ class TargetSession:
         (self._stage,) = self._staged.stages
         self._opening: Open | None = None
         self._rule: Verifier
-        self._text: list[int] = []
+        self._tokens: list[int] = []
         """Certain tokens; the last one is the root, whose row is the first speculative one."""
         self._num_prompt = 0
         self._draft_tokens: list[int] = []
-        """Behind the text, not tested yet."""
+        """Behind the certain ones, not tested yet."""
         self._q: list[float] = []
         self._logits: deque[Tensor] = deque()
         """[V] of the root and of the first draft tokens, as far as they are computed."""
         self._rejected: Tensor | None = None
-        """Logits behind the text where the edge draws the next token."""
+        """Logits behind the certain tokens where the edge draws the next token."""
         self._num_samples = 0
         self._batches: deque[_Batch] = deque()
         self._epoch = self._next_number = 0
@@ -162,7 +162,7 @@ class TargetSession:
         elif not self._stop_reason:
             return self._take_current(request, now_s)
         elif isinstance(request, Verify):
-            batch = _Batch(request.seq, len(self._text), now_s, 0.0)
+            batch = _Batch(request.seq, len(self._tokens), now_s, 0.0)
             return [self._verdict(Result, batch, now_s, token=None)]
         return []
 
@@ -192,12 +192,12 @@ class TargetSession:
         self._q += request.q or [1.0] * len(request.ids)
         self._expected_s = now_s + request.next_s
         if isinstance(request, Verify):
-            end = len(self._text) + len(self._draft_tokens)
+            end = len(self._tokens) + len(self._draft_tokens)
             self._batches.append(_Batch(request.seq, end, now_s, request.next_s))
         return []
 
     def _check_base(self, request: Preverify | Verify | Stream) -> None:
-        known = self._text + self._draft_tokens
+        known = self._tokens + self._draft_tokens
         if isinstance(request, Stream):
             known = known[: request.base]
         if request.base != len(known) or request.prefix_hash != prefix_hash(known):
@@ -241,7 +241,7 @@ class TargetSession:
             raise Refusal("more: no correction is owed; do not ask for samples")
         try:
             payload = self._rule.more(
-                self._rejected, len(self._text), self._num_samples, request.count
+                self._rejected, len(self._tokens), self._num_samples, request.count
             )
         except ValueError as error:
             raise Refusal(str(error)) from error
@@ -253,22 +253,22 @@ class TargetSession:
         session = 0 if self._opening is None else self._opening.session
         return kind(session=session, number=number, seq=seq, epoch=self._epoch, **fields)
 
-    # -- the text ---------------------------------------------------------------------------
+    # -- the sequence -----------------------------------------------------------------------
 
     def _append(self, token: int) -> None:
         assert self._opening is not None
-        self._text.append(token)
+        self._tokens.append(token)
         self._stop_reason = stop_reason(
             token,
-            num_new=len(self._text) - self._num_prompt,
-            length=len(self._text),
+            num_new=len(self._tokens) - self._num_prompt,
+            length=len(self._tokens),
             eos_token_ids=self._staged.eos_token_ids,
             max_new_tokens=self._opening.settings.max_new_tokens,
             limit=self._staged.max_positions,
         )
 
     def _retain(self, num_rows: int, num_committed: int = 0) -> None:
-        """Keep the first computed rows, some of them as text; the others are forgotten."""
+        """Keep the first computed rows, some of them for good; the others are forgotten."""
         self._stage.keep(Keep(tuple(range(num_rows)), num_committed))
         for _ in range(len(self._logits) - num_rows):
             self._logits.pop()
@@ -276,7 +276,7 @@ class TargetSession:
             self._logits.popleft()
 
     def _end_epoch(self) -> None:
-        """The root's row is text, and what follows it is not what was drafted."""
+        """The root's row is certain, and what follows it is not what was drafted."""
         self._retain(1, 1)
         self._draft_tokens, self._q = [], []
         self._batches.clear()
@@ -302,7 +302,7 @@ class TargetSession:
     @property
     def _hits_end(self) -> bool:
         """The oldest batch is accepted to its end."""
-        return bool(self._batches) and len(self._text) >= self._batches[0].end
+        return bool(self._batches) and len(self._tokens) >= self._batches[0].end
 
     @property
     def _hits_end_without_rows(self) -> bool:
@@ -310,7 +310,7 @@ class TargetSession:
         return self._hits_end and not self._opening.settings.has_bonus
 
     def _test_one(self, now_s: float) -> Reject | None:
-        position, draft_token = len(self._text), self._draft_tokens[0]
+        position, draft_token = len(self._tokens), self._draft_tokens[0]
         payload = self._rule.test(self._logits[0], position, draft_token, self._q[0])
         if payload is None:
             del self._draft_tokens[0], self._q[0]
@@ -341,7 +341,7 @@ class TargetSession:
 
     def _add_own(self, batch: _Batch, now_s: float) -> Result:
         """A token of the target's own behind the certain ones."""
-        token = self._rule.draw(self._logits[0], len(self._text))
+        token = self._rule.draw(self._logits[0], len(self._tokens))
         result = self._verdict(Result, batch, now_s, token=token)
         self._end_epoch()
         self._append(token)
@@ -355,7 +355,7 @@ class TargetSession:
         return self._numbered(
             kind,
             self.next_seq - 1 if batch is None else batch.seq,
-            length=len(self._text),
+            length=len(self._tokens),
             held_s=0.0 if batch is None else max(0.0, now_s - batch.arrived_s),
             forward_s=self._forward_s,
             **fields,
@@ -371,7 +371,7 @@ class TargetSession:
     @property
     def wants_prefill(self) -> bool:
         """The next pass is over the prompt."""
-        return self._opening is not None and not self._text
+        return self._opening is not None and not self._tokens
 
     @property
     def is_computed(self) -> bool:
@@ -385,9 +385,9 @@ class TargetSession:
         if not num_rows:
             return 0
         if not self.wants_prefill:
-            rows = [self._text[-1], *self._draft_tokens][len(self._logits) :]
+            rows = [self._tokens[-1], *self._draft_tokens][len(self._logits) :]
             first = self._stage.num_speculative
-            positions = torch.arange(len(rows)) + len(self._text) - 1 + first
+            positions = torch.arange(len(rows)) + len(self._tokens) - 1 + first
             visible = torch.ones(len(rows), first + len(rows), dtype=torch.bool).tril(first)
             self._segment = Segment(positions, visible, ids=torch.tensor(rows))
         self.is_running, self._started_s = True, now_s
@@ -427,7 +427,7 @@ class TargetSession:
         computed_RV, self._computed_RV, self.is_running = self._computed_RV, None, False
         replies: list[Reply] = []
         if self._segment is None:
-            self._text = list(self._opening.prompt_ids)
+            self._tokens = list(self._opening.prompt_ids)
             self._append(self._rule.draw(computed_RV[-1], self._num_prompt))
             replies.append(self._opened())
         else:
@@ -441,7 +441,7 @@ class TargetSession:
         return self._numbered(
             Opened,
             0,
-            token=self._text[-1],
+            token=self._tokens[-1],
             vocab_size=self._staged.vocab_size,
             max_positions=self._staged.max_positions,
             eos_token_ids=list(self._staged.eos_token_ids),

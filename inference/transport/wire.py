@@ -46,7 +46,7 @@ def import_grpc() -> ModuleType:
 
 
 def channel_options(message_bytes: int) -> list[tuple[str, int]]:
-    """Of an edge; ``message_bytes`` bounds what the cloud may send at once."""
+    """Options of an edge; ``message_bytes`` bounds what the cloud may send at once."""
     return [
         *_shared_options(message_bytes),
         ("grpc.keepalive_permit_without_calls", 0),
