@@ -293,7 +293,9 @@ def explain(
         names = [_shown(name, parser) for name in found["key"].split(", ")]
         return f"{', '.join(names)}: missing; see --help for an example"
     if found := re.fullmatch(WRONG_TYPE, text):
-        key = _shown(found["key"], parser) if flags else found["key"]
+        # A field inside a list has its own key after that of the list.
+        key = ".".join(re.findall(r'Parser key "([^"]+)"', text))
+        key = _shown(key, parser) if flags else key
         return f"{key}: {found['value']!r} does not fit; expected {_expected(found['reason'])}"
     text = re.sub(r"^--([\w-]+): \1: ", r"--\1: ", text.removeprefix("argument "))
     return f"{text} (see --help)"

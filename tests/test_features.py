@@ -63,7 +63,7 @@ def test_over_several_epochs_the_losses_are_those_of_online_training(
     """Later epochs batch the rows differently, which rounds differently."""
     runs = {"online": None, **dumps}
     for name, features in runs.items():
-        changes = METHODS["spd"] | {"max_steps": 24, "evaluation__every_steps": 0}
+        changes = METHODS["spd"] | {"max_steps": 16, "evaluation__every_steps": 0}
         train(world.arguments("spd", tmp_path / name, features=features, **changes), monkeypatch)
     online = losses(tmp_path / "online")
     assert online[-1] < 0.9 * online[0]
@@ -238,7 +238,7 @@ def test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder(
 ):
     whole, went_on, num_shards = contents(dumps["bf16"]), 0, len(index_of(dumps["bf16"])["shards"])
     assert num_shards >= 3
-    for moment in (3, 5, 8, 10, 13, 19):
+    for moment in (3, 8, 10, 19):
         out = tmp_path / str(moment)
         assert dump_killed_at(world, out, moment)
         assert not (out / INDEX).exists()
@@ -248,7 +248,7 @@ def test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder(
         dump(world, out, monkeypatch, "--dtype", "bf16")
         went_on += "already there" in capsys.readouterr().out
         assert contents(out) == whole
-    assert went_on >= 4
+    assert went_on >= 2
 
 
 def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):

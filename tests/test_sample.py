@@ -1,7 +1,9 @@
 """Sampled conversations: turns are read back exactly, greedy answers are greedy."""
 
+import email
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,6 +83,8 @@ def run(module, monkeypatch, *arguments) -> None:
 
 
 def test_prompts_come_from_user_turns_and_library_functions(monkeypatch, tmp_path):
+    part = Path(email.__file__).parent  # of the library, which takes seconds to read as a whole
+    monkeypatch.setattr(prompts.sysconfig, "get_paths", lambda: {"stdlib": part})
     chats = tmp_path / "chats.jsonl"
     odd = {
         "conversations": [{"from": "human", "value": "Which line\u2028ends here?"}],
