@@ -157,6 +157,15 @@ def status(arguments: list[str]) -> int:
     return 0
 
 
+def assert_refused(capsys, arguments: list[str], words: Sequence[str]) -> None:
+    """Status 2, and one line on stderr that has the words."""
+    assert status(arguments) == 2
+    out, err = capsys.readouterr()
+    line = err.removesuffix("\n")
+    assert out == "" and "\n" not in line and line.startswith("error: "), (out, err)
+    assert all(word in line for word in words), line
+
+
 def command(folders, *more: str, benchmarks: str | None = None) -> list[str]:
     benchmarks = benchmarks or str(folders.prompts)
     return [

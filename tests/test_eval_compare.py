@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from eval_runs import status
+from eval_runs import assert_refused, status
 
 from pipedraft.eval.compare import Evaluated, compare_runs, counterparts, find_noise, find_warnings
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
@@ -279,72 +279,37 @@ def test_a_single_prompt_has_no_interval_in_table_or_file(tmp_path, capsys) -> N
     assert math.isfinite(line["ratio"])
 
 
-BAD = {
-    "absent": ["RUN", "absent", "results.json", "No such file", "give the --out folder"],
-    "broken": ["RUN", "broken", "not JSON", "run the evaluation again"],
-    "listed": ["RUN", "listed", "Expected `object`", "run the evaluation again"],
-    "old": ["RUN", "old", "without 'per_prompt'", "run the evaluation again"],
-    "shape": ["RUN", "shape", "runs: Expected `array", "run the evaluation again"],
-    "twice": ["RUN", "twice", "2 prompts of b with the id '0'", "an id of its own"],
-    "other": ["RUN", "other", "gsm8k at T = 0", "b at T = 0", "same --benchmarks"],
-    "disjoint": ["RUN", "disjoint", "share no prompt", "same --benchmarks"],
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_runs_are_one_line_and_status_two(tmp_path, capsys, name) -> None:
-    rows = make_rows(stages=4, rejection=0.4)
-    good = write(tmp_path / "good", make_entry(rows))
-    folder = tmp_path / name
-    if name in ("broken", "listed", "shape"):
-        folder.mkdir()
-        text = {"broken": "{", "listed": "[]", "shape": '{"runs": 3, "overall": []}'}[name]
-        (folder / "results.json").write_text(text)
-    elif name == "old":
-        entry = make_entry(rows)
-        del entry["per_prompt"]
-        write(folder, entry)
-    elif name == "twice":
-        write(folder, make_entry([*rows, rows[0]]))
-    elif name == "other":
-        write(folder, make_entry(rows, benchmark="gsm8k"))
-    elif name == "disjoint":
-        write(folder, make_entry([row | {"id": f"x{row['id']}"} for row in rows]))
-    assert status(["compare", good, str(folder)]) == 2
-    assert_one_line(capsys, BAD[name])
+def bad_entry(rows: list[dict], name: str) -> dict:
+    if name == "twice":
+        return make_entry([*rows, rows[0]])
+    if name == "other":
+        return make_entry(rows, benchmark="gsm8k")
+    if name == "disjoint":
+        return make_entry([row | {"id": f"x{row['id']}"} for row in rows])
+    return {key: value for key, value in make_entry(rows).items() if key != "per_prompt"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("name", "words"),
     [
-        (["compare"], ["RUN_A", "missing", "--help"]),
-        (["compare", "{good}"], ["RUN_B", "missing", "--help"]),
-        (["compare", "{good}", "{good}", "--jsn", "x"], ["'--jsn'", "did you mean --json"]),
-        (["compare", "{good}", "{good}", "--json", "{good}"], ["--json", "is a folder"]),
-        (["compare", "{good}", "{good}", "--json", "{file}/x.json"], ["--json", "another folder"]),
+        ("absent", ["results.json", "No such file", "give the --out folder"]),
+        ("old", ["without 'per_prompt'", "run the evaluation again"]),
+        ("twice", ["2 prompts of b with the id '0'", "an id of its own"]),
+        ("other", ["gsm8k at T = 0", "b at T = 0", "same --benchmarks"]),
+        ("disjoint", ["share no prompt", "same --benchmarks"]),
     ],
-    ids=lambda value: " ".join(value),
 )
-def test_bad_arguments_are_one_line_and_status_two(tmp_path, capsys, arguments, words) -> None:
+def test_bad_runs_are_one_line_and_status_two(tmp_path, capsys, name, words) -> None:
+    rows = make_rows(stages=4, rejection=0.4)
+    good = write(tmp_path / "good", make_entry(rows))
+    if name != "absent":
+        write(tmp_path / name, bad_entry(rows, name))
+    assert_refused(capsys, ["compare", good, str(tmp_path / name)], ["RUN", name, *words])
+
+
+@pytest.mark.parametrize(
+    ("file", "words"), [("", ["is a folder"]), ("results.json/x.json", ["another folder"])]
+)
+def test_a_place_for_json_that_is_no_file_is_refused(tmp_path, capsys, file, words) -> None:
     good = write(tmp_path / "good", make_entry(make_rows(stages=4, rejection=0.4)))
-    places = {"{good}": good, "{file}": f"{good}/results.json"}
-    for name, place in places.items():
-        arguments = [argument.replace(name, place) for argument in arguments]
-    assert status(arguments) == 2
-    assert_one_line(capsys, words)
-
-
-def assert_one_line(capsys, words: list[str]) -> None:
-    out, err = capsys.readouterr()
-    assert out == ""
-    lines = err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ")
-    for word in words:
-        assert word in lines[0]
-
-
-def test_help_shows_an_example(capsys) -> None:
-    assert status(["compare", "--help"]) == 0
-    assert "python -m pipedraft.eval compare out/" in capsys.readouterr().out
-    assert status(["--help"]) == 0
-    assert "compare" in capsys.readouterr().out
+    assert_refused(capsys, ["compare", good, good, "--json", f"{good}/{file}"], ["--json", *words])

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import REPOSITORY
-from eval_runs import MANIFEST, make_runs, read_back, source
+from eval_runs import MANIFEST, assert_refused, make_runs, read_back, source
 
-from pipedraft.errors import run_command
 from pipedraft.eval import __main__ as command
 from pipedraft.eval import report as report_command
 from pipedraft.eval.metrics import AUTOREGRESSIVE
@@ -380,35 +379,17 @@ def test_entropies_have_a_row_for_each_bin_with_tests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("content", "words"),
     [
         (None, ["OUT", "results.json", "No such file", "--out folder"]),
-        ("{", ["not JSON"]),
-        ("[]", ["Expected `object`"]),
-        ({"runs": [{}]}, ["runs[0]", "field `method`", "{}", "again"]),
-        ({"runs": 3}, ["runs: Expected `array", "got `int`: 3"]),
-        ({"stages": "<b>"}, ["runs[0].stages: Expected `int`", "<b>"]),
-        ({"position_tests": ["x"]}, ["runs[0].position_tests[0]"]),
-        (
-            {"equivalent_acceptance_length": {}},
-            ["runs[0].equivalent_acceptance_length", "`pooled`"],
-        ),
-        ({"latency": [{"method": "a"}]}, ["latency[0]", "`network`"]),
+        ('{"runs": [{}]}', ["runs[0]", "field `method`", "{}", "again"]),
+        ('{"latency": [{"method": "a"}]}', ["latency[0]", "`network`"]),
     ],
 )
-def test_bad_results_are_one_line_and_status_two(tmp_path, capsys, change, words) -> None:
-    entry = read_back(make_runs(("gsm8k",), stages=(4,)))[0]
-    if isinstance(change, dict):
-        whole = change.keys() & {"runs", "latency"}
-        change = json.dumps(change if whole else {"runs": [entry | change]})
-    if change is not None:
-        (tmp_path / "results.json").write_text(change)
-    with pytest.raises(SystemExit) as ended:
-        run_command(lambda: report_command.run([str(tmp_path)]))
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    for word in words:
-        assert word in line
+def test_bad_results_are_one_line_and_status_two(tmp_path, capsys, content, words) -> None:
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    assert_refused(capsys, ["report", str(tmp_path)], words)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -425,15 +406,9 @@ def test_bad_results_are_one_line_and_status_two(tmp_path, capsys, change, words
 )
 def test_a_bad_trace_is_refused(tmp_path, capsys, content, words) -> None:
     write_results(tmp_path, make_runs(("gsm8k",), stages=(4,)))
-    (tmp_path / "trace.json").write_text(content)
-    with pytest.raises(SystemExit) as ended:
-        run_command(
-            lambda: report_command.run([str(tmp_path), "--trace", str(tmp_path / "trace.json")])
-        )
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    for word in words:
-        assert word in line
+    trace = tmp_path / "trace.json"
+    trace.write_text(content)
+    assert_refused(capsys, ["report", str(tmp_path), "--trace", str(trace)], words)
 
 
 def test_folders_are_named_by_as_much_of_the_path_as_it_takes() -> None:

@@ -25,14 +25,8 @@ def written(tmp_path_factory):
 def test_results_keep_benchmarks_and_their_pool_apart(written) -> None:
     results = json.loads((written / "results.json").read_text())
     assert len(results["runs"]) == 12 and len(results["overall"]) == 4
-    agreed = (
-        "method schedule benchmark stages temperature tree_width prompts tokens steps "
-        "equivalent_acceptance_length mean_acceptance_length draft_acceptance_rate "
-        "theoretical_speedup wallclock lossless"
-    )
-    for run in results["runs"]:
-        assert set(agreed.split()) <= set(run)
-        assert run["benchmark"] in ("mt_bench", "gsm8k", "humaneval")
+    names = {run["benchmark"] for run in results["runs"]}
+    assert names == {"mt_bench", "gsm8k", "humaneval"}
 
 
 def test_values_that_do_not_exist_are_null(written) -> None:

@@ -11,7 +11,16 @@ from pathlib import Path
 import eval_runs
 import pytest
 from conftest import write_rows
-from eval_runs import OFFICIAL, AnyDraft, StubEngine, needs_official, question, status
+from eval_runs import (
+    MANIFEST,
+    OFFICIAL,
+    AnyDraft,
+    StubEngine,
+    assert_refused,
+    needs_official,
+    question,
+    status,
+)
 from msgspec import UNSET
 from scipy.stats import binomtest
 
@@ -367,15 +376,7 @@ def test_report_says_which_answers_were_cut_or_not_isolated(
     monkeypatch.setattr("pipedraft.eval.scores.isolation", tuple)
     monkeypatch.setitem(REPLIES, "double", "    return 2 * x  # twice the number\n")
     runs = run_scored(target, tokenizer, benchmarks, scorer=Scorer(run_programs=True))
-    manifest = {
-        "hardware": {"processor": "p", "torch_threads": 1},
-        "target": {"name": "t"},
-        "dtype": "float32",
-        "seed": 0,
-        "command": "c",
-        "tokenizer": {"chat_template_sha256": "x"},
-    }
-    report = format_report(runs, manifest)
+    report = format_report(runs, MANIFEST)
     assert "humaneval, autoregressive, T=0: 1 of 1 scored answers did not end" in report
     assert "with the network in reach" in report
     assert "Wilson interval" in report
@@ -417,12 +418,7 @@ def test_command_scores_what_it_is_allowed_to(command, folders, capsys) -> None:
     ],
 )
 def test_bad_option_is_one_line_and_status_two(command, capsys, names, options, words) -> None:
-    assert status(command(names, *options)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    for word in words:
-        assert word in line
+    assert_refused(capsys, command(names, *options), words)
 
 
 @pytest.mark.parametrize(
@@ -440,10 +436,7 @@ def test_sandbox_that_does_not_hold_is_refused(
 ) -> None:
     monkeypatch.setattr(sandbox, "run_program", lambda sources: outcomes.pop(0))
     monkeypatch.setattr(sandbox.sys, "platform", "linux")
-    assert status(command("humaneval", "--score", "--allow-code-execution")) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    for word in words:
-        assert word in line
+    assert_refused(capsys, command("humaneval", "--score", "--allow-code-execution"), words)
 
 
 def test_help_says_what_the_sandbox_does_not_prevent(capsys) -> None:
