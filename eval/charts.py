@@ -101,7 +101,7 @@ class Estimate(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What a process did, from when and for how long."""
+    """One piece of work of a process, from when and for how long."""
 
     kind: str
     start: float
@@ -196,7 +196,7 @@ def _new_figure(
 
 
 def _name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """From the top."""
+    """Write the names of the rows, from the top."""
     axes.set_yticks(range(len(names)), [shorten(name, MAX_LETTERS) for name in names])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -210,7 +210,7 @@ class SeriesChart(Chart):
     reference: float | None = None
     """A dashed line."""
     limits: tuple[float, float | None] = (0, None)
-    """Of the axis of values."""
+    """Ends of the axis of values."""
 
     def looks(self) -> dict[str, dict[str, Any]]:
         """Color and marker of each series that is drawn."""

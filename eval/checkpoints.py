@@ -1,10 +1,11 @@
-"""The checkpoints that a specification needs, among the folders that a user has."""
+"""Drafts that a command names, and those that a specification needs, among a user's folders."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,7 +15,7 @@ from pipedraft.eval.run import DraftNetwork
 from pipedraft.eval.spec import Role
 from pipedraft.eval.tasks import Prompt
 from pipedraft.models import load_draft
-from pipedraft.models.draft import CONFIG_FILE, resolve_folder
+from pipedraft.models.draft import CONFIG_FILE, Draft, read_description, resolve_folder
 from pipedraft.models.language_model import load_draft_model
 
 LANGUAGE_MODEL, TARGET = "language_model", "target"
@@ -49,6 +50,43 @@ def _describes(folder: Path, role: Role) -> bool:
         return False
     architecture = description.get("architecture", {})
     return all(architecture.get(name) == value for name, value in role.architecture.items())
+
+
+def default_device() -> torch.device:
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def load_head(folder: Path, target: PreTrainedModel, *, allow_evolved: bool = False) -> Draft:
+    """A checkpoint of this package, on the target's device and in its dtype."""
+    draft = load_draft(str(folder), target, allow_evolved=allow_evolved)
+    return draft.to(target.device, target.dtype)
+
+
+def read_drafts(
+    checkpoints: Sequence[str], target: str | None, draft_model: str | None
+) -> tuple[str, str | None, dict[Path, Settings]]:
+    """Name and revision of the target, and the description of every checkpoint.
+
+    Args:
+        target: of --target; None: the one that the checkpoints name.
+        draft_model: a language model in place of checkpoints; it names no target.
+    """
+    folders = [resolve_folder(checkpoint) for checkpoint in checkpoints]
+    drafts = {folder: read_description(folder) for folder in folders}
+    if target is not None:
+        return target, None, drafts
+    if draft_model is not None:
+        raise UsageError(f"--target: missing; --draft-model {draft_model} names none")
+    references = [description["target"] for description in drafts.values()]
+    targets = dict.fromkeys((target["name"], target.get("revision")) for target in references)
+    if len(targets) > 1:
+        names = ", ".join(f"{name} ({revision or 'newest'})" for name, revision in targets)
+        raise UsageError(
+            f"--checkpoint: the drafts name different targets: {names}; evaluate "
+            "them one by one, or give --target"
+        )
+    ((name, revision),) = targets
+    return name, revision, drafts
 
 
 class CheckpointSearch:
@@ -173,13 +211,12 @@ class Drafts:
         """
         if _is_model(folder):
             return load_draft_model(str(folder), target, self.tokenizer)
-        draft = load_draft(str(folder), target, allow_evolved=allow_evolved)
-        return draft.to(target.device, target.dtype)
+        return load_head(folder, target, allow_evolved=allow_evolved)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableContext:
-    """What all rows of a table share."""
+    """Target, prompts and drafts that all rows of a table share."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase

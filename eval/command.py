@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from pipedraft.errors import make_folder
 from pipedraft.eval.arguments import EvaluationOptions
+from pipedraft.eval.checkpoints import default_device, load_head, read_drafts
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.record import Settings
 from pipedraft.eval.replay import fit_cost, read_cost
@@ -26,8 +27,6 @@ from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.models import load_draft
-from pipedraft.models.draft import read_description, resolve_folder
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.target import (
     StagedTarget,
@@ -36,36 +35,6 @@ from pipedraft.models.target import (
     load_tokenizer,
 )
 from pipedraft.models.target_part import weights_identity
-
-
-def _read_drafts(
-    options: EvaluationOptions,
-) -> tuple[str, str | None, dict[Path, Settings]]:
-    """Name and revision of the target, and the description of every checkpoint."""
-    drafts = {}
-    for checkpoint in options.checkpoint:
-        folder = resolve_folder(checkpoint)
-        drafts[folder] = read_description(folder)
-        trained_for = drafts[folder]["architecture"].get("num_stages")
-        if trained_for and options.stages and options.stages != trained_for:
-            raise ValueError(
-                f"--stages: {options.stages}, but {checkpoint} was trained for {trained_for}; "
-                "leave --stages out, or train a draft for that number"
-            )
-    if options.target is not None:
-        return options.target, None, drafts
-    if options.draft_model is not None:
-        raise ValueError(f"--target: missing; --draft-model {options.draft_model} names none")
-    references = [description["target"] for description in drafts.values()]
-    targets = dict.fromkeys((target["name"], target.get("revision")) for target in references)
-    if len(targets) > 1:
-        names = ", ".join(f"{name} ({revision or 'newest'})" for name, revision in targets)
-        raise ValueError(
-            f"--checkpoint: the drafts name different targets: {names}; evaluate "
-            "them one by one, or give --target"
-        )
-    ((name, revision),) = targets
-    return name, revision, drafts
 
 
 def _method_name(folder: Path, drafts: dict[Path, Settings]) -> str:
@@ -92,7 +61,7 @@ def _load_drafts(
     return {
         _method_name(folder, drafts): (
             str(folder),
-            load_draft(str(folder), target).to(target.device, target.dtype),
+            load_head(folder, target),
         )
         for folder in drafts
     }
@@ -136,7 +105,7 @@ def _spec(
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return default_device()
     try:
         return torch.zeros(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -209,7 +178,16 @@ def evaluate_drafts(
     logging.disable_progress_bar()
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
     scorer, lines = make_scorer(options, benchmarks)
-    target_name, revision, drafts = _read_drafts(options)
+    target_name, revision, drafts = read_drafts(
+        options.checkpoint, options.target, options.draft_model
+    )
+    for folder, description in drafts.items():
+        trained_for = description["architecture"].get("num_stages")
+        if trained_for and options.stages and options.stages != trained_for:
+            raise ValueError(
+                f"--stages: {options.stages}, but {folder} was trained for {trained_for}; "
+                "leave --stages out, or train a draft for that number"
+            )
     cost = CostModel() if options.cost is None else read_cost(options.cost)
     make_folder("--out", options.out)
     if options.fresh and not options.calibrate:

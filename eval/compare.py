@@ -77,7 +77,7 @@ class Quantity:
     denominator: str
     times_stages: bool = False
     place: int | None = None
-    """In the fields, where these are lists."""
+    """Index in the fields, where these are lists."""
 
     def counts(self, row: PromptRecord) -> tuple[float, float] | None:
         """None: this prompt did not record it."""
@@ -239,7 +239,7 @@ def compare_runs(
 
 
 def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line]) -> list[str]:
-    """What a reader must know before believing the numbers."""
+    """Warnings: what a reader must know before believing the numbers."""
     found = []
     for benchmark in dict.fromkeys(line.compared.benchmark for line in lines):
         left_out = max(x.left_out for x in lines if x.compared.benchmark == benchmark)
@@ -292,7 +292,7 @@ class Noise:
     entry: RunRecord
     folders: list[str]
     parts: VarianceParts
-    """Of the prompts' tokens per second."""
+    """Variance of the prompts' tokens per second."""
     pooled: list[float]
     """Tokens per second of each run."""
 

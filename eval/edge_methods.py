@@ -43,7 +43,7 @@ class Radio(TypedDict):
 
 
 EDGE_W = 15.0
-"""Of the edge's processor while it drafts: a Jetson AGX Orin's smallest power mode; assumption."""
+"""Power of the edge's processor while it drafts; assumption: a Jetson AGX Orin's smallest mode."""
 RADIOS: dict[str, Radio] = {
     "cellular": {"uj_per_bit": (0.43839, 0.05197), "idle_w": 1.060, "tail_s": 11.576},
     "wifi": {"uj_per_bit": (0.28317, 0.13701), "idle_w": 0.119, "tail_s": 0.238},
@@ -69,7 +69,7 @@ def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:
 
 
 def radio_of(link: str) -> str:
-    """By the name of a link: WiFi where it says so."""
+    """Radio of a link, by its name: WiFi where that says so."""
     return "wifi" if "wifi" in link else "cellular"
 
 
@@ -165,7 +165,7 @@ class Simulation:
     seed: int = 0
 
     def config(self, method: Method) -> DecodeConfig:
-        """What a method decodes by here."""
+        """Configuration by which a method decodes in this simulation."""
         settings = dict(method.settings)
         if self.temperature == 0:
             settings.pop("verifier", None)
@@ -210,7 +210,7 @@ class Decoded:
     messages: int
     wire_bytes: int
     joules: dict[str, float]
-    """Of the edge, by cause."""
+    """Energy of the edge, by cause."""
 
     @property
     def total_joules(self) -> float:
@@ -218,7 +218,7 @@ class Decoded:
 
     @property
     def decode_s(self) -> float:
-        """From the first token to the last."""
+        """Seconds from the first token to the last."""
         times_s = self.result.token_times_s
         return times_s[-1] - times_s[0]
 

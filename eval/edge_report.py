@@ -272,7 +272,7 @@ def latency_table(rows: Sequence[LatencyRecord]) -> Table:
 
 
 def notes(rows: Sequence[LatencyRecord]) -> list[str]:
-    """What is wrong with some rows, and where drafting on the edge does not pay."""
+    """Lines about rows that are wrong, and about places where drafting on the edge does not pay."""
     found, slower = [], dict[str, list[str]]()
     for row in rows:
         place = f"{row.network}, T = {row.temperature:g}"

@@ -85,7 +85,7 @@ def generate_greedy(
 
 @dataclass(frozen=True)
 class GreedyOutput:
-    """What `transformers` generates for a prompt."""
+    """Greedy output of `transformers` for a prompt."""
 
     tokens: list[int]
     margins: list[float]
@@ -103,7 +103,7 @@ class LosslessCheck:
     mismatches: int = 0
     """Turns that differ."""
     faults: int = 0
-    """Of these, turns whose first difference is not within the noise."""
+    """Turns, among the mismatches, whose first difference is not within the noise."""
     near_ties: int | None = None
     """Places in the reference's outputs where the two best logits are within the noise: where a tie
     could have fallen differently. None in float32."""
@@ -112,7 +112,7 @@ class LosslessCheck:
     noise: float | None = None
     """Nats. Largest change of a margin between step-by-step and single-pass computation."""
     margins: tuple[float, ...] = ()
-    """Of every mismatch at its first difference; empty in float32."""
+    """Margin of every mismatch at its first difference; empty in float32."""
 
     def __add__(self, other: "LosslessCheck") -> "LosslessCheck":
         noises = [check.noise for check in (self, other) if check.noise is not None]

@@ -30,7 +30,7 @@ def _sha256(text: str) -> str:
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over the system texts and turns, in order; equal hashes mean equal prompts."""
+    """SHA-256 over the system messages and turns, in order; equal hashes mean equal prompts."""
     return _sha256(json.dumps([[prompt.system, prompt.turns] for prompt in prompts]))
 
 

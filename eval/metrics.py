@@ -1,4 +1,4 @@
-"""What decoded turns add up to: L', acceptance, wall-clock times. Counts are stored, never ratios.
+"""Sums over decoded turns: L', acceptance, wall-clock times. Counts are stored, never ratios.
 
 Pooled values are ratios of sums; intervals are bootstraps over conversations.
 """

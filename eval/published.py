@@ -92,7 +92,7 @@ def for_terminal(table: Table) -> str:
 
 
 def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
-    """What differs, and where the numbers are from."""
+    """Lines below a table: what differs, and where the numbers are from."""
     prompts = ", ".join(f"{len(found)} of {name}" for name, found in context.benchmarks.items())
     name = "assets/target" if table.target == DEFAULT_TARGET else table.target
     lines = [

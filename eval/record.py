@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, UnsetType
 from pipedraft.errors import UsageError
 
 MAX_BYTES = 2**29
-"""Of a file: some hundred thousand prompts by ten methods."""
+"""Largest file that is read: some hundred thousand prompts by ten methods."""
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Counts = Annotated[list[Count], Meta(max_length=1_000_000)]
 Amount = Annotated[float, Meta(ge=0)]
@@ -93,7 +93,7 @@ class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process measured, by kind of work."""
+    """Times and counts of one process, by kind of work."""
 
     name: Name
     seconds: dict[Name, Amount]
@@ -234,7 +234,7 @@ class RunRecord(Entry, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> str:
-        """What is drafted at once, for labels."""
+        """Label of what is drafted at once."""
         return self.tree or f"W={self.tree_width}"
 
 
@@ -405,7 +405,7 @@ def parse(content: bytes, kind: type[T], where: str) -> T:
 
 
 def _value_at(content: Any, place: str) -> object:
-    """What a path of msgspec names, as $.runs[0].stages; [...] is any entry of an object."""
+    """Value at a path as msgspec writes it, $.runs[0].stages; [...] is any entry of an object."""
     for key, index in re.findall(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]", place):
         if index == "...":
             return content

@@ -52,10 +52,10 @@ class Hardware:
     cost: CostModel | None
     """None: the recorded one."""
     link: float | None
-    """In place of the model's."""
+    """Time of a hop in place of the model's."""
 
     def cost_for(self, recording: Recording) -> CostModel:
-        """With the draft's cost filled in."""
+        """The cost model with the draft's cost filled in."""
         cost = self.cost or recording.config.cost
         if self.link is not None:
             cost = replace(cost, link=self.link)

@@ -69,7 +69,7 @@ def printable(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What one folder holds."""
+    """Files of one evaluation's folder, read."""
 
     name: str
     entries: list[RunRecord]
@@ -148,7 +148,7 @@ def _losses(runs: Sequence[RunRecord]) -> str:
 
 
 def _overview(sources: Sequence[Source], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """What was measured, on which target."""
+    """Facts at the top of the page: what was measured, on which target."""
 
     def listed(values: Iterable[object]) -> str:
         return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))

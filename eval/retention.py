@@ -165,7 +165,7 @@ class Retention:
 
     spec: Spec
     settings: Settings
-    """Of decoding: tree, temperature."""
+    """Settings of decoding: tree, temperature."""
     context: TableContext
     drafts: Mapping[str, Path]
 

@@ -88,7 +88,7 @@ class DecodedTurn:
     score: Score | None = None
     """None: the prompt has no right answer, or scores were not asked for."""
     entropies: list[float] | None = None
-    """Of the target at every token; None: not computed."""
+    """The target's entropy at every token; None: not computed."""
 
 
 def draft_hash(draft: DraftNetwork) -> str:
@@ -107,7 +107,7 @@ def prompt_seed(prompt: Prompt, turn: int) -> int:
 
 
 def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Settings:
-    """What the header of a trace file says for ``traces.Recording``.
+    """Draft and target as the header of a trace file names them for ``traces.Recording``.
 
     Args:
         draft: None for plain decoding.
@@ -120,7 +120,7 @@ def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Settings
 
 
 class Decoder(Protocol):
-    """What decodes a prompt: an engine, or a method on a simulated link."""
+    """Anything that decodes a prompt: an engine, or a method on a simulated link."""
 
     def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult: ...
 
@@ -238,7 +238,7 @@ class _Decoded:
     lossless: LosslessCheck | None
     num_turns: int
     processes: list[ProcessRecord]
-    """What each process measured in the first repeat."""
+    """Measurements of each process in the first repeat."""
 
     @property
     def records(self) -> list[DecodedTurn]:
@@ -328,7 +328,7 @@ class Evaluation:
     """Times that everything is decoded; 2 or more tell the machine's noise from the prompts'."""
     progress: bool = True
     traces: Traces = Traces()
-    """What was decoded before; in memory by default."""
+    """Turns that were decoded before; in memory by default."""
 
     def decode_shard(self, methods: Sequence[Method]) -> int:
         """Decode this shard's turns of every method, baselines and greedy references included.

@@ -16,7 +16,14 @@ from transformers.utils import logging
 
 from pipedraft.errors import UsageError, make_folder
 from pipedraft.eval.arguments import EdgeOptions
-from pipedraft.eval.checkpoints import CheckpointSearch, Drafts, TableContext
+from pipedraft.eval.checkpoints import (
+    CheckpointSearch,
+    Drafts,
+    TableContext,
+    default_device,
+    load_head,
+    read_drafts,
+)
 from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation, radio_energy, radio_of
 from pipedraft.eval.edge_report import LinkRun, measure, write_edge_report
 from pipedraft.eval.manifest import build_manifest
@@ -37,8 +44,6 @@ from pipedraft.inference.pipelines.linked import check_draft
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.transport.target_session import SharedTarget
-from pipedraft.models import load_draft
-from pipedraft.models.draft import read_description, resolve_folder
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
@@ -49,7 +54,7 @@ Value = tuple[float | None, Sequence[float | None] | None]
 
 @dataclass
 class Outcome:
-    """What became of a row."""
+    """Values of a row, or why it has none."""
 
     values: dict[str | None, dict[str, Value]] = field(default_factory=dict)
     """Benchmark, or None for all of them, -> quantity -> value."""
@@ -61,10 +66,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Finished:
-    """What became of a specification."""
+    """Outcomes of a specification's rows, and the entries behind them."""
 
     outcomes: list[Outcome]
-    """Of the specification's rows, in their order."""
+    """One for each row of the specification, in their order."""
     results: Results | None
     """The entries behind them; None: nothing could be run."""
 
@@ -91,9 +96,8 @@ def load_context(
     make_folder("--out", out)
     if fresh:
         remove_traces(out)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
     dtype = getattr(torch, spec.dtype)
-    target = load_target(spec.target, revision=revision, dtype=dtype, device=device)
+    target = load_target(spec.target, revision=revision, dtype=dtype, device=default_device())
     tokenizer = load_tokenizer(spec.target, revision=revision)
     return TableContext(
         target=target,
@@ -266,14 +270,8 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
         if method not in METHODS:
             raise UsageError(f"--methods: {method!r} is unknown; give one of {', '.join(METHODS)}")
     times = _read_times(options.times)
-    name, revision, folders = options.target, None, []
-    if options.checkpoint is not None:
-        folders = [resolve_folder(options.checkpoint)]
-        if name is None:
-            reference = read_description(folders[0])["target"]
-            name, revision = reference["name"], reference.get("revision")
-    elif name is None:
-        raise UsageError(f"--target: missing; --draft-model {options.draft_model} names none")
+    checkpoints = [options.checkpoint] if options.checkpoint else []
+    name, revision, drafts = read_drafts(checkpoints, options.target, options.draft_model)
     names = ("rule", "policy", "top_k", "tail_samples")
     spec = Spec(
         title="Decoding across links",
@@ -307,8 +305,8 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
     )
     place = str(options.checkpoint or options.draft_model)
     draft: DraftNetwork = (
-        load_draft(str(folders[0]), context.target).to(context.target.device, context.target.dtype)
-        if folders
+        load_head(next(iter(drafts)), context.target)
+        if drafts
         else load_draft_model(place, context.target, context.tokenizer)
     )
     check_draft(make_source(draft))
@@ -319,7 +317,7 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
         target=context.target,
         tokenizer=context.tokenizer,
         benchmarks=context.benchmarks,
-        checkpoints=folders,
+        checkpoints=list(drafts),
         draft=draft,
         config=options.to_dict() | {"draft": f"{draft.draft_type} `{place}`"},
         argv=["python", "-m", "pipedraft.eval", "edge", *argv],
@@ -410,7 +408,7 @@ def run_retention(spec: Spec, context: TableContext) -> Finished:
 
 
 def place_name(domain: str, target: str) -> str:
-    """What a domain's target is called among the places that a specification gives."""
+    """Name of a domain's target among the places that a specification gives."""
     return f"domains.{domain}.targets.{target}"
 
 

@@ -35,7 +35,7 @@ FORK = "import os\nif os.fork() == 0:\n    os._exit(0)"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one program."""
+    """Limits of one program."""
 
     cpu_s: int = 3
     """The official harness allows 3 s of wall time; time on the CPU does not depend on the load."""
@@ -43,7 +43,7 @@ class Limits:
     memory_bytes: int = 2**30
     """Address space."""
     file_bytes: int = 2**20
-    """Of each file it writes."""
+    """Largest file that it may write."""
     files: int = 64
     """Open at once."""
 

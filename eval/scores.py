@@ -170,7 +170,7 @@ def build_program(answer: str, check: ProgramCheck) -> list[str]:
 
 @dataclass(frozen=True)
 class Score:
-    """Of one answer."""
+    """Score of one answer."""
 
     passed: bool
     outcome: str

@@ -91,13 +91,13 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Targets that were fine-tuned for one purpose, and prompts of it."""
 
     benchmarks: Names
-    """As --benchmarks of an evaluation."""
+    """Names or files, as --benchmarks takes them."""
     targets: Places
     """Name of a fine-tuned target -> its folder, or the output folder of the run that made it."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is decoded, how, and what it is compared with."""
+    """Specification: what is decoded, how, and what it is compared with."""
 
     title: Name
     kind: Literal["pipeline", "edge", "retention"] = "pipeline"
@@ -109,7 +109,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     drafts: Places = {}
     """Name -> folder of a checkpoint or language model; other names are roles."""
     domains: dict[Name, Domain] = {}
-    """Of a retention report that has no rows: every draft on every target of these."""
+    """For a retention report without rows: every draft runs on every target of these."""
     benchmarks: Names = msgspec.field(default_factory=lambda: list(BENCHMARKS))
     data_dir: Name | None = None
     limit: Positive | None = None
@@ -121,10 +121,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sources: dict[Name, str] = {}
     """Published column -> where its numbers are from."""
     differences: str = ""
-    """What differs between the published runs and ours, whatever the machine."""
+    """Differences between the published runs and ours, whatever the machine."""
 
     def settings(self, row: Row) -> Settings:
-        """Those of every row, as far as the row's schedule has them, and the row's own."""
+        """Settings of every row, as far as the row's schedule has them, and the row's own."""
         own = row.run or {}
         schedule = (self.run | own).get("schedule")
         if schedule not in SCHEDULES:
@@ -219,7 +219,7 @@ def read_roles(folder: Path = FOLDER) -> dict[str, Role]:
 
 
 def table_names(folder: Path = FOLDER) -> list[str]:
-    """Of all shipped tables; an installed wheel has none."""
+    """Names of all shipped tables; an installed wheel has none."""
     return sorted(p.stem for p in folder.glob("*.yaml") if p.name != ROLES_FILE)
 
 

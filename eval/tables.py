@@ -27,8 +27,8 @@ LEGEND = """\
 - **S** modeled speed-up under the engine's cost model. **tokens/s** and **speed-up** are measured
   in this process (prefill excluded), the latter against the autoregressive row. The three
   measures are different things and must not be compared with each other.
-- **lossless** turns whose greedy text equals that of `transformers`, of turns checked. It is exact
-  for a target in float32; in half precision near-ties may fall differently.
+- **lossless** turns whose greedy output equals that of `transformers`, of turns checked. It is
+  exact for a target in float32; in half precision near-ties may fall differently.
 """
 SCORE_LEGEND = """\
 - **score** share of right answers with its 95 % Wilson interval: last number (GSM8K), or the
@@ -204,7 +204,10 @@ def position_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def has_categories(run: RunRecord) -> bool:
-    """What is pooled over benchmarks is shown by benchmark already."""
+    """Whether the prompts of a benchmark have several categories.
+
+    Entries pooled over benchmarks are left out: they are shown by benchmark already.
+    """
     drafted = run.schedule != AUTOREGRESSIVE and run.benchmark != OVERALL
     return drafted and len(run.acceptance_by_category) > 1
 
@@ -282,12 +285,12 @@ def pooled_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def drafted_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Those that say something about a draft."""
+    """Entries that say something about a draft."""
     return [run for run in runs if run.schedule != AUTOREGRESSIVE and run.rounds]
 
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
-    """What a reader must know before believing the numbers."""
+    """Warnings: what a reader must know before believing the numbers."""
     lines = []
     for run in (run for run in runs if run.benchmark != OVERALL):
         where = f"{run.benchmark}, {run.method}, T={run.temperature:g}"
@@ -369,7 +372,7 @@ def _tokenizer(manifest: Manifest) -> str | None:
 
 
 def describe(manifest: Manifest) -> list[tuple[str, str]]:
-    """What it takes to repeat the run, or to see why two differ: (name, value)."""
+    """Facts (name, value) with which a run is repeated, or by which two runs differ."""
     single = {
         "command": fact(manifest, "command"),
         "created": fact(manifest, "created"),

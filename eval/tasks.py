@@ -129,7 +129,7 @@ def _gsm8k(row: Row, where: str) -> Prompt:
 
 
 def _messages(value: object, where: str) -> tuple[list[str], str | None]:
-    """User turns and system text; assistant messages are left out, the target answers itself."""
+    """User turns and system message; assistant messages are left out, the target answers itself."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{where}: messages must be a list of {{role, content}} objects")
     turns, system = [], None
@@ -145,7 +145,7 @@ def _messages(value: object, where: str) -> tuple[list[str], str | None]:
 
 
 def _own_prompt(task: str, row: Row, where: str) -> Prompt:
-    """A row of a user's file: ``prompt`` (one text), ``turns`` (texts) or ``messages``."""
+    """A row of a user's file: ``prompt`` (a string), ``turns`` (strings) or ``messages``."""
     system = None
     if "turns" in row:
         turns = turns_of(row["turns"], "turns", where)

@@ -1,4 +1,4 @@
-"""What was decoded so far, on disk: an evaluation goes on where it was killed, and is shared out.
+"""Decoded turns on disk: an evaluation goes on where it was killed, and is shared out.
 
     python -m pipedraft.eval ... --out OUT --shard 1/4      # a quarter of the prompts, no report
     python -m pipedraft.eval ... --out OUT                  # what is left, and the report of all
@@ -109,7 +109,7 @@ class Traces:
     folder: Path | None = None
     """None: nothing is kept on disk."""
     identity: Settings | None = None
-    """Of the target, tokenizer and everything else that all ways of decoding share."""
+    """Target, tokenizer and everything else that all ways of decoding share."""
     shard: tuple[int, int] = WHOLE
 
     def open(self, **identity: object) -> TraceFile:
@@ -189,7 +189,7 @@ class Recording:
     """None: plain decoding."""
     draft_hash: str
     relative_cost: float
-    """Of a draft forward, by its size, in target passes of one token."""
+    """Cost of a draft forward, by its size, in target passes of one token."""
     boundaries: tuple[int, ...]
     turns: dict[TurnKey, DecodeResult]
 
