@@ -203,7 +203,6 @@ class Raw:
 
 def opening(prompt: list[int], *, streams: bool = True, **settings: Any) -> Open:
     return Open(
-        session=1,
         prompt_ids=prompt,
         settings=Settings(**{"max_new_tokens": 24, **settings}),
         streams=streams,

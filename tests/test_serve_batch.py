@@ -84,11 +84,10 @@ def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
         for index, prompt in enumerate(PROMPTS):
             for session in (sessions[index], alone[index]):
                 if turn == 0:
-                    request = Open(session=1, prompt_ids=prompt, settings=settings)
+                    request = Open(prompt_ids=prompt, settings=settings)
                 else:
                     text = session._tokens
                     request = Preverify(
-                        session=1,
                         epoch=0,
                         seq=1,
                         base=len(text),
@@ -102,7 +101,7 @@ def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
                     session.receive(request, 0.0)
         if turn == 1:
             for session in (sessions[3], alone[3]):
-                session.receive(Open(session=1, prompt_ids=PROMPTS[3], settings=settings), 0.0)
+                session.receive(Open(prompt_ids=PROMPTS[3], settings=settings), 0.0)
         due = [session for session in sessions if session.start(0.0)]
         run_together(due)
         for session in alone:

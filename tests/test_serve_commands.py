@@ -158,7 +158,7 @@ def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_server, pl
             await late.send(Hello(), opening([1]))
             refused = await late.end()
             replies = [first, *await raw.read(23)]
-            await raw.send(Close(session=1, epoch=0, seq=1))
+            await raw.send(Close(epoch=0, seq=1))
             return refused, [REPLIES.decode(data).token for data in replies], await raw.end()
 
     refused, tokens, ended = asyncio.run(scene())

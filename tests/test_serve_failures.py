@@ -72,7 +72,6 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
         text = [1, 2, 3, REPLIES.decode(opened).token]
         await raw.send(
             Verify(
-                session=1,
                 epoch=0,
                 seq=1,
                 base=4,

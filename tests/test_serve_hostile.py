@@ -94,7 +94,7 @@ VERIFY = {
         ([Hello(), b"nonsense"], "INVALID_ARGUMENT", "frame: 8 bytes"),
         ([Hello(), b"n" * 20], "INVALID_ARGUMENT", "frame: starts with 0x6e6e6e6e; want a peer"),
         ([Hello(), encode(opening([1])) + b"x"], "INVALID_ARGUMENT", "1 bytes follow it"),
-        ([Hello(), Close(session=1, epoch=0, seq=0)], "INVALID_ARGUMENT", "send Open after Hello"),
+        ([Hello(), Close(epoch=0, seq=0)], "INVALID_ARGUMENT", "send Open after Hello"),
         ([Hello(protocol=PROTOCOL + 1)], "FAILED_PRECONDITION", "install the same version"),
         ([Hello(), opening([1] * 65)], "INVALID_ARGUMENT", "this server takes 64; shorten"),
         ([Hello(), opening([1], max_new_tokens=65)], "INVALID_ARGUMENT", "this server gives 64"),
@@ -114,10 +114,9 @@ def test_what_is_wrong_ends_its_own_stream_alone(messages, code, text):
 @pytest.mark.parametrize(
     "request_, text",
     [
-        (Verify(session=2, **VERIFY), "session: 2 is not open"),
-        (Verify(session=1, **{**VERIFY, "base": 2}), "base: 2 tokens"),
-        (Verify(session=1, **{**VERIFY, "epoch": 4}), "epoch: 4 has not begun"),
-        (More(session=1, epoch=0, seq=1, count=9), "more: no correction is owed"),
+        (Verify(**{**VERIFY, "base": 2}), "base: 2 tokens"),
+        (Verify(**{**VERIFY, "epoch": 4}), "epoch: 4 has not begun"),
+        (More(epoch=0, seq=1, count=9), "more: no correction is owed"),
     ],
 )
 def test_what_the_protocol_forbids_gets_an_error_reply(request_, text):
@@ -137,7 +136,7 @@ def test_what_the_protocol_forbids_gets_an_error_reply(request_, text):
 
 def test_random_bytes_and_damaged_messages_leave_the_server_serving():
     target = make_target()
-    known = [Hello(), opening([1, 2], streams=False), Verify(session=1, **VERIFY)]
+    known = [Hello(), opening([1, 2], streams=False), Verify(**VERIFY)]
     random_numbers = random.Random(0)
 
     def damaged():
@@ -298,7 +297,7 @@ def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
             waiting = asyncio.create_task(decode(server.port, [1, 2], schedule="autoregressive"))
             await asyncio.sleep(0.3)
             assert not waiting.done() and len(server.table.held) == 2
-            await holders[0].send(Close(session=1, epoch=0, seq=1))
+            await holders[0].send(Close(epoch=0, seq=1))
             assert (await waiting).result.token_ids == greedy_reference(target, [1, 2], 24)
 
     run(scene())
@@ -328,9 +327,7 @@ def test_draft_tokens_without_a_verdict_are_bounded():
             text = [1, 2, REPLIES.decode((await raw.read(2))[1]).token]
             for seq in range(1, 4):
                 fields = {"base": len(text), "prefix_hash": prefix_hash(text), "ids": [1] * 256}
-                await raw.send(
-                    Preverify(session=1, **{**VERIFY, "seq": seq, "next_s": 1e-9, **fields})
-                )
+                await raw.send(Preverify(**{**VERIFY, "seq": seq, "next_s": 1e-9, **fields}))
                 text += [1] * 256
             (error,) = await raw.read(1)
             return REPLIES.decode(error).text
@@ -395,13 +392,13 @@ def test_replies_are_remembered_until_the_edge_has_read_them():
     held = HeldSession(b"", None, 0, 0.0, 0.0)  # type: ignore[arg-type]
 
     def reply(number, epoch, size=0):
-        return Error(session=1, number=number, seq=1, epoch=epoch, text="x" * size)
+        return Error(number=number, seq=1, epoch=epoch, text="x" * size)
 
     held.add([reply(0, 0), reply(1, 0), reply(2, 1)])
     assert [REPLIES.decode(data).number for data in held.since(1)] == [1, 2]
-    held.note(Verify(session=1, **{**VERIFY, "epoch": 1}), 0.0)
+    held.note(Verify(**{**VERIFY, "epoch": 1}), 0.0)
     assert [REPLIES.decode(data).number for data in held.since(0)] == [2]
-    held.note(More(session=1, epoch=1, seq=2, count=1), 0.0)
+    held.note(More(epoch=1, seq=2, count=1), 0.0)
     assert held.since(0) == [] and held.retained_bytes == 0
     with pytest.raises(Refused, match="wait for this edge"):
         held.add([reply(number, 1, 1000) for number in range(3, MAX_RETAINED_BYTES // 1000 + 3)])

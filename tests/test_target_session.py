@@ -55,10 +55,9 @@ from pipedraft.inference.verify import Token, Top
 
 HASH = prefix_hash([1, 2])
 ASKED = [
-    Open(session=1, prompt_ids=[1, 2], settings=Settings(rule="gumbel", temperature=0.5)),
-    Preverify(1, epoch=0, seq=1, base=2, prefix_hash=HASH, certain=[7], ids=[], q=[], next_s=1.0),
+    Open(prompt_ids=[1, 2], settings=Settings(rule="gumbel", temperature=0.5)),
+    Preverify(epoch=0, seq=1, base=2, prefix_hash=HASH, certain=[7], ids=[], q=[], next_s=1.0),
     Verify(
-        session=1,
         epoch=0,
         seq=2,
         base=2,
@@ -68,18 +67,16 @@ ASKED = [
         q=[0.5],
         next_s=0.0,
     ),
-    More(session=1, epoch=2, seq=3, count=16),
-    Stream(session=1, epoch=2, seq=4, base=2, prefix_hash=HASH, certain=[]),
-    Close(session=1, epoch=2, seq=5),
+    More(epoch=2, seq=3, count=16),
+    Stream(epoch=2, seq=4, base=2, prefix_hash=HASH, certain=[]),
+    Close(epoch=2, seq=5),
 ]
-REPLY = {"session": 1, "number": 0, "seq": 0, "epoch": 0}
+REPLY = {"number": 0, "seq": 0, "epoch": 0}
 LIMITS = {"vocab_size": 9, "max_positions": 9, "eos_token_ids": [2]}
 VERDICT = REPLY | {"length": 3, "held_s": 0.1, "forward_s": 0.1}
 TOP = Top(ids=torch.tensor([3, 5]).int(), p=torch.rand(2).double(), num_top=1, tail_mass=0.1)
 ANSWERED = [
-    Opened(
-        **REPLY, token=1, vocab_size=9, max_positions=9, eos_token_ids=[2], target="", anchor=""
-    ),
+    Opened(**REPLY, token=1, vocab_size=9, max_positions=9, eos_token_ids=[2], anchor=""),
     Result(**VERDICT, token=None),
     Reject(**VERDICT, payload=Token(id=4)),
     Reject(**VERDICT, payload=TOP),
@@ -229,7 +226,7 @@ def test_falling_back_where_corrections_are_drawn_here_ends_the_output_too(seed,
 
 def opened(**options) -> tuple[TargetSession, list]:
     cloud = TargetSession(TableTarget(torch.eye(8)))
-    cloud.receive(Open(session=1, prompt_ids=[1, 2], settings=Settings(**options)), 0.0)
+    cloud.receive(Open(prompt_ids=[1, 2], settings=Settings(**options)), 0.0)
     assert cloud.start(0.0) == 2
     cloud.run()
     return cloud, cloud.finish(0.1)
@@ -238,7 +235,6 @@ def opened(**options) -> tuple[TargetSession, list]:
 def verify(seq=1, **fields) -> Verify:
     text = [1, 2, 2]  # of the table that repeats its last token
     known = {
-        "session": 1,
         "epoch": 0,
         "seq": seq,
         "base": 3,
@@ -258,7 +254,7 @@ def test_a_repeated_request_has_no_effect():
     cloud.run()
     (result,) = cloud.finish(0.3)
     assert (result.length, result.token) == (4, 2)
-    opening = Open(session=1, prompt_ids=[1, 2], settings=Settings())
+    opening = Open(prompt_ids=[1, 2], settings=Settings())
     assert cloud.receive(verify(), 0.4) == cloud.receive(opening, 0.5) == []
     assert cloud.start(0.6) == 0
 
@@ -284,8 +280,7 @@ def test_draft_tokens_of_an_ended_epoch_are_dropped():
         (verify(certain=[2]), "certain: 1 tokens"),
         (verify(q=[0.5]), "q: 1 of 1 draft tokens by rule 'match'"),
         (verify(epoch=3), "epoch: 3 has not begun"),
-        (verify(session=2), "session: 2 is not open"),
-        (More(session=1, epoch=0, seq=1, count=4), "more: no correction is owed"),
+        (More(epoch=0, seq=1, count=4), "more: no correction is owed"),
     ],
 )
 def test_a_request_that_cannot_be_ends_the_session_with_a_line(request_, message):
@@ -300,12 +295,11 @@ def test_a_request_that_cannot_be_ends_the_session_with_a_line(request_, message
     [
         ({"prompt_ids": [8]}, "prompt_ids: 8 is outside 8 tokens"),
         ({"prompt_ids": [1] * 1000}, "leave no room in the target's 1000 positions"),
-        ({"target": "another"}, "the draft was made for another, this is table"),
     ],
 )
 def test_an_opening_that_cannot_be_is_refused(fields, message):
     cloud = TargetSession(TableTarget(torch.eye(8)))
-    opening = Open(**{"session": 1, "prompt_ids": [1], "settings": Settings(), **fields})
+    opening = Open(**{"prompt_ids": [1], "settings": Settings(), **fields})
     (error,) = cloud.receive(opening, 0.0)
     assert message in error.text
     with pytest.raises(ValueError, match="server: "):

@@ -204,7 +204,6 @@ class LinkedPipeline(Pipeline):
             The target's next token.
         """
         opening = Open(
-            session=0,
             prompt_ids=tokens,
             settings=self.settings,
             anchor="" if self._streams else self.anchor,
@@ -305,7 +304,7 @@ class LinkedPipeline(Pipeline):
 
     def _next(self, kind: Callable[..., Numbered], **fields: object) -> Numbered:
         """The next request of the session."""
-        return kind(session=0, epoch=self._epoch, seq=self._next_seq, **fields)
+        return kind(epoch=self._epoch, seq=self._next_seq, **fields)
 
     def _post(self, request: Request) -> None:
         self._next_seq = request.seq + 1

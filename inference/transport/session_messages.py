@@ -104,11 +104,8 @@ class Settings(Message, kw_only=True):
 class Open(Message, kw_only=True, tag="open"):
     """The first message of a session; its ``seq`` is 0."""
 
-    session: Count
     prompt_ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_PROMPT)]
     settings: Settings
-    target: Annotated[str, Meta(max_length=128)] = ""
-    """Fingerprint hash that the draft was made for; "": any target."""
     anchor: Annotated[str, Meta(max_length=128)] = ""
     """Hash of the target's last block that the draft contains; "": none."""
     streams: bool = False
@@ -124,7 +121,6 @@ class Open(Message, kw_only=True, tag="open"):
 
 
 class _OfSession(Message):
-    session: Count
     epoch: Count
     seq: Count
 
@@ -186,7 +182,6 @@ class Welcome(Message, tag="welcome"):
 
 
 class _Numbered(Message):
-    session: Count
     number: Count
     seq: Count
     """Of the message that it answers."""
@@ -200,7 +195,6 @@ class Opened(_Numbered, tag="opened"):
     vocab_size: Count
     max_positions: Count
     eos_token_ids: Annotated[list[Count], Meta(max_length=64)]
-    target: Annotated[str, Meta(max_length=128)]
     anchor: Annotated[str, Meta(max_length=128)]
 
 

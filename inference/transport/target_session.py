@@ -151,8 +151,8 @@ class TargetSession:
         if isinstance(request, Open):
             self._open(request)
             return []
-        if self._opening is None or request.session != self._opening.session:
-            raise Refusal(f"session: {request.session} is not open; send Open first")
+        if self._opening is None:
+            raise Refusal("session: not open; send Open first")
         if isinstance(request, Close):
             self.is_closed = True
         elif request.epoch > self._epoch:
@@ -218,11 +218,6 @@ class TargetSession:
             raise Refusal(f"ids: more than the target's {self._staged.max_positions} positions")
 
     def _open(self, opening: Open) -> None:
-        if opening.target and opening.target != self.target.fingerprint:
-            raise Refusal(
-                f"target: the draft was made for {opening.target[:12]}, this is "
-                f"{self.target.fingerprint[:12]}; give the draft of this target"
-            )
         size, limit = self._staged.vocab_size, self._staged.max_positions
         if max(opening.prompt_ids) >= size:
             raise Refusal(f"prompt_ids: {max(opening.prompt_ids)} is outside {size} tokens")
@@ -250,8 +245,7 @@ class TargetSession:
 
     def _numbered(self, kind: Callable[..., Answer], seq: int, **fields: object) -> Answer:
         number, self._next_number = self._next_number, self._next_number + 1
-        session = 0 if self._opening is None else self._opening.session
-        return kind(session=session, number=number, seq=seq, epoch=self._epoch, **fields)
+        return kind(number=number, seq=seq, epoch=self._epoch, **fields)
 
     # -- the sequence -----------------------------------------------------------------------
 
@@ -295,7 +289,8 @@ class TargetSession:
                 replies.append(self._answer_hit(now_s))
             else:
                 break
-        if self._batches and (self._stop_reason or self._hits_end_without_rows):
+        has_bonus = self._opening is not None and self._opening.settings.has_bonus
+        if self._batches and (self._stop_reason or (self._hits_end and not has_bonus)):
             replies.append(self._answer_hit(now_s))
         return replies
 
@@ -303,11 +298,6 @@ class TargetSession:
     def _hits_end(self) -> bool:
         """The oldest batch is accepted to its end."""
         return bool(self._batches) and len(self._tokens) >= self._batches[0].end
-
-    @property
-    def _hits_end_without_rows(self) -> bool:
-        assert self._opening is not None
-        return self._hits_end and not self._opening.settings.has_bonus
 
     def _test_one(self, now_s: float) -> Reject | None:
         position, draft_token = len(self._tokens), self._draft_tokens[0]
@@ -445,7 +435,6 @@ class TargetSession:
             vocab_size=self._staged.vocab_size,
             max_positions=self._staged.max_positions,
             eos_token_ids=list(self._staged.eos_token_ids),
-            target=self.target.fingerprint,
             anchor=self.target.anchor if self._opening.anchor else "",
         )
 
