@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.result import DecodeResult
+
+if TYPE_CHECKING:
+    from pipedraft.eval.run import DecodedTurn
 
 CHUNK_ROWS = 256  # rows whose float32 log-probabilities are held at a time
 CONTENDERS = 8
@@ -134,6 +138,21 @@ class LosslessCheck:
         margins = list(self.margins)
         ties = self.mismatches - self.faults
         return LosslessRecord(**(vars(self) | {"margins": margins, "ties": ties}))
+
+
+def check_sampled(
+    turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]", dtype: torch.dtype
+) -> LosslessCheck | None:
+    """Compare sampled outputs with plain decoding's, drawn with the same noise.
+
+    None in half precision: rounding may turn a draw, and nothing would say that it did.
+    """
+    if dtype != torch.float32:
+        return None
+    expected = {(turn.conversation, turn.turn): turn.result.token_ids for turn in plain}
+    outputs = {(turn.conversation, turn.turn): turn.result.token_ids for turn in turns}
+    wrong = sum(tokens != expected[turn] for turn, tokens in outputs.items())
+    return LosslessCheck(checked=len(outputs), mismatches=wrong, faults=wrong)
 
 
 class GreedyReference:

@@ -9,6 +9,8 @@ fields are left out of the file.
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard, TypeVar
 
@@ -100,6 +102,21 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[Name, Count] = {}
     rows: dict[Name, Count] = {}
     peak_rss_mb: Figure = None
+
+
+def add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
+    """One process on several benchmarks."""
+
+    def total(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        return dict(sum(map(Counter, counts), Counter()))
+
+    return ProcessRecord(
+        name=reports[0].name,
+        seconds=total(report.seconds for report in reports),
+        counts=total(report.counts for report in reports),
+        rows=total(report.rows for report in reports),
+        peak_rss_mb=max(report.peak_rss_mb or 0.0 for report in reports),
+    )
 
 
 class CategoryRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -13,7 +13,12 @@ from msgspec import UNSET
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.eval.lossless import GreedyReference, LosslessCheck, output_entropies
+from pipedraft.eval.lossless import (
+    GreedyReference,
+    LosslessCheck,
+    check_sampled,
+    output_entropies,
+)
 from pipedraft.eval.metrics import (
     AUTOREGRESSIVE,
     OVERALL,
@@ -27,7 +32,14 @@ from pipedraft.eval.metrics import (
     run_record,
     sum_lists,
 )
-from pipedraft.eval.record import ProcessRecord, PromptRecord, RunRecord, Settings, number_or_nan
+from pipedraft.eval.record import (
+    ProcessRecord,
+    PromptRecord,
+    RunRecord,
+    Settings,
+    add_up,
+    number_or_nan,
+)
 from pipedraft.eval.scores import Score, Scorer, summarize_scores
 from pipedraft.eval.spec import Row, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, encode_turn
@@ -61,11 +73,7 @@ class Method:
     def from_row(
         cls, spec: Spec, row: Row, draft: DraftNetwork | None, **settings: Any
     ) -> "Method":
-        """
-        Args:
-            draft: the row's, loaded; None where it needs none.
-            settings: of decoding that the machine decides: cost, boundaries, num_stages.
-        """
+        """A method of a table, with its loaded draft and what the machine decides (``settings``)."""
         config = decode_config(
             spec.settings(row) | settings,
             draft_stages=None if draft is None else draft.num_stages,
@@ -292,22 +300,7 @@ def _pool(parts: Sequence[_Decoded]) -> _Decoded:
         repeats=[[record for records in same for record in records] for same in same_repeats],
         lossless=sum(checks, LosslessCheck()) if checks else None,
         num_turns=sum(part.num_turns for part in parts),
-        processes=[_add_up(same) for same in zip(*(part.processes for part in parts), strict=True)],
-    )
-
-
-def _add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
-    """One process on several benchmarks."""
-
-    def total(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        return dict(sum(map(Counter, counts), Counter()))
-
-    return ProcessRecord(
-        name=reports[0].name,
-        seconds=total(report.seconds for report in reports),
-        counts=total(report.counts for report in reports),
-        rows=total(report.rows for report in reports),
-        peak_rss_mb=max(report.peak_rss_mb or 0.0 for report in reports),
+        processes=[add_up(same) for same in zip(*(part.processes for part in parts), strict=True)],
     )
 
 
@@ -366,7 +359,7 @@ class Evaluation:
             chosen = [m for m in chosen if m.config.schedule.name != AUTOREGRESSIVE]
             baseline_parts: dict[str, _Decoded] = {}
             for method in (baseline, *chosen):
-                parts = self._decode(method, references)
+                parts = self._decode(method, references, baseline_parts)
                 baseline_parts = baseline_parts or parts
                 entries += [
                     part.entry(method, name, baseline_parts[name]) for name, part in parts.items()
@@ -394,8 +387,12 @@ class Evaluation:
                 )
 
     def _decode(
-        self, method: Method, references: dict[int, GreedyReference]
+        self,
+        method: Method,
+        references: dict[int, GreedyReference],
+        plain: Mapping[str, _Decoded],
     ) -> dict[str, _Decoded]:
+        """``plain``: plain decoding at this temperature; empty where this is it."""
         config = method.config
         self._warm_up(method, self._num_positions - config.max_new_tokens)
         engine = self._engine(method)
@@ -417,11 +414,13 @@ class Evaluation:
                     config.max_new_tokens, self._greedy_reference(config.max_new_tokens)
                 )
                 check = reference.check([record.result for record in records])
+            elif self.reference is not None and config.rule == "gumbel" and name in plain:
+                check = check_sampled(records, plain[name].records, self.target.dtype)
             parts[name] = _Decoded(
                 repeats=[records, *repeats[1:]],
                 lossless=check,
                 num_turns=sum(len(prompt.turns) for prompt in prompts),
-                processes=[_add_up([report]) for report in reports[0]],
+                processes=[add_up([report]) for report in reports[0]],
             )
         if len(parts) > 1:
             parts[OVERALL] = _pool(list(parts.values()))

@@ -27,8 +27,9 @@ LEGEND = """\
 - **S** modeled speed-up under the engine's cost model. **tokens/s** and **speed-up** are measured
   in this process (prefill excluded), the latter against the autoregressive row. The three
   measures are different things and must not be compared with each other.
-- **lossless** turns whose greedy output equals that of `transformers`, of turns checked. It is
-  exact for a target in float32; in half precision near-ties may fall differently.
+- **lossless** turns whose greedy output equals that of `transformers`, of turns checked; at T > 0,
+  by the rule gumbel, that of plain decoding with the same seed. It is exact for a target in
+  float32; in half precision near-ties may fall differently, and sampled outputs are not compared.
 """
 SCORE_LEGEND = """\
 - **score** share of right answers with its 95 % Wilson interval: last number (GSM8K), or the

@@ -40,7 +40,7 @@ class DecodeConfig:
     """0 is greedy."""
     verifier: Literal["auto"] | RuleName = "auto"
     """Acceptance rule above temperature 0. auto: the schedule's own across a link, elsewhere
-    rejection for sampled chains (one draft token at a time), else match."""
+    rejection for sampled chains (one draft token at a time), else gumbel."""
     payload_tokens: int = 10
     """The target's most likely tokens that a rejection shows the draft, by topk and tail_escape."""
     tail_samples: int = 4

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -75,14 +75,30 @@ def draw(probabilities_V: Tensor, uniform: float) -> int:
     return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
 
 
-def gumbel_sample(p_V: np.ndarray, random: KeyedRandom, position: int) -> int:
-    """Token of the smallest E_v / p_v with E_v exponential: distributed as p (Gumbel's trick).
+class SharedNoise:
+    """Numbers by which target and draft draw the same token where their distributions agree.
 
-    Two distributions that draw with the same noise mostly draw the same token.
+    The token of the smallest E_v / p_v, with E_v exponential, is distributed as p; the logarithm
+    makes it the largest log p_v + g_v with Gumbel noise g_v = -log E_v.
     """
-    uniform_V = random.uniforms(position, "noise", len(p_V))
-    with np.errstate(divide="ignore"):
-        return int((-np.log(uniform_V) / p_V).argmin())
+
+    NUM_KEPT: ClassVar[int] = 64
+    """Positions whose numbers are kept: more than a tree is deep, for draft and target."""
+
+    def __init__(self, random: KeyedRandom) -> None:
+        self.random = random
+        self._kept: dict[int, np.ndarray] = {}
+
+    def exponential(self, position: int, size: int) -> np.ndarray:
+        """float64 [size]: E of a position; a shorter vector is the beginning of a longer one."""
+        kept = self._kept.get(position)
+        if kept is None or len(kept) < size:
+            if len(self._kept) >= self.NUM_KEPT:
+                del self._kept[next(iter(self._kept))]
+            with np.errstate(divide="ignore"):
+                kept = -np.log(self.random.uniforms(position, "noise", size))
+            self._kept[position] = kept
+        return kept[:size]
 
 
 # -- what a rejection carries across a network --------------------------------------------------

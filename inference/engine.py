@@ -283,7 +283,13 @@ class Session:
             num_tokens: rows that one pass continues, and draft tokens that it adds.
         """
         with self.drafting():
-            self.drafter.expand_tree(self.tree, num_forwards, num_tokens, by_score=by_score)
+            self.drafter.expand_tree(
+                self.tree,
+                num_forwards,
+                num_tokens,
+                by_score=by_score,
+                sampling=self._round_sampling(),
+            )
 
     def verdict_waits(self) -> bool:
         """Rows are back before they are due, and the draft keeps them waiting."""

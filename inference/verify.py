@@ -26,10 +26,10 @@ from pipedraft.inference.draws import (
     KeyedRandom,
     Logits,
     Payload,
+    SharedNoise,
     Token,
     Top,
     draw,
-    gumbel_sample,
     probabilities,
 )
 from pipedraft.inference.tree import TokenTree
@@ -88,6 +88,14 @@ class Verifier(ABC):
     def rank(self, logits_QU: Tensor, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor:
         """Logits by which children are chosen at some positions: the draft's own."""
         return logits_QU
+
+    def child_scores(self, logits_QU: Tensor, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor:
+        """Log-probabilities [Q, U] by which children are chosen and trees ordered.
+
+        Those of the draft. Where the rule shares the target's noise, those after the noise: a token
+        that the noise favors is more likely the target's own token, too.
+        """
+        return torch.log_softmax(self.rank(logits_QU, ids_U, positions_Q).float(), -1)
 
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
         """Walk through the first R rows of the tree."""
@@ -191,11 +199,16 @@ class GumbelVerifier(MatchVerifier):
 
     name: ClassVar[RuleName] = "gumbel"
 
+    def __init__(self, temperature: float, random: KeyedRandom, **settings: int) -> None:
+        super().__init__(temperature, random, **settings)
+        self.noise = SharedNoise(random)
+
     def draw(self, logits_V: Tensor, position: int) -> int:
         if self.temperature == 0:
             return super().draw(logits_V, position)
         p_V = probabilities(logits_V, self.temperature).numpy(force=True)
-        return gumbel_sample(p_V, self.random, position)
+        with np.errstate(divide="ignore"):
+            return int((self.noise.exponential(position, len(p_V)) / p_V).argmin())
 
     def rank(self, logits_QU: Tensor, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor:
         """log q plus the target's noise at the position: the largest entry is the draft's draw."""
@@ -204,8 +217,7 @@ class GumbelVerifier(MatchVerifier):
         size, ids = int(ids_U.max()) + 1, ids_U.numpy(force=True)
         with np.errstate(divide="ignore"):
             noise_QU = [
-                -np.log(-np.log(self.random.uniforms(position, "noise", size)[ids]))
-                for position in positions_Q
+                -np.log(self.noise.exponential(position, size)[ids]) for position in positions_Q
             ]
         perturbed_QU = torch.log_softmax(logits_QU.double().cpu() / self.temperature, -1)
         return (perturbed_QU + torch.from_numpy(np.stack(noise_QU))).to(logits_QU.device)

@@ -15,7 +15,7 @@ from tiny_drafts import make_module
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources import DraftSource, add_most_likely
+from pipedraft.inference.sources import DraftSource, add_best
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.verify import MatchVerifier, Walk, probabilities
 
@@ -145,12 +145,12 @@ class SimulatedSource(StatelessSource):
             leaf = self.add_children(tree, leaf, 1 if shape.is_chain else shape.top_k)
         return len(tree) - added
 
-    def expand_tree(self, tree, num_forwards, width, *, by_score):
+    def expand_tree(self, tree, num_forwards, width, *, by_score, sampling):
         """One forward: the two best children of the best rows that have none."""
         leaves = [row for row in range(len(tree)) if not tree.children(row)]
         leaves = sorted(leaves, key=lambda row: -tree.scores[row])[:width]
         logits_QU = self.leaf_logits(tree, leaves, {})
-        return add_most_likely(tree, leaves, logits_QU, self.draft_ids, 2 * len(leaves))
+        return add_best(tree, leaves, logits_QU, self.draft_ids, 2 * len(leaves), sampling)
 
     def deepen_tree(self, tree, levels, num_tokens):
         self.num_forwards += 1
@@ -290,31 +290,33 @@ def distribution_p_value(target, draft, *, samples=330, **options) -> float:
 def unlike_plain_text(target, draft, *, samples=100, **options) -> int:
     """How many sampled texts are not those of plain decoding with the same random numbers.
 
-    By the match rule all are, whatever is drafted: a stricter test than that of their distribution.
+    By the rules gumbel and match all are, whatever is drafted: a stricter test than that of their
+    distribution.
     """
     options = {"temperature": 1.3, "max_new_tokens": 8, **options}
     engine = engine_for(target, draft=draft, num_stages=2, **options)
     results = [engine.decode([1, 2], prompt_index=index) for index in range(samples)]
-    expected = plain_sampled_texts(target, options["temperature"], options["max_new_tokens"])
+    settings = (options["temperature"], options["max_new_tokens"], engine.config.rule)
+    expected = plain_sampled_texts(target, *settings)
     assert sum(result.num_accepted for result in results) > samples / 5
     pairs = zip((result.token_ids for result in results), expected, strict=False)
     return sum(text != other for text, other in pairs)
 
 
 @cache
-def plain_sampled_texts(target, temperature, length) -> list[list[int]]:
-    options = {"temperature": temperature, "max_new_tokens": length}
+def plain_sampled_texts(target, temperature, length, rule) -> list[list[int]]:
+    options = {"temperature": temperature, "max_new_tokens": length, "verifier": rule}
     texts = [plain_text(target, [1, 2], prompt_index=index, **options) for index in range(100)]
     assert len(set(map(tuple, texts))) > 50
     return texts
 
 
 def assert_sampled_like_the_target(target, draft, **options) -> None:
-    """Texts of plain decoding by the match rule, their distribution by the rejection rule."""
+    """Texts of plain decoding by the rule gumbel, their distribution by the rejection rule."""
     if options.get("verifier") == "rejection":
         assert distribution_p_value(target, draft, **options) > 1e-3
     else:
-        assert unlike_plain_text(target, draft, **{"verifier": "match", **options}) == 0
+        assert unlike_plain_text(target, draft, **{"verifier": "gumbel", **options}) == 0
 
 
 class AcceptMostLikelyMutant(MatchVerifier):

@@ -17,7 +17,6 @@ from pipedraft.inference.verify import (
     Token,
     Top,
     draw,
-    gumbel_sample,
     make_verifier,
     probabilities,
     top_k_bias,
@@ -228,13 +227,19 @@ def test_all_samples_of_a_position_are_different_draws():
     assert first != more[:8] and len(set(more)) > 15
 
 
-def test_a_race_draws_from_p_and_two_races_mostly_agree():
+def draw_with_noise(p_V: np.ndarray, seed: int) -> int:
+    with np.errstate(divide="ignore"):
+        logits_V = torch.from_numpy(np.log(p_V))
+    return RULES["gumbel"](1.0, KeyedRandom(seed, 0)).draw(logits_V, 9)
+
+
+def test_shared_noise_draws_from_p_and_two_draws_mostly_agree():
     p_V = np.array([0.5, 0.3, 0.2, 0.0])
     q_V = np.array([0.45, 0.3, 0.15, 0.1])
-    drawn = [gumbel_sample(p_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
+    drawn = [draw_with_noise(p_V, seed) for seed in range(4000)]
     counts = np.bincount(drawn, minlength=4)
     assert counts[3] == 0 and chisquare(counts[:3], p_V[:3] * 4000).pvalue > 1e-3
-    drafted = [gumbel_sample(q_V, KeyedRandom(seed, 0), 9) for seed in range(4000)]
+    drafted = [draw_with_noise(q_V, seed) for seed in range(4000)]
     agreement = np.mean(np.equal(drawn, drafted))
     independent = float(p_V @ q_V)
     assert agreement > 0.8 > independent

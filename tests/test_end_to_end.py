@@ -156,8 +156,10 @@ def test_every_greedy_text_was_compared_with_transformers_and_none_differs(evalu
         turns = {"gsm8k": 4, "questions": 5, "overall": 9}[run["benchmark"]]
         assert run["lossless"]["checked"] == turns
     for run in runs:
-        if run["temperature"] == 1:
-            assert run["lossless"]["checked"] == 0
+        if run["temperature"] == 1:  # trees share plain decoding's noise, a chain does not
+            is_tree = run["verifier"] == "gumbel" and run["method"] != "autoregressive"
+            assert (run["lossless"]["checked"] > 0) == is_tree
+            assert run["lossless"]["mismatches"] == 0
 
 
 def test_the_report_has_a_table_two_plots_and_a_manifest(evaluated, trained):

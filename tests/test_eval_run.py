@@ -58,6 +58,18 @@ def compare(target, tokenizer, methods, *, lossless=True, prompts=None):
     return comparison.run(methods)
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_sampled_outputs_are_compared_with_plain_decodings(
+    is_wrong, target, tokenizer, engine, monkeypatch
+) -> None:
+    monkeypatch.setattr(StubEngine, "wrong_last_token", is_wrong)
+    entries = compare(target, tokenizer, [make_method(temperature=1.0, tree_width=4)])
+    checks = [entry.lossless for entry in entries if entry.benchmark == "two"]
+    assert [check.checked for check in checks] == [0, 3]
+    assert checks[1].mismatches == 3 * is_wrong
+    assert {entry.verifier for entry in entries} == {"gumbel"}
+
+
 def test_second_turn_answers_the_generated_text(target, tokenizer, engine) -> None:
     stub = engine(target, tokenizer, make_method().config)
     prompts = make_prompts("one", ["hello", "again"])

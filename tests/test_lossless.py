@@ -24,6 +24,7 @@ from tiny_drafts import make_head
 from pipedraft.inference.closed_forms import continuous_acceptance_length
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.verify import RULES, Walk
+from pipedraft.models.language_model import LanguageModelDraft
 
 WAYS = [
     {"schedule": "autoregressive"},
@@ -156,13 +157,21 @@ def test_the_rule_of_partial_payloads_keeps_the_distribution_on_stages():
     assert distribution_p_value(target, draft, verifier="tail_escape", **SMALLEST) > 1e-3
 
 
-@pytest.mark.parametrize("rule", ["topk", "argmax"])
-def test_biased_rules_are_found_out_on_stages(rule):
-    """They say so themselves: nothing that has no caveat may fail this test's statistic."""
-    assert RULES[rule].caveat
+def test_correcting_to_the_most_likely_tokens_alone_is_found_out_on_stages():
+    """It says so itself: nothing that has no caveat may fail this test's statistic."""
+    assert RULES["topk"].caveat
     target = sampling_target()
     draft = friendly_module(target, num_stages=2, num_layers=1)
-    assert distribution_p_value(target, draft, verifier=rule, **SMALLEST) < 1e-4
+    assert distribution_p_value(target, draft, verifier="topk", **SMALLEST) < 1e-4
+
+
+def test_accepting_the_most_likely_token_is_found_out_on_stages():
+    """The target is its own draft: every draft token is its most likely one."""
+    assert RULES["argmax"].caveat
+    target = sampling_target()
+    draft = LanguageModelDraft(target, target)
+    way = {"schedule": "eagle", "tree": TreeShape.parse("chain:2"), "verifier": "argmax"}
+    assert distribution_p_value(target, draft, samples=60, **way) < 1e-6
 
 
 GUMBEL_WAYS = [

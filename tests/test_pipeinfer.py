@@ -37,6 +37,7 @@ from pipedraft.inference.schedules.pipeinfer import PipeInfer, worthwhile_size
 from pipedraft.inference.sources import DraftSource
 from pipedraft.inference.sources.language_model import LanguageModelSource
 from pipedraft.inference.tree import TokenTree
+from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.language_model import LanguageModelDraft
 
 # Simulated draft tokens have the probabilities 0.62, 0.23 and 0.01.
@@ -214,6 +215,7 @@ def grow(source, tree, batch, *, start=0, shift=0.0, interrupted=lambda: False):
         source,
         tree,
         {},
+        MatchVerifier(0.0, KeyedRandom(0, 0)),
         start=start,
         shift=shift,
         size=batch.draft_tokens,
@@ -398,7 +400,7 @@ def test_what_cannot_be_combined_is_refused():
     target = tiny_llama(layers=4, vocab=16)
     with pytest.raises(ValueError, match="verifier: 'rejection'"):
         DecodeConfig.of(schedule="pipeinfer", temperature=1.0, verifier="rejection")
-    assert DecodeConfig.of(schedule="pipeinfer", temperature=1.0).rule == "match"
+    assert DecodeConfig.of(schedule="pipeinfer", temperature=1.0).rule == "gumbel"
     with pytest.raises(ValueError, match="draft_model: vocab_size 17, but the target's is 16"):
         LanguageModelDraft(tiny_llama(vocab=17), target)
     from tiny_drafts import make_module

@@ -9,12 +9,18 @@ from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.schedules.base import Round, Schedule, travel
 
 if TYPE_CHECKING:
+    from pipedraft.inference.config import RuleName
     from pipedraft.inference.engine import Session
 
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Schedule):
     name: ClassVar[str] = "autoregressive"
+
+    @property
+    def auto_rule(self) -> RuleName:
+        """The one whose output a tree's equals; a verdict is a token id, not its logits."""
+        return "gumbel"
 
     def run(self, session: Session) -> None:
         while not session.done:

@@ -77,7 +77,7 @@ class Schedule(ABC):
     @property
     def auto_rule(self) -> RuleName:
         """Acceptance rule above temperature 0 where none is asked for."""
-        return "rejection" if self.can_sample else "match"
+        return "rejection" if self.can_sample else "gumbel"
 
     # -- recorded runs on other pipelines ---------------------------------------------------
 

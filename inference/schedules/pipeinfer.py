@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
     from pipedraft.inference.sources import DraftSource
     from pipedraft.inference.tree import TokenTree
+    from pipedraft.inference.verify import Verifier
 
 STEP = 0.2
 """Weight of the latest verdict in the mean share of right draft tokens."""
@@ -128,6 +129,7 @@ class PipeInfer(Schedule):
                         session.drafter,
                         tree,
                         session.features,
+                        session.verifier,
                         start=leaf,
                         shift=shift,
                         size=size,
@@ -153,6 +155,7 @@ class PipeInfer(Schedule):
         source: DraftSource,
         tree: TokenTree,
         features: Mapping[int, Tensor],
+        rule: Verifier,
         *,
         start: int,
         shift: float,
@@ -178,7 +181,8 @@ class PipeInfer(Schedule):
         leaves, num_branches = [start], 1
         while leaves and len(rows) < size and not (rows and interrupted()):
             logits_QU = source.leaf_logits(tree, leaves, features)
-            logprob_QU = logits_QU.float().log_softmax(-1)
+            positions = [tree.position(leaf) + 1 for leaf in leaves]
+            logprob_QU = rule.child_scores(logits_QU, source.draft_ids, positions)
             best_QW, index_QW = logprob_QU.topk(min(self.branches, logprob_QU.shape[1]), -1)
             tokens_QW = source.draft_ids[index_QW]
             level: list[int] = []

@@ -105,7 +105,15 @@ class DraftSource:
         """
         raise NotImplementedError
 
-    def expand_tree(self, tree: TokenTree, num_forwards: int, width: int, *, by_score: bool) -> int:
+    def expand_tree(
+        self,
+        tree: TokenTree,
+        num_forwards: int,
+        width: int,
+        *,
+        by_score: bool,
+        sampling: Sampling,
+    ) -> int:
         """Continue rows of the tree, each once, and the root once per context; returns rows added.
 
         Args:
@@ -149,9 +157,7 @@ def add_layer(
     if sampling.samples_chain:
         add_sampled(tree, leaves[0], logits_QU[0], draft, sampling)
         return 1
-    positions = [tree.position(leaf) + 1 for leaf in leaves]
-    ranked_QU = sampling.rule.rank(logits_QU, draft.draft_ids, positions)
-    return add_most_likely(tree, leaves, ranked_QU, draft.draft_ids, width)
+    return add_best(tree, leaves, logits_QU, draft.draft_ids, width, sampling)
 
 
 def deepest_rows(tree: TokenTree) -> list[int]:
@@ -159,11 +165,17 @@ def deepest_rows(tree: TokenTree) -> list[int]:
     return [row for row in range(len(tree)) if tree.depths[row] == deepest]
 
 
-def add_most_likely(
-    tree: TokenTree, leaves: list[int], logits_QU: Tensor, ids_U: Tensor, width: int
+def add_best(
+    tree: TokenTree,
+    leaves: list[int],
+    logits_QU: Tensor,
+    ids_U: Tensor,
+    width: int,
+    sampling: Sampling,
 ) -> int:
-    """The ``width`` children with the best cumulative log-probability over all leaves."""
-    logprob_QU = torch.log_softmax(logits_QU.float(), -1)
+    """Add the ``width`` children with the best cumulative scores over all leaves."""
+    positions = [tree.position(leaf) + 1 for leaf in leaves]
+    logprob_QU = sampling.rule.child_scores(logits_QU, ids_U, positions)
     width = min(width, logprob_QU.numel())
     best_QW, index_QW = logprob_QU.topk(min(width, logprob_QU.shape[1]), -1)
     leaf_scores = best_QW.new_tensor([tree.scores[leaf] for leaf in leaves])

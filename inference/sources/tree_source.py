@@ -14,8 +14,8 @@ from pipedraft.inference.sources import (
     DraftSource,
     Growth,
     Sampling,
+    add_best,
     add_layer,
-    add_most_likely,
     deepest_rows,
 )
 from pipedraft.inference.tree import TokenTree
@@ -30,6 +30,7 @@ class _FreshTree:
     """
 
     tree: TokenTree
+    sampling: Sampling
     merged: dict[int, int] = field(default_factory=lambda: {0: 0})
     """Row -> its row in the session's tree."""
 
@@ -149,7 +150,15 @@ class TreeSource(DraftSource):
         logits_QU = self.leaf_logits(tree, deepest_rows(tree), features)
         return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
 
-    def expand_tree(self, tree: TokenTree, num_forwards: int, width: int, *, by_score: bool) -> int:
+    def expand_tree(
+        self,
+        tree: TokenTree,
+        num_forwards: int,
+        width: int,
+        *,
+        by_score: bool,
+        sampling: Sampling,
+    ) -> int:
         before, limit = len(tree), self.num_forwards + num_forwards
         while self.num_forwards < limit:
             rows = self._rows_to_continue(tree, width, by_score)
@@ -158,11 +167,11 @@ class TreeSource(DraftSource):
             logits_QU = self.leaf_logits(tree, rows, {})
             self._root_waits = False
             if by_score:
-                add_most_likely(tree, rows, logits_QU, self.draft_ids, width)
+                add_best(tree, rows, logits_QU, self.draft_ids, width, sampling)
                 continue
             for row, logits_U in zip(rows, logits_QU, strict=True):
                 share = max(1, width // len(rows))
-                add_most_likely(tree, [row], logits_U[None], self.draft_ids, share)
+                add_best(tree, [row], logits_U[None], self.draft_ids, share, sampling)
         return len(tree) - before
 
     def _rows_to_continue(self, tree: TokenTree, width: int, by_score: bool) -> list[int]:
@@ -187,14 +196,14 @@ class TreeSource(DraftSource):
             levels = range(shape.depth)
             return sum(self.grow_layer(tree, {}, width=1, sampling=sampling) for _ in levels)
         self._adopt_fresh()
-        self._fresh = fresh = _FreshTree(TokenTree(tree.tokens[0], tree.root_position))
+        self._fresh = fresh = _FreshTree(TokenTree(tree.tokens[0], tree.root_position), sampling)
         if shape.kind == "static":
-            self._draft_static(fresh.tree, shape.paths)
+            self._draft_static(fresh, shape.paths)
             chosen = list(fresh.draft_tokens)
         else:
             top_k = 1 if shape.is_chain else shape.top_k
-            self._expand(fresh.tree, [0], top_k)
-            self._deepen(fresh.tree, shape.depth - 1, top_k)
+            self._expand(fresh, [0], top_k)
+            self._deepen(fresh, shape.depth - 1, top_k)
             chosen = fresh.best(shape.depth if shape.is_chain else shape.num_tokens)
         return fresh.merge(tree, chosen if by_score else sorted(chosen))
 
@@ -202,37 +211,39 @@ class TreeSource(DraftSource):
         fresh = self._fresh
         if fresh is None or not fresh.draft_tokens:
             return 0
-        self._deepen(fresh.tree, levels, len(fresh.tree.children(0)))
+        self._deepen(fresh, levels, len(fresh.tree.children(0)))
         unmerged = [row for row in fresh.best() if row not in fresh.merged]
         return fresh.merge(tree, unmerged[:num_tokens])
 
-    def _deepen(self, tree: TokenTree, levels: int, top_k: int) -> None:
+    def _deepen(self, fresh: _FreshTree, levels: int, top_k: int) -> None:
         """EAGLE-2: per level the best k draft tokens of the last one get k children each."""
         for _ in range(levels):
-            beams = sorted(deepest_rows(tree), key=lambda row: -tree.scores[row])
-            self._expand(tree, beams[:top_k], top_k)
+            beams = sorted(deepest_rows(fresh.tree), key=lambda row: -fresh.tree.scores[row])
+            self._expand(fresh, beams[:top_k], top_k)
 
-    def _expand(self, tree: TokenTree, parents: list[int], top_k: int) -> None:
-        for parent, children in self._children(tree, parents, top_k).items():
+    def _expand(self, fresh: _FreshTree, parents: list[int], top_k: int) -> None:
+        for parent, children in self._children(fresh, parents, top_k).items():
             for token, score in children:
-                tree.add(parent, token, score)
+                fresh.tree.add(parent, token, score)
 
-    def _draft_static(self, tree: TokenTree, paths: tuple[tuple[int, ...], ...]) -> None:
+    def _draft_static(self, fresh: _FreshTree, paths: tuple[tuple[int, ...], ...]) -> None:
         rows: dict[tuple[int, ...], int] = {(): 0}
         for level in range(1, max(map(len, paths)) + 1):
             here = [path for path in paths if len(path) == level]
             parents = list(dict.fromkeys(rows[path[:-1]] for path in here))
-            children = self._children(tree, parents, 1 + max(path[-1] for path in here))
+            children = self._children(fresh, parents, 1 + max(path[-1] for path in here))
             for path in here:
                 parent = rows[path[:-1]]
                 token, score = children[parent][path[-1]]
-                rows[path] = tree.add(parent, token, score)
+                rows[path] = fresh.tree.add(parent, token, score)
 
     def _children(
-        self, tree: TokenTree, parents: list[int], width: int
+        self, fresh: _FreshTree, parents: list[int], width: int
     ) -> dict[int, list[tuple[int, float]]]:
-        """The ``width`` most likely (token, cumulative score) below each row."""
-        logprob_RU = self._logits(tree, parents).float().log_softmax(-1)
+        """The ``width`` best (token, cumulative score) below each row."""
+        tree, logits_RU = fresh.tree, self._logits(fresh.tree, parents)
+        positions = [tree.position(parent) + 1 for parent in parents]
+        logprob_RU = fresh.sampling.rule.child_scores(logits_RU, self.draft_ids, positions)
         best_RW, index_RW = logprob_RU.topk(min(width, logprob_RU.shape[1]), -1)
         scores_RW = best_RW + best_RW.new_tensor([tree.scores[p] for p in parents])[:, None]
         tokens_RW = self.draft_ids[index_RW]
