@@ -73,7 +73,7 @@ class Method:
     def from_row(
         cls, spec: Spec, row: Row, draft: DraftNetwork | None, **settings: Any
     ) -> "Method":
-        """A method of a table, with its loaded draft and what the machine decides (``settings``)."""
+        """A method of a table, its loaded draft, and what the machine decides (``settings``)."""
         config = decode_config(
             spec.settings(row) | settings,
             draft_stages=None if draft is None else draft.num_stages,
