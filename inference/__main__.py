@@ -16,7 +16,7 @@ from pipedraft.inference.arguments import (
     backend_of,
     read_temperature,
 )
-from pipedraft.inference.prompts import Stream, encode
+from pipedraft.inference.arguments import Stream, encode
 from pipedraft.inference.remote_command import ServerOptions
 from pipedraft.options import option, subcommand
 

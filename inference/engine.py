@@ -20,7 +20,8 @@ from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPD
 from pipedraft.inference.shapes import TreeShape, segment_sizes
-from pipedraft.inference.sources import DraftSource, Sampling, make_source
+from pipedraft.inference.sources import make_source
+from pipedraft.inference.sources.base import DraftSource, Sampling
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import DraftToken, KeyedRandom, Walk, make_verifier
 from pipedraft.models.target import Keep, StagedTarget

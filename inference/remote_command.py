@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipedraft.inference.prompts import Stream, encode
+from pipedraft.inference.arguments import Stream, encode
 from pipedraft.options import Options, flag_name, option
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from tiny_drafts import make_module
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources import DraftSource, add_best
-from pipedraft.inference.sources.row_cache import RowCache
+from pipedraft.inference.sources.base import DraftSource, add_best
+from pipedraft.inference.sources.tree_source import RowCache
 from pipedraft.inference.verify import MatchVerifier, Walk, probabilities
 
 NEW_TOKENS = 24

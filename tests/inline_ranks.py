@@ -9,7 +9,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.messages import CODEC, AnyMessage
+from pipedraft.inference.transport.codec import CODEC, AnyMessage
 from pipedraft.inference.transport.ranks import Local
 from pipedraft.inference.transport.worker import StageWorker
 

@@ -24,7 +24,7 @@ from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.inference.schedules.pearl import PEARL
 from pipedraft.inference.schedules.picospec import PicoSpec
 from pipedraft.inference.schedules.stop_and_wait import StopAndWait
-from pipedraft.inference.sources import add_layer, deepest_rows
+from pipedraft.inference.sources.base import add_layer, deepest_rows
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.target import Segment
 

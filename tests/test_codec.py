@@ -27,7 +27,7 @@ from pipedraft.inference.transport.codec import (
     TensorHeader,
     check_tensor,
 )
-from pipedraft.inference.transport.messages import (
+from pipedraft.inference.transport.codec import (
     CODEC,
     AnyMessage,
     Cancel,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipedraft.inference.channel import LinkState
-from pipedraft.inference.closed_forms import chain_acceptance_length
+from pipedraft.inference.clock import chain_acceptance_length
 from pipedraft.inference.draft_length import (
     Alg2,
     DraftLengthPolicy,

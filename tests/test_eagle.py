@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conftest import tiny_llama, tiny_qwen3
 from train_runs import BY_HEART
 
-from pipedraft.inference.closed_forms import chain_acceptance_length
+from pipedraft.inference.clock import chain_acceptance_length
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig

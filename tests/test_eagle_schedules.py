@@ -29,7 +29,7 @@ from decode_runs import (
 from staged_targets import tiny
 from tiny_drafts import make_head
 
-from pipedraft.inference.closed_forms import (
+from pipedraft.inference.clock import (
     chain_acceptance_length,
     continuous_acceptance_length,
 )
@@ -38,7 +38,7 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.schedules.flowspec import FlowSpec
 from pipedraft.inference.shapes import EAGLE1_PATHS, TreeShape
-from pipedraft.inference.sources import Sampling
+from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier

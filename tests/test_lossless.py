@@ -21,7 +21,7 @@ from decode_runs import (
 )
 from tiny_drafts import make_head
 
-from pipedraft.inference.closed_forms import continuous_acceptance_length
+from pipedraft.inference.clock import continuous_acceptance_length
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.verify import RULES, Walk
 from pipedraft.models.language_model import LanguageModelDraft

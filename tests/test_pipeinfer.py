@@ -29,12 +29,12 @@ from staged_targets import tiny
 from tiny_drafts import noisy_copy
 
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.closed_forms import micro_batch_acceptance_length
+from pipedraft.inference.clock import micro_batch_acceptance_length
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.schedules.pipeinfer import PipeInfer, worthwhile_size
-from pipedraft.inference.sources import DraftSource
+from pipedraft.inference.sources.base import DraftSource
 from pipedraft.inference.sources.language_model import LanguageModelSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier

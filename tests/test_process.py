@@ -28,7 +28,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline, chrome_trace
-from pipedraft.inference.transport.messages import Step
+from pipedraft.inference.transport.codec import Step
 from pipedraft.inference.transport.worker import StageWorker
 from pipedraft.inference.verify import RULES
 from pipedraft.models.target_part import load_target_part

@@ -26,7 +26,7 @@ from process_failures import NUM_RANKS, Plan, run_forked_rank
 
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport import KEY, checked, ranks, sign
-from pipedraft.inference.transport.messages import CODEC, Close, Result
+from pipedraft.inference.transport.codec import CODEC, Close, Result
 from pipedraft.inference.transport.ranks import is_out_of_memory
 
 NAMES = ["rank 0 (controller)", "rank 1 (stage 0)", "rank 2 (stage 1)"]

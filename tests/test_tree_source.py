@@ -9,9 +9,9 @@ from decode_runs import paths_of
 from tiny_drafts import make_head
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources import Sampling
+from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.eagle import EagleSource
-from pipedraft.inference.sources.row_cache import RowCache
+from pipedraft.inference.sources.tree_source import RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.target import capture_hidden

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.inference.closed_forms import continuous_acceptance_length
+from pipedraft.inference.clock import continuous_acceptance_length
 from pipedraft.models.draft import (
     Draft,
     StagedDraft,

@@ -54,7 +54,7 @@ from pipedraft.models.target import Keep, Segment
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig
-    from pipedraft.inference.sources import DraftSource
+    from pipedraft.inference.sources.base import DraftSource
     from pipedraft.inference.tree import TokenTree
 
 Numbered = TypeVar(

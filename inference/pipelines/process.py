@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.inference.transport.messages import (
+from pipedraft.inference.transport.codec import (
     AnyMessage,
     Cancel,
     Measure,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.closed_forms import micro_batch_acceptance_length
+from pipedraft.inference.clock import micro_batch_acceptance_length
 from pipedraft.inference.schedules.base import (
     Growth,
     Refusal,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipedraft.inference.engine import Session
-    from pipedraft.inference.sources import DraftSource
+    from pipedraft.inference.sources.base import DraftSource
     from pipedraft.inference.tree import TokenTree
     from pipedraft.inference.verify import Verifier
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.text_source import TextSource
+from pipedraft.inference.sources.tree_source import TextSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import Keep, Segment
 

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources import (
-    DraftSource,
-    Growth,
-    Sampling,
-    add_best,
-    add_layer,
-    deepest_rows,
-)
+from pipedraft.inference.sources.base import (DraftSource, Growth, Sampling, add_best, add_layer, deepest_rows)
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import Keep
+from collections.abc import Mapping
+from typing import Any
+from torch import Tensor
+import sys
+from collections.abc import Callable, Mapping
+import torch
+from torch import Tensor
+from pipedraft.inference.tree import TokenTree
+from pipedraft.models.layers import KeyValues
 
 
 @dataclass
@@ -249,3 +251,92 @@ class TreeSource(DraftSource):
         tokens_RW = self.draft_ids[index_RW]
         rows = zip(parents, tokens_RW.tolist(), scores_RW.tolist(), strict=True)
         return {parent: list(zip(tokens, scores, strict=True)) for parent, tokens, scores in rows}
+
+
+class TextSource(TreeSource):
+    """Committed text waits until draft tokens below it are wanted: what nobody continues costs
+    nothing.
+
+    What was computed for a draft token that becomes text stays.
+    """
+
+    def __init__(self, draft: Any) -> None:
+        super().__init__(draft)
+        self._reset([])
+
+    def _reset(self, tokens: list[int]) -> None:
+        self._pending = tokens
+        """Committed text that the draft has not seen yet."""
+        self._num_taken_in = 0
+        """Of the next tokens to be observed: those whose rows a Keep has made text already."""
+        self._restart()
+
+    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+        self._reset(list(tokens))
+
+    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+        self._pending += next_tokens[self._num_taken_in :]
+        self._num_taken_in = 0
+
+
+TEXT = sys.maxsize
+"""Name of every row of the committed text; no tree has as many rows."""
+
+
+class RowCache:
+    """Keys and values of every draft layer, and the output, of rows.
+
+    A row is computed once. One of the tree has the name of its row there, and stays until it leaves
+    the tree or becomes text. It sees the text, and its ancestors-or-self among the cached rows.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.names: list[int] = []
+        """Of each cached row, in the order of the keys and values."""
+        self.layers = [KeyValues() for _ in range(num_layers)]
+        self.outputs: dict[int, Tensor] = {}
+        """Name -> output [H], of the rows of the tree."""
+
+    @property
+    def num_text(self) -> int:
+        return self.names.count(TEXT)
+
+    def compute(
+        self,
+        tree: TokenTree,
+        rows: list[int],
+        forward: Callable[[list[KeyValues], Tensor], Tensor],
+        *,
+        num_text: int = 0,
+        name: Callable[[int], int] = int,
+    ) -> Tensor:
+        """Add rows of the tree, and before them the next rows of the text.
+
+        Args:
+            rows: not cached yet; the ancestors of each are text, or cached, or precede it.
+            forward: appends A + R rows to the caches of all layers, each seeing what the bool
+                [A + R, C] says, and returns their outputs [A + R, H].
+            num_text: A.
+            name: of a row of this tree, and the other way round; it keeps rows of two trees apart.
+
+        Returns:
+            Outputs [A, H] of the rows of the text.
+        """
+        first, new = len(self.names), [name(row) for row in rows]
+        self.names += [TEXT] * num_text + new
+        text_C = torch.tensor([cached == TEXT for cached in self.names])
+        earlier_AC = text_C.expand(num_text, -1).tril(first)
+        ancestors_RC = tree.ancestors(rows, [name(cached) for cached in self.names])
+        outputs_RH = forward(self.layers, torch.cat([earlier_AC, text_C | ancestors_RC]))
+        self.outputs.update(zip(new, outputs_RH[num_text:], strict=True))
+        return outputs_RH[:num_text]
+
+    def rename(self, names: Mapping[int, int]) -> None:
+        """Rows of the tree have moved or became ``TEXT``; those without a new name are dropped."""
+        names = {**names, TEXT: TEXT}
+        places = [place for place, name in enumerate(self.names) if name in names]
+        self.layers = [layer.select(places) for layer in self.layers]
+        self.names = [names[self.names[place]] for place in places]
+        outputs = {names.get(name, TEXT): output for name, output in self.outputs.items()}
+        outputs.pop(TEXT, None)
+        self.outputs = outputs

@@ -20,7 +20,7 @@ from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport import checked, is_launched, sign
 from pipedraft.inference.transport.codec import DTYPES, NAMES, DtypeName
-from pipedraft.inference.transport.messages import Cancel, Close
+from pipedraft.inference.transport.codec import Cancel, Close
 from pipedraft.inference.transport.ranks import (
     ANSWER,
     CANCEL,

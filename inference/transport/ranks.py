@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.messages import CODEC, AnyMessage, Close
+from pipedraft.inference.transport.codec import CODEC, AnyMessage, Close
 
 BUFFER_BYTES = 1 << 18
 NUM_BUFFERS = 2

@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.messages import (
+from pipedraft.inference.transport.codec import (
     AnyMessage,
     Measure,
     Prefill,
