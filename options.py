@@ -23,12 +23,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from pipedraft.errors import UsageError
 
+Values: TypeAlias = dict[str, Any]
+"""Options by name."""
+Reader: TypeAlias = Callable[[Any], Any]
+"""Makes a value of a word, or of a value of a file."""
+OptionField: TypeAlias = Field[Any]
+Group: TypeAlias = Any
+"""A parser, or a group of one: jsonargparse gives them no common type."""
 UNKNOWN_KEYS = (
     r"[Uu]nrecognized arguments: (?P<key>[^\s=]+)",
     r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'",
@@ -36,7 +43,7 @@ UNKNOWN_KEYS = (
 )
 WRONG_TYPE = r'Parser key "(?P<key>[^"]+)": (?P<reason>.*?)(?:Got|Given) value: (?P<value>.*)'
 MISSING_KEY = r"the following arguments are required: (?P<key>.*)"
-METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
+METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}
 
 
 def option(default: Any = MISSING, **how: Any) -> Any:
@@ -98,7 +105,7 @@ class Options:
 
     @classmethod
     def add_to(cls, parser: ArgumentParser, shows_help: bool) -> None:
-        groups: dict[type, Any] = {cls: parser}
+        groups: dict[type, Group] = {cls: parser}
         for part, hint in typed_fields(cls):
             if part.metadata.get("hidden"):
                 continue
@@ -137,7 +144,7 @@ class Options:
         return cls.read(own), rest
 
     @classmethod
-    def values(cls, parsed: Mapping[str, Any]) -> dict[str, Any]:
+    def values(cls, parsed: Values) -> Values:
         """Arguments of the class."""
         return {
             part.name: tuple(value) if isinstance(value, list) else value
@@ -146,7 +153,7 @@ class Options:
             if part.name in parsed and not (value is None and part.metadata.get("repeated"))
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         """Values as a file can hold them."""
         return {
             name: str(value) if isinstance(value, Path) else value
@@ -154,11 +161,11 @@ class Options:
         }
 
 
-def own_annotations(kind: type) -> Mapping[str, Any]:
+def own_annotations(kind: type) -> Mapping[str, object]:
     return vars(kind).get("__annotations__", {})
 
 
-def typed_fields(kind: type) -> list[tuple[Field[Any], Any]]:
+def typed_fields(kind: type) -> list[tuple[OptionField, Any]]:
     hints = get_type_hints(kind)
     return [(part, hints[part.name]) for part in fields(kind)]
 
@@ -167,7 +174,7 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def flag_of(part: Field[Any]) -> str:
+def flag_of(part: OptionField) -> str:
     if part.metadata.get("positional"):
         return part.name
     return str(part.metadata.get("flag", flag_name(part.name)))
@@ -185,14 +192,14 @@ def help_of(kind: type, name: str) -> str:
     raise AssertionError(f"{kind.__name__}.{name} has no docstring")
 
 
-def _add(group: Any, part: Field[Any], hint: Any, text: str) -> None:
+def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
     """One argument; what its type means is said in this module's docstring."""
     how = part.metadata
     default = part.default
     if text and default not in (MISSING, None, (), False, True):
         shown = default if isinstance(default, tuple) else (default,)
         text += f" (default: {','.join(map(str, shown))})"
-    settings: dict[str, Any] = {"help": text.replace("%", "%%")}
+    settings: Values = {"help": text.replace("%", "%%")}
     if hint is bool:
         group.add_argument(
             flag_of(part), action="store_false" if default else "store_true", **settings
@@ -223,10 +230,10 @@ def _add(group: Any, part: Field[Any], hint: Any, text: str) -> None:
     group.add_argument(flag_of(part), **settings)
 
 
-def listed(parse: Callable[[str], Any]) -> Callable[[Any], list[Any]]:
+def listed(parse: Reader) -> Reader:
     """Reads a comma list; a repeated value counts once."""
 
-    def parse_list(value: Any) -> list[Any]:
+    def parse_list(value: str | list[object]) -> list[object]:
         parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
         if not all(part != "" for part in parts):
             raise ValueError(f"{value!r} has an empty entry; write a,b,c")
@@ -235,15 +242,15 @@ def listed(parse: Callable[[str], Any]) -> Callable[[Any], list[Any]]:
     return parse_list
 
 
-def each(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def each(parse: Reader) -> Reader:
     """Reads one entry, or the entries of a file's list."""
     return lambda value: [parse(v) for v in value] if isinstance(value, list) else parse(value)
 
 
-def checked(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def checked(parse: Reader) -> Reader:
     """Lets the message of a ValueError be what the user reads."""
 
-    def parse_one(value: Any) -> Any:
+    def parse_one(value: object) -> object:
         try:
             return parse(value)
         except ValueError as error:

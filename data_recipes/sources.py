@@ -89,7 +89,7 @@ def read_source(source: Source) -> Iterator[RawRow]:
     return islice(rows, source.max_rows)
 
 
-def dump_row(row: Any) -> str:
+def dump_row(row: object) -> str:
     """A row as JSON that can be stored as UTF-8, half surrogate pairs included."""
     text = json.dumps(row, ensure_ascii=False, default=str)
     try:

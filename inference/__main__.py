@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.errors import UsageError, run_command
 from pipedraft.inference import remote_command
@@ -13,12 +13,21 @@ from pipedraft.inference.arguments import (
     BackendOptions,
     Rule,
     ScheduleOptions,
+    Stream,
     backend_of,
+    encode,
     read_temperature,
 )
-from pipedraft.inference.arguments import Stream, encode
 from pipedraft.inference.remote_command import ServerOptions
-from pipedraft.options import option, subcommand
+from pipedraft.options import Values, option, subcommand
+
+if TYPE_CHECKING:
+    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.result import DecodeResult
+    from pipedraft.inference.timeline import Report
+    from pipedraft.inference.transport.cluster import Cluster
+    from pipedraft.models.draft import Draft
+    from pipedraft.models.language_model import LanguageModelDraft
 
 EXAMPLE = """example:
   python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
@@ -92,7 +101,7 @@ class DecodeOptions(ServerOptions, BackendOptions, ScheduleOptions):
             raise ValueError(f"--prompt: {text!r} is empty; give at least one word")
         return text
 
-    def decode_settings(self) -> dict[str, Any]:
+    def decode_settings(self) -> Values:
         """Settings of the schedule, and those that every schedule has."""
         return {name: getattr(self, name) for name in SHARED_SETTINGS} | self.settings
 
@@ -148,7 +157,7 @@ def describe(options: DecodeOptions) -> Choice:
     )
 
 
-def run(options: DecodeOptions, cluster: Any) -> None:
+def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
     text = options.read_prompt()
     if options.trace is not None and cluster is None:
         raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
@@ -186,7 +195,7 @@ def run(options: DecodeOptions, cluster: Any) -> None:
             boundaries=choice.boundaries,
             traces=options.trace is not None,
         )
-    draft: Any = None
+    draft: Draft | LanguageModelDraft | None = None
     if options.checkpoint is not None:
         draft = load_draft(options.checkpoint, target)
     elif options.draft_model is not None:
@@ -202,7 +211,7 @@ def run(options: DecodeOptions, cluster: Any) -> None:
         report_processes(engine.pipeline.reports(), options)
 
 
-def print_figures(config: Any, result: Any, where: str) -> None:
+def print_figures(config: "DecodeConfig", result: "DecodeResult", where: str) -> None:
     elapsed = result.token_times_s[-1] - result.prefill_s
     rate = f"{result.draft_acceptance_rate:.2f}" if result.num_tested else "-"
     print(
@@ -216,7 +225,7 @@ def print_figures(config: Any, result: Any, where: str) -> None:
     )
 
 
-def report_processes(reports: list[dict[str, Any]], options: DecodeOptions) -> None:
+def report_processes(reports: "list[Report]", options: DecodeOptions) -> None:
     from pipedraft.inference.timeline import chrome_trace
 
     if not options.quiet:

@@ -2,22 +2,22 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
 
 from pipedraft.inference.config import RULE_NAMES, check_temperature
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.options import Options, checked, flag_name, help_of, listed, option
-import sys
-from typing import Any
+from pipedraft.options import Group, Options, Values, checked, flag_name, help_of, listed, option
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from pipedraft.inference.transport.cluster import Cluster
 
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
@@ -46,7 +46,7 @@ class ScheduleOptions(Options):
     SETTINGS_ARE_LISTS: ClassVar[bool] = False
     """Values are comma lists, for ``settings_grid``."""
 
-    settings: dict[str, Any] = option(None, hidden=True)
+    settings: Values = option(None, hidden=True)
     """The settings that are given."""
 
     @classmethod
@@ -57,11 +57,11 @@ class ScheduleOptions(Options):
             _add_setting(group, name, owners, cls.SETTINGS_ARE_LISTS, shows_help)
 
     @classmethod
-    def values(cls, parsed: Mapping[str, Any]) -> dict[str, Any]:
+    def values(cls, parsed: Values) -> Values:
         given = {name: parsed[name] for name in _owners() if parsed[name] is not None}
         return super().values(parsed) | {"settings": given}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         found = super().to_dict()
         return found | found.pop("settings")
 
@@ -76,7 +76,7 @@ def _owners() -> dict[str, list[str]]:
 
 
 def _add_setting(
-    group: Any, name: str, owners: Sequence[str], is_list: bool, shows_help: bool
+    group: Group, name: str, owners: Sequence[str], is_list: bool, shows_help: bool
 ) -> None:
     """An option that has no value where it is not given."""
     kind = SCHEDULES[owners[-1]]
@@ -103,7 +103,7 @@ def _add_setting(
     group.add_argument(flag_name(name), type=parse, metavar=metavar, help=text)
 
 
-def settings_grid(given: dict[str, Any], schedules: Sequence[str]) -> list[list[dict[str, Any]]]:
+def settings_grid(given: Values, schedules: Sequence[str]) -> list[list[Values]]:
     """For each schedule all combinations of the given settings that it has.
 
     Raises:
@@ -167,13 +167,13 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
 class Stream:
     """Prints text as tokens arrive, only up to the last complete character."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer, self.printed = tokenizer, 0
         self.ids: list[int] = []
 
     def __call__(self, token: int) -> None:
         self.ids.append(token)
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             sys.stdout.write(text[self.printed :])
             sys.stdout.flush()
@@ -184,7 +184,7 @@ class Stream:
         print(text[self.printed :])
 
 
-def encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str, raw: bool) -> list[int]:
     if raw or tokenizer.chat_template is None:
         return tokenizer(text).input_ids
     rendered = tokenizer.apply_chat_template(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from collections.abc import Sequence
+
 import numpy as np
 
 

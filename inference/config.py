@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -26,6 +26,8 @@ SAMPLING_RULES = ("rejection", "tail_escape", "topk")
 """Their draft tokens are drawn from the draft's distribution."""
 
 Value = TypeVar("Value")
+Settings: TypeAlias = dict[str, Any]
+"""By name, as a file holds them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +91,14 @@ class DecodeConfig:
             schedule = replace(schedule, **own)
         return cls(schedule=schedule, **common)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Settings:
         """JSON and YAML: a mapping of plain values, read back by ``from_dict``."""
         plain = dataclasses.asdict(self)
         plain["schedule"] = {"name": self.schedule.name} | plain["schedule"]
         return plain | {"boundaries": list(self.boundaries)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DecodeConfig:
+    def from_dict(cls, values: Settings) -> DecodeConfig:
         """
         Raises:
             ValueError: an unknown or missing field, or a value of the wrong type or range.
@@ -139,7 +141,7 @@ def find_schedule(name: str) -> type[Schedule]:
     return SCHEDULES[name]
 
 
-def make_schedule(name: str, settings: Mapping[str, Any]) -> Schedule:
+def make_schedule(name: str, settings: Settings) -> Schedule:
     """A schedule by its name; a tree may be given as ``TreeShape.parse`` reads it.
 
     Raises:
@@ -171,7 +173,7 @@ def all_setting_names() -> set[str]:
     return {name for schedule in SCHEDULES for name in setting_names(schedule)}
 
 
-def check_names(values: Mapping[str, Any], known: list[str], where: str) -> None:
+def check_names(values: Settings, known: list[str], where: str) -> None:
     """
     Raises:
         ValueError: a name that is not known, with the nearest one that is.
@@ -183,7 +185,7 @@ def check_names(values: Mapping[str, Any], known: list[str], where: str) -> None
             raise ValueError(f"{where}: {name!r} is unknown; {hint}known: {', '.join(known)}")
 
 
-def convert(values: Any, kind: type[Value], where: str) -> Value:
+def convert(values: object, kind: type[Value], where: str) -> Value:
     """A dataclass, or another type, from plain values; strict in types.
 
     Raises:

@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 MAX_EVENTS = 200_000
 WAIT = "wait"
@@ -13,6 +13,9 @@ WAIT = "wait"
 
 UNFINISHED = "unfinished"
 """Kind of the spans that ended with an exception, whatever they were."""
+
+Report: TypeAlias = dict[str, Any]
+"""What a process measured, as JSON holds it."""
 
 
 class Timeline:
@@ -63,7 +66,7 @@ class Timeline:
         if self.traces and len(self.events) < MAX_EVENTS:
             self.events.append((kind, start, end, num_rows))
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         return {
             "name": self.name,
             "seconds": dict(self.seconds),
@@ -75,11 +78,11 @@ class Timeline:
         }
 
 
-def chrome_trace(reports: list[dict[str, Any]]) -> dict[str, Any]:
+def chrome_trace(reports: list[Report]) -> Report:
     """Spans of all processes for chrome://tracing or Perfetto; one track each."""
     starts = [start for report in reports for _, start, _, _ in report["events"]]
     origin = min(starts, default=0.0)
-    events: list[dict[str, Any]] = []
+    events: list[Report] = []
     for track, report in enumerate(reports):
         name = {"name": report["name"]}
         events.append({"ph": "M", "name": "process_name", "pid": track, "args": name})

@@ -214,7 +214,7 @@ def causal_attention(
         [B, T, N, D].
     """
     inputs = [x.transpose(1, 2) for x in (query_BTND, keys_BTJD, values_BTJD)]
-    options: dict[str, Any] = {"is_causal": True}
+    options: dict[str, object] = {"is_causal": True}
     options["enable_gqa"] = query_BTND.shape[2] != keys_BTJD.shape[2]
     attend: Callable[..., Tensor] = F.scaled_dot_product_attention
     if lengths is None:

@@ -13,7 +13,7 @@ from decode_runs import PlainTokenizer
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
-from pipedraft.inference.transport import wire
+from pipedraft.inference.transport import ServerLimits, wire
 from pipedraft.inference.transport.server import Security, Server
 from pipedraft.inference.transport.session_messages import (
     HELLO,
@@ -24,7 +24,6 @@ from pipedraft.inference.transport.session_messages import (
     Request,
     Settings,
 )
-from pipedraft.inference.transport.session_table import Limits
 from pipedraft.inference.transport.stream import Access, Connection
 from pipedraft.models.language_model import LanguageModelDraft
 
@@ -42,7 +41,7 @@ def make_server(target: Any, *, token: str = "", **limits: Any) -> Server:
         target,
         name="tiny",
         tokenizer=TOKENIZER,
-        limits=Limits(**{"grace_s": 0.2, **limits}),
+        limits=ServerLimits(**{"grace_s": 0.2, **limits}),
         security=Security(token=token),
     )
 

@@ -10,7 +10,7 @@ from link_runs import TIMES, config_for
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines import remote
 from pipedraft.inference.pipelines.remote import RemotePipeline
-from pipedraft.inference.transport import stream
+from pipedraft.inference.transport import ServerLimits, stream
 from pipedraft.inference.transport.session_messages import (
     HELLO,
     REQUESTS,
@@ -18,7 +18,7 @@ from pipedraft.inference.transport.session_messages import (
     Description,
     Welcome,
 )
-from pipedraft.inference.transport.session_table import Limits, SessionTable
+from pipedraft.inference.transport.session_table import SessionTable
 from pipedraft.inference.transport.stream import Access
 from pipedraft.inference.transport.target_session import run_together
 
@@ -35,7 +35,7 @@ class Storm:
 
     def __init__(self, target, seed: int, *, loss: float, falls_back_after: int = -1) -> None:
         self.rng, self.loss, self.falls_back_after = random.Random(seed), loss, falls_back_after
-        self.table = SessionTable(target, Limits(prompt_tokens=64), 0)
+        self.table = SessionTable(target, ServerLimits(prompt_tokens=64), 0)
         self.now_s, self.num_turns = 0.0, 0
         self.lines: list[Line] = []
         self.pipeline = StormPipeline(self, keeps_drafting=True)

@@ -18,25 +18,23 @@ from torch import Tensor
 
 from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.transport.codec import (
+    CODEC,
     DTYPES,
     MAGIC,
     PREFIX,
-    Codec,
-    Header,
-    Message,
-    TensorHeader,
-    check_tensor,
-)
-from pipedraft.inference.transport.codec import (
-    CODEC,
     AnyMessage,
     Cancel,
     Close,
+    Codec,
+    Header,
     Measure,
+    Message,
     Prefill,
     Report,
     Result,
     Step,
+    TensorHeader,
+    check_tensor,
 )
 from pipedraft.models.target import Keep, Segment
 

@@ -28,8 +28,7 @@ from decode_runs import (
 from staged_targets import tiny
 from tiny_drafts import noisy_copy
 
-from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.clock import micro_batch_acceptance_length
+from pipedraft.inference.clock import CostModel, VirtualClock, micro_batch_acceptance_length
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline

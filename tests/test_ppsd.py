@@ -27,8 +27,7 @@ from staged_targets import tiny
 from tiny_drafts import make_exit, make_head
 from train_runs import BY_HEART, assert_learns_by_heart
 
-from pipedraft.inference.clock import CostModel
-from pipedraft.inference.clock import continuous_acceptance_length
+from pipedraft.inference.clock import CostModel, continuous_acceptance_length
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.tree_source import RowCache
 from pipedraft.inference.verify import RULES

@@ -11,14 +11,34 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import datasets
+from accelerate.utils import set_seed
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from pipedraft.data_recipes.recipe import load_data, train_tokenizer
 from pipedraft.errors import make_folder, run_command
+from pipedraft.models.hub import model_card
+from pipedraft.models.target import check_packable, load_tokenizer
+from pipedraft.train.config import RunConfig, make_parser, parse_run
+from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
+from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
+from pipedraft.train.feature_reader import load_embedding_and_head, open_features
+from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
+from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
+from pipedraft.train.launch import (
+    gather_together,
+    load_frozen_target,
+    make_accelerator,
+    shard_target,
+)
+from pipedraft.train.loop import Trainer
+from pipedraft.train.plan import Plan
+from pipedraft.train.ppsd import PPSDObjective, PPSDTrainConfig
+from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-    from transformers import PreTrainedTokenizerBase
-
-    from pipedraft.train.config import RunConfig
-    from pipedraft.train.loop import Trainer
 
 EXAMPLE = (
     "example: accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --optim.lr 3e-4 "
@@ -30,13 +50,6 @@ EXAMPLE = (
 
 def registry() -> "dict[str, tuple[type, Any]]":
     """Method name -> dataclass that configures its network and loss, and its objective."""
-    from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
-    from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
-    from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
-    from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
-    from pipedraft.train.ppsd import PPSDObjective, PPSDTrainConfig
-    from pipedraft.train.spd import SPDObjective, SPDTrainConfig
-
     return {
         "spd": (SPDTrainConfig, SPDObjective),
         "ppsd": (PPSDTrainConfig, PPSDObjective),
@@ -53,7 +66,6 @@ def methods() -> dict[str, type]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Every option, the --model.* of all methods included; a run is read by ``parse_run``."""
-    from pipedraft.train.config import make_parser
 
     whole = argparse.ArgumentParser(prog="pipedraft train")
     whole.add_argument("--plan", metavar="CONFIG", help="say what a run will take, and end")
@@ -68,9 +80,6 @@ def load_tokenizer_of(
     run: "RunConfig", model: "DataclassInstance | None"
 ) -> "PreTrainedTokenizerBase":
     """The target's; a language model's exists or is trained on the data."""
-    from pipedraft.data_recipes.recipe import train_tokenizer
-    from pipedraft.models.target import load_tokenizer
-    from pipedraft.train.language_model import LanguageModelConfig
 
     if not isinstance(model, LanguageModelConfig):
         if run.target is None:
@@ -87,19 +96,6 @@ def load_tokenizer_of(
 
 def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     """Everything that can refuse the configuration, so that training starts only if nothing did."""
-    from accelerate.utils import set_seed
-
-    from pipedraft.data_recipes.recipe import load_data
-    from pipedraft.models.hub import model_card
-    from pipedraft.models.target import check_packable
-    from pipedraft.train.feature_reader import load_embedding_and_head, open_features
-    from pipedraft.train.launch import (
-        gather_together,
-        load_frozen_target,
-        make_accelerator,
-        shard_target,
-    )
-    from pipedraft.train.loop import Trainer
 
     started = time.monotonic()
     accelerator = make_accelerator(run)
@@ -140,8 +136,6 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
 
 def quieten() -> None:
     """No loading bars of libraries; bars of the data's preparation only for a person."""
-    import datasets
-    from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -159,7 +153,6 @@ def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def main() -> None:
-    from pipedraft.train.config import parse_run
 
     arguments, wants_plan = take_plan(sys.argv[1:])
     run, model, resolved = parse_run(arguments, methods(), EXAMPLE)
@@ -167,7 +160,6 @@ def main() -> None:
     if wants_plan:
         if run.method == "language_model":
             raise ValueError(f"--plan: method {run.method!r} has no draft; give a draft's --config")
-        from pipedraft.train.plan import Plan
 
         print(Plan(run, model, registry()[run.method][1]).report())
         return

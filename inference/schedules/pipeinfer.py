@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.clock import micro_batch_acceptance_length
+from pipedraft.inference.clock import CostModel, VirtualClock, micro_batch_acceptance_length
 from pipedraft.inference.schedules.base import (
     Growth,
     Refusal,

@@ -4,7 +4,7 @@
 # U draft vocabulary, V target vocabulary
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 

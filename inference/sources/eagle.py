@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.tree_source import RowCache
-from pipedraft.inference.sources.tree_source import TreeSource
+from pipedraft.inference.sources.tree_source import RowCache, TreeSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import Keep

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.tree_source import TEXT, RowCache
-from pipedraft.inference.sources.tree_source import TextSource
+from pipedraft.inference.sources.tree_source import TEXT, RowCache, TextSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import Keep

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import (DraftSource, Growth, Sampling, add_layer, deepest_rows)
+from pipedraft.inference.sources.base import DraftSource, Growth, Sampling, add_layer, deepest_rows
 from pipedraft.inference.sources.tree_source import TEXT, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import KeyValues

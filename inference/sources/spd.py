@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipedraft.inference.sources.base import (DraftSource, Growth, Sampling, add_layer)
+from pipedraft.inference.sources.base import DraftSource, Growth, Sampling, add_layer
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import Keep
 

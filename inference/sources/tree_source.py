@@ -2,7 +2,8 @@
 
 # Q rows asked about, R forwarded rows, W children of each, H hidden, U draft vocabulary
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,18 +11,17 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import (DraftSource, Growth, Sampling, add_best, add_layer, deepest_rows)
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import Keep
-from collections.abc import Mapping
-from typing import Any
-from torch import Tensor
-import sys
-from collections.abc import Callable, Mapping
-import torch
-from torch import Tensor
+from pipedraft.inference.sources.base import (
+    DraftSource,
+    Growth,
+    Sampling,
+    add_best,
+    add_layer,
+    deepest_rows,
+)
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import KeyValues
+from pipedraft.models.target import Keep
 
 
 @dataclass

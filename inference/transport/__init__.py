@@ -1,7 +1,8 @@
-"""A pipelined target over processes: one rank for each stage, the controller on rank 0."""
+"""A target elsewhere: over ranks, one for each stage, or on a server."""
 
 import hmac
 import os
+from dataclasses import dataclass
 
 KEY = "PIPEDRAFT_JOB_KEY"
 """Environment variable: a secret that the ranks of a launch share."""
@@ -39,3 +40,29 @@ def checked(name: str, stored: bytes) -> str:
 def _signature(name: str, value: str) -> str:
     key = os.environ.get(KEY, "").encode()
     return hmac.new(key, f"{name}\0{value}".encode(), "sha256").hexdigest() if key else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """What a server allows its clients."""
+
+    sessions: int = 64
+    """At once, those without a stream included."""
+    prompt_tokens: int = 4096
+    new_tokens: int = 2048
+    """Of a session's output."""
+    cache_bytes: int = 4 * 2**30
+    """Keys and values of all sessions at their longest."""
+    message_bytes: int = 2**20
+    """Of one message from an edge."""
+    idle_s: float = 60.0
+    """A session expires when its edge has been silent, or away, for so long."""
+    session_s: float = 900.0
+    """A session ends after this time, whatever it does."""
+    grace_s: float = 10.0
+    """For open sessions once the server is told to end."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name}: {value}; give a finite number above 0")

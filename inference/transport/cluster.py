@@ -19,8 +19,7 @@ import torch.distributed as dist
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport import checked, is_launched, sign
-from pipedraft.inference.transport.codec import DTYPES, NAMES, DtypeName
-from pipedraft.inference.transport.codec import Cancel, Close
+from pipedraft.inference.transport.codec import DTYPES, NAMES, Cancel, Close, DtypeName
 from pipedraft.inference.transport.ranks import (
     ANSWER,
     CANCEL,

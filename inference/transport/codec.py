@@ -14,22 +14,18 @@ travel apart, from device to device; the frame then has their shapes only.
 
 import math
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import UnionType
-from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
+from typing import Annotated, Generic, Literal, Self, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
 from torch import Tensor
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Annotated, Literal, Self, TypeAlias
-import torch
-from msgspec import Meta
-from torch import Tensor
+
 from pipedraft.inference.config import RuleName
 from pipedraft.models.target import Keep, Segment
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pipedraft.inference.remote_command import read_token
-from pipedraft.inference.transport.session_table import Limits
+from pipedraft.inference.transport import ServerLimits
 
 if TYPE_CHECKING:
     from pipedraft.inference.transport.server import Server
 from pipedraft.options import Options, option
 
-LIMITS = Limits()
+LIMITS = ServerLimits()
 
 EXAMPLE = """example:
   python -m pipedraft.inference serve --target assets/target --port 50051
@@ -61,8 +61,8 @@ class LimitOptions(Options):
     grace_s: float = option(LIMITS.grace_s, metavar="S")
     """for open sessions when told to end"""
 
-    def limits(self) -> Limits:
-        return Limits(
+    def limits(self) -> ServerLimits:
+        return ServerLimits(
             sessions=self.max_sessions,
             prompt_tokens=self.max_prompt_tokens,
             new_tokens=self.max_new_tokens,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from pipedraft.inference.transport import wire
+from pipedraft.inference.transport import ServerLimits, wire
 from pipedraft.inference.transport.session_messages import (
     HELLO,
     PROTOCOL,
@@ -35,7 +35,6 @@ from pipedraft.inference.transport.session_messages import (
 from pipedraft.inference.transport.session_table import (
     KEY_BYTES,
     HeldSession,
-    Limits,
     Refused,
     ReplyStream,
     SessionTable,
@@ -72,7 +71,7 @@ class Server:
         *,
         name: str,
         tokenizer: "PreTrainedTokenizerBase",
-        limits: Limits,
+        limits: ServerLimits,
         security: Security,
     ) -> None:
         self._grpc = wire.import_grpc()

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from pipedraft.inference.transport import ServerLimits
 from pipedraft.inference.transport.session_messages import REPLIES, More, Open, Reply, Request
 from pipedraft.inference.transport.target_session import MAX_PENDING, SharedTarget, TargetSession
 from pipedraft.models.stage_cache import MIN_CAPACITY
@@ -19,32 +20,6 @@ MAX_RETAINED_BYTES = 32 * 2**20
 """Of one session's replies that its edge may not have; a well-behaved one needs two payloads."""
 UNSENT_BYTES = 4 * 2**20
 """A stream whose edge leaves so many unread is not read from any more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a server allows its clients."""
-
-    sessions: int = 64
-    """At once, those without a stream included."""
-    prompt_tokens: int = 4096
-    new_tokens: int = 2048
-    """Of a session's output."""
-    cache_bytes: int = 4 * 2**30
-    """Keys and values of all sessions at their longest."""
-    message_bytes: int = 2**20
-    """Of one message from an edge."""
-    idle_s: float = 60.0
-    """A session expires when its edge has been silent, or away, for so long."""
-    session_s: float = 900.0
-    """A session ends after this time, whatever it does."""
-    grace_s: float = 10.0
-    """For open sessions once the server is told to end."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 < value < float("inf"):
-                raise ValueError(f"{name}: {value}; give a finite number above 0")
 
 
 class Refused(ValueError):
@@ -139,7 +114,7 @@ class HeldSession:
 
 
 class SessionTable:
-    def __init__(self, target: SharedTarget, limits: Limits, row_bytes: int) -> None:
+    def __init__(self, target: SharedTarget, limits: ServerLimits, row_bytes: int) -> None:
         """
         Args:
             row_bytes: keys and values of one token.
