@@ -88,7 +88,12 @@ METHODS = [method for method in CHANGES if method != "spd"]
 PAIRS = [(name, method) for name in ("ddp", "fsdp2", "zero3") for method in METHODS]
 
 
-@pytest.mark.parametrize(("name", "method"), [*PAIRS, ("zero2", "language_model")])
+OTHERS = [(name, "spd") for name in ("ddp", "fsdp2", "zero3")]
+OTHERS += [("zero2", method) for method in CHANGES if method != "language_model"]
+ALL = [pytest.param(*pair, marks=pytest.mark.all) for pair in OTHERS]
+
+
+@pytest.mark.parametrize(("name", "method"), [*PAIRS, ("zero2", "language_model"), *ALL])
 def test_two_processes_train_the_run_of_one(runs, alone, tmp_path, name, method):
     folder = tmp_path / method
     statuses = runs.together(method, folder, launcher_environment(name))
@@ -213,3 +218,29 @@ def test_batch_groups_and_optimizers_that_do_not_fit_are_refused(runs, tmp_path)
         environment = launcher_environment(name)
         assert runs.together(method, folder, environment, changes=changes) == [2, 2], said(folder)
         assert all(word in said(folder) for word in words), said(folder)
+
+
+@pytest.mark.parametrize("name", ["", pytest.param("zero2", marks=pytest.mark.all)])
+def test_resuming_runs_no_code_of_a_checkpoint(runs, tmp_path, name):
+    """Each pickle of the checkpoint, and any that a launcher might look for, is a hostile one."""
+    folder, mark = tmp_path / "spd", tmp_path / "mark"
+    stop = {"step": 2, "signals": [signal.SIGTERM]}
+
+    def launch(jobs: dict) -> list[int]:
+        if not name:
+            return [runs.run("spd", folder, **jobs.get(0, {}))]
+        return runs.together("spd", folder, launcher_environment(name), jobs=jobs)
+
+    assert set(launch({0: stop})) == {143}, said(folder)
+    step = checkpoint.step_folders(folder)[-1]
+    state = step / "training_state"
+    own = [p for p in state.rglob("*") if p.name.endswith((".pkl", ".bin", ".pt", ".metadata"))]
+    assert bool(own) == name.startswith("zero")
+    make_hostile([*own, *(state / other for other in PICKLES)], mark)
+    (step / checkpoint.COMPLETE).unlink()
+    checkpoint.write_manifest(step)
+    statuses = launch({})
+    assert not mark.exists()
+    assert set(statuses) == {2 if own else 0}, said(folder)
+    if own:
+        assert "states.pt is no file of tensors and plain values" in said(folder)

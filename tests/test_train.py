@@ -2,12 +2,16 @@
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fork_server import forked, status_of
 from scipy.stats import chisquare
 from train_runs import (
     BY_HEART,
@@ -17,6 +21,7 @@ from train_runs import (
     assert_learns_by_heart,
     logged,
     losses_on_one_batch,
+    run_until,
     train,
     weights,
 )
@@ -30,6 +35,50 @@ from pipedraft.train.launch import rate_factor
 from pipedraft.train.spd import sample_occupancy
 
 # -- resume ---------------------------------------------------------------------------------
+
+
+@pytest.mark.all
+def test_a_run_killed_while_it_saves_resumes_bit_for_bit(world, tmp_path, monkeypatch):
+    """SIGKILL at step 6; goes on from step 3 with the occupancies, batches and rates of step 4."""
+    changes = {"max_steps": 8, "save_every_steps": 3, "evaluation__every_steps": 4}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(world.arguments("spd", whole, **changes), monkeypatch)
+    again = world.arguments("spd", killed, **changes)
+    publish = checkpoint.publish_folder
+
+    def end_at_step_6(temporary, folder):
+        if folder.name == "step-0000006":  # every file is written, nothing is renamed yet
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(temporary, folder)
+
+    def run_to_its_end():
+        checkpoint.publish_folder = end_at_step_6
+        train(again, monkeypatch)
+
+    assert status_of(forked(run_to_its_end)) == -signal.SIGKILL
+    assert [folder.name for folder in checkpoint.step_folders(killed)] == ["step-0000003"]
+    assert logged(killed)[-1]["step"] == 6  # logged, but not saved: must be run and logged again
+    train(again, monkeypatch)
+    assert logged(killed) == logged(whole)
+    for name in ("best", "checkpoints/step-0000008"):
+        assert_equal_weights(weights(killed / name), weights(whole / name))
+    assert (killed / "best/config.json").read_text() == (whole / "best/config.json").read_text()
+    assert not list((killed / "checkpoints").glob(".*"))
+
+
+@pytest.mark.all
+def test_a_language_model_with_two_optimizers_resumes_bit_for_bit(world, tmp_path, monkeypatch):
+    """The second epoch is cut by the stop, and each step takes two batches."""
+    changes = {"max_steps": 9, "save_every_steps": 5, "optim__name": "muon", "accumulation": 2}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(world.arguments("language_model", whole, **changes), monkeypatch)
+    trainer = world.trainer("language_model", stopped, **changes)
+    assert len(trainer.optimizers) == 2
+    run_until(trainer, 6)
+    assert trainer.progress.epoch > 0
+    train(world.arguments("language_model", stopped, **changes), monkeypatch)
+    assert logged(stopped) == logged(whole)
+    assert_equal_weights(weights(stopped / "best"), weights(whole / "best"))
 
 
 def test_another_seed_gives_another_run(world, tmp_path, monkeypatch):
@@ -144,9 +193,16 @@ def test_only_trainable_parts_move_and_all_of_them_do(world, tmp_path):
 # -- learning -------------------------------------------------------------------------------
 
 
+FEW = {("kl", "newest", None), ("kl", "all", 40), ("tv", "newest", 40), ("lk", "all", None)}
+"""Every loss, query and vocabulary; the other combinations are for make test-all."""
+
+
 @pytest.mark.parametrize(
     ("loss", "query", "draft_vocab_size"),
-    [("kl", "newest", None), ("kl", "all", 40), ("tv", "newest", 40), ("lk", "all", None)],
+    [
+        pytest.param(*way, marks=() if way in FEW else pytest.mark.all)
+        for way in product(("kl", "tv", "lk"), ("newest", "all"), (None, 40))
+    ],
 )
 def test_spd_learns_a_handful_of_conversations_by_heart(
     world, tmp_path, loss, query, draft_vocab_size
