@@ -123,9 +123,8 @@ def test_sampled_text_is_plain_decodings_with_the_same_random_numbers(rule):
         for name in names
     }
     assert len(texts) == 1
-    if rule == "match":
-        options = {"temperature": 0.9, "seed": 4, "max_new_tokens": NEW_TOKENS}
-        assert texts == {tuple(plain_text(target, [3, 1, 4], prompt_index=7, **options))}
+    options = {"temperature": 0.9, "seed": 4, "max_new_tokens": NEW_TOKENS, "verifier": rule}
+    assert texts == {tuple(plain_text(target, [3, 1, 4], prompt_index=7, **options))}
 
 
 def test_the_edge_alone_decodes_the_drafts_own_text():
