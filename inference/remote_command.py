@@ -155,8 +155,6 @@ def run(options: "DecodeOptions") -> None:
     text, settings = options.read_prompt(), options.decode_settings()
     has_draft = options.checkpoint is not None or options.draft_model is not None
     name = options.schedule or ("flexspec" if has_draft else "autoregressive")
-    if name == "autoregressive" and options.verifier == "auto":
-        settings["verifier"] = "match"
     config = DecodeConfig.of(name, num_stages=1, **settings)
     if config.schedule.grows is not None and not has_draft:
         raise ValueError(f"--schedule: {name} drafts; give --checkpoint or --draft-model")

@@ -88,9 +88,8 @@ def test_sampled_text_is_the_engines_with_the_same_seed(rule):
     simulation = simulate(target, None, temperature=0.9, rule=rule, seed=4, max_new_tokens=24)
     virtual = methods.decode(methods.METHODS["cloud"], simulation, [3, 1, 4], prompt_index=7)
     assert first == second == virtual.result.token_ids
-    if rule == "match":
-        options = {"temperature": 0.9, "seed": 4, "max_new_tokens": NEW_TOKENS}
-        assert first == plain_text(target, [3, 1, 4], prompt_index=7, **options)
+    options = {"temperature": 0.9, "seed": 4, "max_new_tokens": NEW_TOKENS, "verifier": rule}
+    assert first == plain_text(target, [3, 1, 4], prompt_index=7, **options)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "tail_escape", "topk"])
