@@ -225,7 +225,7 @@ BAD_STATES = [
     ("model.safetensors", save({}), "is not in it"),
     ("progress.json", b'{"progress": {"step": "os.system"}}', "progress.json: "),
     ("progress.json", b"[" * 10**5, "progress.json: "),
-    ("progress.json", None, "progress.json: .*No such file"),
+    ("progress.json", None, "progress.json: an earlier version wrote it, with pickles"),
 ]
 
 

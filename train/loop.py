@@ -346,6 +346,12 @@ class Trainer:
             )
         folder, group = self._choose_checkpoint(), self.progress.batch_group
         if folder is not None:
+            if not (folder / STATE / checkpoint.PROGRESS).exists():
+                raise ValueError(
+                    f"resume: {folder} has no training_state/progress.json: an earlier version "
+                    "wrote it, with pickles, which are never opened; give another --output_dir to "
+                    "start afresh"
+                )
             try:
                 self.progress = self.state.load(folder / STATE)
             except (RuntimeError, ValueError) as error:
