@@ -1,6 +1,7 @@
 # make quickstart   train an SPD module on the embedded target, decode with it, write out/quickstart
 # make test         lint, type check and tests
 # make test-all     the same with the tests that repeat at length what others find
+# make fuzz         mutated inputs for MINUTES (5); FUZZ_OUT keeps state and what went wrong
 # make venv         .venv with everything the two need
 # make clean        remove caches and build products (.venv and out/ stay)
 
@@ -17,7 +18,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 STAMP := .venv/installed
 
-.PHONY: venv lint test test-all quickstart clean
+.PHONY: venv lint test test-all fuzz quickstart clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -45,13 +46,19 @@ lint: venv
 # A file's tests share what its fixtures made, so a file is one worker's; see tests/conftest.py.
 TESTS := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-test test-all quickstart: export HF_HUB_OFFLINE = 1
+test test-all fuzz quickstart: export HF_HUB_OFFLINE = 1
 
 test: venv lint
 	$(TESTS) -m "not all and not gpu"
 
 test-all: venv lint
 	$(TESTS) -m "not gpu"
+
+MINUTES ?= 5
+FUZZ_OUT ?= out/fuzz
+
+fuzz: venv
+	$(BIN)/python benchmarks/fuzz.py --minutes $(MINUTES) --out $(FUZZ_OUT) --json
 
 # Two processes of one thread each decode half of the prompts; the third reads both and reports.
 EVALUATE := $(BIN)/python -m pipedraft.eval --checkpoint out/quickstart/train \

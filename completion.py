@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pipedraft.errors import leave_at_interrupts, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 from pipedraft.__main__ import COMMANDS
-from pipedraft.errors import run_command
 from pipedraft.options import Options, option
 
 EXAMPLE = """example:

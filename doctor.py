@@ -21,6 +21,11 @@ from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pipedraft.errors import leave_at_interrupts, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 import httpx2
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
@@ -28,7 +33,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from pipedraft.errors import run_command
 from pipedraft.files import file_sha256
 from pipedraft.options import Options, option
 
@@ -179,11 +183,12 @@ def available_cores() -> tuple[int, str]:
 
 def check_gloo() -> Iterator[Finding]:
     """Two processes add their numbers over 127.0.0.1, as stages and data-parallel ranks talk."""
-    import torch.distributed as dist
-    from torch import multiprocessing as torch_processes
+    import torch
 
-    limit = timedelta(seconds=GLOO_TIMEOUT_S)
-    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=limit)
+    limit, torch_processes = timedelta(seconds=GLOO_TIMEOUT_S), torch.multiprocessing
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=limit
+    )
     ranks = torch_processes.start_processes(
         add_numbers, (store.port, GLOO_TIMEOUT_S), nprocs=2, join=False, daemon=True
     )
@@ -211,8 +216,8 @@ def check_gloo() -> Iterator[Finding]:
 def add_numbers(rank: int, port: int, timeout_s: float) -> None:
     """What each of the two processes does; gloo's own words would stand among the findings."""
     import torch
-    import torch.distributed as dist
 
+    dist = torch.distributed
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     limit = timedelta(seconds=timeout_s)

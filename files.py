@@ -1,27 +1,214 @@
 """Files and folders that are whole or absent at any moment, and JSON for any reader."""
 
+import ctypes
+import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any, TypeVar
 
 import msgspec
+import yaml
 from safetensors import SafetensorError
 
 from pipedraft.errors import Failure, UsageError, make_folder
 
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""From linux/fcntl.h and linux/fs.h."""
 MARKER = Path(".cache", "huggingface", "pipedraft.json")
 """In a folder that may be written anew: what was put into it. Uploads to the Hub leave it out."""
+
+
+T = TypeVar("T")
+
+# -- reading: what a file may decide is bounded -------------------------------------------------
+
+MAX_BYTES = 2**26
+MAX_YAML_BYTES = 2**20
+MAX_DEPTH = 32
+"""Of YAML; files of this project have five levels."""
+
+
+def read_bounded(path: Path, field: str, most: int = MAX_BYTES) -> bytes:
+    """A regular file of at most so many bytes; ``field`` is the option that named it.
+
+    Raises:
+        UsageError: it is none, is larger, or cannot be read.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UsageError(f"{field}: {str(path)!r} is no regular file; name one")
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise UsageError(
+            f"{field}: {str(path)!r} cannot be read ({error.strerror}); give another file"
+        ) from error
+    if len(content) > most:
+        raise UsageError(f"{field}: {str(path)!r} has more than {most} bytes; give another file")
+    return content
+
+
+def read_optional(path: Path | None, field: str) -> bytes | None:
+    return None if path is None else read_bounded(path, field)
+
+
+def read_text(path: Path, field: str, most: int = MAX_BYTES) -> str:
+    try:
+        return read_bounded(path, field, most).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{field}: {str(path)!r} is not UTF-8 text ({error}); fix it") from error
+
+
+def read_json(path: Path, field: str, kind: type[T], most: int = MAX_BYTES) -> T:
+    """A JSON file as ``kind``, which msgspec knows; NaN is no JSON.
+
+    Raises:
+        UsageError: as ``read_bounded``, or it holds something else.
+    """
+    try:
+        return msgspec.json.decode(read_bounded(path, field, most), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(
+            f"{field}: {str(path)!r} does not hold what it should ({error}); fix it, or give "
+            "another file"
+        ) from error
+
+
+def check_yaml(text: str) -> None:
+    """Raise yaml.YAMLError for what is none, could grow, or says a thing twice.
+
+    An alias repeats what it names: ten lines of them are gigabytes.
+    """
+    loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    depth = 0
+    if len(text) > MAX_YAML_BYTES:
+        raise yaml.YAMLError(f"more than {MAX_YAML_BYTES} characters")
+    for event in yaml.parse(text, loader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"an alias, *{event.anchor}: write out what it stands for")
+        if depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {MAX_DEPTH} levels")
+    _check_keys(yaml.compose(text, loader))
+
+
+def _check_keys(node: yaml.Node | None) -> None:
+    if isinstance(node, yaml.MappingNode):
+        keys = set[str]()
+        for key, value in node.value:
+            if str(key.value) in keys:
+                raise yaml.YAMLError(f"the key {key.value!r} twice, line {key.start_mark.line + 1}")
+            keys.add(str(key.value))
+            _check_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _check_keys(value)
+
+
+def read_yaml(path: Path, field: str) -> Any:
+    """
+    Raises:
+        UsageError: as ``read_bounded``, or it is not YAML, too deep, or has aliases.
+    """
+    text = read_text(path, field, MAX_YAML_BYTES)
+    try:
+        check_yaml(text)
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # tags, dates, keys
+        said = " ".join(str(error).split())
+        raise UsageError(f"{field}: {path} is not valid YAML: {said}; fix it") from error
+
+
+def bounded_lines(file: IO[bytes], most: int) -> Iterator[bytes | None]:
+    """Lines of a file; None for one of more than ``most`` bytes, which is not kept."""
+    while line := file.readline(most + 1):
+        if len(line) <= most or line.endswith(b"\n"):
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(2**20)
+        yield None
+
+
+# -- writing ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
+    """No other run writes into a folder, which is there, until the end of the body.
+
+    The system drops the lock with the process, however that ends; no file is left.
+
+    Args:
+        shared: those that also say so may write, as the shares of one evaluation.
+
+    Raises:
+        UsageError: another one does; its process is named.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = _lock_owner(os.fstat(handle).st_ino)
+        os.close(handle)
+        raise UsageError(
+            f"{field}: {str(folder)!r} is written to by another run{owner}; wait for it, or give "
+            "another folder"
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock_owner(inode: int) -> str:
+    """Of a lock on a folder, in words; "" where the system does not say."""
+    try:
+        lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return ""
+    owners = [words[-4] for words in lines if words[-3].endswith(f":{inode}")]
+    return f" (process {owners[0]})" if owners else ""
 
 
 def partial(path: Path) -> Path:
     """Where a file or folder is filled before it gets its name, or emptied after it lost it."""
     return path.with_name(f".{path.name}.partial")
+
+
+def make_place(field: str, path: Path, mark: bytes) -> None:
+    """Make the folder of an output file, which is new or of the same kind.
+
+    Args:
+        mark: what every file of this kind has in its first 1024 bytes.
+
+    Raises:
+        UsageError: the folder cannot be made, or something else stands there.
+    """
+    make_folder(field, path.parent)
+    if not path.exists():
+        return
+    is_ours = path.is_file()
+    if is_ours:
+        with path.open("rb") as file:
+            is_ours = mark in file.read(1024)
+    if not is_ours:
+        raise UsageError(
+            f"{field}: {str(path)!r} was not written by this command and would be replaced; give "
+            "another place"
+        )
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:
@@ -141,7 +328,12 @@ def write_folder(
 
 
 def _swap(new: Path, place: Path, aside: Path) -> None:
-    """Put a folder in the place of another one, which is gone only when the new one is there."""
+    """Put a folder in the place of another one, which is gone only when the new one is there.
+
+    Where the system can exchange two names there is one of them at any moment.
+    """
+    if place.exists() and _exchange(new, place):
+        return  # the other one is where the new one was, and goes with that
     try:
         if place.exists():
             place.rename(aside)
@@ -151,6 +343,16 @@ def _swap(new: Path, place: Path, aside: Path) -> None:
             aside.rename(place)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders at once; False: the system cannot."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    names = (AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other))
+    return rename(*names, RENAME_EXCHANGE) == 0
 
 
 def _is_empty(folder: Path) -> bool:

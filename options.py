@@ -17,6 +17,7 @@ required, a bool is a switch, a tuple takes a comma list (``repeated``: the flag
 import argparse
 import difflib
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +26,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader
 
 from pipedraft.errors import UsageError
+from pipedraft.files import check_yaml
 
 Values: TypeAlias = dict[str, Any]
 """Options by name."""
@@ -43,6 +46,7 @@ UNKNOWN_KEYS = (
 )
 WRONG_TYPE = r'Parser key "(?P<key>[^"]+)": (?P<reason>.*?)(?:Got|Given) value: (?P<value>.*)'
 MISSING_KEY = r"the following arguments are required: (?P<key>.*)"
+LOAD_YAML = get_loader("yaml")
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}
 
 
@@ -75,6 +79,11 @@ class Options:
         for part in fields(self):
             value, least = getattr(self, part.name), part.metadata.get("least")
             for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, str) and not one and value != part.default:
+                    wanted = help_of(type(self), part.name)
+                    raise UsageError(f"{flag_of(part)}: ''; give {wanted}")
+                if isinstance(one, float) and not math.isfinite(one):
+                    raise UsageError(f"{flag_of(part)}: {one}; give a finite number")
                 if least is not None and one is not None and not one >= least:
                     raise UsageError(f"{flag_of(part)}: {one}; give at least {least}")
         for group in (*self.ONE_OF, *self.AT_MOST_ONE):
@@ -227,7 +236,7 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
     if how.get("repeated"):
         settings["action"], default = "append", None
     settings |= {"required": True} if default is MISSING else {"default": default}
-    group.add_argument(flag_of(part), **settings)
+    group.add_argument(flag_of(part), dest=part.name, **settings)
 
 
 def listed(parse: Reader) -> Reader:
@@ -259,6 +268,11 @@ def checked(parse: Reader) -> Reader:
     return parse_one
 
 
+def load_bounded_yaml(text: str) -> object:
+    check_yaml(text)
+    return LOAD_YAML(text)
+
+
 def parse(
     parser: ArgumentParser,
     words: Sequence[str],
@@ -278,6 +292,7 @@ def parse(
     if any(word in ("-h", "--help") for word in words):
         print(parser.format_help())
         sys.exit(0)
+    set_loader("yaml", load_bounded_yaml, (yaml.YAMLError,))
     try:
         return parser.parse_args(list(words))
     except (ArgumentError, TypeError, ValueError) as error:

@@ -5,7 +5,7 @@ random initial value.
 """
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +32,9 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file, logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from pipedraft.errors import Failure
+from pipedraft.errors import Failure, causes
+from pipedraft.gguf_target import local_name
+from pipedraft.model_sizes import check_sizes
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -56,11 +59,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     quantization: QuantizationConfigMixin | None = None,
+    device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """Load a causal language model of which every weight is in its safetensors files.
 
+    Weights go to the device one by one; the host's memory never holds them all.
+
     Args:
-        name_or_path: a folder, or a repository name on the Hub.
+        name_or_path: a folder, a GGUF file, or a repository name on the Hub.
         field: what the user calls it, for messages.
         attention: transformers' name of the kernel; None: transformers chooses.
         quantization: a quantization_config of transformers.
@@ -68,7 +74,9 @@ def load_model(
     Raises:
         ValueError: nothing there, code of its own, pickled, missing, further or damaged weights.
     """
+    name_or_path = local_name(name_or_path, field=field)
     config = read_config(name_or_path, revision, field=field)
+    check_unquantized(config, name_or_path, field=field)
     if _file(name_or_path, ADAPTER_CONFIG, revision) is not None:
         raise ValueError(
             f"{field}: {str(name_or_path)!r} is an adapter of another model ({ADAPTER_CONFIG}); "
@@ -76,6 +84,8 @@ def load_model(
         )
     files = weight_files(name_or_path, revision, field=field)
     check_layers(config, files, name_or_path, field=field)
+    if quantization is None and "quantization_config" not in config:
+        check_shapes(name_or_path, files, revision, field=field)
     with explained(field, name_or_path), _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path,
@@ -83,6 +93,7 @@ def load_model(
             dtype=dtype,
             attn_implementation=attention,
             quantization_config=quantization,
+            device_map={"": device},
             trust_remote_code=False,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # they are in `found`, and refused
@@ -109,6 +120,7 @@ def load_tokenizer(
     Raises:
         ValueError: no tokenizer files there, or one that needs code of its own.
     """
+    name_or_path = local_name(name_or_path, field=field)
     check_exists(name_or_path, field=field)
     try:
         settings = get_tokenizer_config(str(name_or_path), revision=revision)
@@ -135,19 +147,24 @@ def load_config(
     Raises:
         ValueError: nothing there, code of its own, or values that its class refuses.
     """
+    name_or_path = local_name(name_or_path, field=field)
     read_config(name_or_path, revision, field=field)
     with explained(field, name_or_path):
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
 
 
 def read_config(
-    name_or_path: str, revision: str | None, *, field: str = "target"
+    name_or_path: str, revision: str | None, *, field: str = "target", drops_code: bool = False
 ) -> dict[str, Any]:
     """config.json of a model, of a folder or from the Hub.
+
+    Args:
+        drops_code: leave out the code that it names, which its reader knows to do without.
 
     Raises:
         ValueError: nothing there, not a configuration, or one that names code of its own.
     """
+    name_or_path = local_name(name_or_path, field=field)
     check_exists(name_or_path, field=field)
     try:
         config, _ = PreTrainedConfig.get_config_dict(name_or_path, revision=revision)
@@ -160,7 +177,16 @@ def read_config(
             f"{field}: {str(name_or_path)!r} has no config.json that can be read "
             f"({first_line(error)}); give a model folder or a Hub name (owner/model)"
         ) from error
+    if drops_code:
+        config.pop("auto_map", None)
     _refuse_code(config, "config.json", field, name_or_path)
+    try:
+        check_sizes(config)
+    except ValueError as error:  # msgspec's, too
+        raise ValueError(
+            f"{field}: {str(name_or_path)!r} has a config.json that fits no model ({error}); copy "
+            "or convert the model again"
+        ) from error
     return config
 
 
@@ -172,6 +198,21 @@ def load_generation_config(
         return GenerationConfig.from_model_config(config)
     with explained("target", name_or_path):
         return GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
+
+
+def check_unquantized(config: dict[str, Any], name: str, *, field: str = "target") -> None:
+    """Raise ValueError for weights that mean nothing without scales: FP8, GPTQ, AWQ, bitsandbytes.
+
+    Their files hold integers or 8-bit floats beside the scales; read as numbers they decode noise.
+    """
+    scheme = config.get("text_config", config).get("quantization_config")
+    scheme = scheme or config.get("quantization_config")
+    if scheme is not None:
+        method = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
+        raise _Refused(
+            f"{field}: {str(name)!r} is stored quantized (quant_method {method!r}); give the "
+            "unquantized checkpoint"
+        )
 
 
 class _Refused(ValueError):
@@ -208,6 +249,21 @@ def check_layers(
         )
 
 
+def check_shapes(
+    name: str, files: Mapping[str, str], revision: str | None, *, field: str = "target"
+) -> None:
+    """Raise ValueError for tensors of other shapes than config.json says, before these are made."""
+    config = load_config(name, revision, field=field)
+    with torch.device("meta"), explained(field, name), _quiet():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    wrong = set[str]()
+    for file in sorted(set(files.values())):
+        shapes = tensor_shapes(Path(str(_file(name, file, revision))))
+        wrong |= {key for key in shapes if wanted.get(key, shapes[key]) != shapes[key]}
+    check_tensors({"of another shape": wrong}, field, name)
+
+
 def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
     """Raise ValueError if any set of tensor names, by what is wrong with them, is not empty."""
     for what, names in wrong.items():
@@ -221,7 +277,9 @@ def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
 
 def check_finite(model: torch.nn.Module, field: str, name: str) -> None:
     """Raise ValueError if a weight is NaN or infinite; large models are not searched."""
-    tensors = [(key, x) for key, x in model.state_dict().items() if x.is_floating_point()]
+    state = model.state_dict().items()
+    own = [(key, x.to_local() if isinstance(x, DTensor) else x) for key, x in state]
+    tensors = [(key, x) for key, x in own if x.is_floating_point()]
     tensors = [(key, x) for key, x in tensors if x.numel() and not x.is_meta and x.itemsize > 1]
     if sum(x.nbytes for _, x in tensors) > CHECKED_BYTES:
         return
@@ -238,6 +296,7 @@ def check_finite(model: torch.nn.Module, field: str, name: str) -> None:
 
 def _file(name: str, file: str, revision: str | None) -> str | None:
     """A model's file on this machine, downloaded if need be; None: it has none of this name."""
+    name = local_name(name)
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
 
 
@@ -265,6 +324,19 @@ def weight_files(
     return files
 
 
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a safetensors file, by its header alone.
+
+    Raises:
+        OSError, SafetensorError: it is missing or damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError("no such file")
+    with safe_open(path, framework="pt") as file:
+        names: list[str] = file.keys()
+        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+
+
 def open_weights(
     name_or_path: str, revision: str | None, file: str, *, field: str = "target"
 ) -> safe_open:
@@ -274,7 +346,8 @@ def open_weights(
         ValueError: it is missing or damaged.
     """
     try:
-        return safe_open(cached_file(name_or_path, file, revision=revision), framework="pt")
+        folder = local_name(name_or_path, field=field)
+        return safe_open(cached_file(folder, file, revision=revision), framework="pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(_no_weights(field, name_or_path, first_line(error))) from error
 
@@ -362,7 +435,7 @@ def _end_waits(request: httpx2.Request) -> None:
 
 def _hub_error(field: str, error: Exception) -> Exception | None:
     """The error to raise in place of one of huggingface_hub's, None for one of another origin."""
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, HfHubHTTPError):
             return _refusal(field, cause)
         if isinstance(cause, OfflineModeIsEnabled):
@@ -384,13 +457,6 @@ def _hub_error(field: str, error: Exception) -> Exception | None:
     if isinstance(error, RuntimeError) and not isinstance(error, Failure):
         return Failure(f"{field}: {_line(error)}; {AGAIN}")
     return None
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    following: BaseException | None = error
-    while following is not None:
-        yield following
-        following = following.__cause__ or following.__context__
 
 
 def _refusal(field: str, error: HfHubHTTPError) -> Exception:

@@ -6,8 +6,9 @@
 Every schedule that a checkpoint can drive, with the draft that was made for it if there is one,
 decodes every prompt with one process a stage and in one process. The prompts are the first turns of
 the three benchmarks, in equal parts. One line of JSON: decodings compared for each schedule and
-temperature, and the prompts whose text or K differ. PipeInfer has another K on processes, where a
-verdict that waits cuts a micro-batch short.
+temperature, and the prompts whose text or K differ; how many were compared with plain decoding's
+text, where plain decoding came first and by the same rule, and those unlike it on either backend.
+PipeInfer has another K on processes, where a verdict that waits cuts a micro-batch short.
 """
 
 import argparse
@@ -33,6 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=128, help="the last ones of each prompt")
     add("--max-new-tokens", type=int, default=16)
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    add("--verifier", default="auto", help="gumbel: no text depends on the draft (default: auto)")
     return parser.parse_args()
 
 
@@ -67,6 +69,9 @@ def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     counts: dict[str, int] = {}
     texts: list[list[Any]] = []
     steps: list[list[Any]] = []
+    plain: dict[Any, list[int]] = {}
+    as_plain: dict[str, int] = {}
+    unlike_plain: list[list[Any]] = []
     for name in args.schedules or [n for n, kind in SCHEDULES.items() if not kind.needs_link]:
         schedule = SCHEDULES[name]
         able = [d for d in drafts if schedule.grows in make_source(d).grows]
@@ -75,14 +80,13 @@ def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
         able.sort(key=lambda draft: default_schedule(draft.draft_type) != name)
         draft = able[0] if schedule.grows is not None else None
         for temperature in args.temperature:
-            own = {"step_tokens": 4} if name == "flowspec" else {}
             config = DecodeConfig.of(
                 name,
                 num_stages=num_stages,
                 temperature=temperature,
                 max_new_tokens=args.max_new_tokens,
+                verifier=args.verifier,
                 boundaries=cut,
-                **own,
             )
             engines = [
                 Engine(whole, tokenizer, config, draft),
@@ -96,13 +100,23 @@ def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
                     texts.append([label, index])
                 if one.num_steps != other.num_steps:
                     steps.append([label, index])
-            print(label, counts[label], len(texts), len(steps), file=sys.stderr, flush=True)
+                key = config.rule, temperature, index
+                if schedule.grows is None:
+                    plain[key] = one.token_ids
+                if key in plain:
+                    as_plain[label] = as_plain.get(label, 0) + 1
+                    if not one.token_ids == other.token_ids == plain[key]:
+                        unlike_plain.append([label, index])
+            found = counts[label], len(texts), len(steps), as_plain.get(label, 0), len(unlike_plain)
+            print(label, *found, file=sys.stderr, flush=True)
     total = sum(counts.values())
     return {
         "compared": counts,
         "total": total,
         "different_text": texts,
         "different_steps": steps,
+        "compared_with_plain": as_plain,
+        "unlike_plain": unlike_plain,
     }
 
 

@@ -6,35 +6,30 @@
 No model: draft tokens are accepted by a random process, or where a small draft was right in a
 recording (t0_, t1_: temperature 0 and 1, and the rule; benchmarks/record_acceptance.py). Messages
 of the protocol's sizes travel over the virtual link, and a policy is told what a runtime would
-know. All policies of one seed decode the same text: whether the token at a place of the text is
-accepted is drawn once.
+know. All policies of one seed decode the same text: whether the token at a place is accepted is
+drawn once. picospec_published and picospec draft on while one batch, or as many as hide the way,
+are away, without a bonus; early passes and batches cut by time are left out.
 
 The denominator, "oracle", knows each round's true survival (of a recording: the whole text's) and
 the link's true state when the round begins, and takes the length of the highest mean rate; it
-foresees neither tokens nor the link.
-Beside it: "oracle, est. link" has the policies' own estimate of the link, so that what it lacks is
-the link's share of what a policy lacks; "foresight" also knows the delays that the coming messages
-will meet (on traces; jitter and losses remain unknown), which no policy can; "plain" is the cloud
-decoding without drafts, streamed.
-
-Energy is the edge's, by the constants of ``eval.edge_methods``.
-
-Traces: every CSV file below the --traces folders. Those without bandwidths have FlexSpec's: of its
-weak WiFi if "wifi" is in their name, else of its 5G. Each seed starts somewhere in the trace.
+foresees neither tokens nor the link. Beside it: "oracle, est. link" has the policies' own estimate
+of the link; "plain" is the cloud decoding without drafts, streamed. Energy is the edge's, by the
+constants of ``eval.edge_methods``.
 """
 
 import argparse
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipedraft.eval.edge_methods import radio_energy, radio_of
+from pipedraft.eval.edge_methods import TIMES, radio_energy, radio_of
 from pipedraft.inference.channel import (
     PRESETS,
     Channel,
@@ -48,7 +43,6 @@ from pipedraft.inference.draft_length import (
     Oracle,
     RoundCost,
     RoundShape,
-    Survival,
     parse_policy,
 )
 from pipedraft.inference.link_files import read_trace
@@ -58,34 +52,42 @@ MAX_LENGTH = 8
 HEADER = Link.header_bytes
 MESSAGE = HEADER + 12  # session, round and length of the prefix
 
+FLEXSPEC = RoundShape(
+    draft_s=0.0085,
+    verify_s=0.166,
+    up_bytes=MESSAGE,
+    up_bytes_per_token=4,
+    down_bytes=MESSAGE,
+)
+PICOSPEC = RoundShape(
+    draft_s=0.097 / 4,
+    verify_s=0.087,
+    up_bytes=MESSAGE,
+    up_bytes_per_token=8,
+    down_bytes=MESSAGE,
+    reject_bytes=10 * 8,
+)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    shape: RoundShape
+    cost: Callable[[RoundShape, LinkState, int], RoundCost] = RoundCost.stop_and_wait
+    """Any other: the edge drafts on while batches are away."""
+    window: int | None = 1
+    """Batches that may be away; None: as many as hide the way, ceil((RTT + T_v) / T_d)."""
+
+
 PROTOCOLS = {
-    "flexspec": RoundShape(
-        draft_s=0.0085,
-        verify_s=0.166,
-        up_bytes=MESSAGE,
-        up_bytes_per_token=4,
-        down_bytes=MESSAGE,
-    ),
-    "picospec": RoundShape(
-        draft_s=0.097 / 4,
-        verify_s=0.087,
-        up_bytes=MESSAGE,
-        up_bytes_per_token=8,
-        down_bytes=MESSAGE,
-        reject_bytes=10 * 8,
-    ),
-    "dssd": RoundShape(
-        draft_s=0.097 / 4,
-        verify_s=0.087,
-        up_bytes=MESSAGE,
-        up_bytes_per_token=8,
-        down_bytes=MESSAGE,
-        reject_bytes=32_000 * 4,
-    ),
+    "flexspec": Protocol(FLEXSPEC),
+    "dssd": Protocol(replace(PICOSPEC, reject_bytes=32_000 * 4)),
+    "picospec_serial": Protocol(PICOSPEC),
+    "picospec_published": Protocol(PICOSPEC, RoundCost.asynchronous),
+    "picospec": Protocol(PICOSPEC, RoundCost.pipelined, None),
 }
-"""Ids alone and one id back; ids and q, ten pairs back; ids and q, the whole fp32 distribution
-back. Draft times: FlexSpec's Jetson AGX, and PicoSpec's Qwen3-0.6B (97 ms for 4 tokens); cloud
-times: PicoSpec's of 70B and of 32B."""
+"""Ids alone and one id back; ids and q, the whole fp32 distribution back; ids and q, ten pairs
+back: waiting for each verdict, with one batch away, with several. Draft times: FlexSpec's Jetson
+AGX, and PicoSpec's Qwen3-0.6B (97 ms for 4 tokens); cloud times: PicoSpec's of 70B and of 32B."""
 
 
 def iid(random: np.random.Generator, length: int) -> np.ndarray:
@@ -193,8 +195,9 @@ def energy_model(shape: RoundShape, radio: str) -> EnergyModel:
 class World:
     """What only the simulation knows at the beginning of a round."""
 
-    def __init__(self, text: Text, link: Link, shape: RoundShape, start_s: float) -> None:
-        self.text, self.link, self.shape, self.now_s = text, link, shape, start_s
+    def __init__(self, text: Text, link: Link, protocol: Protocol, start_s: float) -> None:
+        self.text, self.link, self.protocol, self.now_s = text, link, protocol, start_s
+        self.shape = protocol.shape
         self.state = LinkState(  # bandwidths: of the first moment that has any
             up_bytes_per_s=link.up_bytes_per_s.at(link.up_bytes_per_s.reach(start_s, 1)),
             down_bytes_per_s=link.down_bytes_per_s.at(link.down_bytes_per_s.reach(start_s, 1)),
@@ -213,48 +216,27 @@ class World:
     def survival(self) -> np.ndarray:
         return self.text.survival_TK[self.text.place]
 
-    def present_cost(self) -> RoundCost:
-        return RoundCost.stop_and_wait(self.shape, self.state, MAX_LENGTH)
-
-    def future_cost(self) -> RoundCost:
-        """With the delays and bandwidths that each length's messages will meet."""
-        link, shape = self.link, self.shape
-        rejects = (0, shape.reject_bytes)
-        seconds_2K = np.empty((2, MAX_LENGTH))
-        for length in range(1, MAX_LENGTH + 1):
-            time_s = self.now_s + length * shape.draft_s
-            up_bytes = shape.up_bytes + length * shape.up_bytes_per_token
-            time_s = link.up_bytes_per_s.reach(time_s, up_bytes)
-            time_s += link.delay_s.at(time_s) + shape.verify_s + length * shape.verify_row_s
-            for row, extra in enumerate(rejects):
-                end_s = link.down_bytes_per_s.reach(time_s, shape.down_bytes + extra)
-                seconds_2K[row, length - 1] = end_s + link.delay_s.at(end_s) - self.now_s
-        return RoundCost(*seconds_2K)
-
 
 @dataclass(frozen=True)
 class Contestant:
     make: Callable[[World], DraftLengthPolicy]
-    cost: Callable[[World], RoundCost] | None = None
-    """None: from the edge's estimate of the link."""
+    knows_link: bool = False
+    """Else its costs are from the edge's estimate of the link."""
 
 
-def informed(cost: Callable[[World], RoundCost] | None) -> Contestant:
-    return Contestant(lambda world: Oracle(MAX_LENGTH, survival=world.survival), cost)
+def informed(world: World) -> Oracle:
+    return Oracle(MAX_LENGTH, survival=world.survival)
 
 
 def named(name: str) -> Contestant:
     return Contestant(lambda _: parse_policy(name, max_length=MAX_LENGTH))
 
 
-ORACLE = "oracle"
 CONTESTANTS = {
     **{name: named(name) for name in ("fixed:2", "fixed:4", "eq11", "alg2", "geometric")},
-    "survival, one memory": Contestant(lambda _: Survival(MAX_LENGTH, memories=[16])),
     "survival": named("survival"),
-    "oracle, est. link": informed(None),
-    ORACLE: informed(World.present_cost),
-    "foresight": informed(World.future_cost),
+    "oracle, est. link": Contestant(informed),
+    "oracle": Contestant(informed, knows_link=True),
 }
 
 
@@ -264,38 +246,125 @@ class Outcome:
     joules_per_token: float
 
 
-def decode(world: World, contestant: Contestant, seed: int, energy: EnergyModel) -> Outcome:
-    """One policy over one text, stop-and-wait."""
-    text, shape, start_s = world.text, world.shape, world.now_s
-    channel = Channel(world.link, seed=seed)
-    estimate = LinkEstimate(world.state)
-    policy = contestant.make(world)
-    num_drafted = 0
-    while text.place < text.num_tokens:
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """On a batch, and how the edge came to it."""
+
+    drafted: int
+    accepted: int
+    read_s: float
+    network_s: float
+    sizes: dict[str, int]
+
+
+class Run:
+    """One policy over one text."""
+
+    def __init__(self, world: World, contestant: Contestant, seed: int) -> None:
+        self.world, self.contestant = world, contestant
+        self.channel = Channel(world.link, seed=seed)
+        self.estimate = LinkEstimate(world.state)
+        self.policy = contestant.make(world)
+        self.num_drafted, self.pass_s = 0, (-1.0, -1.0)
+        """Draft tokens, and when the cloud's latest pass begins and ends."""
+
+    def choose(self) -> int:
+        world = self.world
         world.look()
-        if contestant.cost:
-            cost = contestant.cost(world)
-        else:
-            estimate.set_bandwidth(
-                up_bytes_per_s=world.state.up_bytes_per_s,
-                down_bytes_per_s=world.state.down_bytes_per_s,
-            )
-            cost = RoundCost.stop_and_wait(shape, estimate.state, MAX_LENGTH)
-        drafted = policy.choose(cost)
-        accepted = min(drafted, text.num_right[text.place])
+        self.estimate.set_bandwidth(
+            up_bytes_per_s=world.state.up_bytes_per_s,
+            down_bytes_per_s=world.state.down_bytes_per_s,
+        )
+        state = world.state if self.contestant.knows_link else self.estimate.state
+        return self.policy.choose(world.protocol.cost(world.shape, state, MAX_LENGTH))
+
+    def send(self, drafted: int, accepted: int, sent_s: float, *, is_stale: bool) -> Verdict:
+        """A batch goes up, is verified with all others that have come, and its verdict comes down.
+
+        Args:
+            is_stale: behind a rejected one: it is dropped where it arrives.
+        """
+        shape = self.world.shape
+        self.num_drafted += drafted
         up_bytes = shape.up_bytes + drafted * shape.up_bytes_per_token
         down_bytes = shape.down_bytes + (accepted < drafted) * shape.reject_bytes
-        sent_s = world.now_s + drafted * shape.draft_s
-        verify_s = shape.verify_s + drafted * shape.verify_row_s
-        arrived_s = channel.transmit(sent_s, up_bytes - HEADER, "up")
-        world.now_s = channel.transmit(arrived_s + verify_s, down_bytes - HEADER, "down")
-        network_s = world.now_s - sent_s - verify_s
-        estimate.observe(network_s, up_bytes=up_bytes, down_bytes=down_bytes)
-        policy.observe(drafted, accepted)
-        num_drafted += drafted
+        arrived_s = self.channel.transmit(sent_s, up_bytes - HEADER, "up")
+        read_s = math.inf
+        begins_s, ends_s = self.pass_s
+        if not is_stale:
+            if arrived_s > begins_s:
+                begins_s = max(arrived_s, ends_s)
+                ends_s = begins_s + shape.verify_s + drafted * shape.verify_row_s
+                self.pass_s = begins_s, ends_s
+            read_s = self.channel.transmit(ends_s, down_bytes - HEADER, "down")
+        return Verdict(
+            drafted=drafted,
+            accepted=accepted,
+            read_s=read_s,
+            network_s=read_s - sent_s - (ends_s - arrived_s),
+            sizes={"up_bytes": up_bytes, "down_bytes": down_bytes},
+        )
+
+    def hear(self, verdict: Verdict) -> None:
+        self.estimate.observe(verdict.network_s, **verdict.sizes)
+        self.policy.observe(verdict.drafted, verdict.accepted)
+
+    def round(self) -> None:
+        """Draft, send, wait."""
+        world, text = self.world, self.world.text
+        drafted = self.choose()
+        accepted = min(drafted, text.num_right[text.place])
+        sent_s = world.now_s + drafted * world.shape.draft_s
+        verdict = self.send(drafted, accepted, sent_s, is_stale=False)
+        self.hear(verdict)
+        world.now_s = verdict.read_s
         text.place += accepted + 1
+
+    def epoch(self) -> None:
+        """Draft on until a rejection is read, between two draft tokens or while a batch waits.
+
+        A batch waits until less than a window is away. What was drafted behind the rejected token
+        is dropped.
+        """
+        world, text, draft_s = self.world, self.world.text, self.world.shape.draft_s
+        flights: deque[Verdict] = deque()
+        missed: Verdict | None = None
+        while True:
+            while flights and flights[0].read_s <= world.now_s:
+                self.hear(flights.popleft())
+            drafted, window = self.choose(), world.protocol.window
+            if window is None:
+                away_s = self.estimate.state.round_trip_s + world.shape.verify_s
+                window = math.ceil(away_s / (drafted * draft_s) - 1e-9)
+            sent_s = world.now_s + drafted * draft_s
+            if len(flights) >= window:
+                sent_s = max(sent_s, flights[-window].read_s)
+            if missed and sent_s >= missed.read_s:
+                break
+            accepted = 0 if missed else min(drafted, text.num_right[text.place])
+            flights.append(self.send(drafted, accepted, sent_s, is_stale=missed is not None))
+            world.now_s = sent_s
+            if not missed:
+                text.place += accepted
+                if accepted < drafted or text.place >= text.num_tokens:
+                    missed = flights[-1]
+        under_way = min(drafted, math.ceil((missed.read_s - world.now_s) / draft_s - 1e-9))
+        self.num_drafted += under_way
+        world.now_s = max(missed.read_s, world.now_s + under_way * draft_s)
+        while flights[0] is not missed:
+            self.hear(flights.popleft())
+        self.hear(missed)
+        text.place += 1
+
+
+def decode(world: World, contestant: Contestant, seed: int, energy: EnergyModel) -> Outcome:
+    """One policy over one text."""
+    text, start_s, run = world.text, world.now_s, Run(world, contestant, seed)
+    waits = world.protocol.cost == RoundCost.stop_and_wait
+    while text.place < text.num_tokens:
+        run.round() if waits else run.epoch()
     elapsed_s = world.now_s - start_s
-    joules = energy.joules(channel, num_drafted=num_drafted, elapsed_s=elapsed_s)
+    joules = energy.joules(run.channel, num_drafted=run.num_drafted, elapsed_s=elapsed_s)
     return Outcome(text.place / elapsed_s, sum(joules.values()) / text.place)
 
 
@@ -313,31 +382,26 @@ def find_links(folders: list[Path]) -> Iterator[tuple[str, str, Link]]:
 
 
 def measure_cell(
-    link: Link, shape: RoundShape, energy: EnergyModel, process: str, sizes: argparse.Namespace
+    name: str, link: Link, protocol: Protocol, process: str, sizes: argparse.Namespace
 ) -> dict[str, Any]:
     """Throughputs of all contestants over the oracle's, and joules per token, over seeds."""
+    energy = energy_model(protocol.shape, radio_of(name))
     period_s = link.delay_s.period_s
-    contestants = dict(CONTESTANTS)
-    if math.isinf(period_s):  # nothing to foresee
-        del contestants["foresight"]
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in CONTESTANTS}
     for seed in range(sizes.seeds):
         start = np.random.default_rng([seed, 3]).random()
         start_s = 0.0 if math.isinf(period_s) else start * period_s
-        for name, contestant in contestants.items():
-            world = World(make_text(process, sizes.tokens, seed), link, shape, start_s)
+        for name, contestant in CONTESTANTS.items():
+            world = World(make_text(process, sizes.tokens, seed), link, protocol, start_s)
             outcomes[name].append(decode(world, contestant, seed, energy))
     rates = {name: np.array([o.tokens_per_s for o in found]) for name, found in outcomes.items()}
-    ratios = {name: values / rates[ORACLE] for name, values in rates.items()}
-    ratios["plain"] = 1 / shape.verify_s / rates[ORACLE]
+    ratios = {name: values / rates["oracle"] for name, values in rates.items()}
+    times = TIMES["flexspec" if protocol.shape == FLEXSPEC else "picospec"]
+    ratios["plain"] = 1 / times.forward_s(1, alone=True) / rates["oracle"]
     return {
-        "oracle_tokens_per_s": float(rates[ORACLE].mean()),
+        "oracle_tokens_per_s": float(rates["oracle"].mean()),
         "over_oracle": {
-            name: {
-                "mean": float(values.mean()),
-                "sd": float(values.std(ddof=1)),
-                "min": float(values.min()),
-            }
+            name: {"mean": float(values.mean()), "sd": float(values.std(ddof=1))}
             for name, values in ratios.items()
         },
         "joules_per_token": {
@@ -364,8 +428,15 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
+def energies(cells: list[dict[str, Any]], protocol: str, process: str) -> str:
+    """At the edge, mean over links, which differ by a few percent."""
+    chosen = [c for c in cells if (c["protocol"], c["process"]) == (protocol, process)]
+    means = {name: np.mean([c["joules_per_token"][name] for c in chosen]) for name in CONTESTANTS}
+    return ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+
+
 def print_tables(cells: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    names = [name for name in (*CONTESTANTS, "plain") if name != ORACLE]
+    names = [name for name in (*CONTESTANTS, "plain") if name != "oracle"]
     header = "| link | oracle, tokens/s | " + " | ".join(names) + " |"
     for protocol, process in dict.fromkeys((c["protocol"], c["process"]) for c in cells):
         print(f"### {protocol}, {process}: over the oracle, mean (standard deviation over texts)\n")
@@ -373,28 +444,15 @@ def print_tables(cells: list[dict[str, Any]], summary: dict[str, Any]) -> None:
         for cell in cells:
             if (cell["protocol"], cell["process"]) != (protocol, process):
                 continue
-            found = [cell["over_oracle"].get(name) for name in names]
-            values = " | ".join(f"{v['mean']:.3f} ({v['sd']:.3f})" if v else "-" for v in found)
+            found = [cell["over_oracle"][name] for name in names]
+            values = " | ".join(f"{v['mean']:.3f} ({v['sd']:.3f})" for v in found)
             print(f"| {cell['link']} | {cell['oracle_tokens_per_s']:.2f} | {values} |")
-        print()
-    print_energies(cells)
+        print(f"\nJ/token: {energies(cells, protocol, process)}\n")
     print("### All\n\n| links | policy | mean over cells | worst cell's mean | worst cell |")
     print("|---" * 5 + "|")
     for kind, policies in summary.items():
         for name, v in policies.items():
             print(f"| {kind} | {name} | {v['mean']:.3f} | {v['worst']:.3f} | {v['worst_cell']} |")
-    print()
-
-
-def print_energies(cells: list[dict[str, Any]]) -> None:
-    """Joules per token, mean over links; the links differ by a few percent."""
-    names = [name for name in CONTESTANTS if name != "foresight"]
-    print("### Joules per token at the edge, mean over links\n")
-    print("| protocol | text | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 2) + "|")
-    for protocol, process in dict.fromkeys((c["protocol"], c["process"]) for c in cells):
-        chosen = [c for c in cells if (c["protocol"], c["process"]) == (protocol, process)]
-        means = (np.mean([cell["joules_per_token"][name] for cell in chosen]) for name in names)
-        print(f"| {protocol} | {process} | " + " | ".join(f"{v:.3f}" for v in means) + " |")
     print()
 
 
@@ -410,7 +468,7 @@ def main() -> None:
         nargs="+",
         type=Path,
         default=[Path("assets/net_traces"), Path("data/net_traces")],
-        help="folders; what is not there is left out (default: %(default)s)",
+        help="folders of CSV files; without bandwidths: FlexSpec's, of WiFi if that is in the name",
     )
     add("--tokens", type=int, default=1000, help="of each text")
     add("--seeds", type=int, default=10, help="texts for each cell; at least 2")
@@ -423,13 +481,7 @@ def main() -> None:
     links = list(find_links(args.traces))
     cells = [
         {"protocol": protocol, "process": process, "kind": kind, "link": name}
-        | measure_cell(
-            link,
-            PROTOCOLS[protocol],
-            energy_model(PROTOCOLS[protocol], radio_of(name)),
-            process,
-            args,
-        )
+        | measure_cell(name, link, PROTOCOLS[protocol], process, args)
         for protocol in args.protocols
         for process in args.processes
         for kind, name, link in links

@@ -25,7 +25,7 @@ from identity import (
 
 from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation, decode, radio_energy, radio_of
 from pipedraft.inference.channel import PRESETS, Link, Steps
-from pipedraft.inference.config import RULE_NAMES
+from pipedraft.inference.config import ROUND_RULES, RULE_NAMES
 from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import LanguageModelDraft
@@ -44,13 +44,17 @@ ALL_TIMES = TIMES | {
     "rows": Times(draft_s=0.02, verify_s=0.09, verify_row_s=0.002, cloud_draft_s=0.005),
     "slow": Times(draft_s=0.05, verify_s=0.03, verify_row_s=0.001, cloud_draft_s=0.0125),
 }
+LINK_RULES = [rule for rule in RULE_NAMES if rule not in ROUND_RULES]
 WAYS: list[dict[str, Any]] = [
     *({"link": link, "temperature": t} for link in LINKS for t in (0.0, 1.0)),
-    *({"link": "4g steady", "temperature": 1.0, "rule": rule, "top_k": 2} for rule in RULE_NAMES),
-    *({"link": "wifi", "times": "rows", "temperature": 0.7, "rule": rule} for rule in RULE_NAMES),
+    *(
+        {"link": "4g steady", "temperature": 1.0, "rule": rule, "payload_tokens": 2}
+        for rule in LINK_RULES
+    ),
+    *({"link": "wifi", "times": "rows", "temperature": 0.7, "rule": rule} for rule in LINK_RULES),
     *({"link": "4g steady", "times": times} for times in ("flexspec", "rows", "slow")),
     *({"link": "wifi steady", "times": "rows", "policy": p} for p in ("fixed:5", "geometric")),
-    {"link": "5g", "times": "slow", "temperature": 1.0, "tail_samples": 1, "top_k": 1},
+    {"link": "5g", "times": "slow", "temperature": 1.0, "tail_samples": 1, "payload_tokens": 1},
     {"link": "4g", "times": "flexspec", "policy": "alg2", "fixed_length": 7, "max_length": 16},
 ]
 

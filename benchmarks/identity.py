@@ -55,11 +55,14 @@ SEGMENTED: list[dict[str, Any]] = [
 ]
 EXPANDED: list[dict[str, Any]] = [
     *SEGMENTED,
-    {"tree": WIDE, "step_tokens": 4},
     {"tree": WIDE, "expansion_depth": 2},
     {"tree": WIDE, "expansion": False},
-    {"tree": SMALL, "tree_first": True},
-    {"tree": SMALL, "tree_first": True, "expansion_tokens": 5, "refill_depth": 1},
+    {"tree": SMALL, "expansion_tokens": 5, "refill_depth": 1},
+]
+CONTINUED: list[dict[str, Any]] = [
+    {},
+    {"step_tokens": 32, "max_segment_rows": 224},
+    {"expansion_depth": 2, "level_order": True},
 ]
 MICRO: list[dict[str, Any]] = [
     {},
@@ -76,7 +79,9 @@ RUNS: dict[str, list[dict[str, Any]]] = {
     "naive_pp": SEGMENTED[:-1],
     "pruned_pp": SEGMENTED,
     "flowspec": EXPANDED,
+    "flowspec_continued": CONTINUED,
     "pipeinfer": MICRO,
+    "ssd": [{}, {"draft_tokens": 3, "outcomes": 2}],
 }
 DRAFTS = {
     "autoregressive": ["none"],
@@ -87,7 +92,9 @@ DRAFTS = {
     "naive_pp": ["eagle3"],
     "pruned_pp": ["eagle", "language_model"],
     "flowspec": ["eagle3", "language_model"],
+    "flowspec_continued": ["eagle3", "language_model"],
     "pipeinfer": ["language_model", "eagle3"],
+    "ssd": ["language_model", "eagle3"],
 }
 
 

@@ -153,8 +153,10 @@ def measure_cost(
     busy = Engine(target, Tokenizer(), config, source=source, connect=cluster.connect)
     pass_s, _, _ = measure(plain)
     batch_s, rows, forward_s = measure(busy)
+    # Verdicts of a fast target may cut every micro-batch to a token: no row was a further one.
+    further = rows - 1
     return CostModel(
-        row=max(batch_s / pass_s - 1, 0.0) / (rows - 1),
+        row=max(batch_s / pass_s - 1, 0.0) / further if further else 0.0,
         draft_forward=forward_s / pass_s,
         is_asynchronous=True,
         draft_on_first_stage=not args.apart,

@@ -38,11 +38,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "pipedec": {"schedule": "pipedec"},
     "eagle_chain_rejection": {"schedule": "eagle", "tree": "chain:7", "verifier": "rejection"},
     "eagle_chain": {"schedule": "eagle", "tree": "chain:7", "verifier": "gumbel"},
+    "eagle_chain_block": {"schedule": "eagle", "tree": "chain:7", "verifier": "block"},
+    "eagle_tree_recursive": {"schedule": "eagle", "verifier": "recursive"},
     "eagle_tree_match": {"schedule": "eagle", "verifier": "match"},
     "eagle_tree": {"schedule": "eagle"},
     "naive_pp": {"schedule": "naive_pp"},
     "pruned_pp": {"schedule": "pruned_pp"},
-    "flowspec": {"schedule": "flowspec", "step_tokens": 8, "expansion_depth": 4},
+    "flowspec": {"schedule": "flowspec"},
+    "flowspec_continued": {"schedule": "flowspec_continued"},
     "pipeinfer": {"schedule": "pipeinfer", "verifier": "gumbel"},
 }
 
@@ -69,6 +72,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="of each benchmark (default 2)")
     parser.add_argument("--tokens", type=int, default=48, help="new ones of each (default 48)")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="likeliest tokens alone (default: all)"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus (default: all tokens)")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--noise", type=float, default=0.13, help="on the draft (default 0.13)")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], help="(default: all)")
@@ -91,6 +98,8 @@ def main() -> None:
             num_stages=args.stages,
             temperature=args.temperature,
             max_new_tokens=args.tokens,
+            top_k=args.top_k,
+            top_p=args.top_p,
             cost=CostModel(draft_forward=1 / 16),
         )
         engine = Engine(target, tokenizer, config, None if name == "plain" else draft)

@@ -6,9 +6,13 @@
 A chain draft whose draft tokens are right independently of each other, with the same probability
 for every method and n (a simplification: heads that see deeper states are right more often), is
 decoded on the virtual clock with durations from sizes and bandwidths. A stage streams its weights
-from memory and launches its layers; a hop is latency plus hidden states over bandwidth;
-verification and drafting stream the LM head and the draft's layers. Sources of the numbers are in
-docs/scaling.md.
+from memory and runs the small kernels of its layers; a hop is latency plus hidden states over
+bandwidth; verification and drafting stream the LM head and the draft's layers; each also launches
+what is not in its graph, as often as tests/test_device_decode.py allows, and waits. Sources of the
+numbers are in docs/scaling.md.
+
+Beside them stands tensor parallelism, where links are fast enough for it: every GPU streams its
+part of every layer. What a layer costs beside that is one constant, from one measurement.
 
 S is over plain decoding on the SAME pipeline; "over one device" compares with plain decoding where
 all layers are on one device (which may not exist for the larger targets), so that it shows what
@@ -57,8 +61,16 @@ LINKS = (
 )
 STAGES = (2, 4, 8, 16, 32, 64)
 MEMORY_BYTES_PER_S = 3.35e12
-LAYER_LAUNCH_S = 15e-6
 BYTES = 2  # bf16
+SMALL_KERNELS = 29
+"""Of a Llama layer's 36 in a graph; the others stream its weights."""
+KERNEL_S, LAUNCH_S, WAIT_S = 1.5e-6, 6e-6, 10e-6
+"""Of a small kernel in a graph, of a launch outside one, of the host for the device."""
+STAGE_LAUNCHES, DRAFT_LAUNCHES, VERIFY_LAUNCHES = 3, 3, 8
+"""With the copy to the device and the graph; the last two also wait once."""
+PARALLEL_LAYER_S = 75e-6
+"""(1 / 88.61 s - 141.2 GB / 8 / MEMORY_BYTES_PER_S) / 80 layers: SGLang, Llama-3.3-70B, 8 H100."""
+MOST_PARALLEL = 8
 
 
 @dataclass(frozen=True)
@@ -72,23 +84,26 @@ class Durations:
     layer: float
 
     @classmethod
-    def of(cls, target: Target, link: Link) -> "Durations":
-        head_parameters = target.vocab * target.hidden
-        layers = (target.parameters - head_parameters) * BYTES / MEMORY_BYTES_PER_S
-        layers += target.num_layers * LAYER_LAUNCH_S
+    def of(cls, target: Target, link: Link, num_stages: int) -> "Durations":
+        head_bytes = target.vocab * target.hidden * BYTES
+        layers = (target.parameters * BYTES - head_bytes) / MEMORY_BYTES_PER_S
+        layers += target.num_layers * SMALL_KERNELS * KERNEL_S
         return cls(
-            target_pass=layers,
-            head=head_parameters * BYTES / MEMORY_BYTES_PER_S,
+            target_pass=layers + num_stages * STAGE_LAUNCHES * LAUNCH_S,
+            head=head_bytes / MEMORY_BYTES_PER_S,
             hop=link.latency_s + target.hidden * BYTES / link.bytes_per_s,
             layer=layers / target.num_layers,
         )
 
-    def clock(self, target: Target, num_stages: int, method: "Method") -> VirtualClock:
+    def draft(self, target: Target, method: "Method") -> float:
         head = self.head * (method.draft_vocab or target.vocab) / target.vocab
-        draft = (method.draft_layers * self.layer + head) / self.target_pass
+        return method.draft_layers * self.layer + head + DRAFT_LAUNCHES * LAUNCH_S + WAIT_S
+
+    def clock(self, target: Target, num_stages: int, method: "Method") -> VirtualClock:
+        draft = self.draft(target, method) / self.target_pass
         cost = CostModel(
             link=self.hop / self.target_pass,
-            verify=self.head / self.target_pass,
+            verify=(self.head + VERIFY_LAUNCHES * LAUNCH_S + WAIT_S) / self.target_pass,
             draft_forward=draft,
             is_asynchronous=True,
         )
@@ -121,9 +136,13 @@ def eagle_chain(
             rows = [0] * clock.num_stages
             rows[stage] = length + 1
             clock.step(rows, draft_forwards=0, overlap=False)
-        accepted = next((i for i in range(length) if right.random() >= acceptance), length)
-        emitted += accepted + 1
+        emitted += chain_tokens(right, acceptance, length)
     return clock.time * tokens / emitted
+
+
+def chain_tokens(right: Random, acceptance: float, length: int) -> int:
+    """Tokens of a round: the right ones of a chain, and one more."""
+    return 1 + next((i for i in range(length) if right.random() >= acceptance), length)
 
 
 @dataclass(frozen=True)
@@ -134,23 +153,46 @@ class Method:
     """None: the target's."""
 
 
+EAGLE = Method(eagle_chain, 1, 32_000)
 METHODS = {
     "SPD, Ls = 4": Method(layered, 4, None),
     "SPD, Ls = 1, 32 k": Method(layered, 1, 32_000),
     "PPSD, 32 k": Method(partial(layered, overlap=False), 1, 32_000),
-    "EAGLE chain:7, 32 k": Method(eagle_chain, 1, 32_000),
+    "EAGLE chain:7, 32 k": EAGLE,
 }
+
+
+PARALLEL = {"tensor parallel": 0, "tensor parallel, EAGLE chain:7": 7}
+"""Draft tokens of a round."""
 
 
 def speedup(
     target: Target, link: Link, num_stages: int, method: str, *, acceptance: float, tokens: int
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
     """S over the same pipeline, and over one device."""
-    durations = Durations.of(target, link)
-    clock = durations.clock(target, num_stages, METHODS[method])
-    time = METHODS[method].simulate(clock, Random(0), acceptance, tokens)
-    one_device = tokens * (1 + durations.head / durations.target_pass)
+    durations, one = (Durations.of(target, link, n) for n in (num_stages, 1))
+    clock = durations.clock(target, num_stages, METHODS.get(method, EAGLE))
+    if method in METHODS:
+        time = METHODS[method].simulate(clock, Random(0), acceptance, tokens)
+    elif link is LINKS[0] and num_stages <= MOST_PARALLEL:
+        seconds = parallel(target, durations, num_stages, acceptance, PARALLEL[method])
+        time = tokens * seconds / durations.target_pass
+    else:
+        return None
+    one_device = tokens * (one.target_pass + one.head) / durations.target_pass
     return clock.autoregressive_time(tokens) / time, one_device / time
+
+
+def parallel(
+    target: Target, durations: Durations, num_devices: int, acceptance: float, length: int
+) -> float:
+    """Seconds a token; the draft is on one of the devices."""
+    stream = target.parameters * BYTES / num_devices / MEMORY_BYTES_PER_S
+    seconds = stream + target.num_layers * PARALLEL_LAYER_S
+    if not length:
+        return seconds
+    seconds += length * durations.draft(target, EAGLE)
+    return seconds * (1 - acceptance) / (1 - acceptance ** (length + 1))
 
 
 def main() -> None:
@@ -168,16 +210,15 @@ def main() -> None:
                 if num_stages > target.num_layers:
                     continue
                 row = {"target": target.name, "link": link.name, "n": num_stages}
-                for method in METHODS:
-                    pair = speedup(
+                for method in (*METHODS, *PARALLEL):
+                    row[method], row[f"{method} over one device"] = speedup(
                         target,
                         link,
                         num_stages,
                         method,
                         acceptance=args.acceptance,
                         tokens=args.tokens,
-                    )
-                    row[method], row[f"{method} over one device"] = pair
+                    ) or (None, None)
                 rows.append(row)
     if not args.json:
         print_tables(rows)
@@ -190,7 +231,7 @@ def print_tables(rows: list[dict]) -> None:
         print("| link | method | " + " | ".join(f"n = {n}" for n in STAGES) + " |")
         print("|---" * (2 + len(STAGES)) + "|")
         for link in LINKS:
-            for method in METHODS:
+            for method in (*METHODS, *(PARALLEL if link is LINKS[0] else ())):
                 cells = []
                 for n in STAGES:
                     found = [
@@ -199,6 +240,7 @@ def print_tables(rows: list[dict]) -> None:
                         if (row["target"], row["link"], row["n"]) == (target.name, link.name, n)
                     ]
                     one_device = f"{method} over one device"
+                    found = [row for row in found if row[method] is not None]
                     cells += [f"{r[method]:.2f} ({r[one_device]:.2f})" for r in found] or ["-"]
                 print(f"| {link.name} | {method} | " + " | ".join(cells) + " |")
         print()

@@ -7,9 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from pipedraft.errors import leave_at_interrupts, make_folder, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 from jsonargparse import ArgumentParser
 
-from pipedraft.errors import make_folder, run_command
+from pipedraft.files import locked, write_atomically
 from pipedraft.options import Options, parse
 
 if TYPE_CHECKING:
@@ -65,12 +70,19 @@ def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
 
     tokenizer = load_tokenizer(tokenizer_name, field="tokenizer")
     make_folder("out", out)
-    data = load_data(config, tokenizer, side_file=out / "bad_rows.jsonl")
-    data.train.save_to_disk(out / "train")
-    data.valid.save_to_disk(out / "valid")
-    (out / "report.json").write_text(json.dumps(data.report.to_dict(), indent=2) + "\n")
-    card = dataset_card(config, tokenizer_name, data.report)
-    (out / "README.md").write_text(card, encoding="utf-8")
+    if (out / "README.md").exists() and not (out / "report.json").exists():
+        raise ValueError(
+            f"out: {str(out / 'README.md')!r} is of no recipe and would be replaced; give another "
+            "folder"
+        )
+    with locked(out, "out"):
+        data = load_data(config, tokenizer, side_file=out / "bad_rows.jsonl")
+        data.train.save_to_disk(out / "train")
+        data.valid.save_to_disk(out / "valid")
+        report = json.dumps(data.report.to_dict(), indent=2) + "\n"
+        write_atomically(out / "report.json", report.encode())
+        card = dataset_card(config, tokenizer_name, data.report)
+        write_atomically(out / "README.md", card.encode())
     print(data.report.summary())
 
 

@@ -20,6 +20,7 @@ from pipedraft.data_recipes.overlap import (
 )
 from pipedraft.data_recipes.rows import FILTERED, TOO_LONG
 from pipedraft.data_recipes.sources import list_files
+from pipedraft.errors import one_line
 
 EMPTY_MASK = "empty mask"
 UNKNOWN_LICENSE = "unknown"
@@ -301,4 +302,4 @@ def _table(head: list[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _cell(value: object) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
+    return one_line(str(value)).replace("<", "&lt;").replace("|", "\\|")

@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from pipedraft.chat_templates import ChatRefused, render_chat, rendering
 
 ROLES = {
     "system": "system",
@@ -139,14 +140,9 @@ class ChatRenderer:
         Raises:
             ValueError: the template refuses the conversation (order of roles, no system role ...).
         """
-        try:
-            return (
-                self._render_marked(messages)
-                if self.marks_generation
-                else self._render_unmarked(messages)
-            )
-        except TemplateError as error:
-            raise ValueError(f"chat template refused: {error}") from error
+        if self.marks_generation:
+            return self._render_marked(messages)
+        return self._render_unmarked(messages)
 
     def _render_unmarked(self, messages: list[Message]) -> RenderedChat:
         text = self._render(messages)
@@ -163,21 +159,18 @@ class ChatRenderer:
         return RenderedChat(text, spans, num_missing)
 
     def _render(self, messages: list[Message], *, prompt: bool = False) -> str:
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=prompt
-        )
-        assert isinstance(text, str)
-        return text
+        return render_chat(self.tokenizer, messages, prompt=prompt)
 
     def _render_marked(self, messages: list[Message]) -> RenderedChat:
         variables: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         # Annotated as str, returns (texts, generation marks of each text).
-        rendered: Any = render_jinja_template(
-            [messages],
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **variables,
-        )
+        with rendering(self.tokenizer.name_or_path):
+            rendered: Any = render_jinja_template(
+                [messages],
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **variables,
+            )
         texts, marks = rendered
         text, spans = texts[0], []
         for start, end in marks[0]:
@@ -197,7 +190,7 @@ class ChatRenderer:
             return None
         try:
             prefix = self._render(messages, prompt=prompt)
-        except TemplateError:
+        except ChatRefused:
             return None
         return len(prefix) if text.startswith(prefix) else None
 

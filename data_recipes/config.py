@@ -1,9 +1,12 @@
 """The configuration of a data recipe: its sources, and the limits that their rows must keep."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from pipedraft.errors import check_ranges
 
 Duplicates = Literal["keep", "exact", "near"]
 # Below, the bands of near duplicates miss more than one pair in ten.
@@ -38,7 +41,7 @@ class Filters:
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():
-            if limit is not None and (limit < 0 or (name in SHARES and limit > 1)):
+            if limit is not None and not 0 <= limit <= (1 if name in SHARES else math.inf):
                 fix = "a share from 0 to 1" if name in SHARES else "0 or more"
                 raise ValueError(f"sources.filters.{name}: {limit}; give {fix}, or null")
         for name in ("turns", "characters", "cjk"):
@@ -139,6 +142,8 @@ class Source:
     conversations counts before it. Null and no such field: unknown."""
     filters: Filters | None = None
     """Limits that rows must keep; null: none."""
+    max_row_bytes: int = 2**22
+    """A longer row, or document, is left out: reading one takes many times its size in memory."""
 
     def __post_init__(self) -> None:
         if not self.path and self.kind != "python_stdlib":
@@ -147,6 +152,7 @@ class Source:
             )
         if self.max_rows is not None and self.max_rows < 1:
             raise ValueError(f"sources.max_rows: {self.max_rows}; give a number above 0, or null")
+        check_ranges(self, {"max_row_bytes": "[1, 1e12]"}, "sources.")
         if not 0 < self.weight <= 1000:
             raise ValueError(
                 f"sources.weight: {self.weight}; give the number of times that a row occurs, above "
@@ -180,7 +186,7 @@ class Source:
     def reading_key(self) -> tuple[Any, ...]:
         """Fields that decide the raw rows, apart from the files themselves."""
         place = (self.path, self.kind, self.split, self.subset, self.files, self.revision)
-        return (*place, self.streaming, self.max_rows, self.text_field)
+        return (*place, self.streaming, self.max_rows, self.text_field, self.max_row_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,14 +222,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("data.sources: []; name at least one source")
-        for name, value, least in (
-            ("max_length", self.max_length, 2),
-            ("num_proc", self.num_proc, 1),
-        ):
-            if value < least:
-                raise ValueError(f"data.{name}: {value}; give {least} or more")
-        if not 0 <= self.valid_fraction < 1:
-            raise ValueError(f"data.valid_fraction: {self.valid_fraction}; give 0 <= value < 1")
+        check_ranges(
+            self,
+            {"max_length": "[2, 1e9]", "num_proc": "[1, 4096]", "valid_fraction": "[0, 1)"},
+            "data.",
+        )
         if not LEAST_NEAR_THRESHOLD <= self.near_threshold <= 1:
             raise ValueError(
                 f"data.near_threshold: {self.near_threshold}; give {LEAST_NEAR_THRESHOLD} to 1"

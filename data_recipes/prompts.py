@@ -17,8 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pipedraft.errors import run_command
-from pipedraft.files import write_atomically
+from pipedraft.errors import leave_at_interrupts, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
+from pipedraft.files import make_place, write_atomically
 from pipedraft.options import Options, option
 
 COMPLETE = "Complete this Python function. Answer with the whole function.\n```python\n{}\n```"
@@ -36,6 +40,9 @@ class PromptOptions(Options):
     take: tuple[str, ...] = option((), metavar="SOURCE=ROWS[:TURNS]", repeated=True)
     """conversations whose `source` is this (all: any), and how many user turns of each become
     prompts of their own (default 1); may be given several times"""
+    stubs: tuple[str, ...] = option((), metavar="SOURCE=ROWS", repeated=True)
+    """as --take, of conversations that answer a task with a Python function: its signature is to be
+    completed, with the task as its docstring"""
     functions: int = 0
     """functions of Python's standard library at most"""
     seed: int = 0
@@ -63,7 +70,28 @@ def user_turns(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def conversation_prompts(path: Path, takes: list[str], rng: random.Random) -> list[str]:
+def task_stub(row: dict[str, Any]) -> str:
+    """Signature of the function in the answer, with the task's first line as its docstring.
+
+    "": the answer is no Python, or has no function.
+    """
+    turns = row.get("messages") or row.get("conversations") or []
+    answer = (turns[-1].get("content") or turns[-1].get("value") or "") if turns else ""
+    code = answer.partition("```python\n")[2].partition("```")[0] or answer
+    try:
+        nodes = ast.parse(code.replace("\r", "")).body
+    except (SyntaxError, ValueError):
+        return ""
+    found = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    task = (user_turns(row) or [""])[0].partition("\n")[0]
+    if not found or not task or '"""' in task:
+        return ""
+    return f'def {found[-1].name}({ast.unparse(found[-1].args)}):\n    """{task}\n    """'
+
+
+def conversation_prompts(
+    path: Path, takes: list[str], stubs: list[str], rng: random.Random
+) -> list[str]:
     if not path.is_file():
         raise ValueError(f"--conversations: no file {path}; give a JSONL file")
     rows = []
@@ -76,13 +104,19 @@ def conversation_prompts(path: Path, takes: list[str], rng: random.Random) -> li
                     f"--conversations: {path}:{number} is not JSON ({error}); fix or drop that row"
                 ) from error
     prompts = []
-    for source, count, turns in map(parse_take, takes or ["all=1000000"]):
-        chosen = [row for row in rows if source in ("all", row.get("source"))]
-        if not chosen:
-            known = ", ".join(sorted({str(row.get("source")) for row in rows}))
-            raise ValueError(f"--take: no row of {path} has the source {source!r}; it has {known}")
-        for row in rng.sample(chosen, min(count, len(chosen))):
-            prompts += user_turns(row)[:turns]
+    for option_name, texts in (("take", takes or ["all=1000000"] * (not stubs)), ("stubs", stubs)):
+        for source, count, turns in map(parse_take, texts):
+            chosen = [row for row in rows if source in ("all", row.get("source"))]
+            if not chosen:
+                known = ", ".join(sorted({str(row.get("source")) for row in rows}))
+                raise ValueError(
+                    f"--{option_name}: no row of {path} has the source {source!r}; it has {known}"
+                )
+            for row in rng.sample(chosen, min(count, len(chosen))):
+                if option_name == "take":
+                    prompts += user_turns(row)[:turns]
+                elif stub := task_stub(row):
+                    prompts.append(COMPLETE.format(stub))
     return prompts
 
 
@@ -109,13 +143,15 @@ def function_stubs(folder: Path) -> Iterator[str]:
 
 def main() -> None:
     options = PromptOptions.read(sys.argv[1:])
+    make_place("--out", options.out, b'{"prompt": ')
     rng = random.Random(options.seed)
     prompts = []
     if options.conversations is not None:
-        prompts += conversation_prompts(options.conversations, list(options.take), rng)
+        takes, tasks = list(options.take), list(options.stubs)
+        prompts += conversation_prompts(options.conversations, takes, tasks, rng)
     if options.functions:
-        stubs = list(function_stubs(Path(sysconfig.get_paths()["stdlib"])))
-        chosen = rng.sample(stubs, min(options.functions, len(stubs)))
+        found = list(function_stubs(Path(sysconfig.get_paths()["stdlib"])))
+        chosen = rng.sample(found, min(options.functions, len(found)))
         prompts += [COMPLETE.format(stub) for stub in chosen]
     prompts = [text for text in dict.fromkeys(prompts) if MIN_PROMPT <= len(text) <= MAX_PROMPT]
     if not prompts:

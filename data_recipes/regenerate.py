@@ -28,11 +28,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+from pipedraft.errors import UsageError, leave_at_interrupts, one_line, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 from tqdm import tqdm
 
 from pipedraft.data_recipes.answers import AnswerFile, Dialogue, RowFailed, Sampling, TargetLost
 from pipedraft.data_recipes.sources import Source, read_source
-from pipedraft.errors import UsageError, run_command
 from pipedraft.options import Options, flag_name, option
 
 
@@ -219,7 +223,8 @@ async def ask_server(run: Run, options: RegenerateOptions) -> str:
     )
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGTERM, signal.SIGINT):  # an error inside the loop would lose tasks
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     async with ChatServer(service, run.sampling, random.Random()) as server:
         await server.check()
         await answer_dialogues(server, run.dialogues(), run.settle)
@@ -269,7 +274,7 @@ def main() -> None:
         answers.finish()
     except (KeyboardInterrupt, asyncio.CancelledError, TargetLost) as error:
         left = num_rows - answers.num_answered - answers.num_failed
-        why = str(error) if isinstance(error, TargetLost) else "interrupted"
+        why = one_line(str(error)) if isinstance(error, TargetLost) else "interrupted"
         print(
             f"error: {why}; {left} of {num_rows} rows left, resume with the same command",
             file=sys.stderr,
@@ -286,7 +291,7 @@ def main() -> None:
     )
     if not answers.num_answered:
         reason = next(iter(answers.reasons.values()))
-        sys.exit(f"error: no row was answered; the first reason: {reason}")
+        sys.exit(f"error: no row was answered; the first reason: {one_line(reason)}")
 
 
 if __name__ == "__main__":

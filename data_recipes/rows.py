@@ -13,6 +13,7 @@ import pyarrow
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from pipedraft.chat_templates import TemplateLimit
 from pipedraft.data_recipes.chat import ChatRenderer, Message, RenderedChat, normalize_conversation
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.overlap import (
@@ -122,6 +123,8 @@ def tokenize_batch(
             good.append(row)
         except RowRefused as refused:
             row.error, row.detail = refused.args
+        except TemplateLimit:
+            raise
         except ValueError as error:
             row.error = str(error)
     pairs = renderer.tokenize(chats) if renderer is not None and chats else []

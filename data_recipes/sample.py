@@ -10,17 +10,28 @@ ones, so that a draft sees both kinds of decoding. ``data_recipes.regenerate`` a
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pipedraft.errors import Failure, leave_at_interrupts, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import DynamicLayer
 
+from pipedraft.chat_templates import ChatRefused, render_chat
 from pipedraft.data_recipes.answers import (
     Answer,
     Dialogue,
@@ -29,8 +40,7 @@ from pipedraft.data_recipes.answers import (
     Sampling,
     kept_text,
 )
-from pipedraft.errors import run_command
-from pipedraft.files import publish
+from pipedraft.files import make_place, publish
 from pipedraft.options import Options, option
 from pipedraft.pretrained import load_model, load_tokenizer
 
@@ -50,9 +60,7 @@ class Markers:
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Markers":
         content = "CONTENT"
         messages = [{"role": "user", "content": content}]
-        rendered = str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
+        rendered = render_chat(tokenizer, messages)
         before, _, after = rendered.partition(content)
         opening = after.split(tokenizer.eos_token, 1)[-1].lstrip("\n")
         if not before or tokenizer.eos_token not in after or not opening:
@@ -158,13 +166,9 @@ class LocalTarget:
     def render(self, question: Messages) -> str:
         """The prompt as the target reads it, which must leave room for an answer."""
         try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    question, tokenize=False, add_generation_prompt=True
-                )
-            )
-        except TemplateError as error:
-            raise RowFailed(f"chat template refused: {error}") from error
+            text = render_chat(self.tokenizer, question)
+        except ChatRefused as error:
+            raise RowFailed(str(error)) from error
         num_tokens = len(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         if num_tokens + self.sampling.max_tokens > self.max_positions:
             raise RowFailed(
@@ -187,22 +191,112 @@ class LocalTarget:
             padding_side="left",
             return_tensors="pt",
         ).to(self.model.device)
-        sampling = self.sampling
-        draw = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        output_BT = self.model.generate(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            max_new_tokens=sampling.max_tokens,
-            do_sample=not is_greedy,
-            repetition_penalty=1.0,
-            eos_token_id=self.ends or None,
-            pad_token_id=self.tokenizer.pad_token_id,
-            **({} if is_greedy else draw),
+        answers = decode_batch(
+            self.model,
+            batch.input_ids,
+            batch.attention_mask,
+            ends=self.ends,
+            sampling=None if is_greedy else self.sampling,
+            max_tokens=self.sampling.max_tokens,
         )
-        answer_BT: Tensor = output_BT[:, batch.input_ids.shape[1] :].cpu()
-        ended_B = torch.isin(answer_BT, torch.tensor(self.ends)).any(1)
-        texts = self.tokenizer.batch_decode(answer_BT, skip_special_tokens=True)
-        return list(zip(texts, (~ended_B).tolist(), strict=True))
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return [(text, ids[-1] not in self.ends) for text, ids in zip(texts, answers, strict=True)]
+
+
+DROPPED_SHARE = 1 / 8
+"""Rows that have ended are taken out of the batch when they are this share of it."""
+GROWTH = 64
+"""Positions by which a cache grows at a time."""
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values [B, heads, T, D] that are views of larger buffers: a token writes its own.
+
+    transformers' own layer concatenates, which copies every earlier token for each new one.
+    """
+
+    buffers: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[2]
+        if self.buffers is None or self.buffers[0].shape[2] < end:
+            size = (*key_states.shape[:2], end + GROWTH, key_states.shape[3])
+            self.buffers = (key_states.new_empty(size), value_states.new_empty(size))
+            if start:
+                assert self.keys is not None and self.values is not None
+                for buffer, held in zip(self.buffers, (self.keys, self.values), strict=True):
+                    buffer[:, :, :start] = held
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = states
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.buffers = None
+
+
+@torch.inference_mode()
+def decode_batch(
+    model: PreTrainedModel,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    ends: Sequence[int],
+    sampling: Sampling | None,
+    max_tokens: int,
+) -> list[list[int]]:
+    """Token ids of the answers to B prompts padded on the left, each with its end token.
+
+    Args:
+        mask_BT: 0 where a prompt is padded.
+        sampling: None: greedy.
+    """
+    answers: list[list[int]] = [[] for _ in ids_BT]
+    cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in cache.layers]
+    warp = TopPLogitsWarper(sampling.top_p) if sampling and sampling.top_p < 1 else None
+    ends_E = torch.tensor(ends, device=ids_BT.device)
+    rows_B = torch.arange(len(ids_BT))
+    has_ended_B = torch.zeros(len(ids_BT), dtype=torch.bool, device=ids_BT.device)
+    position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+    step_BT = ids_BT
+    for _ in range(max_tokens):
+        logits_BV = model(
+            input_ids=step_BT,
+            attention_mask=mask_BT,
+            position_ids=position_BT,
+            past_key_values=cache,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        if sampling is None:
+            token_B = logits_BV.argmax(-1)
+        else:
+            logits_BV = logits_BV.float() / sampling.temperature
+            if warp is not None:
+                logits_BV = warp(None, logits_BV)  # type: ignore[arg-type]  # reads scores only
+            token_B = torch.multinomial(logits_BV.softmax(-1), 1)[:, 0]
+        told = zip(rows_B.tolist(), token_B.tolist(), has_ended_B.tolist(), strict=True)
+        for row, token, has_ended in told:
+            if not has_ended:
+                answers[row].append(token)
+        has_ended_B = has_ended_B | torch.isin(token_B, ends_E)
+        if has_ended_B.all():
+            break
+        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], 1)
+        step_BT, position_BT = token_B[:, None], position_BT[:, -1:] + 1
+        # A row that has ended costs as much as one that goes on; taking it out copies the cache.
+        if has_ended_B.float().mean() >= DROPPED_SHARE:
+            index = (~has_ended_B).nonzero()[:, 0]
+            cache.batch_select_indices(index)
+            mask_BT, step_BT, position_BT = mask_BT[index], step_BT[index], position_BT[index]
+            rows_B, has_ended_B = rows_B[index.cpu()], has_ended_B[index]
+    return answers
 
 
 def num_characters(dialogue: Dialogue) -> int:
@@ -319,6 +413,7 @@ def sampled_rows(
 
 def main() -> None:
     options = SampleOptions.read(sys.argv[1:])
+    make_place("--out", options.out, b'{"greedy_answers": ')
     dtype = getattr(torch, options.dtype)
     model = load_model(options.target, field="--target", dtype=dtype).eval()
     tokenizer = load_tokenizer(options.target, field="--target")
@@ -330,9 +425,13 @@ def main() -> None:
             for is_greedy, messages in sampled_rows(model, tokenizer, options):
                 counts["written" if messages else "malformed"] += 1
                 if messages:
-                    row = {"messages": messages, "greedy_answers": is_greedy}
+                    row = {"greedy_answers": is_greedy, "messages": messages}
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 bar.update(1)
+        if not counts["written"]:
+            raise Failure(
+                f"--target: no row of {counts['malformed']} was well formed; --out is unchanged"
+            )
 
     publish(options.out, write)
     print(f"{counts['written']} rows written, {counts['malformed']} malformed and dropped")

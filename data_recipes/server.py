@@ -210,7 +210,7 @@ def read_choice(payload: Any) -> tuple[str, str, str]:
         message, finish_reason = choice["message"], choice.get("finish_reason") or ""
         content = message.get("content") or ""
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-        is_text = isinstance(content, str) and isinstance(reasoning, str)
+        is_text = all(isinstance(text, str) for text in (content, reasoning, finish_reason))
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise TryAgain("answer is not a chat completion") from error
     if not is_text:

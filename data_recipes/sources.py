@@ -22,12 +22,14 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 
 from pipedraft.data_recipes.config import Source
+from pipedraft.files import bounded_lines
 
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SKIPPED_STDLIB = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 PARQUET_ROWS = 1024
+TOO_MANY_BYTES = "longer than sources.max_row_bytes"
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def read_source(source: Source) -> Iterator[RawRow]:
     elif source.kind == "conversations" or source.text_field is not None:
         rows = (row for file in files for row in _read_rows(file, source))
     else:
-        rows = (_read_document(file) for file in files)
+        rows = (_read_document(file, source.max_row_bytes) for file in files)
     if source.text_field is not None:
         rows = (_take_field(row, source.text_field) for row in rows)
     return islice(rows, source.max_rows)
@@ -154,10 +156,13 @@ def _open(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-def _read_document(path: Path) -> RawRow:
+def _read_document(path: Path, most: int) -> RawRow:
     try:
         with _open(path) as file:
-            text = file.read().decode("utf-8")
+            content = file.read(most + 1)
+        if len(content) > most:
+            return RawRow("", str(path), TOO_MANY_BYTES)
+        text = content.decode("utf-8")
     except UnicodeDecodeError:
         return RawRow("", str(path), "not UTF-8 text")
     except (gzip.BadGzipFile, EOFError, zlib.error):
@@ -171,9 +176,9 @@ def _read_rows(path: Path, source: Source) -> Iterator[RawRow]:
         if suffix == ".parquet":
             yield from _read_parquet(path, source)
         elif suffix == ".json" and _first_character(path) == b"[":
-            yield from _read_array(path)
+            yield from _read_array(path, source.max_row_bytes)
         else:
-            yield from _read_lines(path)
+            yield from _read_lines(path, source.max_row_bytes)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(
             f"sources.path: {str(path)!r} is not a whole gzip file ({error}); compress or fetch it "
@@ -190,11 +195,11 @@ def _first_character(path: Path) -> bytes:
     return b""
 
 
-def _read_array(path: Path) -> Iterator[RawRow]:
+def _read_array(path: Path, most: int) -> Iterator[RawRow]:
     try:
         with _open(path) as file:
-            for number, row in enumerate(read_array(file), 1):
-                yield RawRow(dump_row(row), f"{path}:{number}")
+            for number, row in enumerate(read_array(file, most), 1):
+                yield _dumped(row, f"{path}:{number}", most)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"sources.path: {str(path)!r} is not valid JSON ({error}); fix the file, or name "
@@ -202,10 +207,20 @@ def _read_array(path: Path) -> Iterator[RawRow]:
         ) from error
 
 
-def _read_lines(path: Path) -> Iterator[RawRow]:
-    with _open(path) as lines:
-        for number, line in enumerate(lines, 1):
+def _dumped(row: object, location: str, most: int) -> RawRow:
+    text = dump_row(row)
+    if len(text) > most:
+        return RawRow("", location, TOO_MANY_BYTES)
+    return RawRow(text, location)
+
+
+def _read_lines(path: Path, most: int) -> Iterator[RawRow]:
+    with _open(path) as file:
+        for number, line in enumerate(bounded_lines(file, most), 1):
             location = f"{path}:{number}"
+            if line is None:
+                yield RawRow("", location, TOO_MANY_BYTES)
+                continue
             try:
                 text = line.decode("utf-8-sig").strip()
             except UnicodeDecodeError:
@@ -224,8 +239,8 @@ def _read_parquet(path: Path, source: Source) -> Iterator[RawRow]:
         for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
             for row in batch.to_pylist():
                 number += 1
-                yield RawRow(dump_row(row), f"{path}:{number}")
-    except pyarrow.ArrowException as error:
+                yield _dumped(row, f"{path}:{number}", source.max_row_bytes)
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: of a damaged page
         raise ValueError(
             f"sources.path: {str(path)!r} is not a readable parquet file ({error})"
         ) from error
@@ -239,7 +254,7 @@ def read_hub(source: Source) -> Iterator[RawRow]:
     # A stream may not know its columns before its first row.
     columns = needed_columns(source, data.column_names or list(next(iter(data), {})))
     for number, row in enumerate(data.select_columns(columns) if columns else data, 1):
-        yield RawRow(dump_row(row), f"{source.path}[{source.split}]:{number}")
+        yield _dumped(row, f"{source.path}[{source.split}]:{number}", source.max_row_bytes)
 
 
 def load_hub(source: Source) -> Any:
@@ -273,15 +288,19 @@ CHUNK_CHARACTERS = 1 << 20
 SPACE = re.compile(r"[ \t\n\r]*")
 
 
-def read_array(file: IO[bytes], chunk: int = CHUNK_CHARACTERS) -> Iterator[Any]:
+def read_array(file: IO[bytes], most: int, chunk: int = CHUNK_CHARACTERS) -> Iterator[Any]:
     """The elements of a JSON array one by one: ShareGPT's file is an array of 670 MB.
 
     The UTF-8 text begins with "[" and holds nothing after its "]".
 
     Memory is that of a few chunks, or of the largest element.
 
+    Args:
+        most: characters of an element.
+
     Raises:
-        ValueError: the text is no such array; elements before the fault have been yielded.
+        ValueError: the text is no such array, or one of its elements is longer; those before the
+            fault have been yielded.
     """
     decoder = json.JSONDecoder()
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
@@ -306,15 +325,19 @@ def read_array(file: IO[bytes], chunk: int = CHUNK_CHARACTERS) -> Iterator[Any]:
             position, size = end + (after == ","), chunk
             continue
         if closes:
-            rest = (buffer[position + 1 :] + text.read()).strip()
-            if rest:
-                raise ValueError(f"text after the array: {rest[:30]!r}")
+            rest = buffer[position + 1 :] or text.read(chunk)
+            while rest:
+                if rest.strip():
+                    raise ValueError(f"text after the array: {rest.strip()[:30]!r}")
+                rest = text.read(chunk)
             return
         # The element may go on in the next chunk; twice as much each time, so that a long one is
         # not parsed again and again.
         more = text.read(size)
         if not more:
             raise fault
+        if len(buffer) - position > most:
+            raise ValueError(f"an element has more than {most} characters (sources.max_row_bytes)")
         buffer, position, size = buffer[position:] + more, 0, 2 * size
 
 

@@ -3,8 +3,13 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
-from pipedraft.errors import run_command
+from pipedraft.errors import leave_at_interrupts, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 from pipedraft.eval.arguments import EdgeOptions, EvaluationOptions, TableOptions
 from pipedraft.inference.arguments import backend_of
 from pipedraft.options import Options, subcommand
@@ -35,11 +40,11 @@ def run(argv: Sequence[str]) -> None:
         run_subcommand(subcommand(argv[0], list(SUBCOMMANDS)), argv[1:])
         return
     options = EvaluationOptions.read(argv)
-    with backend_of(options) as cluster:
+    with backend_of(options) as cluster, ExitStack() as held:
         if cluster is None or cluster.is_controller:
             from pipedraft.eval.command import evaluate_drafts
 
-            evaluate_drafts(options, argv, cluster)
+            evaluate_drafts(options, argv, cluster, held)
         else:
             cluster.serve()
 

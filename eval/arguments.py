@@ -4,7 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.inference.arguments import BackendOptions, Rule, ScheduleOptions, read_temperature
+from pipedraft.inference.arguments import (
+    BackendOptions,
+    Dtype,
+    FilterOptions,
+    PlaceOptions,
+    Rule,
+    ScheduleOptions,
+    read_temperature,
+)
 from pipedraft.inference.config import RuleName
 from pipedraft.options import Options, option
 
@@ -70,32 +78,37 @@ class ScoreOptions(Options):
           --allow-code-execution --max-new-tokens 512 --out out/scored
 
     The latter runs programs that a model wrote. Each has a process group of its own, 3 s on the
-    CPU, 30 s in all, 1 GiB, files of 1 MiB, no further process, no environment but PATH, an empty
-    temporary folder, and no network where the system allows namespaces (a line says so where not).
-    They are not kept from reading files, nor from writing outside their folder where the user may
-    (root's run as nobody): use a container for models you do not trust.
+    CPU, 30 s in all, 1 GiB, no further process, no environment but PATH, no network, and a file
+    system of its own: read-only but for 16 MiB, without homes. Where the system does not permit the
+    namespaces for that, nothing runs without --allow-unisolated-code, by which programs can use the
+    network and read and change your files. The kernel stays the same: use a virtual machine for
+    models you do not trust.
     """
 
     score: bool = False
     """score the answers of every method"""
     allow_code_execution: bool = False
     """with --score: run humaneval's answers; without it humaneval is not scored"""
+    allow_unisolated_code: bool = False
+    """also where programs of the model can use the network and read and change your files"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationOptions(ScoreOptions, BackendOptions, ScheduleOptions):
+class EvaluationOptions(ScoreOptions, BackendOptions, FilterOptions, ScheduleOptions):
     """Decode benchmarks with drafts and compare them with autoregressive decoding."""
 
     PROG: ClassVar[str] = "pipedraft eval"
     EXAMPLE: ClassVar[str] = EXAMPLE
     SETTINGS_ARE_LISTS: ClassVar[bool] = True
-    ONE_OF = (("checkpoint", "draft_model"),)
+    ONE_OF = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: tuple[str, ...] = option((), metavar="DIR", repeated=True)
     """checkpoint folder or Hub repository of a draft; may be given several times"""
     draft_model: str | None = option(None, metavar="DIR")
     """folder or Hub name of a language model with the target's tokenizer, as the draft (its own
     schedule is pipeinfer); needs --target"""
+    draft: Literal["ngram", "suffix"] | None = None
+    """a draft without a network: what followed the same tokens before; needs --target"""
     target: str | None = None
     """folder or Hub name of the target; default: the one the draft names"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
@@ -123,16 +136,16 @@ class EvaluationOptions(ScoreOptions, BackendOptions, ScheduleOptions):
     """new tokens of each turn"""
     seed: int = 0
     """of the sampling and the bootstrap"""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """of target and draft; float32, for which greedy output is exact"""
-    device: str = "auto"
-    """e.g. cpu, cuda:0; auto: the accelerator if any"""
+    dtype: Dtype = "float32"
+    """of target and draft; float32, for which greedy output is exact; auto: on a GPU as the target
+    is stored"""
     no_lossless: bool = False
     """leave out the comparison of greedy outputs with transformers, and the acceptance by entropy:
     what takes the whole target once more"""
-    cost: Path | None = None
-    """cost model (JSON, as --calibrate writes it) for the modeled speed-up S; default: links and
-    verification free, a draft forward by its layers"""
+    cost: str | None = option(None, metavar="PRESET|FILE")
+    """cost model for the modeled speed-up S: h100, a100, rtx4090, jetson_orin, this_cpu, or a file
+    as --calibrate writes it; default: rows, links and verification free, a draft forward by its
+    layers"""
     calibrate: Path | None = None
     """write the cost model that this run's measurements make: the time of a row more, a hop, a
     verification, a draft forward"""
@@ -146,17 +159,19 @@ class EvaluationOptions(ScoreOptions, BackendOptions, ScheduleOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeOptions(Options):
+class EdgeOptions(PlaceOptions, FilterOptions):
     """Decode benchmarks across virtual links by several methods."""
 
     PROG: ClassVar[str] = "pipedraft eval edge"
     EXAMPLE: ClassVar[str] = EDGE_EXAMPLE
-    ONE_OF = (("checkpoint", "draft_model"),)
+    ONE_OF = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: str | None = option(None, metavar="DIR")
     """folder or Hub name of a FlexSpec draft"""
     draft_model: str | None = option(None, metavar="DIR")
     """a language model with the target's tokenizer as the draft; needs --target"""
+    draft: Literal["ngram", "suffix"] | None = None
+    """a draft without a network, as of eval; needs --target"""
     target: str | None = None
     """folder or Hub name of the target; default: the one the draft names"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
@@ -172,20 +187,25 @@ class EdgeOptions(Options):
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
     """comma list"""
     times: str = option("picospec", metavar="TIMES")
-    """picospec, flexspec, or a JSON file of draft_s, verify_s, verify_row_s, cloud_draft_s"""
+    """picospec, picospec_llama, flexspec, flexspec_145ms, flexspec_12ms, flexspec_10.5ms, or a JSON
+    file of draft_s, verify_s, cloud_draft_s and perhaps verify_row_s, alone_s, edge_layer_s"""
     draft_length: int = option(4, metavar="K", least=1)
     """of stop_and_wait and dssd"""
     rule: RuleName | None = None
     """acceptance at T > 0; default: each method's own"""
-    policy: str = "survival"
+    policy: str = "geometric"
     """draft length, except of stop_and_wait, dssd and pearl, which have their own: fixed:K, eq11,
     alg2, geometric or survival"""
-    top_k: int = option(10, metavar="K", least=1)
-    """tokens of a rejection, by topk and tail_escape"""
+    token_bytes: int = option(0, metavar="B", least=0)
+    """that go up with each draft token besides its id"""
+    payload_tokens: int = option(10, metavar="K", least=1)
+    """the target's best tokens in a rejection, by topk and tail_escape"""
     tail_samples: int = option(4, metavar="M", least=1)
-    """tokens of a rejection, by tail_escape"""
+    """drawn tokens in a rejection, by tail_escape"""
     max_new_tokens: int = option(128, metavar="M", least=1)
     """of each answer"""
+    dtype: Dtype = "float32"
+    """of target and draft; float32, for which greedy output is exact"""
     seed: int = 0
     """of all that is random"""
     no_lossless: bool = False
@@ -195,7 +215,7 @@ class EdgeOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableOptions(Options):
+class TableOptions(PlaceOptions):
     """Run a specification, as a paper's table is, with the drafts at hand."""
 
     PROG: ClassVar[str] = "pipedraft eval table"
@@ -215,6 +235,8 @@ class TableOptions(Options):
     """of the benchmarks' official files; see eval --help"""
     max_new_tokens: int | None = option(None, metavar="M", least=1)
     """a turn; default: 128"""
+    dtype: Dtype | None = None  # type: ignore[assignment]  # None: the specification's
+    """of target and draft; default: the specification's, float32"""
     seed: int | None = None
     """of the sampling and the bootstrap; default: 0"""
     fresh: bool = False

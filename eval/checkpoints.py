@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.errors import UsageError
@@ -14,9 +12,11 @@ from pipedraft.eval.record import Settings
 from pipedraft.eval.run import DraftNetwork
 from pipedraft.eval.spec import Role
 from pipedraft.eval.tasks import Prompt
+from pipedraft.files import read_yaml
 from pipedraft.models import load_draft
 from pipedraft.models.draft import CONFIG_FILE, Draft, read_description, resolve_folder
 from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.placement import place_draft
 
 LANGUAGE_MODEL, TARGET = "language_model", "target"
 
@@ -52,24 +52,23 @@ def _describes(folder: Path, role: Role) -> bool:
     return all(architecture.get(name) == value for name, value in role.architecture.items())
 
 
-def default_device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
-
-
 def load_head(folder: Path, target: PreTrainedModel, *, allow_evolved: bool = False) -> Draft:
     """A checkpoint of this package, on the target's device and in its dtype."""
-    draft = load_draft(str(folder), target, allow_evolved=allow_evolved)
-    return draft.to(target.device, target.dtype)
+    return place_draft(load_draft(str(folder), target, allow_evolved=allow_evolved), target)
 
 
 def read_drafts(
-    checkpoints: Sequence[str], target: str | None, draft_model: str | None
+    checkpoints: Sequence[str],
+    target: str | None,
+    draft_model: str | None,
+    lookup: str | None = None,
 ) -> tuple[str, str | None, dict[Path, Settings]]:
     """Name and revision of the target, and the description of every checkpoint.
 
     Args:
         target: of --target; None: the one that the checkpoints name.
-        draft_model: a language model in place of checkpoints; it names no target.
+        draft_model, lookup: a language model, or a draft without a network, in place of
+            checkpoints; they name no target.
     """
     folders = [resolve_folder(checkpoint) for checkpoint in checkpoints]
     drafts = {folder: read_description(folder) for folder in folders}
@@ -77,6 +76,8 @@ def read_drafts(
         return target, None, drafts
     if draft_model is not None:
         raise UsageError(f"--target: missing; --draft-model {draft_model} names none")
+    if lookup is not None:
+        raise UsageError(f"--target: missing; --draft {lookup} names none")
     references = [description["target"] for description in drafts.values()]
     targets = dict.fromkeys((target["name"], target.get("revision")) for target in references)
     if len(targets) > 1:
@@ -130,7 +131,7 @@ class CheckpointSearch:
                 )
 
     def _read(self, path: Path) -> dict[str, Path]:
-        content = yaml.safe_load(path.read_text())
+        content = read_yaml(path, "--checkpoints")
         if not isinstance(content, dict):
             raise ValueError(f"--checkpoints: {path} is no mapping; write lines of role: folder")
         for name, folder in content.items():

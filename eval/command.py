@@ -1,33 +1,36 @@
 """The command `python -m pipedraft.eval`, from its options to the report."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from pipedraft.errors import make_folder
 from pipedraft.eval.arguments import EvaluationOptions
-from pipedraft.eval.checkpoints import default_device, load_head, read_drafts
+from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.record import Settings
-from pipedraft.eval.replay import fit_cost, read_cost
+from pipedraft.eval.replay import fit_cost
 from pipedraft.eval.report import format_table, write_report
 from pipedraft.eval.run import DraftNetwork, Evaluation, Method
 from pipedraft.eval.scores import make_scorer
 from pipedraft.eval.spec import Row, Spec
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import Traces, remove_traces, traces_of
-from pipedraft.inference.arguments import settings_grid
+from pipedraft.files import locked, make_place, to_json, write_atomically
+from pipedraft.inference.arguments import place_of, settings_grid
 from pipedraft.inference.clock import CostModel
+from pipedraft.inference.costs import read_cost
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.lookup import make_lookup
+from pipedraft.models.placement import resolve_dtype
 from pipedraft.models.target import (
     StagedTarget,
     choose_decoding_threads,
@@ -58,6 +61,8 @@ def _load_drafts(
     if options.draft_model is not None:
         network = load_draft_model(options.draft_model, target, tokenizer)
         return {"draft model": (options.draft_model, network)}
+    if options.draft is not None:
+        return {options.draft: (options.draft, make_lookup(options.draft, target))}
     return {
         _method_name(folder, drafts): (
             str(folder),
@@ -92,7 +97,7 @@ def _spec(
         title="Evaluation",
         target=target,
         rows=rows,
-        run={"verifier": options.verifier},
+        run={"verifier": options.verifier} | options.filters,
         drafts={name: place for name, (place, _) in drafts.items()},
         benchmarks=list(options.benchmarks),
         data_dir=options.data_dir,
@@ -101,18 +106,6 @@ def _spec(
         seed=options.seed,
         dtype=options.dtype,
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return default_device()
-    try:
-        return torch.zeros(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"--device: {name!r} cannot be used ({reason}); give cpu or leave it out"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -137,17 +130,13 @@ def _load_target(
     Args:
         trained: descriptions of the drafts.
     """
-    dtype = getattr(torch, options.dtype)
+    device = place_of(options, cluster)
+    dtype = resolve_dtype(options.dtype, device, name, revision)
     if cluster is None:
-        model = load_target(name, revision=revision, dtype=dtype, device=_device(options.device))
+        model = load_target(name, revision=revision, dtype=dtype, device=device)
         choose_decoding_threads(model)
         reference = None if options.no_lossless else model
         return _Target(model, reference, LocalPipeline, options.boundaries, options.stages)
-    if options.device != "auto":
-        raise ValueError(
-            f"--device: {options.device!r} is for one process; with --backend process every "
-            "rank takes an accelerator of its own, or the CPU: leave it out"
-        )
     architectures = [description["architecture"] for description in trained]
     wanted = {a["num_stages"] for a in architectures if a.get("num_stages")}
     cuts = {tuple(a["boundaries"]) for a in architectures if a.get("boundaries")}
@@ -165,13 +154,24 @@ def _load_target(
     return _Target(model, reference, cluster.connect, cluster.job.boundaries, num_stages)
 
 
+def _check_stages(wanted: int | None, drafts: Mapping[Path, Settings]) -> None:
+    for folder, description in drafts.items():
+        trained_for = description["architecture"].get("num_stages")
+        if trained_for and wanted and wanted != trained_for:
+            raise ValueError(
+                f"--stages: {wanted}, but {folder} was trained for {trained_for}; "
+                "leave --stages out, or train a draft for that number"
+            )
+
+
 def evaluate_drafts(
-    options: EvaluationOptions, argv: Sequence[str], cluster: Cluster | None
+    options: EvaluationOptions, argv: Sequence[str], cluster: Cluster | None, held: ExitStack
 ) -> None:
     """Load what the options name, evaluate it, write and print the report.
 
     Args:
         argv: the words of the command line.
+        held: takes the lock of the output folder.
         cluster: None: everything runs in this process.
     """
     logging.set_verbosity_error()
@@ -179,17 +179,14 @@ def evaluate_drafts(
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
     scorer, lines = make_scorer(options, benchmarks)
     target_name, revision, drafts = read_drafts(
-        options.checkpoint, options.target, options.draft_model
+        options.checkpoint, options.target, options.draft_model, options.draft
     )
-    for folder, description in drafts.items():
-        trained_for = description["architecture"].get("num_stages")
-        if trained_for and options.stages and options.stages != trained_for:
-            raise ValueError(
-                f"--stages: {options.stages}, but {folder} was trained for {trained_for}; "
-                "leave --stages out, or train a draft for that number"
-            )
+    _check_stages(options.stages, drafts)
     cost = CostModel() if options.cost is None else read_cost(options.cost)
+    if options.calibrate is not None:
+        make_place("--calibrate", options.calibrate, b'{\n  "row": ')
     make_folder("--out", options.out)
+    held.enter_context(locked(options.out, "--out", shared=options.shard is not None))
     if options.fresh and not options.calibrate:
         remove_traces(options.out)
     tokenizer = load_tokenizer(target_name, revision=revision)
@@ -242,5 +239,5 @@ def evaluate_drafts(
     print(f"written: {options.out}/results.json, report.md, report.html, manifest.json and plots")
     if options.calibrate is not None:
         measured = fit_cost(runs)
-        options.calibrate.write_text(json.dumps(vars(measured), indent=2) + "\n")
+        write_atomically(options.calibrate, to_json(vars(measured)))
         print(f"written: {options.calibrate}: {vars(measured)}")

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from msgspec import UNSET
 
-from pipedraft.errors import UsageError, make_folder
+from pipedraft.errors import UsageError
 from pipedraft.eval.intervals import (
     CONFIDENCE,
     RELATIVE_DIFFERENCES,
@@ -25,7 +25,7 @@ from pipedraft.eval.intervals import (
 from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, ratio
 from pipedraft.eval.record import Manifest, PromptRecord, RunRecord, parse, read_bytes, read_results
 from pipedraft.eval.tables import Table, align_columns, fact
-from pipedraft.files import to_json, write_atomically
+from pipedraft.files import make_place, to_json, write_atomically
 from pipedraft.options import Options, option
 
 EXAMPLE = """\
@@ -198,7 +198,7 @@ def compare_entries(
 
 def counterparts(entry: RunRecord, candidates: Sequence[RunRecord]) -> list[RunRecord]:
     """The baseline's entries most like ``entry``: namesakes if there are any."""
-    place = ("benchmark", "temperature")
+    place = ("benchmark", "sampling")
     is_plain = entry.schedule == AUTOREGRESSIVE
     candidates = [
         other
@@ -227,7 +227,7 @@ def compare_runs(
 
         def places(run: Evaluated) -> str:
             return ", ".join(
-                dict.fromkeys(f"{e.benchmark} at T = {e.temperature:g}" for e in run.entries)
+                dict.fromkeys(f"{e.benchmark} at T = {e.sampling}" for e in run.entries)
             )
 
         raise UsageError(
@@ -263,7 +263,7 @@ def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line
         if is_plain and line.result.p_value <= 1 - CONFIDENCE:
             found.append(
                 f"the machine was not equally fast: plain decoding of {line.compared.benchmark} "
-                f"at T = {line.compared.temperature:g} ran at {line.result.ratio:.2f} times the "
+                f"at T = {line.compared.sampling} ran at {line.result.ratio:.2f} times the "
                 "baseline's tokens/s, and so differ other methods' tokens/s"
             )
     for run in (baseline, compared):
@@ -305,7 +305,7 @@ def find_noise(runs: Sequence[Evaluated]) -> list[Noise]:
             if not has(WALLCLOCK, entry):
                 continue
             counts = sorted((*key, r.tokens, r.steps) for key, r in _rows_by_id(entry).items())
-            setting = _setting(entry, ("benchmark", "temperature", *LIKENESS[0]))
+            setting = _setting(entry, ("benchmark", "sampling", *LIKENESS[0]))
             groups.setdefault((setting, tuple(counts)), []).append((run, entry))
     found = []
     for repeats in groups.values():
@@ -349,7 +349,7 @@ def _whole(value: int | None) -> str:
 
 COLUMNS: dict[str, Callable[[Line], str]] = {
     "benchmark": lambda line: line.compared.benchmark,
-    "T": lambda line: f"{line.compared.temperature:g}",
+    "T": lambda line: line.compared.sampling,
     "method": _name,
     "of": lambda line: line.quantity.label,
     "prompts": lambda line: str(line.result.num_prompts),
@@ -375,7 +375,7 @@ def format_noise(noises: Sequence[Noise]) -> str:
     for noise in noises:
         parts, pooled = noise.parts, ", ".join(f"{value:.2f}" for value in noise.pooled)
         lines.append(
-            f"  {noise.entry.benchmark}, T={noise.entry.temperature:g}, "
+            f"  {noise.entry.benchmark}, T={noise.entry.sampling}, "
             f"{_described(noise.entry)}, {parts.num_repeats} runs of {parts.num_prompts} prompts: "
             f"mean {parts.mean:.2f}, between prompts {parts.between_prompts**0.5:.2f}, between "
             f"repeats {parts.between_repeats**0.5:.2f}, beyond both {parts.residual**0.5:.2f} (the "
@@ -393,6 +393,7 @@ def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[s
     return {
         "benchmark": line.compared.benchmark,
         "temperature": line.compared.temperature,
+        "filters": line.compared.filters,
         "quantity": line.quantity.name,
         "of_baseline": side(baseline, line.baseline),
         "of_compared": side(compared, line.compared),
@@ -405,7 +406,7 @@ def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[s
 
 
 def _noise_record(noise: Noise) -> dict[str, object]:
-    fields = ("benchmark", "temperature", *LIKENESS[0])
+    fields = ("benchmark", "temperature", "filters", *LIKENESS[0])
     return {
         **{field: getattr(noise.entry, field) for field in fields},
         "runs": noise.folders,
@@ -442,11 +443,7 @@ def run(argv: Sequence[str]) -> None:
         Evaluated.read(folder) for folder in (arguments.baseline, *arguments.others)
     ]
     if arguments.json is not None:
-        if arguments.json.is_dir():
-            raise UsageError(
-                f"--json: {str(arguments.json)!r} is a folder; give a file, e.g. out.json"
-            )
-        make_folder("--json", arguments.json.parent)
+        make_place("--json", arguments.json, b'{\n  "comparisons": [')
     records, warnings = [], []
     for other in others:
         lines = compare_runs(baseline, other, QUANTITIES + BY_ENTROPY * arguments.entropy)
@@ -462,9 +459,9 @@ def run(argv: Sequence[str]) -> None:
     print(LEGEND)
     if arguments.json is not None:
         content = {
+            "comparisons": records,
             "runs": [str(run.folder) for run in (baseline, *others)],
             "warnings": warnings,
-            "comparisons": records,
             "noise": [_noise_record(noise) for noise in noises],
         }
         write_atomically(arguments.json, to_json(content))

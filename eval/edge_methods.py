@@ -3,7 +3,7 @@
 decoded = decode(METHODS["picospec"], simulation, prompt_ids, prompt_index=0)
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict
 
 import msgspec
@@ -15,6 +15,7 @@ from pipedraft.eval.run import DraftNetwork
 from pipedraft.inference.channel import Channel, EnergyModel, Link
 from pipedraft.inference.config import DecodeConfig, RuleName
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.filters import Filters, sampling_label
 from pipedraft.inference.pipelines.link import LinkPipeline, Times
 from pipedraft.inference.pipelines.linked import RemoteTarget
 from pipedraft.inference.result import DecodeResult
@@ -22,17 +23,46 @@ from pipedraft.inference.sources import make_source
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RULES, KeyedRandom, make_verifier
+from pipedraft.models.lookup import LOOKUPS, LookupKind
 from pipedraft.models.target import Keep
 
 # -- published and assumed constants of computing and energy, for the virtual clock ---------------
 
+
+def published_times(
+    draft_s: float, verify_s: float, alone_s: float, draft_weights: float, layer_weights: float
+) -> Times:
+    """
+    Args:
+        draft_weights, layer_weights: of the draft and of one layer of the target, in billions. What
+            the edge reads weights for takes as long as its draft does for these.
+    """
+    return Times(
+        draft_s=draft_s,
+        verify_s=verify_s,
+        cloud_draft_s=draft_s / 4,
+        alone_s=alone_s,
+        edge_layer_s=draft_s * layer_weights / draft_weights,
+    )
+
+
+FLEXSPEC_DRAFT_MS = (145.0, 12.0, 10.5)
+"""A draft token on further devices of FlexSpec's table V; which ones is not in our sources."""
 TIMES: dict[str, Times] = {
-    "picospec": Times(draft_s=0.097 / 4, verify_s=0.087, cloud_draft_s=0.097 / 16),
-    "flexspec": Times(draft_s=0.0085, verify_s=0.166, cloud_draft_s=0.0085 / 4),
+    "picospec": published_times(0.097 / 4, 0.087, 1 / 13.89, 0.596, 31.2 / 64),
+    "picospec_llama": published_times(0.171 / 4, 0.166, 1 / 6.87, 1.236, 68.5 / 80),
+    "flexspec": published_times(0.0085, 0.166, 1 / 6.87, 1.25, 68.5 / 80),
+    **{
+        f"flexspec_{ms:g}ms": published_times(ms / 1e3, 0.166, 1 / 6.87, 1.25, 68.5 / 80)
+        for ms in FLEXSPEC_DRAFT_MS
+    },
 }
-"""Edge: PicoSpec's Qwen3-0.6B (97 ms for 4 tokens), FlexSpec's draft on a Jetson AGX. Cloud:
-PicoSpec's 32B and 70B targets. Assumptions: a draft in the cloud takes a quarter of the edge's
-time, and rows after the first of a pass cost nothing (they read the same weights)."""
+"""Edge: PicoSpec's Qwen3-0.6B (97 ms for 4 tokens) and Llama 1B (171 ms), FlexSpec's draft on a
+Jetson AGX. Cloud: PicoSpec's 32B and 70B targets, which verify in 87 and 166 ms (tables 2 and 3)
+and alone decode 13.89 and 6.87 tokens/s (table 1). Assumptions: a draft in the cloud takes a
+quarter of the edge's time, rows after the first of a pass cost nothing (they read the same
+weights), FlexSpec's cloud is PicoSpec's with a 70B target. The round trip that is left of
+PicoSpec's times per round without drafting and verification is 5 to 10 ms."""
 
 
 class Radio(TypedDict):
@@ -76,6 +106,8 @@ def radio_of(link: str) -> str:
 # -- methods --------------------------------------------------------------------------------------
 
 Place = Literal["target", "both", "draft"]
+STATE_BYTES = 2
+"""Of one number of a hidden state that crosses a link: half precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +122,13 @@ class Method:
     without one ("draft"). None: there is no draft."""
     length: Literal["policy", "fixed", "own"] = "policy"
     """Draft length: of the simulation's policy, its fixed length, or as the schedule says."""
+    lookup: LookupKind | None = None
+    """A draft without a network, which takes no time, in place of the simulation's."""
     has_own_rule: bool = False
     """No other acceptance rule makes sense of it."""
+    asks_with: Literal["id", "state"] | None = None
+    """What goes up for every single token: the one before it, or its hidden state behind the
+    target's first layers, which the edge computes. None: nothing, the tokens are streamed."""
     caveat: str = ""
     """Why the output is not distributed as the target's; "": it is."""
 
@@ -100,6 +137,18 @@ _FULL = "picospec, the whole distribution down on a rejection"
 METHODS: dict[str, Method] = {
     "cloud": Method(
         summary="the target alone, streamed", schedule="autoregressive", drafts_in=None
+    ),
+    "cloud_round_trip": Method(
+        summary="the target alone, asked for each token",
+        schedule="autoregressive",
+        drafts_in=None,
+        asks_with="id",
+    ),
+    "split": Method(
+        summary="the target's first layers on the edge, the others in the cloud",
+        schedule="autoregressive",
+        drafts_in=None,
+        asks_with="state",
     ),
     "stop_and_wait": Method(
         summary="draft, send, wait; a fixed length", schedule="stop_and_wait", length="fixed"
@@ -114,6 +163,12 @@ METHODS: dict[str, Method] = {
         caveat="not lossless: the draft's own output",
     ),
     "flexspec": Method(summary="draft, send, wait; the policy's length", schedule="flexspec"),
+    "prompt_lookup": Method(
+        summary="flexspec with draft tokens looked up in the text by n-grams, as its paper's"
+        " baseline",
+        schedule="flexspec",
+        lookup="ngram",
+    ),
     "dssd": Method(
         summary="draft, send, wait; the whole distribution comes down on a rejection",
         schedule="dssd",
@@ -127,6 +182,12 @@ METHODS: dict[str, Method] = {
     ),
     "picospec": Method(
         summary="drafts on while the target verifies, several batches away", schedule="picospec"
+    ),
+    "picospec_published": Method(
+        summary="picospec as published: one batch away, top-K of the distribution down",
+        schedule="picospec",
+        settings={"window": 1, "verifier": "topk"},
+        has_own_rule=True,
     ),
     "picospec_serial": Method(
         summary="picospec, waiting for each verdict", schedule="picospec", settings={"serial": True}
@@ -143,7 +204,7 @@ temperature 0 only, as a greedy correction is one token."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulation:
+class Simulation(Filters):
     """Where methods are tried on the virtual clock: networks, link, constants, settings."""
 
     target: SharedTarget
@@ -154,15 +215,26 @@ class Simulation:
     times: Times
     energy: EnergyModel
     temperature: float = 0.0
+    edge_layers: int = 3
+    """Layers of the target on the edge, of ``split``; PicoSpec's baseline has three."""
+    token_bytes: int = 0
+    """That go up with each draft token besides its id."""
+    window: int | None = None
+    """Batches of picospec that may be away; None: each method's own."""
     rule: RuleName | None = None
     """For the methods without a rule of their own kind; None: each method's."""
-    policy: str = "survival"
+    policy: str = "geometric"
     max_length: int = 8
     fixed_length: int = 4
-    top_k: int = 10
+    payload_tokens: int = 10
     tail_samples: int = 4
     max_new_tokens: int = 128
     seed: int = 0
+
+    @property
+    def sampling(self) -> str:
+        """Label of temperature and filters."""
+        return sampling_label(self.temperature, self.active)
 
     def config(self, method: Method) -> DecodeConfig:
         """Configuration by which a method decodes in this simulation."""
@@ -180,11 +252,14 @@ class Simulation:
             settings |= {"policy": f"fixed:{self.fixed_length}", "max_length": longest}
         elif method.length == "own":
             settings["max_length"] = self.max_length
+        if method.schedule == "picospec" and self.window is not None:
+            settings["window"] = self.window
         return DecodeConfig.of(
             method.schedule,
             num_stages=1,
             temperature=self.temperature,
-            payload_tokens=self.top_k,
+            **self.active,
+            payload_tokens=self.payload_tokens,
             tail_samples=self.tail_samples,
             max_new_tokens=self.max_new_tokens,
             seed=self.seed,
@@ -236,24 +311,32 @@ def decode(
         result = _decode_alone(simulation, prompt_ids, prompt_index)
         elapsed_s, num_drafted = result.token_times_s[-1], len(result.token_ids)
     else:
-        is_colocated = method.drafts_in == "target"
+        is_colocated = method.drafts_in == "target" or method.asks_with is not None
+        draft, times = simulation.draft, simulation.times
+        if method.lookup is not None:
+            draft = LOOKUPS[method.lookup](simulation.target.staged().vocab_size)
+            times = replace(times, draft_s=0.0)
         pipeline = LinkPipeline(
             RemoteTarget(),
             simulation.target,
             simulation.link,
-            simulation.times,
+            times,
             is_colocated=is_colocated,
+            token_bytes=simulation.token_bytes,
         )
         engine = Engine(
             pipeline.target,
             simulation.tokenizer,
             simulation.config(method),
-            simulation.draft,
+            draft,
             connect=lambda target: pipeline,
         )
         result = engine.decode(prompt_ids, prompt_index=prompt_index)
         channel, elapsed_s = pipeline.channel, pipeline.now()
-        if is_colocated:
+        if method.asks_with is not None:
+            channel = Channel(simulation.link, seed=simulation.seed * 1_000_003 + prompt_index)
+            elapsed_s = _ask_for_each(result, channel, simulation, method.asks_with)
+        elif is_colocated:
             elapsed_s = _stream_down(result, channel)
         num_drafted = result.num_drafted if method.drafts_in == "both" else 0
     up, down = channel.traffic("up"), channel.traffic("down")
@@ -280,6 +363,30 @@ def _stream_down(result: DecodeResult, channel: Channel) -> float:
     return arrivals_s[-1]
 
 
+def _ask_for_each(
+    result: DecodeResult, channel: Channel, simulation: Simulation, sends: Literal["id", "state"]
+) -> float:
+    """Make every token wait for the one before it to cross the link; returns the last arrival.
+
+    The tokens are the target's own whoever computes its layers, and each has its usual pass.
+    """
+    config, times = simulation.target.model.config.get_text_config(), simulation.times
+    edge_layers = min(simulation.edge_layers, config.num_hidden_layers) if sends == "state" else 0
+    share = 1 - edge_layers / config.num_hidden_layers
+    asked, time_s, arrivals_s = result.prompt_ids, 0.0, list[float]()
+    for token in result.token_ids:
+        num_bytes = len(msgspec.msgpack.encode(asked))
+        if sends == "state":
+            num_bytes = STATE_BYTES * config.hidden_size * len(asked)
+        time_s = channel.transmit(time_s + edge_layers * times.edge_layer_s, num_bytes, "up")
+        time_s += share * times.forward_s(1, alone=bool(arrivals_s))
+        asked = [token]
+        time_s = channel.transmit(time_s, len(msgspec.msgpack.encode(asked)), "down")
+        arrivals_s.append(time_s)
+    result.token_times_s[:] = arrivals_s
+    return time_s
+
+
 @torch.inference_mode()
 def _decode_alone(simulation: Simulation, prompt_ids: list[int], prompt_index: int) -> DecodeResult:
     """The draft's own output, a token every ``draft_s``."""
@@ -288,7 +395,14 @@ def _decode_alone(simulation: Simulation, prompt_ids: list[int], prompt_index: i
     source, staged = make_source(simulation.draft), simulation.target.staged()
     name: RuleName = "rejection" if simulation.temperature else "match"
     random = KeyedRandom(simulation.seed, prompt_index)
-    rule = make_verifier(name, simulation.temperature, random, top_k=1, tail_samples=1)
+    rule = make_verifier(
+        name,
+        simulation.temperature,
+        random,
+        filters=simulation.filters,
+        payload_tokens=1,
+        tail_samples=1,
+    )
     result = DecodeResult(list(prompt_ids), [], "", "", num_stages=1)
     source.begin({}, list(prompt_ids))
     position = len(prompt_ids)

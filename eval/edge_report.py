@@ -33,12 +33,13 @@ from pipedraft.eval.tables import (
 )
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import to_json, write_atomically
+from pipedraft.inference.draws import probabilities
 from pipedraft.inference.link_files import load_link
 from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import probabilities, top_k_bias
+from pipedraft.inference.verify import top_k_bias
 from pipedraft.models.target import Keep
 
 UNCHECKED = LosslessRecord(checked=0, mismatches=0)
@@ -73,7 +74,7 @@ class LinkRun:
                 prompts,
                 self.simulation.tokenizer,
                 max_prompt_tokens=self.simulation.target.staged().max_positions - 1,
-                description=f"{self.method} {self.network} T={self.place[1]:g} {name}",
+                description=f"{self.method} {self.network} T={self.simulation.sampling} {name}",
             )
         return self
 
@@ -82,9 +83,9 @@ class LinkRun:
         return [turn.result for turn in self.turns]
 
     @property
-    def place(self) -> tuple[str, float]:
-        """Network and temperature."""
-        return self.network, self.simulation.temperature
+    def place(self) -> tuple[str, str]:
+        """Network, temperature and filters."""
+        return self.network, self.simulation.sampling
 
     @property
     def rule(self) -> str | None:
@@ -155,6 +156,7 @@ def _latency_record(
         method=run.method,
         network=run.network,
         temperature=run.simulation.temperature,
+        filters=run.simulation.active,
         rule=run.rule,
         caveat=run.simulation.caveat(METHODS[run.method]),
         prompts=run.num_prompts,
@@ -163,6 +165,7 @@ def _latency_record(
         ci95=ci95,
         ms_per_token_p50=float(p50),
         ms_per_token_p99=float(p99),
+        ms_per_round=ratio(ms, len(rounds)) if rounds else None,
         tokens_per_s=ratio(1e3 * tokens, ms),
         speedup=ratio(ratio(float(plain_ms), float(plain_tokens)), ms_per_token),
         ttft_ms=None if clock is None else clock.ttft_ms,
@@ -195,13 +198,13 @@ def _top_k_bias(simulation: Simulation, result: DecodeResult) -> float:
     source, first = make_source(simulation.draft), len(result.prompt_ids)
     source.begin({}, [*result.prompt_ids, result.token_ids[0]])
     logits_NV = output_logits(simulation.target.model, result.prompt_ids, result.token_ids)
-    total = 0.0
+    total, sampling = 0.0, (simulation.temperature, simulation.filters)
     for place, token in enumerate(result.token_ids[1:]):
-        p_V = probabilities(logits_NV[place + 1].float(), simulation.temperature)
+        p_V = probabilities(logits_NV[place + 1].float(), *sampling)
         q_V = torch.zeros_like(p_V)
         (logits_U,) = source.leaf_logits(TokenTree(result.token_ids[place], first + place), [0], {})
-        q_V[source.draft_ids] = probabilities(logits_U, simulation.temperature)
-        total += top_k_bias(p_V, q_V, simulation.top_k)
+        q_V[source.draft_ids] = probabilities(logits_U, *sampling)
+        total += top_k_bias(p_V, q_V, simulation.payload_tokens)
         source.keep(Keep((0,), 1))
         source.observe({}, [token])
     return ratio(total, result.num_tokens)
@@ -230,21 +233,25 @@ def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> L
 # -- report.md: methods x networks x temperatures, as the papers print them ------------------------
 
 LEGEND = """\
-ms/token: seconds from the first token to the last over the tokens after the first, pooled over the
-prompts, with 95 % intervals of a bootstrap over prompts; smaller is better. p50, p99: over prompts.
+ms/token (TPOT): time from the first token to the last over the tokens after the first, pooled over
+the prompts, with 95 % intervals of a bootstrap over prompts; smaller is better. p50, p99: over
+prompts. ms/round: the same time over rounds of verification. TTFT: ms from the request to the first
+token, the median; a pass over the prompt takes as long as one over a token.
 speed-up: over the cloud alone, streamed, on the same network. alpha: accepted over tested tokens.
 up, down: payload bytes per token, the prompt included; wire: with headers and what was sent again.
 J/token: of the edge, its idle time included. same: outputs equal to transformers' greedy ones, or
 at T > 0 to the cloud's with the same random numbers; - where a rule keeps only the distribution."""
 DETAILS: dict[str, Callable[[LatencyRecord], str]] = {
     "network": lambda row: row.network,
-    "T": lambda row: f"{row.temperature:g}",
+    "T": lambda row: row.sampling,
     "method": lambda row: row.method,
     "rule": lambda row: row.rule or "-",
     "ms/token": lambda row: number(row.ms_per_token, 1),
     "95 % CI": lambda row: bounds(row.ci95 or (None, None), 1),
     "p50": lambda row: number(row.ms_per_token_p50, 1),
     "p99": lambda row: number(row.ms_per_token_p99, 1),
+    "ms/round": lambda row: number(row.ms_per_round, 1),
+    "TTFT": lambda row: number(row.ttft_ms, 1),
     "tokens/s": lambda row: number(row.tokens_per_s, 2),
     "speed-up": lambda row: number(row.speedup, 2),
     "alpha": lambda row: number(row.draft_acceptance_rate),
@@ -254,7 +261,16 @@ DETAILS: dict[str, Callable[[LatencyRecord], str]] = {
     "J/token": lambda row: number(row.joules_per_token),
     "same": lossless_share,
 }
-SETTINGS = ("policy", "draft_length", "top_k", "tail_samples", "max_new_tokens", "seed", "draft")
+SETTINGS = (
+    "policy",
+    "draft_length",
+    "token_bytes",
+    "payload_tokens",
+    "tail_samples",
+    "max_new_tokens",
+    "seed",
+    "draft",
+)
 
 
 def _latency_cell(row: LatencyRecord) -> str:
@@ -264,9 +280,9 @@ def _latency_cell(row: LatencyRecord) -> str:
 
 def latency_table(rows: Sequence[LatencyRecord]) -> Table:
     """ms/token and its interval, a line for each method, a column for each place."""
-    places = dict.fromkeys((row.network, row.temperature) for row in rows)
-    cells = {(row.method, row.network, row.temperature): _latency_cell(row) for row in rows}
-    header = ["method", *(f"{network}, T = {degrees:g}" for network, degrees in places)]
+    places = dict.fromkeys((row.network, row.sampling) for row in rows)
+    cells = {(row.method, row.network, row.sampling): _latency_cell(row) for row in rows}
+    header = ["method", *(f"{network}, T = {sampling}" for network, sampling in places)]
     methods = dict.fromkeys(row.method for row in rows)
     return Table(header, [[m, *(cells[m, *place] for place in places)] for m in methods])
 
@@ -275,7 +291,7 @@ def notes(rows: Sequence[LatencyRecord]) -> list[str]:
     """Lines about rows that are wrong, and about places where drafting on the edge does not pay."""
     found, slower = [], dict[str, list[str]]()
     for row in rows:
-        place = f"{row.network}, T = {row.temperature:g}"
+        place = f"{row.network}, T = {row.sampling}"
         if row.total_variation_bound is not None:
             found.append(
                 f"{row.method}, {place}: total variation of a tested token from the target's "
@@ -295,9 +311,13 @@ def notes(rows: Sequence[LatencyRecord]) -> list[str]:
     ]
 
 
+def _known(times: Times) -> dict[str, float]:
+    return {name: value for name, value in asdict(times).items() if value is not None}
+
+
 def constants(rows: Sequence[LatencyRecord], times: Times, config: Settings) -> list[str]:
     """Everything that the clock and the energy rest on."""
-    found = [f"computing: {name} {value:g} s" for name, value in asdict(times).items()]
+    found = [f"computing: {name} {value:g} s" for name, value in _known(times).items()]
     for network in dict.fromkeys(row.network for row in rows):
         link = load_link(network)
         state = link.state(0.0)
@@ -326,7 +346,7 @@ def write_edge_report(
     parts += ["## Provenance", "\n".join(f"- {n}: {text}" for n, text in describe(manifest))]
     write_atomically(folder / "manifest.json", to_json(manifest))
     write_atomically(folder / "report.md", ("\n\n".join(parts) + "\n").encode())
-    results = Results(latency=list(rows), times=asdict(times))
+    results = Results(latency=list(rows), times=_known(times))
     write_atomically(folder / "results.json", to_json(results))
     shown = [align_columns(table), "\n".join(said), align_columns(details), "\n".join(known)]
     return "\n\n".join(shown)

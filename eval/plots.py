@@ -25,6 +25,7 @@ from pipedraft.eval.record import (
     number_or_nan,
 )
 from pipedraft.eval.tables import Table
+from pipedraft.inference.costs import PRESETS
 
 MIN_TESTS = 20
 """Positions tested less often are not drawn: their acceptance is noise."""
@@ -46,15 +47,15 @@ def drafted_series(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     series: dict[tuple, list[RunRecord]] = {}
     for run in runs:
         if run.schedule != AUTOREGRESSIVE:
-            setting = run.method, run.stages, run.temperature, run.tree_width
+            setting = run.method, run.stages, run.sampling, run.tree_width
             series.setdefault((*setting, run.tree, run.folder), []).append(run)
     varies = [len({key[i] for key in series}) > 1 for i in range(5)]
     names_run = len({key[:-1] for key in series}) < len(series)
     labeled = {}
     for key, entries in series.items():
-        method, stages, temperature, width, tree, name = key
+        method, stages, sampling, width, tree, name = key
         label = f"{method}, n={stages}"
-        label += f", T={temperature:g}" * varies[2]
+        label += f", T={sampling}" * varies[2]
         label += f", {tree}" * varies[4] if tree else f", W={width}" * varies[3]
         labeled[label + f", {name}" * names_run] = entries
     return labeled
@@ -65,13 +66,14 @@ def _by_temperature(
 ) -> dict[str, Series]:
     """A panel for each temperature, in it every series that has values."""
     drafted = tables.drafted_runs(runs)
-    temperatures = sorted({run.temperature for run in drafted})
+    samplings = [r.sampling for r in sorted(drafted, key=lambda run: run.temperature)]
+    samplings = list(dict.fromkeys(samplings))
     panels = {}
-    for temperature in temperatures:
-        alike = [run for run in drafted if run.temperature == temperature]
+    for sampling in samplings:
+        alike = [run for run in drafted if run.sampling == sampling]
         series = {label: values(entries) for label, entries in drafted_series(alike).items()}
         if series := {label: found for label, found in series.items() if found}:
-            panels[f"T = {temperature:g}" * (len(temperatures) > 1)] = series
+            panels[f"T = {sampling}" * (len(samplings) > 1)] = series
     return panels
 
 
@@ -141,7 +143,7 @@ def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
     series = _against(
         tables.drafted_runs(pooled),
         lambda run: run.stages,
-        lambda run: f"{run.method}, T={run.temperature:g}, {run.shape}",
+        lambda run: f"{run.method}, T={run.sampling}, {run.shape}",
         _length,
     )
     return LineChart(
@@ -169,8 +171,7 @@ def speedup_by_draft_length(pooled: Sequence[RunRecord]) -> Chart:
         [run for run in tables.drafted_runs(pooled) if is_known(run.theoretical_speedup)],
         _draft_length,
         lambda run: (
-            f"{run.method}, n={run.stages}, T={run.temperature:g}, "
-            + (run.tree or "").partition(":")[0]
+            f"{run.method}, n={run.stages}, T={run.sampling}, " + (run.tree or "").partition(":")[0]
         ),
         lambda run: Estimate(number_or_nan(run.theoretical_speedup)),
     )
@@ -183,6 +184,30 @@ def speedup_by_draft_length(pooled: Sequence[RunRecord]) -> Chart:
         reference=1,
         table=_numbers(series, "draft length", "S"),
         missing="no method was run with several draft lengths (--tree chain:3,chain:7)",
+    )
+
+
+def speedup_by_row_cost(pooled: Sequence[RunRecord]) -> Chart:
+    priced = [run for run in pooled if run.theoretical_speedup_by_row]
+    return LineChart(
+        title="S against the cost of a row",
+        caption=tables.ROW_COST_TEXT,
+        panels=_by_temperature(
+            priced,
+            lambda own: {
+                float(row): Estimate(speedup)
+                for run in own
+                for row, speedup in run.theoretical_speedup_by_row.items()
+                if is_known(speedup)
+            },
+        ),
+        axis="modeled speed-up S",
+        place_axis="cost of a row, relative to the first",
+        whole_places=False,
+        marks={name: cost.row for name, cost in PRESETS.items()},
+        reference=1,
+        table=tables.row_cost_table(tables.drafted_runs(priced)),
+        missing="the results were written before steps were priced by their rows",
     )
 
 
@@ -296,7 +321,7 @@ def seconds_by_process(pooled: Sequence[RunRecord]) -> Chart:
     panels = {}
     for run in timed:
         label = ", ".join(filter(None, (run.method, f"n={run.stages}", run.folder)))
-        label += f", T={run.temperature:g}"
+        label += f", T={run.sampling}"
         label += f", {run.shape}" * (run.schedule != AUTOREGRESSIVE)
         panels[label] = {p.name: _end_to_end(p.seconds) for p in run.processes}
     every = [span for tracks in panels.values() for spans in tracks.values() for span in spans]
@@ -349,7 +374,7 @@ def latencies(rows: Sequence[LatencyRecord]) -> Chart:
     for row in sorted(rows, key=lambda row: row.temperature):
         label = ", ".join(filter(None, (row.method, row.folder)))
         label += " *" * bool(row.caveat)
-        series = panels.setdefault(f"T = {row.temperature:g}", {})
+        series = panels.setdefault(f"T = {row.sampling}", {})
         estimate = Estimate(number_or_nan(row.ms_per_token), *(row.ci95 or ()))
         series.setdefault(label, {})[row.network] = estimate
     numbers = [
@@ -382,6 +407,7 @@ def all_charts(
         lengths_by_benchmark(runs),
         lengths_by_stages(pooled),
         speedup_by_draft_length(pooled),
+        speedup_by_row_cost(pooled),
         acceptance_by_position(pooled),
         acceptance_by_entropy(pooled),
         acceptance_by_category(runs),

@@ -139,7 +139,7 @@ def list_tables() -> str:
 
 def read_options(options: TableOptions) -> Spec:
     """The specification with the options over it, checked."""
-    names = ("target", "limit", "data_dir", "max_new_tokens", "seed")
+    names = ("target", "limit", "data_dir", "max_new_tokens", "seed", "dtype")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     spec = msgspec.structs.replace(read_spec(options.name), **given)
     check(options.name, spec)
@@ -148,7 +148,7 @@ def read_options(options: TableOptions) -> Spec:
 
 def context_of(options: TableOptions, spec: Spec) -> TableContext:
     search = search_for(spec, list(options.checkpoints))
-    return load_context(spec, search, options.out, fresh=options.fresh)
+    return load_context(spec, search, options.out, device=options.device, fresh=options.fresh)
 
 
 def make_table(options: TableOptions, argv: Sequence[str]) -> None:

@@ -18,6 +18,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pipedraft.errors import UsageError
+from pipedraft.files import read_bounded
+from pipedraft.inference.filters import sampling_label
 
 MAX_BYTES = 2**29
 """Largest file that is read: some hundred thousand prompts by ten methods."""
@@ -28,6 +30,8 @@ Figure = float | None
 Interval = tuple[Figure, Figure]
 Name = Annotated[str, Meta(max_length=100_000)]
 T = TypeVar("T")
+Filtered = Annotated[dict[Name, Amount], Meta(max_length=100)]
+"""Filters of samples by name, those that remove something."""
 Settings = dict[str, Any]
 """Options by name, of any type that JSON has."""
 Manifest = dict[str, Any]
@@ -204,6 +208,7 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     benchmark: Name
     stages: Annotated[int, Meta(ge=1, lt=2**31)]
     temperature: Amount
+    filters: Filtered = {}
     tree_width: Count
     tree: Name | None
     """Shape of the draft tree or micro-batch; None: layers of ``tree_width``."""
@@ -216,6 +221,9 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     mean_acceptance_length: Figure
     draft_acceptance_rate: Figure
     theoretical_speedup: Figure
+    theoretical_speedup_by_row: dict[Name, Figure] = {}
+    """S by the cost of a row more, relative to the first; the run's own alone where draft tokens
+    were chosen by it."""
     wallclock: WallClockRecord | None
     lossless: LosslessRecord
     turns: Count = 0
@@ -250,6 +258,11 @@ class RunRecord(Entry, frozen=True, kw_only=True):
             )
 
     @property
+    def sampling(self) -> str:
+        """Label of temperature and filters."""
+        return sampling_label(self.temperature, self.filters)
+
+    @property
     def shape(self) -> str:
         """Label of what is drafted at once."""
         return self.tree or f"W={self.tree_width}"
@@ -261,6 +274,7 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
     method: Name
     network: Name
     temperature: Amount
+    filters: Filtered = {}
     rule: Name | None = None
     caveat: Name = ""
     """Why the output is not the target's own; "" where it is."""
@@ -270,6 +284,7 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
     ci95: Interval | None
     ms_per_token_p50: Figure = None
     ms_per_token_p99: Figure = None
+    ms_per_round: Figure = None
     tokens_per_s: Figure = None
     speedup: Figure = None
     ttft_ms: Figure = None
@@ -286,6 +301,11 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
     drafted_per_token: Figure = None
     total_variation_bound: Figure = None
     lossless: LosslessRecord = LosslessRecord(checked=0, mismatches=0)
+
+    @property
+    def sampling(self) -> str:
+        """Label of temperature and filters."""
+        return sampling_label(self.temperature, self.filters)
 
 
 class ReplayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -310,6 +330,7 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     tree_width: Count
     tree: Name | None
     temperature: Amount
+    filters: Filtered = {}
     seed: int
     recorded_stages: Count
     benchmark: Name
@@ -357,6 +378,8 @@ class RetentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     draft: Name
     loads: bool
     """Whether the check of its fingerprint accepts this target."""
+    draft_bytes: Count = 0
+    """Weights of the draft: what is sent where it is trained again for a target."""
     alpha: Figure
     alpha_ci95: Interval
     tau: Figure
@@ -437,16 +460,9 @@ def read_bytes(option: str, path: Path) -> bytes:
         UsageError: ``option`` named a folder without it, or one that is too large.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UsageError(
-                f"{option}: {str(path)!r} has more than {MAX_BYTES >> 20} MiB; evaluate in parts"
-            )
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(
-            f"{option}: {str(path)!r} cannot be read ({error.strerror}); give the --out folder of "
-            "python -m pipedraft.eval"
-        ) from error
+        return read_bounded(path, option, MAX_BYTES)
+    except UsageError as error:
+        raise UsageError(f"{error}: the --out folder of python -m pipedraft.eval") from error
 
 
 def read_results(option: str, folder: Path) -> Results:

@@ -1,11 +1,10 @@
 """Other pipelines from recorded runs, without a model: `python -m pipedraft.eval replay --help`."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from tqdm import tqdm
@@ -23,10 +22,15 @@ from pipedraft.eval.tables import Table, align_columns, bounds, number
 from pipedraft.eval.traces import Recording, read_recordings
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.costs import ROW_COSTS, read_cost
+from pipedraft.inference.filters import sampling_label
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.base import Refusal, Round, Schedule
 from pipedraft.models import stage_boundaries
 from pipedraft.options import Options, option
+
+if TYPE_CHECKING:
+    from pipedraft.inference.engine import Engine
 
 EXAMPLE = """\
 example:
@@ -134,6 +138,25 @@ def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
                 clock.step(rows, draft_forwards=forwards, overlap=bool(overlap))
 
 
+def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[str, float]:
+    """S of recorded steps by what a row more costs a stage, the run's own cost among them.
+
+    A schedule that chooses its draft tokens by that cost has its own alone.
+    """
+    found, config = {}, engine.config
+    for row in sorted({*ROW_COSTS, config.cost.row}):
+        cost = replace(config.cost, row=row)
+        if row != config.cost.row and config.schedule.cost_conflict(config.cost, cost):
+            continue
+        clock = VirtualClock(cost, engine.target.boundaries, engine.draft_cost)
+        for result in results:
+            replay_log(result, clock)
+        if clock.time:
+            plain = clock.autoregressive_time(sum(result.num_tokens for result in results))
+            found[f"{row:g}"] = plain / clock.time
+    return found
+
+
 def replay_rounds(result: DecodeResult, clock: VirtualClock, schedule: Schedule) -> None:
     """The recorded rounds on the clock's number of stages, by the schedule's own rule."""
     columns = (result.round_lengths, result.round_ends, result.round_drafted, result.round_forwards)
@@ -167,6 +190,7 @@ def records(found: Replay) -> Iterator[ReplayRecord]:
             tree_width=config.schedule.width,
             tree=config.schedule.label,
             temperature=config.temperature,
+            filters=config.active,
             seed=config.seed,
             recorded_stages=config.num_stages,
             benchmark=benchmark,
@@ -187,7 +211,7 @@ def records(found: Replay) -> Iterator[ReplayRecord]:
 COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
     "benchmark": lambda record: record.benchmark,
     "method": lambda record: record.method,
-    "T": lambda record: f"{record.temperature:g}",
+    "T": lambda record: sampling_label(record.temperature, record.filters),
     "recorded n": lambda record: str(record.recorded_stages),
     "n": lambda record: str(record.stages),
     "cost": lambda record: record.cost_name,
@@ -203,16 +227,6 @@ COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
 
 
 # -- cost models from measured times ---------------------------------------------------------------
-
-
-def read_cost(path: Path) -> CostModel:
-    """A cost model's file, as --calibrate writes it."""
-    try:
-        return CostModel(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"--cost: {str(path)!r} is no cost model ({error}); write one with --calibrate"
-        ) from error
 
 
 def fit_cost(runs: Sequence[RunRecord]) -> CostModel:
@@ -335,8 +349,9 @@ class ReplayOptions(Options):
 
     traces: tuple[Path, ...] = option(metavar="TRACES", positional=True)
     """what evaluations have recorded"""
-    cost: tuple[Path, ...] = option((), metavar="FILE", repeated=True)
-    """cost model as --calibrate writes it; may be given several times; default: the run's"""
+    cost: tuple[str, ...] = option((), metavar="PRESET|FILE", repeated=True)
+    """cost model: h100, a100, rtx4090, jetson_orin, this_cpu, or a file as --calibrate writes it;
+    may be given several times; default: the run's"""
     stages: tuple[int, ...] = option((), metavar="N,..", least=1)
     """pipeline stages; default: the run's"""
     link: tuple[str, ...] = option((), metavar="T,..", parse=read_link)
@@ -355,7 +370,7 @@ build_parser = ReplayOptions.parser
 
 def _hardware(arguments: ReplayOptions) -> list[Hardware]:
     costs: list[tuple[str, CostModel | None]]
-    costs = [(path.stem, read_cost(path)) for path in arguments.cost]
+    costs = [(Path(text).stem, read_cost(text)) for text in arguments.cost]
     return [
         Hardware(name, cost, None if link is None else _in_passes(link, arguments.pass_ms))
         for name, cost in costs or [("recorded", None)]

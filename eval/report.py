@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from pipedraft.errors import UsageError, make_folder
+from pipedraft.errors import UsageError
 from pipedraft.eval import compare, plots, tables
 from pipedraft.eval.charts import THEMES, Chart, Span
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
@@ -31,7 +31,7 @@ from pipedraft.eval.record import (
     read_bytes,
 )
 from pipedraft.eval.tables import Table, align_columns, describe, fact, given_options, markdown
-from pipedraft.files import to_json, write_atomically
+from pipedraft.files import make_place, to_json, write_atomically
 from pipedraft.options import Options, option
 
 EXAMPLE = """\
@@ -48,6 +48,7 @@ A results.json may also hold, or hold alone, times of edge-cloud decoding:
 """
 LENGTH_PLOT = "equivalent_acceptance_length.png"
 POSITION_PLOT = "acceptance_by_position.png"
+ROW_COST_PLOT = "speedup_by_row_cost.png"
 # Not allowed in XML, or able to turn the reading direction of what follows.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
@@ -124,7 +125,7 @@ def _summary(pooled: Sequence[RunRecord]) -> dict[str, Any]:
                 "method": ", ".join(
                     filter(None, (run.method, f"n={run.stages}", run.shape, run.folder))
                 ),
-                "temperature": f"{run.temperature:g}",
+                "temperature": run.sampling,
                 "length": tables.number(length.pooled),
                 "interval": tables.bounds(length.ci95),
                 "point": percent(length.pooled),
@@ -289,6 +290,12 @@ def format_report(
     if drafted:
         parts += ["## Tokens per round", "Share of rounds that emitted so many tokens."]
         parts += [markdown(tables.histogram_table(drafted))]
+        if any(run.theoretical_speedup_by_row for run in drafted):
+            parts += ["## S by the cost of a row", tables.ROW_COST_TEXT]
+            parts += [markdown(tables.row_cost_table(drafted))]
+            parts += [f"![S against the cost of a row]({ROW_COST_PLOT})"] * (
+                ROW_COST_PLOT in pictures
+            )
         parts += ["## Acceptance by position", tables.POSITION_TEXT]
         parts += [markdown(tables.position_table(drafted))]
         parts += [f"![Acceptance by position]({POSITION_PLOT})"] * (POSITION_PLOT in pictures)
@@ -326,6 +333,7 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
     charts = {
         LENGTH_PLOT: plots.lengths_by_benchmark(runs),
         POSITION_PLOT: plots.acceptance_by_position(tables.pooled_runs(runs)),
+        ROW_COST_PLOT: plots.speedup_by_row_cost(tables.pooled_runs(runs)),
     }
     pictures = {name: chart.png() for name, chart in charts.items() if not chart.is_empty}
     for name, picture in pictures.items():
@@ -446,8 +454,7 @@ def run(argv: Sequence[str]) -> None:
     path = arguments.out
     if path is None:
         path = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
-    if path.is_dir():
-        raise UsageError(f"--out: {str(path)!r} is a folder; give a file, e.g. report.html")
+    make_place("--out", path, b'<meta name="generator" content="pipedraft eval">')
     sources = [read_source(folder, name) for folder, name in zip(folders, names, strict=True)]
     traces = {
         name: read_trace(trace)
@@ -460,6 +467,5 @@ def run(argv: Sequence[str]) -> None:
         comparisons=compare_folders(folders, names),
         traces={printable(name): tracks for name, tracks in traces.items()},
     )
-    make_folder("--out", path.parent)
     write_atomically(path, page)
     print(f"written: {path} ({len(page) / 1e3:.0f} kB)")

@@ -34,10 +34,12 @@ from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.eval.traces import traces_of
 from pipedraft.files import to_json, write_atomically
+from pipedraft.inference.channel import PRESETS
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.fingerprint import fingerprint_mismatch
 from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.lookup import Lookup
 from pipedraft.models.target import load_target
 from pipedraft.models.target_part import out_of_scope, weights_identity
 
@@ -56,6 +58,8 @@ LEGEND = """\
   are not.
 - **alpha** accepted over tested draft tokens; **tau** tokens per round, the target's own one
   included; **share** alpha over the same draft's alpha on the base, prompts resampled together.
+- **s** seconds to send a draft's weights, as after training it for another target: bytes over the
+  bandwidths of FlexSpec's table I.
 - In brackets 95 % bootstrap intervals over prompts. * the draft is refused on that target unless
   the check of its fingerprint is left out, as here.
 """
@@ -82,6 +86,7 @@ def describe(
     seed: int,
     where: tuple[str, str, str],
     loads: bool,
+    draft_bytes: int = 0,
 ) -> RetentionRecord:
     """alpha, tau and the share of the base's alpha that is left, with intervals over prompts.
 
@@ -101,6 +106,7 @@ def describe(
         target=target,
         draft=draft,
         loads=loads,
+        draft_bytes=draft_bytes,
         alpha=alpha,
         alpha_ci95=alpha_ci95,
         tau=tau,
@@ -157,6 +163,7 @@ class Decoded:
     records: list[DecodedTurn]
     loads: bool
     """The draft would load on this target without the exception for evolved ones."""
+    draft_bytes: int
 
 
 @dataclass(frozen=True)
@@ -221,6 +228,7 @@ class Retention:
                         seed=spec.seed,
                         where=(name, target, draft),
                         loads=found.loads,
+                        draft_bytes=found.draft_bytes,
                     )
                     for draft, found in decoded.items()
                 ],
@@ -254,15 +262,35 @@ class Retention:
                     f"max_new_tokens: {tokens} leaves no room for any prompt of {description}; "
                     "lower it"
                 )
-            found[name] = Decoded(records, _loads(draft, model))
+            found[name] = Decoded(records, _loads(draft, model), _num_bytes(draft))
         return found
 
 
 def _loads(draft: DraftNetwork, model: PreTrainedModel) -> bool:
-    """Whether the draft would load here without the exception; a language model always does."""
-    if isinstance(draft, LanguageModelDraft):
+    """Whether the draft would load here without the exception; drafts without a tie always do."""
+    if isinstance(draft, LanguageModelDraft | Lookup):
         return True
     return fingerprint_mismatch(draft.reference.fingerprint, draft.fingerprint(model)) is None
+
+
+def _num_bytes(draft: DraftNetwork) -> int:
+    network = draft.model if isinstance(draft, LanguageModelDraft) else draft
+    return sum(weight.numel() * weight.element_size() for weight in network.parameters())
+
+
+def sync_seconds(draft_bytes: int) -> dict[str, float]:
+    """Time to send a draft again, by the link: its weights over the link's bandwidth down."""
+    return {name: draft_bytes / link.state(0.0).down_bytes_per_s for name, link in PRESETS.items()}
+
+
+def sync_table(drafts: Sequence[RetentionRecord]) -> Table:
+    """FlexSpec, table I: what a draft costs that has to be trained again for every target."""
+    sizes = {entry.draft: entry.draft_bytes for entry in drafts}
+    rows = [
+        [name, number(size / 1e6, 1), *(number(s, 2) for s in sync_seconds(size).values())]
+        for name, size in sizes.items()
+    ]
+    return Table(["draft", "MB", *(f"{name}, s" for name in PRESETS)], rows)
 
 
 def _agreement(decoded: Iterable[Decoded]) -> tuple[int, int]:
@@ -312,6 +340,7 @@ def format_retention(
     ]
     for measure, title in MEASURES.items():
         parts += [f"## {title}", markdown(retention_table(targets, drafts, measure))]
+    parts += ["## Sending a draft again", markdown(sync_table(drafts))]
     return "\n\n".join([*parts, LEGEND, f"![acceptance against drift]({PLOT})"]) + "\n"
 
 

@@ -40,6 +40,7 @@ from pipedraft.eval.record import (
     add_up,
     number_or_nan,
 )
+from pipedraft.eval.replay import speedups_by_row
 from pipedraft.eval.scores import Score, Scorer, summarize_scores
 from pipedraft.eval.spec import Row, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, encode_turn
@@ -53,9 +54,10 @@ from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.models.draft import Draft
 from pipedraft.models.fingerprint import weights_hash
 from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.lookup import Lookup
 from pipedraft.models.target import StagedTarget
 
-DraftNetwork = Draft | LanguageModelDraft
+DraftNetwork = Draft | LanguageModelDraft | Lookup
 
 WARM_UP_TOKENS = 8
 
@@ -107,8 +109,7 @@ def draft_hash(draft: DraftNetwork) -> str:
 def prompt_seed(prompt: Prompt, turn: int) -> int:
     """The ``prompt_index`` of a turn: 31 bits that depend on the prompt's name alone.
 
-    So a prompt draws the same random numbers whatever --limit, the order of the benchmarks and
-    the method are, and two prompts draw different ones.
+    So a prompt draws the same numbers whatever --limit, the benchmarks' order and the method are.
     """
     name = f"{prompt.task}/{prompt.id}/{turn}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
@@ -257,22 +258,23 @@ class _Decoded:
         """Turns of all repeats."""
         return [record.result for records in self.repeats for record in records]
 
-    def entry(self, method: Method, benchmark: str, baseline: "_Decoded") -> RunRecord:
-        config = method.config
-        rows = _per_prompt(self.repeats)
+    def entry(self, method: Method, name: str, baseline: "_Decoded", engine: Engine) -> RunRecord:
+        config, plain = method.config, measure_times(baseline.times)
+        rows, results = _per_prompt(self.repeats), [record.result for record in self.records]
         repeats = [{(r.conversation, r.turn): r.result for r in rs} for rs in self.repeats]
-        plain = measure_times(baseline.times)
         plain_tokens_per_s = math.nan if plain is None else number_or_nan(plain.tokens_per_s)
         return run_record(
-            [record.result for record in self.records],
+            results,
             conversations=[record.conversation for record in self.records],
             wallclock=measure_times(self.times, plain_tokens_per_s),
             method=method.name,
             schedule=config.schedule.name,
-            benchmark=benchmark,
+            benchmark=name,
             temperature=config.temperature,
+            filters=config.active,
             tree_width=config.schedule.width,
             tree=config.schedule.label,
+            theoretical_speedup_by_row=speedups_by_row(results, engine),
             lossless=(self.lossless or LosslessCheck()).record(),
             checkpoint=method.checkpoint,
             verifier=config.rule,
@@ -280,15 +282,14 @@ class _Decoded:
             max_new_tokens=config.max_new_tokens,
             skipped_turns=self.num_turns - len(self.records),
             processes=self.processes,
-            stop_reasons=dict(Counter(r.result.stop_reason for r in self.records)),
+            stop_reasons=dict(Counter(result.stop_reason for result in results)),
             repeats=repeats_record(rows, repeats) if len(repeats) > 1 else UNSET,
             acceptance_by_category=acceptance_by_category(
                 rows, num_stages=config.num_stages, seed=config.seed
             ),
             acceptance_by_position_ci95=acceptance_intervals_by_position(rows),
             acceptance_by_entropy=acceptance_by_entropy(rows),
-            # Different tasks have no common score.
-            score=UNSET if benchmark == OVERALL else summarize_scores(self.records),
+            score=UNSET if name == OVERALL else summarize_scores(self.records),  # no common one
             per_prompt=rows,
         )
 
@@ -336,9 +337,9 @@ class Evaluation:
         return sum(row.turns for entry in parts for row in entry.per_prompt)
 
     def run(self, methods: Sequence[Method]) -> list[RunRecord]:
-        """Entries of results.json: per temperature the baseline first, then each method.
+        """Entries of results.json: for each sampling the baseline first, then each method.
 
-        The autoregressive baseline is decoded once per temperature, on the smallest number of
+        The autoregressive baseline is decoded once for each, on the smallest number of
         stages asked for: its L' is 1 for every n by construction, and fewer stages are its
         fastest wall clock. With more than one benchmark each method also gets an entry "overall"
         that pools them.
@@ -348,8 +349,9 @@ class Evaluation:
             self._check_room(method.config.max_new_tokens)
         references: dict[int, GreedyReference] = {}
         entries = []
-        for temperature in sorted({method.config.temperature for method in methods}):
-            chosen = [m for m in methods if m.config.temperature == temperature]
+        by_temperature = sorted(methods, key=lambda method: method.config.temperature)
+        for sampling in dict.fromkeys(method.config.sampling for method in by_temperature):
+            chosen = [m for m in methods if m.config.sampling == sampling]
             smallest = min(chosen, key=lambda method: method.config.num_stages)
             baseline = Method(
                 name=AUTOREGRESSIVE,
@@ -361,9 +363,9 @@ class Evaluation:
             for method in (baseline, *chosen):
                 parts = self._decode(method, references, baseline_parts)
                 baseline_parts = baseline_parts or parts
-                entries += [
-                    part.entry(method, name, baseline_parts[name]) for name, part in parts.items()
-                ]
+                engine = self._engine(method)
+                for name, part in parts.items():
+                    entries.append(part.entry(method, name, baseline_parts[name], engine))
         return entries
 
     @property
@@ -495,4 +497,4 @@ class Evaluation:
 def _described(method: Method) -> str:
     """For progress bars."""
     config = method.config
-    return f"{method.name} n={config.num_stages} T={config.temperature:g} W={config.schedule.width}"
+    return f"{method.name} n={config.num_stages} T={config.sampling} W={config.schedule.width}"

@@ -3,7 +3,6 @@
 A row that cannot be run says why, in place of its values.
 """
 
-import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from transformers.utils import logging
 
 from pipedraft.errors import UsageError, make_folder
@@ -20,7 +18,6 @@ from pipedraft.eval.checkpoints import (
     CheckpointSearch,
     Drafts,
     TableContext,
-    default_device,
     load_head,
     read_drafts,
 )
@@ -29,12 +26,14 @@ from pipedraft.eval.edge_report import LinkRun, measure, write_edge_report
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LatencyRecord, Results, RunRecord, Settings
-from pipedraft.eval.retention import Retention
+from pipedraft.eval.retention import Retention, sync_seconds
 from pipedraft.eval.run import DraftNetwork, Evaluation, Method
 from pipedraft.eval.spec import BASE, Measure, Row, Spec, decode_config, read_roles
 from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import remove_traces, traces_of
+from pipedraft.files import read_json
+from pipedraft.inference.channel import PRESETS
 from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.draft_length import parse_policy
 from pipedraft.inference.engine import Engine
@@ -45,6 +44,8 @@ from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.lookup import make_lookup
+from pipedraft.models.placement import resolve_device, resolve_dtype
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
 
@@ -80,6 +81,7 @@ def load_context(
     out: Path,
     *,
     revision: str | None = None,
+    device: str = "auto",
     fresh: bool = False,
     has_reference: bool = True,
 ) -> TableContext:
@@ -96,8 +98,9 @@ def load_context(
     make_folder("--out", out)
     if fresh:
         remove_traces(out)
-    dtype = getattr(torch, spec.dtype)
-    target = load_target(spec.target, revision=revision, dtype=dtype, device=default_device())
+    place = resolve_device(device)
+    dtype = resolve_dtype(spec.dtype, place, spec.target, revision)
+    target = load_target(spec.target, revision=revision, dtype=dtype, device=place)
     tokenizer = load_tokenizer(spec.target, revision=revision)
     return TableContext(
         target=target,
@@ -162,7 +165,7 @@ def run_pipeline(spec: Spec, context: TableContext) -> Finished:
         own = {
             _benchmark(run, context): run
             for run in runs
-            if (run.method, run.temperature) == (name, method.config.temperature)
+            if (run.method, run.sampling) == (name, method.config.sampling)
         }
         outcomes[index].agreement = lossless_share(own[None])
         outcomes[index].values = {
@@ -194,6 +197,7 @@ def _found(row: Row, context: TableContext) -> Outcome:
 
 EDGE_QUANTITIES: dict[str, Callable[[LatencyRecord], Value]] = {
     "ms/token": lambda row: (row.ms_per_token, row.ci95),
+    "ms/round": lambda row: (row.ms_per_round, None),
     "tokens/s": lambda row: (row.tokens_per_s, None),
     "alpha": lambda row: (row.draft_acceptance_rate, None),
     "tau": lambda row: (row.mean_acceptance_length, None),
@@ -271,8 +275,10 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
             raise UsageError(f"--methods: {method!r} is unknown; give one of {', '.join(METHODS)}")
     times = _read_times(options.times)
     checkpoints = [options.checkpoint] if options.checkpoint else []
-    name, revision, drafts = read_drafts(checkpoints, options.target, options.draft_model)
-    names = ("rule", "policy", "top_k", "tail_samples")
+    name, revision, drafts = read_drafts(
+        checkpoints, options.target, options.draft_model, options.draft
+    )
+    names = ("rule", "policy", "token_bytes", "payload_tokens", "tail_samples")
     spec = Spec(
         title="Decoding across links",
         kind="edge",
@@ -288,12 +294,14 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
             for method in options.methods or METHODS
         ],
         run={name: getattr(options, name) for name in names}
-        | {"times": vars(times), "fixed_length": options.draft_length},
+        | {"times": vars(times), "fixed_length": options.draft_length}
+        | options.filters,
         benchmarks=list(options.benchmarks),
         data_dir=options.data_dir,
         limit=options.limit,
         max_new_tokens=options.max_new_tokens,
         seed=options.seed,
+        dtype=options.dtype,
     )
     check_edge(spec)
     context = load_context(
@@ -301,14 +309,17 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
         CheckpointSearch([], {}),
         options.out,
         revision=revision,
+        device=options.device,
         has_reference=not options.no_lossless,
     )
-    place = str(options.checkpoint or options.draft_model)
-    draft: DraftNetwork = (
-        load_head(next(iter(drafts)), context.target)
-        if drafts
-        else load_draft_model(place, context.target, context.tokenizer)
-    )
+    place = str(options.checkpoint or options.draft_model or options.draft)
+    draft: DraftNetwork
+    if drafts:
+        draft = load_head(next(iter(drafts)), context.target)
+    elif options.draft is not None:
+        draft = make_lookup(options.draft, context.target)
+    else:
+        draft = load_draft_model(place, context.target, context.tokenizer)
     check_draft(make_source(draft))
     context.drafts.networks["draft"] = draft
     results = run_edge(spec, context).results
@@ -335,8 +346,8 @@ def _read_times(text: str) -> Times:
     if not path.is_file():
         raise UsageError(f"--times: {text!r} is no file; give it or one of {', '.join(TIMES)}")
     try:
-        return Times(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
+        return Times(**read_json(path, "--times", dict[str, float]))
+    except TypeError as error:
         raise UsageError(
             f"--times: {text!r} holds no times ({error}); give an object of draft_s, verify_s, "
             "verify_row_s and cloud_draft_s, in seconds"
@@ -402,7 +413,11 @@ def run_retention(spec: Spec, context: TableContext) -> Finished:
             name: (getattr(entry, name), getattr(entry, f"{name}_ci95"))
             for name in ("alpha", "tau", "retained")
         }
-        outcome.values = {None: values | {"KL": drift[place]}}
+        values |= {
+            f"sync s, {link}": (s, None) for link, s in sync_seconds(entry.draft_bytes).items()
+        }
+        values |= {"draft MB": (entry.draft_bytes / 1e6, None), "KL": drift[place]}
+        outcome.values = {None: values}
     config = msgspec.to_builtins(spec)
     return Finished(outcomes, Results(targets=targets, drafts=measured, config=config))
 
@@ -437,7 +452,10 @@ KINDS = {
     "pipeline": Kind(frozenset(PIPELINE_QUANTITIES), check_pipeline, run_pipeline),
     "edge": Kind(frozenset(EDGE_QUANTITIES), check_edge, run_edge),
     "retention": Kind(
-        frozenset({"alpha", "tau", "retained", "KL"}), check_retention, run_retention
+        frozenset({"alpha", "tau", "retained", "KL", "draft MB"})
+        | {f"sync s, {link}" for link in PRESETS},
+        check_retention,
+        run_retention,
     ),
 }
 

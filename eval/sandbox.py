@@ -1,10 +1,12 @@
 """Programs that a language model wrote, run in a process that is short of everything.
 
-Limits against accidents (endless loops, memory, forks, large files), no defence against a program
-that is written to break out: it may read what its user may read, and write outside its folder
-where the system lets that user. Linux only.
+Limits against accidents (endless loops, memory, forks, large files), and where the system permits
+namespaces a file system of its own: read-only, without homes, /proc, network and other processes.
+The kernel is the same, so this is no defence against a program that has a fault of it at hand.
+Without namespaces a program may read and write whatever its user may. Linux only.
 """
 
+import ctypes
 import json
 import os
 import secrets
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
+PR_SET_DUMPABLE = 4
 NOBODY = 65534
 """User that a program of root's runs as; no account of that number has to exist."""
 PASSED = "passed"
@@ -46,14 +49,16 @@ class Limits:
     """Largest file that it may write."""
     files: int = 64
     """Open at once."""
+    disk_bytes: int = 2**24
+    """All that it writes, where it is isolated."""
 
 
 @cache
 def isolation() -> tuple[str, ...]:
-    """Command that starts another one without a network and with no other process in reach.
+    """Command that starts another one with its own processes, network and mounts.
 
     Empty where the system forbids namespaces: the limits hold there too, but a program could use
-    the network, and send signals to what its user runs.
+    the network, read and write files, and reach into what its user runs.
     """
     unshare = shutil.which("unshare")
     if unshare is None:
@@ -61,7 +66,7 @@ def isolation() -> tuple[str, ...]:
     # Root makes namespaces of its own. Anybody else needs to be root of a user namespace for that;
     # not so root, whom the limit on processes would not bind in there.
     rights = () if os.geteuid() == 0 else ("--user", "--map-root-user")
-    command = (unshare, *rights, "--net", "--pid", "--fork")
+    command = (unshare, *rights, "--net", "--pid", "--mount", "--fork")
     tried = subprocess.run([*command, "true"], capture_output=True)
     return command if tried.returncode == 0 else ()
 
@@ -79,23 +84,36 @@ def _outcome(report: IO[bytes], token: str) -> str:
     return "ended early"
 
 
-def run_program(sources: Sequence[str], limits: Limits | None = None) -> str:
-    """Run source texts one after the other in one namespace.
+def run_program(
+    sources: Sequence[str],
+    limits: Limits | None = None,
+    *,
+    tests: Sequence[str] = (),
+    entry_point: str = "",
+) -> str:
+    """Run source texts one after the other in one namespace, and then the tests in another process.
 
     The process has a session, and so a process group, of its own, an empty temporary folder, and
     of the environment PATH alone. It may start neither process nor thread. The group is killed at
     the end, whatever the end is.
 
+    Args:
+        tests: source texts, which define ``check(function)``; none: running is all.
+        entry_point: name of the function in ``sources``; plain data goes in and comes out.
+
     Returns:
-        "passed" if every text ran to its end; else "raises" and the name of the exception, "time
-        limit", or how the process ended.
+        "passed" if every text ran to its end and the tests passed; else "raises" and the name of
+        the exception, "time limit", or how the process ended.
     """
     limits = limits or Limits()
     token = secrets.token_hex(16)
     job = {
         "sources": list(sources),
         "limits": asdict(limits),
+        "tests": list(tests),
+        "entry_point": entry_point,
         "user": NOBODY if os.geteuid() == 0 else None,
+        "homes": sorted({str(Path.home().resolve()), "/root", "/home"}) if isolation() else None,
         "token": token,
     }
     with (
@@ -135,18 +153,32 @@ def _wait(pid: int, timeout_s: float) -> bool:
         os.close(descriptor)
 
 
-def check_sandbox() -> None:
-    """Raise ValueError unless programs can be run here, and be kept from starting others."""
+def check_sandbox(*, allow_unisolated: bool) -> None:
+    """Raise ValueError unless programs can be run here, and be kept from starting others.
+
+    Args:
+        allow_unisolated: also where they could use the network and the user's files.
+    """
     if sys.platform != "linux":
         raise ValueError(
             f"--allow-code-execution: the sandbox needs Linux, not {sys.platform}; "
             "leave it out, or run the evaluation in a Linux container"
         )
+    if not isolation() and not allow_unisolated:
+        raise ValueError(
+            "--allow-code-execution: the system does not permit `unshare --net --pid --mount`, so "
+            "programs of the model could use the network and read and change your files; evaluate "
+            "where it does, or accept that by --allow-unisolated-code"
+        )
+    if not isolation():
+        # Other processes of this user, so the programs, may then not look into this one's memory.
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     outcome = run_program([IMPORTS])
     if outcome != PASSED:
         raise ValueError(
             f"--allow-code-execution: {sys.executable} cannot run in the sandbox ({outcome}); "
-            "as root, let every user read its folders (chmod o+rx), or evaluate as another user"
+            "as root without namespaces, install Python where every user may read it, or evaluate "
+            "as another user"
         )
     if run_program([FORK]) != "raises BlockingIOError":
         raise ValueError(

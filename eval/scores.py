@@ -6,6 +6,7 @@ answers are scored all the same: a method that changes them shows it.
 
 import ast
 import re
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 ACCURACY = "accuracy"
 PASS_AT_1 = "pass@1"
 NOT_ISOLATED = (
-    "with the network in reach, and the user's other processes: the system does not permit "
-    "`unshare --net --pid`"
+    "with the network, the user's files and other processes in reach (--allow-unisolated-code): "
+    "the system does not permit `unshare --net --pid --mount`"
 )
 # A minus after a word, a number or a bracket is the operator.
 NUMBER = re.compile(
@@ -41,6 +42,8 @@ FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.
 # Chen et al. 2021 (arXiv:2107.03374), section 2.1: a continued function ends before these.
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```")
 INDENT = "    "
+MAX_ANSWER, MAX_PARSES = 2**16, 50
+"""Characters of an answer that are read, and attempts to find code between prose."""
 THOUGHT_ENDS = "</think>"
 """Before it stand the thoughts of a reasoning model, with drafts of code in them."""
 
@@ -113,12 +116,30 @@ def _without_prose(text: str, name: str, head: re.Match[str]) -> str:
     lines = text.split("\n")
     line = text.count("\n", 0, head.start())
     begin = re.compile(r"(?:from|import|def|async|class)\b|@|[A-Z_]+ *=")
+    num_left = MAX_PARSES
     for first in (i for i in range(line + 1) if begin.match(lines[i])):
-        for last in range(len(lines), line + 1, -1):
+        last = len(lines)
+        while last > line + 1 and num_left:
+            num_left -= 1
             code = "\n".join(lines[first:last])
             if _completes(code, name):
                 return code
+            # What ends later has the same error.
+            last = min(last - 1, first + max(_error_line(code) - 1, 0))
     return text[head.start() :]
+
+
+def _error_line(source: str) -> int:
+    """Line, from 1, of the syntax error; a large number without one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(source, "<answer>", "exec")
+    except SyntaxError as error:
+        return error.lineno or 1
+    except (ValueError, RecursionError, MemoryError):
+        return 1
+    return sys.maxsize
 
 
 def _continuations(text: str) -> Iterator[str]:
@@ -136,6 +157,11 @@ def _is_complete_head(prompt: str) -> bool:
     return True
 
 
+def _as_module(prompt: str) -> str:
+    """A prompt whose last function has a body."""
+    return prompt + ("" if _is_complete_head(prompt) else INDENT + "pass\n")
+
+
 def build_program(answer: str, check: ProgramCheck) -> list[str]:
     """Source texts that define the answer's function, to be run one after the other.
 
@@ -144,7 +170,7 @@ def build_program(answer: str, check: ProgramCheck) -> list[str]:
     prompt is run first in any case, as the official harness does: its imports and helpers are
     there even if the answer leaves them out.
     """
-    answer = answer.rpartition(THOUGHT_ENDS)[2]
+    answer = answer.rpartition(THOUGHT_ENDS)[2][:MAX_ANSWER]
     head = re.compile(rf"^(?:async +)?def +{re.escape(check.entry_point)}\b", re.MULTILINE)
     blocks = [textwrap.dedent(code) for code in FENCED.findall(answer) if code.strip()]
     wholes = [code for code in blocks if head.search(code)]
@@ -153,8 +179,7 @@ def build_program(answer: str, check: ProgramCheck) -> list[str]:
     if code is None and plain is not None:
         code = _without_prose(answer, check.entry_point, plain)
     if code is not None:
-        body = "" if _is_complete_head(check.prompt) else INDENT + "pass\n"
-        return [check.prompt + body, code]
+        return [_as_module(check.prompt), code]
     text = blocks[0] if blocks else answer
     if not blocks:
         ends = [end for stop in STOPS if (end := text.find(stop)) >= 0]
@@ -221,9 +246,9 @@ def _score_number(check: NumberCheck, answer: str) -> Score:
 
 
 def _score_program(check: ProgramCheck, answer: str) -> Score:
-    outcome = run_program(
-        [*build_program(answer, check), check.test, f"check({check.entry_point})"]
-    )
+    tests = [_as_module(check.prompt), check.test]  # the prompt's helpers are the tests', too
+    program = build_program(answer, check)
+    outcome = run_program(program, tests=tests, entry_point=check.entry_point)
     return Score(outcome == PASSED, outcome, PASS_AT_1)
 
 
@@ -251,7 +276,7 @@ def make_scorer(
     """The scorer that the options ask for, and lines for the user."""
     allowed = arguments.allow_code_execution
     if not arguments.score:
-        if allowed:
+        if allowed or arguments.allow_unisolated_code:
             raise ValueError(
                 "--allow-code-execution: given without --score; add --score, or leave it out"
             )
@@ -275,7 +300,7 @@ def make_scorer(
             "--allow-code-execution to run them in a sandbox"
         )
     if allowed:
-        check_sandbox()
+        check_sandbox(allow_unisolated=arguments.allow_unisolated_code)
         if not isolation():
             lines.append(f"{', '.join(coded)}: programs run {NOT_ISOLATED}")
     return Scorer(run_programs=allowed), lines

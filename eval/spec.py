@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 import pipedraft
 from pipedraft.errors import UsageError
 from pipedraft.eval.record import Settings
+from pipedraft.files import read_yaml
+from pipedraft.inference.arguments import Dtype
 from pipedraft.inference.config import DecodeConfig, all_setting_names, setting_names
 from pipedraft.inference.schedules import SCHEDULES
 
@@ -115,7 +116,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limit: Positive | None = None
     max_new_tokens: Positive = 128
     seed: int = 0
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     paper: str = ""
     measures: Names = []
     sources: dict[Name, str] = {}
@@ -201,9 +202,7 @@ def _read(path: Path, kind: type[T], where: str) -> T:
     if path.stat().st_size > MAX_BYTES:
         raise UsageError(f"{where}: more than {MAX_BYTES >> 20} MiB; give a specification")
     try:
-        return msgspec.convert(yaml.safe_load(path.read_text()), kind)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{where}: no YAML ({' '.join(str(error).split())}); fix it") from error
+        return msgspec.convert(read_yaml(path, where), kind)
     except msgspec.ValidationError as error:
         unknown = re.search(r"unknown field `(.*?)`", str(error))
         fields = {field for part in (Spec, Row, Domain, Role) for field in part.__struct_fields__}

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import EntropyRecord, LatencyRecord, Manifest, RunRecord, is_known
 from pipedraft.eval.scores import NOT_ISOLATED
+from pipedraft.inference.costs import PRESETS
 
 Column = Callable[[RunRecord], str]
 Entry = TypeVar("Entry")
@@ -35,6 +36,13 @@ SCORE_LEGEND = """\
 - **score** share of right answers with its 95 % Wilson interval: last number (GSM8K), or the
   function passes its test (HumanEval, pass@1). Lossless decoding leaves it as the target's own.
 """
+ROW_COST_TEXT = (
+    "Modeled speed-up S where every row after a segment's first makes a stage longer by this part "
+    "of its time: the steps of the run, priced again. Draft tokens that were chosen by the cost of "
+    "a row (auto) have the run's own cost alone. The presets' costs: "
+    + ", ".join(f"{name} {cost.row:.2g}" for name, cost in PRESETS.items())
+    + "."
+)
 POSITION_TEXT = """\
 Share accepted of the draft tokens tested as first, second, ... of their round, with 95 % intervals
 over prompts.
@@ -122,7 +130,7 @@ RUN_COLUMN: dict[str, Column] = {"run": lambda run: run.folder}
 SETTING_COLUMNS: dict[str, Column] = {
     "method": lambda run: run.method,
     "n": lambda run: str(run.stages),
-    "T": lambda run: f"{run.temperature:g}",
+    "T": lambda run: run.sampling,
     "W": lambda run: str(run.tree_width),
     "tree": lambda run: run.tree or "-",
 }
@@ -187,6 +195,15 @@ def histogram_table(runs: Sequence[RunRecord]) -> Table:
         head = head + [0] * (HISTOGRAM_LENGTHS + 1 - len(head))
         row += [f"{n / run.rounds:.3f}" for n in (*head, sum(counts[HISTOGRAM_LENGTHS + 1 :]))]
     return Table(header + lengths, rows)
+
+
+def row_cost_table(runs: Sequence[RunRecord]) -> Table:
+    """S by the cost of a row."""
+    costs = sorted({cost for run in runs for cost in run.theoretical_speedup_by_row}, key=float)
+    header, rows = _setting(runs)
+    for row, run in zip(rows, runs, strict=True):
+        row += [number(run.theoretical_speedup_by_row.get(cost)) for cost in costs]
+    return Table(header + costs, rows)
 
 
 def position_table(runs: Sequence[RunRecord]) -> Table:
@@ -294,7 +311,7 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Warnings: what a reader must know before believing the numbers."""
     lines = []
     for run in (run for run in runs if run.benchmark != OVERALL):
-        where = f"{run.benchmark}, {run.method}, T={run.temperature:g}"
+        where = f"{run.benchmark}, {run.method}, T={run.sampling}"
         mismatches = run.lossless.mismatches
         # Counted in half precision alone: in float32 every difference is a fault.
         faults = mismatches if run.lossless.faults is UNSET else run.lossless.faults

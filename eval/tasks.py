@@ -13,16 +13,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 import pipedraft
+from pipedraft.chat_templates import ChatRefused, render_chat
 from pipedraft.eval.scores import Check, NumberCheck, ProgramCheck, find_number
+from pipedraft.files import bounded_lines, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(pipedraft.__file__).parent / "assets" / "eval"
 HUB_PREFIX = "hub:"
+MAX_ROW_BYTES = 2**22
 SPEC_BENCH_SOURCE = (
     "put Spec-Bench's question.jsonl (github.com/hemingkx/Spec-Bench, data/spec_bench) into "
     "DIR/spec_bench and give --data-dir DIR"
@@ -280,11 +281,13 @@ ALIASES = {"nq": "natural_questions"}
 def _read_json(path: Path) -> Rows:
     """Every entry of a file that is one JSON list."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(read_text(path, "--data-dir"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}:{error.lineno}: not JSON ({error.msg}); write one list of objects"
         ) from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: nested too deeply; write one list of objects") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path}: {str(rows)[:40]!r} is no list of objects; write [{{...}}, ...]")
     for number, row in enumerate(rows, start=1):
@@ -293,21 +296,27 @@ def _read_json(path: Path) -> Rows:
 
 def _read_jsonl(path: Path) -> Rows:
     """Every line that is not blank."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as file:
+        for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
             where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{where}: not JSON ({error.msg}); write one object per line"
-                ) from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: {line.strip()[:40]!r} is not an object; write {{...}}")
-            yield where, row
+            if line is None:
+                raise ValueError(f"{where}: more than {MAX_ROW_BYTES} bytes; shorten the prompt")
+            if line.strip():
+                yield where, _parse_row(line, where)
+
+
+def _parse_row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg}); write one object per line") from error
+    except (UnicodeError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error}); write one object per line") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {str(row)[:40]!r} is not an object; write {{...}}")
+    return row
 
 
 def _read_hub(source: HubSet) -> Rows:
@@ -463,11 +472,11 @@ def encode_turn(
     if prompt.system is not None:
         messages.insert(0, {"role": "system", "content": prompt.system})
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
+        text = render_chat(tokenizer, messages)
+    except ChatRefused as error:
         raise ValueError(
-            f"{prompt.task} {prompt.id}: the chat template of {tokenizer.name_or_path!r} refuses "
-            f"the conversation ({error}); change the prompt's roles"
+            f"{prompt.task} {prompt.id}: {error} ({tokenizer.name_or_path!r}); change the prompt's "
+            "roles"
         ) from error
     # A template writes its own BOS.
     return tokenizer.encode(text, add_special_tokens=False)

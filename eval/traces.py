@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 import pipedraft
 from pipedraft.errors import UsageError
 from pipedraft.eval.metrics import AUTOREGRESSIVE
@@ -96,7 +98,7 @@ def read_lines(path: Path) -> tuple[str, list[tuple[str, Any]]]:
     for line in lines:
         try:
             key, value = json.loads(line)
-        except ValueError:  # cut short
+        except (ValueError, TypeError, RecursionError):  # cut short
             continue
         found.append((json.dumps(key), value))
     return header.decode(), found
@@ -213,33 +215,51 @@ class Recording:
         return VirtualClock(cost, self.boundaries, cost.draft_forward or 0.0)
 
 
+class _Recorded(msgspec.Struct):
+    draft_type: str | None
+    relative_cost: float
+    boundaries: tuple[int, ...]
+
+
+class _Header(msgspec.Struct):
+    """First line of a trace file, as far as it is read."""
+
+    config: Settings | None = None
+    repeat: int = 0
+    recorded: _Recorded | None = None
+    draft: str | None = None
+
+
 def read_recordings(places: Iterable[Path]) -> list[Recording]:
     """
     Args:
         places: folders of evaluations, their folders "traces", or files in these.
     """
-    headers: dict[str, Settings] = {}
+    headers: dict[str, _Header] = {}
     turns: dict[str, dict[TurnKey, DecodeResult]] = {}
     for path in dict.fromkeys(path for place in places for path in _files(place)):
-        text, lines = read_lines(path)
         try:
-            header = json.loads(text)
-        except ValueError as error:
+            text, lines = read_lines(path)
+            header = msgspec.json.decode(text, type=_Header)
+            if header.config is None or header.repeat:
+                continue  # outputs of the reference, or the same steps at other times
+            if header.recorded is None:
+                raise UsageError(
+                    f"TRACES: {str(path)!r} was written before steps were recorded; run the "
+                    "evaluation again"
+                )
+            headers[text] = header
+            for key, value in lines:
+                benchmark, name, turn, _ = json.loads(key)
+                result = msgspec.convert(value, DecodeResult)
+                turns.setdefault(text, {})[benchmark, name, turn] = result
+        except UsageError:
+            raise
+        except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"TRACES: {str(path)!r} is no trace file ({error}); give the --out folder of an "
                 "evaluation"
             ) from error
-        if "config" not in header or header.get("repeat"):
-            continue  # outputs of the reference, or the same steps at other times
-        if "recorded" not in header:
-            raise UsageError(
-                f"TRACES: {str(path)!r} was written before steps were recorded; run the evaluation "
-                "again"
-            )
-        headers[text] = header
-        for key, value in lines:
-            benchmark, name, turn, _ = json.loads(key)
-            turns.setdefault(text, {})[benchmark, name, turn] = DecodeResult(**value)
     if not turns:
         raise UsageError(
             f"TRACES: {', '.join(map(str, places))}: no decoded turn; give the --out folder of an "
@@ -247,14 +267,17 @@ def read_recordings(places: Iterable[Path]) -> list[Recording]:
         )
     return [
         Recording(
-            config=DecodeConfig.from_dict(headers[text]["config"]),
-            draft_type=headers[text]["recorded"]["draft_type"],
-            draft_hash=(headers[text]["draft"] or "").rpartition(" ")[2],
-            relative_cost=headers[text]["recorded"]["relative_cost"],
-            boundaries=tuple(headers[text]["recorded"]["boundaries"]),
+            config=DecodeConfig.from_dict(header.config or {}),
+            draft_type=recorded.draft_type,
+            draft_hash=(header.draft or "").rpartition(" ")[2],
+            relative_cost=recorded.relative_cost,
+            boundaries=recorded.boundaries,
             turns=found,
         )
         for text, found in turns.items()
+        for header in [headers[text]]
+        for recorded in [header.recorded]
+        if recorded is not None
     ]
 
 

@@ -5,19 +5,27 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pipedraft.errors import UsageError, run_command
+from pipedraft.errors import UsageError, leave_at_interrupts, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
+from pipedraft.files import make_place, write_atomically
 from pipedraft.inference import remote_command
 from pipedraft.inference.arguments import (
     BackendOptions,
+    FilterOptions,
     Rule,
     ScheduleOptions,
     Stream,
     backend_of,
     encode,
+    place_of,
     read_temperature,
 )
+from pipedraft.inference.costs import read_cost
 from pipedraft.inference.remote_command import ServerOptions
 from pipedraft.options import Values, option, subcommand
 
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from pipedraft.inference.transport.cluster import Cluster
     from pipedraft.models.draft import Draft
     from pipedraft.models.language_model import LanguageModelDraft
+    from pipedraft.models.lookup import Lookup
 
 EXAMPLE = """example:
   python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
@@ -35,7 +44,8 @@ EXAMPLE = """example:
   python -m pipedraft.inference --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --stages 4 \\
       --prompt "Hi"
   python -m pipedraft.inference --target assets/target --schedule autoregressive --prompt "Hi"
-  torchrun --nproc-per-node 4 -m pipedraft.inference --checkpoint out/spd --backend process \\
+  python -m pipedraft.inference --target assets/target --draft suffix --stages 4 --prompt "Hi"
+  python -m pipedraft.inference --checkpoint out/spd --backend process --processes 4 \\
       --prompt "Hi"
 
   python -m pipedraft.inference serve --target assets/target   the target for drafts elsewhere
@@ -47,6 +57,7 @@ EXAMPLE = """example:
 With --server and without a draft give --tokenizer, a folder or Hub id with the target's tokenizer.
 `inference edge` is another name for `inference` with --server.
 """
+MAX_PROMPT_BYTES = 2**24
 SUBCOMMANDS = {
     "edge": "pipedraft.inference.__main__",
     "serve": "pipedraft.inference.transport.serve",
@@ -55,13 +66,13 @@ SUBCOMMANDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeOptions(ServerOptions, BackendOptions, ScheduleOptions):
+class DecodeOptions(ServerOptions, BackendOptions, FilterOptions, ScheduleOptions):
     """Decode one prompt: text is streamed as it becomes certain, then the figures."""
 
     PROG: ClassVar[str] = "pipedraft inference"
     EXAMPLE: ClassVar[str] = EXAMPLE
     ONE_OF = (("prompt", "status"),)
-    AT_MOST_ONE = (("checkpoint", "draft_model"),)
+    AT_MOST_ONE = (("checkpoint", "draft_model", "draft"), ("draft_model", "beside"))
 
     prompt: str | None = None
     """the user's message; - reads stdin"""
@@ -70,6 +81,10 @@ class DecodeOptions(ServerOptions, BackendOptions, ScheduleOptions):
     draft_model: str | None = None
     """folder or Hub id of a language model with the target's tokenizer, as the draft (its own
     schedule is pipeinfer)"""
+    draft: Literal["ngram", "suffix"] | None = None
+    """a draft without a network: what followed the same tokens before in the text"""
+    beside: Literal["ngram", "suffix"] | None = None
+    """such a draft's chain as one more branch of the checkpoint's trees"""
     target: str | None = None
     """folder or Hub id; default: the one the draft names"""
     raw: bool = False
@@ -90,20 +105,37 @@ class DecodeOptions(ServerOptions, BackendOptions, ScheduleOptions):
     """tokens of the answer at most"""
     seed: int = 0
     """of all that is random"""
+    bitwise: bool = False
+    """the target computes each row as plain decoding would, to the last bit: in bfloat16, too, the
+    text is then plain decoding's; slower"""
+    cost: str | None = option(None, metavar="PRESET|FILE")
+    """cost model by which automatic budgets are chosen: h100, a100, rtx4090, jetson_orin, this_cpu,
+    or a file of eval --calibrate; default: rows, links and verification free"""
     trace: Path | None = option(None, metavar="FILE")
     """write what every process did (Chrome trace; with --backend process)"""
     quiet: bool = False
     """only the text, no figures"""
 
     def read_prompt(self) -> str:
-        text = sys.stdin.read() if self.prompt == "-" else self.prompt
-        if text is None or not text.strip():
-            raise ValueError(f"--prompt: {text!r} is empty; give at least one word")
+        text = self.prompt or ""
+        if text == "-":
+            content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+            if len(content) > MAX_PROMPT_BYTES:
+                raise ValueError(f"--prompt: more than {MAX_PROMPT_BYTES} bytes; shorten it")
+            text = content.decode(errors="surrogateescape")
+        if not text.strip():
+            raise ValueError(f"--prompt: {text[:40]!r} is empty; give at least one word")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"--prompt: {text[:40]!r} is not UTF-8 text; convert it") from error
         return text
 
     def decode_settings(self) -> Values:
         """Settings of the schedule, and those that every schedule has."""
-        return {name: getattr(self, name) for name in SHARED_SETTINGS} | self.settings
+        shared = {name: getattr(self, name) for name in SHARED_SETTINGS}
+        cost = {} if self.cost is None else {"cost": read_cost(self.cost)}
+        return shared | self.filters | cost | self.settings
 
 
 SHARED_SETTINGS = (
@@ -112,6 +144,7 @@ SHARED_SETTINGS = (
     "payload_tokens",
     "tail_samples",
     "seed",
+    "bitwise",
     "max_new_tokens",
 )
 build_parser = DecodeOptions.parser
@@ -137,13 +170,14 @@ def describe(options: DecodeOptions) -> Choice:
             if options.draft_model is None:
                 raise ValueError("--checkpoint: missing; give a trained draft, or --target for AR")
             raise ValueError(f"--target: missing; --draft-model {options.draft_model} names none")
-        if options.draft_model is not None:
-            schedule = options.schedule or default_schedule("language_model")
+        if options.draft_model is not None or options.draft is not None:
+            kind = options.draft or "language_model"
+            schedule = options.schedule or default_schedule(kind)
             return Choice(options.target, None, schedule, stages, cut)
         if options.schedule not in (None, "autoregressive"):
             raise ValueError(
                 f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, "
-                "--draft-model DIR, or --schedule autoregressive"
+                "--draft-model DIR, --draft ngram, or --schedule autoregressive"
             )
         return Choice(options.target, None, "autoregressive", stages, cut)
     description = read_description(resolve_folder(options.checkpoint))
@@ -159,15 +193,23 @@ def describe(options: DecodeOptions) -> Choice:
 
 def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
     text = options.read_prompt()
+    if options.beside is not None and options.checkpoint is None:
+        raise ValueError(f"--beside: {options.beside!r} without --checkpoint; give one, or --draft")
     if options.trace is not None and cluster is None:
         raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
+    if options.trace is not None:
+        make_place("--trace", options.trace, b'{"traceEvents": ')
     from transformers.utils import logging
 
     from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.engine import Engine
     from pipedraft.inference.pipelines.local import LocalPipeline
+    from pipedraft.inference.sources import make_source
+    from pipedraft.inference.sources.lookup import beside
     from pipedraft.models import load_draft
     from pipedraft.models.language_model import load_draft_model
+    from pipedraft.models.lookup import make_lookup
+    from pipedraft.models.placement import place_draft, resolve_dtype
     from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
 
     logging.set_verbosity_error()
@@ -183,9 +225,15 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
         boundaries=choice.boundaries,
         **options.decode_settings(),
     )
+    if config.bitwise and cluster is not None:
+        raise ValueError(
+            "--bitwise: true with --backend process, whose stages have no such passes; leave it out"
+        )
     tokenizer = load_tokenizer(choice.target, revision=choice.revision)
+    device = place_of(options, cluster)
+    dtype = resolve_dtype(options.dtype, device, choice.target, choice.revision)
     if cluster is None:
-        target = load_target(choice.target, revision=choice.revision)
+        target = load_target(choice.target, revision=choice.revision, dtype=dtype, device=device)
         choose_decoding_threads(target)
     else:
         target = cluster.load_target(
@@ -193,15 +241,21 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
             revision=choice.revision,
             num_stages=num_stages,
             boundaries=choice.boundaries,
+            dtype=dtype,
             traces=options.trace is not None,
         )
-    draft: Draft | LanguageModelDraft | None = None
+    draft: Draft | LanguageModelDraft | Lookup | None = None
     if options.checkpoint is not None:
-        draft = load_draft(options.checkpoint, target)
+        draft = place_draft(load_draft(options.checkpoint, target), target)
     elif options.draft_model is not None:
         draft = load_draft_model(options.draft_model, target, tokenizer)
+    elif options.draft is not None:
+        draft = make_lookup(options.draft, target)
+    source = None
+    if options.beside is not None:
+        source = beside(make_source(draft), options.beside)
     connect = LocalPipeline if cluster is None else cluster.connect
-    engine = Engine(target, tokenizer, config, draft, connect=connect)
+    engine = Engine(target, tokenizer, config, draft, source=source, connect=connect)
     stream = Stream(tokenizer)
     result = engine.decode(encode(tokenizer, text, options.raw), on_token=stream)
     stream.finish(result.text)
@@ -235,7 +289,7 @@ def report_processes(reports: "list[Report]", options: DecodeOptions) -> None:
             )
             print(f"{report['name']}: {parts}; {report['peak_rss_mb']:.0f} MB", file=sys.stderr)
     if options.trace is not None:
-        options.trace.write_text(json.dumps(chrome_trace(reports)))
+        write_atomically(options.trace, json.dumps(chrome_trace(reports)).encode())
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -10,17 +10,26 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_t
 
 from jsonargparse import ArgumentParser
 
+from pipedraft.chat_templates import render_chat
+from pipedraft.errors import UsageError
+from pipedraft.inference.budget import Budget
 from pipedraft.inference.config import RULE_NAMES, check_temperature
+from pipedraft.inference.filters import Filters
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.transport import is_launched
+from pipedraft.inference.transport.launch import run_ranks
 from pipedraft.options import Group, Options, Values, checked, flag_name, help_of, listed, option
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from pipedraft.inference.transport.cluster import Cluster
 
+FILTER_NAMES = [f.name for f in fields(Filters)]
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def read_temperature(text: str) -> float:
@@ -37,6 +46,38 @@ def read_temperature(text: str) -> float:
 def tree_label(text: str) -> str:
     """The label of a tree, checked."""
     return TreeShape.parse(text).label
+
+
+def read_budget(value: object) -> Budget:
+    if value != "auto" and not str(value).isdecimal():
+        raise ValueError(f"{value!r} is no number of draft tokens; give 1 or more, or auto")
+    return "auto" if value == "auto" else int(str(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterOptions(Options):
+    """filters of sampling
+
+    At temperatures above 0, in this order and as transformers has them; of target and draft alike.
+    """
+
+    top_k: int = option(0, metavar="K")
+    """only the K most likely tokens; 0: all"""
+    top_p: float = option(1.0, metavar="P")
+    """only the fewest most likely tokens with P of the probability"""
+    min_p: float = option(0.0, metavar="P")
+    """only tokens with P times the largest probability"""
+    typical_p: float = option(1.0, metavar="P")
+    """only tokens of the most typical surprisal, with P of the probability"""
+
+    @property
+    def filters(self) -> dict[str, float]:
+        """Those that remove something.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        return Filters(**{name: getattr(self, name) for name in FILTER_NAMES}).active
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +137,8 @@ def _add_setting(
     types = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
     parse = checked(tree_label) if types[0] is TreeShape else types[0]
     metavar = {int: "N", float: "P", str: "NAME"}.get(types[0], "TREE")
+    if hint == Budget:
+        parse, metavar = checked(read_budget), "N|auto"
     if get_origin(hint) is Literal:
         parse, metavar = hint, f"{{{','.join(get_args(hint))}}}"
     elif is_list:
@@ -128,12 +171,24 @@ def settings_grid(given: Values, schedules: Sequence[str]) -> list[list[Values]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackendOptions(Options):
-    """stages as processes (--backend process, under torchrun)"""
+class PlaceOptions(Options):
+    """device and dtype"""
+
+    device: str = option("auto", metavar="DEVICE")
+    """of target and draft: cpu, cuda, cuda:N; auto: the accelerator if any"""
+    dtype: Dtype = "auto"
+    """of target and draft; auto: float32 on a CPU, on a GPU as the target is stored"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions(PlaceOptions):
+    """stages as processes (--backend process)"""
 
     backend: Literal["local", "process"] = "local"
     """local: one process and the virtual clock; process: one rank per stage, the draft on rank 0
     beside the first stage, or alone if there is one rank more"""
+    processes: int | None = option(None, metavar="N", least=1)
+    """ranks to start on this machine; without it torchrun starts them, on one or several"""
     boundaries: tuple[int, ...] = option((), metavar="0,B,..,L")
     """first layer of each stage, then the number of layers; default: near-even"""
     links: Literal["auto", "device", "host"] = "auto"
@@ -143,11 +198,27 @@ class BackendOptions(Options):
     """seconds of a stage's forward pass, after which the run ends"""
 
 
+def place_of(options: PlaceOptions, cluster: "Cluster | None" = None) -> "torch.device":
+    """The device of this process's part of the target, and of the draft.
+
+    Raises:
+        ValueError: no such device here, or one that is not for a launch of several processes.
+    """
+    from pipedraft.models.placement import resolve_device
+
+    if cluster is None:
+        return resolve_device(options.device)
+    if options.device not in ("auto", "cpu"):
+        raise ValueError(
+            f"--device: {options.device!r} is for one process; with --backend process every "
+            "rank takes an accelerator of its own: leave it out, or give cpu"
+        )
+    return cluster.device
+
+
 @contextmanager
 def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
     """The cluster that the options ask for, entered; None for the local backend."""
-    from pipedraft.inference.transport import is_launched
-
     if options.backend == "local":
         if is_launched() and int(os.environ["WORLD_SIZE"]) > 1:
             if os.environ["RANK"] != "0":
@@ -155,12 +226,25 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
             raise ValueError(
                 "--backend: 'local' runs in one process; add --backend process under torchrun"
             )
+        if options.processes is not None:
+            raise UsageError(
+                f"--processes: {options.processes} without --backend process; give both or neither"
+            )
         yield None
         return
+    if options.processes is not None:
+        if not is_launched():
+            run_ranks(options.processes)
+        if int(os.environ["WORLD_SIZE"]) != options.processes:
+            raise UsageError(
+                f"--processes: {options.processes}, but the launcher started "
+                f"{os.environ['WORLD_SIZE']}; leave --processes out"
+            )
     from pipedraft.inference.transport.cluster import Cluster
     from pipedraft.inference.transport.watch import Limits
 
-    with Cluster(Limits(step_s=options.step_timeout), options.links) as cluster:
+    limits = Limits(step_s=options.step_timeout)
+    with Cluster(limits, options.links, on_cpu=options.device == "cpu") as cluster:
         yield cluster
 
 
@@ -187,7 +271,5 @@ class Stream:
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str, raw: bool) -> list[int]:
     if raw or tokenizer.chat_template is None:
         return tokenizer(text).input_ids
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
+    rendered = render_chat(tokenizer, [{"role": "user", "content": text}])
     return tokenizer(rendered, add_special_tokens=False).input_ids

@@ -1,9 +1,14 @@
 """The virtual clock: counts steps (K) and adds up a modeled time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
+
+from pipedraft.inference.budget import LONGEST, RowCosts
+
+MAX_COST = 1e6
+"""Target passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +19,14 @@ class CostModel:
     """Extra stage time for each row after the first, relative to the stage time of one row."""
     link: float = 0.0
     """One hop: between stages, from the last one back to the controller, or to the first."""
+    link_row: float = 0.0
+    """One hop of each row after a segment's first."""
     verify: float = 0.0
     """Final norm, LM head and the walk."""
+    head_row: float = 0.0
+    """Final norm and LM head of each returning row after the first."""
+    verify_row: float = 0.0
+    """The rule's decision about each returning row after the first."""
     draft_forward: float | None = None
     """One forward pass of the draft; None: its layers over the target's layers."""
     is_asynchronous: bool = False
@@ -29,10 +40,12 @@ class CostModel:
     part of it: processes that share cores, caches or memory. 0: each has its own."""
 
     def __post_init__(self) -> None:
-        for name in ("row", "link", "verify", "draft_forward", "sharing"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"cost.{name}: {value} is not a duration; give 0 or more")
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if value is not None and not 0 <= value <= MAX_COST:
+                raise ValueError(
+                    f"cost.{part.name}: {value} is not a duration; give 0 to {MAX_COST:g}"
+                )
 
 
 class VirtualClock:
@@ -57,13 +70,54 @@ class VirtualClock:
         """Stage time relative to that of one row; 0 for an idle stage."""
         return 1.0 + self.cost.row * (num_rows - 1) if num_rows else 0.0
 
-    @property
-    def _fixed(self) -> float:
-        """Part of a step in which no stage computes."""
+    def _between(self, rows: Sequence[int]) -> float:
+        """Part of a step in which no stage computes: hops and the verification."""
         cost, n = self.cost, self.num_stages
+        further = [max(r - 1, 0) for r in rows]
+        verify = cost.verify + (cost.head_row + cost.verify_row) * further[-1]
         if cost.is_asynchronous:
-            return (cost.link * (n + 1) + cost.verify) / n
-        return cost.link + cost.verify
+            hops = cost.link * (n + 1) + cost.link_row * (sum(further) + further[-1])
+            return (hops + verify) / n
+        return cost.link + cost.link_row * max(further) + verify
+
+    @property
+    def row_price(self) -> float:
+        """What a step takes longer for each row that every segment has more."""
+        one, two = (
+            self.duration([rows] * self.num_stages, draft_forwards=0, overlap=True)
+            for rows in (1, 2)
+        )
+        return two - one
+
+    def step_costs(self, num_tokens: int) -> RowCosts:
+        """Of rows that enter at every step, beside those on their way.
+
+        One segment enters at each step, so a row more in every segment makes every step longer by
+        the price of a row; one in a segment that is longer than the others costs more. A right
+        draft token saves the time that a token has taken so far; at first, plain decoding's.
+
+        Args:
+            num_tokens: emitted so far.
+        """
+        return RowCosts(
+            tokens=num_tokens + 1,
+            time=self.time + self.autoregressive_time(1),
+            row=LONGEST * self.row_price,
+        )
+
+    def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
+        """Of a tree that is verified as a whole, in equal segments.
+
+        Args:
+            num_forwards: of the draft, while the stages wait.
+        """
+        num_steps = self.num_stages + num_segments - 1
+        return RowCosts(
+            tokens=1,
+            time=self.autoregressive_time(1) * num_steps / self.num_stages
+            + num_forwards * self.draft_forward,
+            row=num_steps * self.row_price / num_segments,
+        )
 
     def step(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> None:
         """Take one pipeline step; the arguments are those of ``duration``."""
@@ -96,15 +150,19 @@ class VirtualClock:
         else:
             shared += self.cost.sharing * (bool(draft) and any(rows))
             busy = max(draft, *stages) * shared
-        return busy + self._fixed
+        return busy + self._between(rows)
 
-    def hidden_forwards(self, num_rows: int) -> int:
-        """Draft forwards that take no longer than one step with ``num_rows`` rows; at least 1."""
+    def hidden_forwards(self) -> int:
+        """Draft forwards that take no longer than a step of one row; at least 1.
+
+        Of one row: the rows that more forwards make slow the next step, beside which still more
+        forwards would fit, whose rows slow it further.
+        """
         if not self.draft_forward:
             return 1_000
-        room = max(self.shares) * self._growth(max(num_rows, 1))
+        room = max(self.shares)
         if self.cost.draft_on_first_stage:
-            room -= self.shares[0] * self._growth(max(num_rows, 1))
+            room -= self.shares[0]
         return max(1, int(room / self.draft_forward + 1e-9))
 
     def serial_draft(self, forwards: int) -> None:
@@ -114,7 +172,7 @@ class VirtualClock:
 
     def autoregressive_time(self, num_tokens: int) -> float:
         """Modeled time of plain decoding of as many tokens on the same pipeline."""
-        return num_tokens * (1.0 + self.num_stages * self._fixed)
+        return num_tokens * (1.0 + self.num_stages * self._between([1]))
 
 
 def chain_acceptance_length(acceptance: float, draft_length: int) -> float:

@@ -10,7 +10,10 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from pipedraft.errors import check_ranges
+from pipedraft.inference.budget import Budget
 from pipedraft.inference.clock import CostModel
+from pipedraft.inference.filters import Filters, sampling_label
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule, check_at_least
 from pipedraft.inference.schedules.spd import SPD
@@ -19,11 +22,18 @@ from pipedraft.inference.shapes import TreeShape
 MIN_TEMPERATURE = 1e-4
 """Logits divided by less than this may overflow."""
 MAX_TEMPERATURE = 1e6
-RuleName = Literal["match", "gumbel", "rejection", "tail_escape", "topk", "argmax"]
+MAX_SETTING = "[-1024, 1024]"
+"""Of a schedule's numbers: no draft has more rows, and larger ones would never end."""
+RuleName = Literal[
+    "match", "gumbel", "rejection", "tail_escape", "topk", "argmax", "block", "recursive"
+]
 """Acceptance rules; ``verify.py`` has them."""
 RULE_NAMES: list[RuleName] = list(get_args(RuleName))
 SAMPLING_RULES = ("rejection", "tail_escape", "topk")
 """Their draft tokens are drawn from the draft's distribution."""
+
+ROUND_RULES = ("block", "recursive")
+"""Their tests look at a round as a whole: no streams, no links."""
 
 Value = TypeVar("Value")
 Settings: TypeAlias = dict[str, Any]
@@ -31,7 +41,7 @@ Settings: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig:
+class DecodeConfig(Filters):
     """A schedule with its settings, and what every schedule has."""
 
     schedule: Schedule = field(default_factory=SPD)
@@ -41,8 +51,9 @@ class DecodeConfig:
     temperature: float = 0.0
     """0 is greedy."""
     verifier: Literal["auto"] | RuleName = "auto"
-    """Acceptance rule above temperature 0. auto: the schedule's own across a link, elsewhere
-    rejection for sampled chains (one draft token at a time), else gumbel."""
+    """Acceptance rule above temperature 0; block and recursive are those of whole rounds. auto: the
+    schedule's own across a link, elsewhere rejection for sampled chains (one draft token at a
+    time), else gumbel."""
     payload_tokens: int = 10
     """The target's most likely tokens that a rejection shows the draft, by topk and tail_escape."""
     tail_samples: int = 4
@@ -50,11 +61,20 @@ class DecodeConfig:
     seed: int = 0
     max_new_tokens: int = 128
     """New tokens at most, the one drawn from the prefill included."""
+    bitwise: bool = False
+    """Compute each row of the target as plain decoding would, to the last bit."""
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
+        super().__post_init__()
+        self.check_at(self.temperature)
         check_at_least(self, 1, "num_stages", "max_new_tokens", "payload_tokens", "tail_samples")
+        most = dict.fromkeys(("num_stages", "payload_tokens", "tail_samples"), "[1, 4096]")
+        check_ranges(self, most | {"max_new_tokens": "[1, 1e9]", "seed": "[-9e18, 9e18]"})
+        numbers = (part.name for part in fields(self.schedule) if part.name != "tree")
+        sizes = [n for n in numbers if isinstance(getattr(self.schedule, n), int | float)]
+        check_ranges(self.schedule, dict.fromkeys(sizes, MAX_SETTING))
         if self.boundaries and len(self.boundaries) != self.num_stages + 1:
             raise ValueError(
                 f"boundaries: {list(self.boundaries)} do not make {self.num_stages} stages; give "
@@ -67,6 +87,29 @@ class DecodeConfig:
                 "width 1, or a chain as the tree's kind); use 'match', which is exact for every "
                 "tree"
             )
+
+        self._check_round_rule()
+
+    def _check_round_rule(self) -> None:
+        whole = bool(self.temperature) and self.schedule.verifies_whole
+        if self.verifier == "block" and not (whole and self.schedule.is_chain):
+            raise ValueError(
+                "verifier: 'block' tests whole chains; give a temperature above 0 and "
+                "--schedule eagle or naive_pp with --tree chain:7, or use 'rejection'"
+            )
+        tree = getattr(self.schedule, "tree", None)
+        is_fixed = isinstance(tree, TreeShape) and not (tree.is_chain or tree.is_auto)
+        if self.verifier == "recursive" and not (whole and is_fixed):
+            raise ValueError(
+                "verifier: 'recursive' tests whole trees of a fixed number of draft tokens; give a "
+                "temperature above 0 and --schedule eagle or naive_pp with --tree static or "
+                "dynamic:7:10:59, or use 'gumbel'"
+            )
+
+    @property
+    def sampling(self) -> str:
+        """Label of temperature and filters."""
+        return sampling_label(self.temperature, self.active)
 
     @property
     def rule(self) -> RuleName:
@@ -158,6 +201,12 @@ def make_schedule(name: str, settings: Settings) -> Schedule:
                 "choose another schedule"
             )
     values = dict(settings)
+    for setting, hint in get_type_hints(kind).items():
+        value = values.get(setting)
+        if hint == Budget and isinstance(value, str) and value != "auto":
+            raise ValueError(
+                f"{setting}: {value!r} is no number of draft tokens; give 1 or more, or auto"
+            )
     if isinstance(values.get("tree"), str):
         values["tree"] = TreeShape.parse(values["tree"])
     return convert(values, kind, name)

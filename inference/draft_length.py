@@ -2,7 +2,7 @@
 
 A policy is asked once per round and told what became of it:
 
-    policy = parse_policy("survival", max_length=8)
+    policy = parse_policy("geometric", max_length=8)
     num_drafted = policy.choose(cost)                 # cost: RoundCost, from the link's estimate
     policy.observe(num_drafted, num_accepted)
 
@@ -383,7 +383,7 @@ class Alg2(_Published):
 
 
 class Geometric(DraftLengthPolicy):
-    """Highest rate if acceptance is i.i.d.: tokens (1 - a^(K + 1)) / (1 - a)."""
+    """Highest rate if acceptance is i.i.d.: tokens (1 - a^(K + 1)) / (1 - a); the default."""
 
     def __init__(self, max_length: int, *, memory: float = 32) -> None:
         super().__init__(max_length)
@@ -397,7 +397,8 @@ class Geometric(DraftLengthPolicy):
 
 
 class Survival(DraftLengthPolicy):
-    """Highest rate under the measured survival of each position; the default."""
+    """Highest rate under the measured survival of each position: for a draft whose acceptance
+    depends on the position, or changes from text to text, more than recorded ones do."""
 
     def __init__(self, max_length: int, *, memories: Sequence[float] = (4, 16, 64)) -> None:
         super().__init__(max_length)

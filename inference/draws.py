@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -14,8 +15,14 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.config import MIN_TEMPERATURE
+from pipedraft.inference.filters import Filters
 from pipedraft.inference.transport.codec import Message, check_tensor
 
+UNFILTERED = Filters()
+UNDRAWABLE = (
+    "probabilities: their sum is {}, so no token can be drawn; a weight of the target or the draft "
+    "is NaN or infinite, load another checkpoint"
+)
 Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "branch", "thin"]
 """noise: Gumbel's; tail, branch and thin: draws from a distribution that is known in parts."""
 
@@ -37,16 +44,19 @@ class KeyedRandom:
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
-    def uniforms(self, position: int, purpose: Purpose, count: int) -> np.ndarray:
+    def uniforms(
+        self, position: int, purpose: Purpose, count: int, attempt: int | None = None
+    ) -> np.ndarray:
         """float64 [count] in [0, 1); the same on every machine, as Philox is counter-based too."""
-        key = f"{self.seed}:{self.prompt}:{position}:{purpose}".encode()
+        last = "" if attempt is None else f":{attempt}"
+        key = f"{self.seed}:{self.prompt}:{position}:{purpose}{last}".encode()
         digest = hashlib.blake2b(key, digest_size=16).digest()
         philox = np.random.Philox(key=int.from_bytes(digest, "big"))
         return np.random.Generator(philox).random(count)
 
 
-def probabilities(logits_V: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature) in float64; sums over a large vocabulary stay exact.
+def scaled(logits_V: Tensor, temperature: float, filters: Filters = UNFILTERED) -> Tensor:
+    """logits / temperature in float64, -inf where a token may not be drawn.
 
     No temperature above 0 overflows: below the smallest one that commands take, the largest logit
     is subtracted first, which would change the last bits of all others.
@@ -54,7 +64,12 @@ def probabilities(logits_V: Tensor, temperature: float) -> Tensor:
     logits_V = logits_V.double()
     if temperature < MIN_TEMPERATURE:
         logits_V = logits_V - logits_V.amax(-1, keepdim=True)
-    return torch.softmax(logits_V / temperature, -1)
+    return filters.apply(logits_V / temperature)
+
+
+def probabilities(logits_V: Tensor, temperature: float, filters: Filters = UNFILTERED) -> Tensor:
+    """The distribution of samples, float64: sums over a large vocabulary stay exact."""
+    return torch.softmax(scaled(logits_V, temperature, filters), -1)
 
 
 def draw(probabilities_V: Tensor, uniform: float) -> int:
@@ -68,11 +83,22 @@ def draw(probabilities_V: Tensor, uniform: float) -> int:
     """
     cumulative = probabilities_V.numpy(force=True).cumsum()
     if not 0 < cumulative[-1] < np.inf:
-        raise ValueError(
-            f"probabilities: their sum is {cumulative[-1]:g}, so no token can be drawn; a weight "
-            "of the target or the draft is NaN or infinite, load another checkpoint"
-        )
+        raise ValueError(UNDRAWABLE.format(f"{cumulative[-1]:g}"))
     return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+
+
+def draw_on_device(probabilities_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """``draw`` of each row where the rows are: int64 [R], on the CPU."""
+    size, cumulative_RV = probabilities_RV.shape[1], probabilities_RV.cumsum(-1)
+    uniform_R1 = torch.tensor(uniforms, dtype=torch.float64)[:, None].to(cumulative_RV.device)
+    # A sum in parts may rise by a last bit where nothing is added.
+    is_past_RV = (cumulative_RV > uniform_R1 * cumulative_RV[:, -1:]) & (probabilities_RV > 0)
+    index_V = torch.arange(size, device=cumulative_RV.device)
+    is_drawable_R1 = cumulative_RV[:, -1:].isfinite()
+    tokens_R = torch.where(is_past_RV & is_drawable_R1, index_V, size).amin(-1).cpu()
+    if bool((tokens_R == size).any()):
+        raise ValueError(UNDRAWABLE.format("not positive and finite"))
+    return tokens_R
 
 
 class SharedNoise:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedraft.inference.budget import MOST_ROWS, Budget, RowCosts
 from pipedraft.inference.clock import VirtualClock
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
@@ -88,18 +90,9 @@ class Engine:
         return staged
 
     def _check_growth(self) -> None:
-        """Refuse trees on a recurrent target, and a schedule whose verb the draft lacks."""
+        """Refuse a schedule whose verb the draft lacks."""
         schedule, source = self.config.schedule, self.make_source()
         self._check_link(schedule, source)
-        draft_is_chain_only = source is not None and source.is_chain_only
-        if (self.target.is_chain_only or draft_is_chain_only) and not schedule.is_chain:
-            owner = "target" if self.target.is_chain_only else "draft"
-            what = schedule.label or f"tree_width {schedule.width}"
-            raise ValueError(
-                f"{schedule.name}: {what}, but this {owner} has recurrent layers, which carry one "
-                "state per sequence; give --tree-width 1, --tree chain:7 with eagle, naive_pp or "
-                "pruned_pp, or pipeinfer without --branches and --restart"
-            )
         grows = schedule.grows
         if source is not None and grows is not None and grows not in source.grows:
             known = [name for name, other in SCHEDULES.items() if other.grows in source.grows]
@@ -194,7 +187,8 @@ class Session:
             config.rule,
             config.temperature,
             self.random,
-            top_k=config.payload_tokens,
+            filters=config.filters,
+            payload_tokens=config.payload_tokens,
             tail_samples=config.tail_samples,
         )
         self.sampling = Sampling(self.verifier)
@@ -239,57 +233,65 @@ class Session:
         assert self.source is not None, "the engine refuses such a schedule without a draft"
         return self.source
 
-    def inject(self, num_segments: int = 1, max_rows: int = 0) -> None:
+    def inject(self, num_segments: int = 1, max_rows: int | None = None) -> None:
         """Queue the rows that the pipeline has not seen yet; one segment enters per step.
 
         Args:
-            num_segments: nearly equal parts, the longer ones last.
-            max_rows: more parts where one would exceed this; for several parts only.
+            num_segments, max_rows: as in ``segment_sizes``.
         """
         tree, start = self.tree, self.tree.num_injected
-        for size in segment_sizes(len(tree) - start, num_segments, max_rows):
+        for size in segment_sizes(len(tree) - start, num_segments, max_rows, has_root=not start):
             self.pipeline.inject(tree.segment(start, start + size))
             start += size
         tree.num_injected = len(tree)
         self.pipeline.start()
 
-    def grow_layer(self, width: int) -> None:
+    def grow_layer(self, width: Budget) -> None:
         """Let the draft add up to ``width`` tokens below the deepest rows, from what is known."""
+        most = MOST_ROWS if width == "auto" else width
         with self.drafting():
             self.drafter.grow_layer(
-                self.tree, self.features, width=width, sampling=self._round_sampling()
+                self.tree, self.features, width=most, sampling=self.step_sampling(width)
             )
 
-    def grow_tree(self, shape: TreeShape, *, by_score: bool = False) -> None:
+    def grow_tree(
+        self, shape: TreeShape, costs: RowCosts | None = None, *, by_score: bool = False
+    ) -> None:
         """Let the draft merge a fresh tree below the root, from the committed tokens.
 
         Args:
+            costs: by which the size of a tree is chosen.
             by_score: the best draft tokens enter first, else level by level.
         """
+        sampling = self._round_sampling(costs if shape.is_auto else None)
         with self.drafting():
-            self.drafter.grow_tree(
-                self.tree, shape, by_score=by_score, sampling=self._round_sampling()
-            )
+            self.drafter.grow_tree(self.tree, shape, by_score=by_score, sampling=sampling)
 
     def deepen_tree(self, levels: int, num_tokens: int) -> None:
         """Let the draft extend its last fresh tree."""
         with self.drafting():
             self.drafter.deepen_tree(self.tree, levels, num_tokens)
 
-    def expand_tree(self, num_forwards: int, num_tokens: int, by_score: bool) -> None:
+    def expand_tree(
+        self, num_forwards: int, num_tokens: Budget, max_rows: int, by_score: bool
+    ) -> None:
         """Let the draft continue the tree on its way where it is most likely right.
 
         Args:
             num_forwards: passes of the draft, at most.
             num_tokens: rows that one pass continues, and draft tokens that it adds.
+            max_rows: draft tokens that all of them add.
         """
+        sampling = self.step_sampling(num_tokens)
+        width = math.ceil(max_rows / num_forwards) if num_tokens == "auto" else num_tokens
         with self.drafting():
             self.drafter.expand_tree(
                 self.tree,
                 num_forwards,
-                num_tokens,
+                width,
+                max_rows,
                 by_score=by_score,
-                sampling=self._round_sampling(),
+                sampling=sampling,
             )
 
     def verdict_waits(self) -> bool:
@@ -308,8 +310,13 @@ class Session:
         self.result.num_drafted += len(self.tree) - num_rows
         self.pending_forwards += source.num_forwards - num_forwards
 
-    def _round_sampling(self) -> Sampling:
-        return replace(self.sampling, attempt=self.num_rounds)
+    def _round_sampling(self, costs: RowCosts | None = None) -> Sampling:
+        return replace(self.sampling, attempt=self.num_rounds, costs=costs)
+
+    def step_sampling(self, budget: Budget) -> Sampling:
+        """Of draft tokens that enter at every step."""
+        costs = self.clock.step_costs(self.result.num_tokens)
+        return self._round_sampling(costs if budget == "auto" else None)
 
     def draft_alone(self, *, at_least: int = 0) -> None:
         """Spend the time of the drafting since the last step while every stage waits.
@@ -321,8 +328,8 @@ class Session:
         self.pending_forwards = 0
 
     def hidden_forwards(self) -> int:
-        """Draft forwards that fit beside a step like the last one under the cost model."""
-        return self.clock.hidden_forwards(max(self.pipeline.last_rows))
+        """Draft forwards that fit beside a step of one row under the cost model."""
+        return self.clock.hidden_forwards()
 
     def collect(self) -> Returned:
         """Step until the whole tree is back; its segments joined."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from pipedraft.files import read_text
 from pipedraft.inference.channel import BYTES_PER_MEGABIT, PRESETS, Link, Steps
 
 
@@ -134,9 +135,11 @@ def read_profiles(path: Path) -> dict[str, Link]:
         ValueError: names the file, the profile and the field.
     """
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = json.loads(read_text(path, "link"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: {error.msg}; give JSON") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: is nested too deeply; give JSON") from error
     if not isinstance(held, dict):
         raise ValueError(f"{path}: is no object of profiles; give {{NAME: {{...}}, ...}}")
     return {

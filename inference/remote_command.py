@@ -1,12 +1,18 @@
 """Decoding a prompt with a draft on this machine and the target on a server: ``--server``."""
 
+import ipaddress
 import os
+import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipedraft.inference.arguments import Stream, encode
+import msgspec
+
+from pipedraft.errors import one_line
+from pipedraft.files import read_optional, read_text
+from pipedraft.inference.arguments import Stream, encode, place_of
 from pipedraft.options import Options, flag_name, option
 
 if TYPE_CHECKING:
@@ -16,6 +22,8 @@ if TYPE_CHECKING:
     from pipedraft.inference.transport.stream import Access
 
 TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
+TOKEN = re.compile(r"[!-~]{1,4096}")
+MAX_TOKEN_BYTES = 2**20
 ELSEWHERE = ("target", "stages", "boundaries", "backend", "trace")
 """Options of a target on this machine."""
 
@@ -28,6 +36,13 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ValueError(f"{text!r} is no time; give seconds above 0")
     return value
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,24 +82,45 @@ class ServerOptions(Options):
                 raise ValueError(f"{flag_name(name)}: the target is on {where}; leave it out")
 
 
-def read_token(file: Path | None) -> str:
-    """From the file or the environment; never from the command line, which others can list."""
-    if file is None:
-        return os.environ.get(TOKEN_VARIABLE, "")
-    token = file.read_text().strip()
-    if not token.isascii() or not token.isprintable() or not token:
-        raise ValueError(f"--token-file: {str(file)!r} holds no printable ASCII text; write one")
-    return token
+def read_tokens(file: Path | None) -> tuple[str, ...]:
+    """From the file, a line each, or the environment; never from the command line, which others
+    can list.
+
+    Raises:
+        ValueError: what is there is no token, as a secret that was not filled in.
+    """
+    place, text = f"${TOKEN_VARIABLE}", os.environ.get(TOKEN_VARIABLE)
+    if file is not None:
+        place = f"--token-file: {str(file)!r}"
+        text = read_text(file, "--token-file", MAX_TOKEN_BYTES).strip()
+    if text is None:
+        return ()
+    tokens = tuple(text.split("\n"))
+    if not all(TOKEN.fullmatch(token) for token in tokens):
+        raise ValueError(
+            f"{place} holds no printable ASCII text without spaces; write one, or unset it"
+        )
+    return tokens
 
 
 def read_access(options: ServerOptions) -> "Access":
     from pipedraft.inference.transport.stream import Access
 
+    tokens, uses_tls = read_tokens(options.token_file), options.tls or options.tls_ca is not None
+    if len(tokens) > 1:
+        raise ValueError(f"--token-file: {len(tokens)} lines; an edge has one token, give its line")
+    host = str(options.server).rpartition(":")[0]
+    if tokens and not uses_tls and not is_loopback(host):
+        print(
+            f"warning: the token crosses the network to {one_line(host)} in plain text; give --tls "
+            "or --tls-ca",
+            file=sys.stderr,
+        )
     return Access(
         server=str(options.server),
-        uses_tls=options.tls or options.tls_ca is not None,
-        root_certificates=None if options.tls_ca is None else options.tls_ca.read_bytes(),
-        token=read_token(options.token_file),
+        uses_tls=uses_tls,
+        root_certificates=read_optional(options.tls_ca, "--tls-ca"),
+        token=tokens[0] if tokens else "",
         connect_s=options.connect_s,
         answer_s=options.answer_s,
         give_up_s=options.give_up_s,
@@ -92,8 +128,6 @@ def read_access(options: ServerOptions) -> "Access":
 
 
 def print_status(access: "Access") -> None:
-    import msgspec
-
     from pipedraft.inference.transport.stream import Connection
 
     with Connection(access) as connection:
@@ -108,11 +142,13 @@ def load(options: "DecodeOptions") -> tuple["LocalDraft | None", Any]:
     from pipedraft.models.draft import read_description, resolve_folder
     from pipedraft.models.flexspec import FlexSpec
     from pipedraft.models.language_model import LanguageModelDraft, model_folder
+    from pipedraft.models.placement import resolve_dtype
     from pipedraft.models.target import load_target, load_tokenizer
 
     if options.draft_model is not None:
-        name = model_folder(options.draft_model)
-        model = load_target(name)
+        name, device = model_folder(options.draft_model), place_of(options)
+        dtype = resolve_dtype(options.dtype, device, name)
+        model = load_target(name, dtype=dtype, device=device)
         tokenizer = load_tokenizer(options.tokenizer or name)
         return LocalDraft(network=LanguageModelDraft(model, model)), tokenizer
     if options.checkpoint is None:
@@ -129,6 +165,7 @@ def load(options: "DecodeOptions") -> tuple["LocalDraft | None", Any]:
         )
     draft = FlexSpec.load(folder, description)
     reference = draft.reference
+    draft.to(place_of(options))
     revision = reference.revision if options.tokenizer is None else None
     tokenizer = load_tokenizer(options.tokenizer or reference.name, revision=revision)
     own = reference.fingerprint
@@ -170,7 +207,7 @@ def run(options: "DecodeOptions") -> None:
             draft,
             keeps_drafting=options.keep_drafting,
             tokenizer=vocabulary_hash(tokenizer),
-            warn=lambda line: print(f"warning: {line}", file=sys.stderr),
+            warn=lambda line: print(f"warning: {one_line(line)}", file=sys.stderr),
         )
         network = None if draft is None else draft.network
         engine = Engine(pipeline.target, tokenizer, config, network, connect=lambda _: pipeline)

@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
+
+from pipedraft.inference.budget import Budget
 
 EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
     (0,), (1,), (2,), (3,),
@@ -13,6 +15,10 @@ EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
     (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
 )  # fmt: skip
 """Ranks from the root: EAGLE-1's published tree of 25 draft tokens for 7B chat models."""
+
+
+MAX_SIZE = 1024
+"""Levels, beams or draft tokens of a tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +33,18 @@ class TreeShape:
     after the first level: its depth 6 is 7 here."""
     top_k: int = 10
     """Beams of a dynamic tree, and children of each."""
-    num_tokens: int = 59
-    """Draft tokens of a dynamic tree, the root not counted."""
+    num_tokens: Budget = 59
+    """Draft tokens of a dynamic tree, the root not counted; auto: at most 59."""
     paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
     """Ranks from the root of every draft token of a static tree; parents of all must be there."""
 
     def __post_init__(self) -> None:
         for name in ("depth", "top_k", "num_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"tree.{name}: {getattr(self, name)} is below 1; give at least 1")
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                raise ValueError(f"tree.{name}: {value} is below 1; give at least 1")
+            if value != "auto" and value > MAX_SIZE:
+                raise ValueError(f"tree.{name}: {value}; give at most {MAX_SIZE}")
         orphans = [p for p in self.paths if len(p) > 1 and p[:-1] not in self.paths]
         if orphans:
             raise ValueError(
@@ -45,6 +54,17 @@ class TreeShape:
     @property
     def is_chain(self) -> bool:
         return self.kind == "chain"
+
+    @property
+    def is_auto(self) -> bool:
+        return self.kind == "dynamic" and self.num_tokens == "auto"
+
+    @property
+    def most(self) -> int:
+        """Draft tokens of a chain or a dynamic tree, at most."""
+        if self.is_chain:
+            return self.depth
+        return 59 if self.num_tokens == "auto" else self.num_tokens
 
     @property
     def width(self) -> int:
@@ -63,7 +83,7 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
-        """``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS]``.
+        """``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS]``; TOKENS may be auto.
 
         Raises:
             ValueError: none of these.
@@ -72,23 +92,30 @@ class TreeShape:
         names = {"chain": ["depth"], "static": [], "dynamic": ["depth", "top_k", "num_tokens"]}
         expected = names.get(kind)
         right_count = expected is not None and len(sizes) in {len(expected), 0}
-        if not right_count or not all(size.isdecimal() for size in sizes):
+        is_auto = kind == "dynamic" and sizes[2:] == ["auto"]
+        numbers = sizes[:2] if is_auto else sizes
+        if not right_count or not all(size.isdecimal() for size in numbers):
             raise ValueError(
                 f"tree: {text!r} is no tree; give chain:7, static, or dynamic:7:10:59 (levels, "
-                "beams, draft tokens)"
+                "beams, draft tokens or auto)"
             )
         assert expected is not None
-        fields = dict(zip(expected, map(int, sizes), strict=False))
+        fields: dict[str, Any] = dict(zip(expected, map(int, numbers), strict=False))
+        if is_auto:
+            fields["num_tokens"] = "auto"
         return cls(kind=kind, **fields)  # type: ignore[arg-type]  # a key of names
 
 
-def segment_sizes(num_rows: int, num_segments: int, max_rows: int) -> list[int]:
+def segment_sizes(
+    num_rows: int, num_segments: int, max_rows: int | None, *, has_root: bool = True
+) -> list[int]:
     """Rows of each segment that a tree is cut into: nearly equal, the longer ones last, none empty.
 
     Args:
-        num_segments: 1 is never cut; else there are more where one would exceed ``max_rows``.
+        max_rows: there are more segments where one would have more draft tokens; None: no limit.
+        has_root: the first row is no draft token, so a segment may have a row more than that.
     """
-    if num_segments > 1:
-        num_segments = max(num_segments, math.ceil(num_rows / max_rows))
+    if max_rows is not None:
+        num_segments = max(num_segments, math.ceil((num_rows - has_root) / max_rows))
     cuts = [num_rows * part // num_segments for part in range(num_segments + 1)]
     return [stop - start for start, stop in pairwise(cuts) if start < stop]

@@ -1,5 +1,5 @@
-"""Work on checkpoints: push one to the Hub, export it for a serving engine, or say whether a
-fine-tuned target keeps its FlexSpec draft."""
+"""Work on checkpoints: import a published head, push one to the Hub, export it for an engine, say
+whether a fine-tuned target keeps its FlexSpec draft, or make a target of a GGUF file."""
 
 import sys
 from dataclasses import dataclass
@@ -7,17 +7,41 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.errors import UsageError, run_command
+from pipedraft.errors import UsageError, leave_at_interrupts, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 from pipedraft.files import write_folder
 from pipedraft.options import Options, option, subcommand
 
 EXAMPLE = """example:
+  python -m pipedraft.models import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B \\
+      --target meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
   python -m pipedraft.models push --checkpoint out/spd --repo user/name \\
       --results out/eval/results.json --dry-run
   python -m pipedraft.models push --checkpoint out/sglang --repo user/name-sglang --private
   python -m pipedraft.models export --checkpoint out/eagle3 --format sglang --out out/sglang
   python -m pipedraft.models scope --base assets/target --target out/tuned/best
+  python -m pipedraft.models from-gguf SmolLM2-135M-Instruct.Q4_1.gguf --out out/smollm2
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(Options):
+    """make a checkpoint of a head in the layout of SafeAILab, SGLang, vLLM or SPD's authors"""
+
+    PROG: ClassVar[str] = "pipedraft models import"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    source: str = option(flag="--from", metavar="HEAD")
+    """folder, file of weights or Hub id"""
+    target: str
+    """folder or Hub id of the target it was trained for"""
+    out: Path
+    """folder to make"""
+    revision: str | None = option(None, metavar="NAME")
+    """branch, tag or commit of the head's repository"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +73,7 @@ class PushOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Options):
-    """write an EAGLE-3 head as SGLang or vLLM load it, and how to launch them"""
+    """write an EAGLE head as SGLang or vLLM load it, and how to launch them"""
 
     PROG: ClassVar[str] = "pipedraft models export"
     EXAMPLE: ClassVar[str] = EXAMPLE
@@ -78,10 +102,25 @@ class ScopeOptions(Options):
     """folder or Hub id of the one after, or an adapter's folder"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FromGgufOptions(Options):
+    """write a GGUF file as a model folder, float32; --target FILE.gguf does it on first use"""
+
+    PROG: ClassVar[str] = "pipedraft models from-gguf"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    file: Path = option(metavar="FILE", positional=True)
+    """the GGUF file"""
+    out: Path
+    """folder to make"""
+
+
 SUBCOMMANDS: dict[str, type[Options]] = {
+    "import": ImportOptions,
     "push": PushOptions,
     "export": ExportOptions,
     "scope": ScopeOptions,
+    "from-gguf": FromGgufOptions,
 }
 
 
@@ -89,7 +128,7 @@ def usage() -> str:
     about, *others = (
         " ".join((k or "").split()) for k in (__doc__, *(c.__doc__ for c in SUBCOMMANDS.values()))
     )
-    lines = [f"  {name:<8}{text}" for name, text in zip(SUBCOMMANDS, others, strict=True)]
+    lines = [f"  {name:<10}{text}" for name, text in zip(SUBCOMMANDS, others, strict=True)]
     return "\n".join(["usage: pipedraft models <command> ...", "", about, "", *lines, "", EXAMPLE])
 
 
@@ -103,20 +142,45 @@ def main() -> None:
     options = SUBCOMMANDS[subcommand(words[0], list(SUBCOMMANDS))].read(words[1:])
     if isinstance(options, PushOptions):
         run_push(options)
+    elif isinstance(options, ImportOptions):
+        run_import(options)
     elif isinstance(options, ExportOptions):
         run_export(options)
     elif isinstance(options, ScopeOptions):
         run_scope(options)
+    elif isinstance(options, FromGgufOptions):
+        run_from_gguf(options)
+
+
+def run_import(options: ImportOptions) -> None:
+    from pipedraft.models.peers import import_head
+
+    draft, files = import_head(
+        options.source, options.target, options.out, revision=options.revision
+    )
+    for path in files:
+        print(path)
+    stages = "" if draft.num_stages is None else f" --stages {draft.num_stages}"
+    print(
+        f"python -m pipedraft.inference --checkpoint {options.out} --target {options.target}"
+        f"{stages} --prompt Hello"
+    )
+
+
+def checkpoint_folder(path_or_repo: str) -> Path:
+    from pipedraft.models.draft import resolve_folder
+
+    return resolve_folder(path_or_repo)
 
 
 def run_export(options: ExportOptions) -> None:
-    from pipedraft.models.draft import resolve_folder
-    from pipedraft.models.export import export, launch_line, target_name
+    from pipedraft.models.export import export, launch_line, target_and_kind
 
-    folder = resolve_folder(options.checkpoint)
+    folder = checkpoint_folder(options.checkpoint)
     for path in export(folder, options.format, options.out, target=options.target):
         print(path)
-    print(launch_line(options.format, options.target or target_name(folder), options.out))
+    target, kind = target_and_kind(folder)
+    print(launch_line(options.format, options.target or target, options.out, kind))
 
 
 def run_scope(options: ScopeOptions) -> None:
@@ -129,14 +193,20 @@ def run_scope(options: ScopeOptions) -> None:
     print(f"in scope: {options.target} differs from {options.base} in layers 1 .. L-1 at most")
 
 
+def run_from_gguf(options: FromGgufOptions) -> None:
+    from pipedraft.gguf_target import convert
+
+    for path in convert(options.file, options.out, field="FILE"):
+        print(path)
+
+
 def run_push(options: PushOptions) -> None:
-    from pipedraft.models.draft import resolve_folder
     from pipedraft.models.hub import Upload, check_repo_id, fill_folder, prepare_upload, push
 
     check_repo_id(options.repo)
     if options.out is not None and not options.dry_run:
         raise ValueError(f"--out: {str(options.out)!r} without --dry-run; give both or neither")
-    folder = resolve_folder(options.checkpoint)
+    folder = checkpoint_folder(options.checkpoint)
     upload = Upload(
         repo=options.repo,
         revision=options.revision,

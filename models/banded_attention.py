@@ -192,12 +192,11 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
         return probs_WBTN
     q_BTJGD = _query_rows(query_BNTD, J).to(out_BTND.dtype)
     # One buffer of products for all diagonals: it stays in the cache.
-    products_BTJGD, probs_WBTJG = torch.empty_like(q_BTJGD), probs_WBTN.unflatten(3, (J, -1))
+    room, probs_WBTJG = q_BTJGD.new_empty(q_BTJGD.numel()), probs_WBTN.unflatten(3, (J, -1))
     diagonals = [(w, r, d) for w, (r, d) in enumerate(band.diagonals) if d < T]
     for w, r, d in diagonals:
         key_BTJ1D = _key_rows(keys[r][:, :, : T - d])
-        torch.mul(q_BTJGD[:, d:], key_BTJ1D, out=products_BTJGD[:, d:])
-        torch.sum(products_BTJGD[:, d:], -1, out=probs_WBTJG[w, :, d:])
+        probs_WBTJG[w, :, d:] = _product(q_BTJGD[:, d:], key_BTJ1D, room).sum(-1)
     probs_WBTN *= scale
     _hide_other_documents(band, probs_WBTN)
     # Both parts were normalized alone: each is scaled to the log-sum-exp of all scores.
@@ -211,6 +210,11 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
         value_BTJ1D = _key_rows(values[r][:, :, : T - d])
         out_BTJGD[:, d:].addcmul_(probs_WBTJG[w, :, d:, :, :, None], value_BTJ1D)
     return probs_WBTN
+
+
+def _product(rows: Tensor, others: Tensor, room: Tensor) -> Tensor:
+    """rows * others at the front of ``room``: torch.compile takes no ``out`` with gaps."""
+    return torch.mul(rows, others, out=room[: rows.numel()].view(rows.shape))
 
 
 def _hide_other_documents(band: Band, scores_WBTN: Tensor) -> None:
@@ -259,8 +263,8 @@ def _attend_backward(
     q_BTJGD, grad_BTJGD, out_BTJGD = (_query_rows(x, J) for x in (query_BNTD, grad_BNTD, out_BNTD))
     grad_BTJGD = grad_BTJGD.to(probs_WBTN.dtype)
     dq_BTJGD = torch.zeros_like(grad_BTJGD)
-    products_BTJGD = grad_BTJGD * out_BTJGD
-    delta_BTJG = products_BTJGD.sum(-1)
+    room = grad_BTJGD.new_empty(grad_BTJGD.numel())
+    delta_BTJG = _product(grad_BTJGD, out_BTJGD, room).sum(-1)
     for w, (r, d) in enumerate(band.diagonals):
         if d >= T:
             continue
@@ -268,7 +272,7 @@ def _attend_backward(
             _key_rows(x[r][:, :, : T - d]) for x in (keys, values, dkeys, dvalues)
         )
         grad, probs = grad_BTJGD[:, d:], probs_WBTN.unflatten(3, (J, -1))[w, :, d:]
-        products = torch.mul(grad, value, out=products_BTJGD[:, d:])
+        products = _product(grad, value, room)
         # dS = P (dP - delta), and from it the query's, the key's and the value's gradients.
         dscores = products.sum(-1).sub_(delta_BTJG[:, d:]).mul_(probs).mul_(scale)
         dq_BTJGD[:, d:].addcmul_(dscores[..., None], key)

@@ -5,8 +5,8 @@ The words of a card stand in card.md.jinja.
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from jinja2 import Environment, StrictUndefined
 
+from pipedraft.errors import one_line
 from pipedraft.models.draft import CONFIG_FILE, Description
 from pipedraft.pretrained import hub_link
 
@@ -81,6 +82,7 @@ def render_card(source: CardSource) -> str:
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
+    source = _shown(source)
     template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text())
     return template.render(
         source=source,
@@ -90,6 +92,42 @@ def render_card(source: CardSource) -> str:
         engines=ENGINES,
         made=MADE,
     )
+
+
+def plain(text: str) -> str:
+    """Text of others that no Markdown or HTML of its own acts in."""
+    line = one_line(text).replace("<", "&lt;").replace("`", "'").replace("|", "&#124;")
+    return line.replace("](", "] (")
+
+
+def _shown(source: CardSource) -> CardSource:
+    """What comes from checkpoints, rows and results as plain text; of local folders the name."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return plain(value)
+        if isinstance(value, Mapping):
+            return {plain(str(key)): clean(entry) for key, entry in value.items()}
+        return [clean(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    description = clean(source.description)
+    name = source.target
+    if not source.target_is_public:
+        description["target"]["name"] = f".../{plain(Path(name).name)}"  # no name on the Hub
+    data = description.get("training", {}).get("data") or {}
+    if isinstance(data.get("sources"), dict):
+        data["sources"] = {
+            key if is_hub_id(key.partition(":")[0]) else f".../{Path(key).name}": counts
+            for key, counts in data["sources"].items()
+        }
+    measured = source.measured
+    if measured is not None:
+        runs = msgspec.convert(clean(msgspec.to_builtins(measured.runs)), list[MeasuredRun])
+        about = msgspec.to_builtins(measured.manifest)
+        manifest = msgspec.convert(clean(about), EvaluationManifest)
+        measured = replace(measured, runs=runs, manifest=manifest)
+    license = replace(source.license, fields=clean(source.license.fields))
+    return replace(source, description=description, measured=measured, license=license)
 
 
 def _metadata(source: CardSource) -> str:
@@ -136,6 +174,8 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     equivalent_acceptance_length: MeasuredLength
     mean_acceptance_length: float | None
     draft_acceptance_rate: float | None
+    filters: dict[str, float] = {}
+    """Of samples, those that remove something."""
 
 
 class MeasuredRuns(msgspec.Struct, frozen=True):
@@ -213,8 +253,10 @@ class Measured:
             setting = {
                 key: getattr(run, key)
                 for key in ("schedule", "stages", "temperature", "tree_width", "tree")
-            }
-            shown = f"{run.schedule}, n = {run.stages}, T = {run.temperature:g}, W = "
+            } | run.filters
+            sampling = [f"T = {run.temperature:g}"]
+            sampling += [f"{k.replace('_', '-')} {v:g}" for k, v in run.filters.items()]
+            shown = f"{run.schedule}, n = {run.stages}, {', '.join(sampling)}, W = "
             shown += f"{run.tree_width}" + (f", {run.tree}" if run.tree else "")
             length = run.equivalent_acceptance_length
             values = {

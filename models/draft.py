@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, TypeVar, TypeVarTuple, cast
@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from pipedraft.files import read_bounded
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from pipedraft.models.target import (
     StagedTarget,
@@ -23,9 +24,10 @@ from pipedraft.models.target import (
     stage_boundaries,
     target_fingerprint,
 )
-from pipedraft.pretrained import check_finite, hub_link
+from pipedraft.pretrained import check_finite, first_line, hub_link, tensor_shapes
 
 CONFIG_FILE = "config.json"
+MAX_CONFIG_BYTES = 2**22
 WEIGHTS_FILE = "model.safetensors"
 
 DRAFTS = {
@@ -33,6 +35,7 @@ DRAFTS = {
     "ppsd": "pipedraft.models.ppsd:PPSD",
     "eagle": "pipedraft.models.eagle:Eagle",
     "eagle3": "pipedraft.models.eagle3:Eagle3",
+    "dflash": "pipedraft.models.dflash:DFlash",
     "flexspec": "pipedraft.models.flexspec:FlexSpec",
 }
 """draft_type in a checkpoint -> module and class of the draft, which import this module."""
@@ -46,18 +49,44 @@ Description = dict[str, Any]
 
 class _NamedTarget(msgspec.Struct):
     name: str
+    revision: str | None = None
 
 
 class _Stages(msgspec.Struct):
     num_stages: int | None = None
+    boundaries: list[int] | None = None
+
+
+class _Source(msgspec.Struct):
+    rows_kept: int
+    tokens: int
+
+
+class _Data(msgspec.Struct):
+    tokens: int = 0
+    supervised_tokens: int = 0
+    sources: dict[str, _Source] = {}
+    licenses: dict[str, int] = {}
+    hub_datasets: list[str] = []
+
+
+class _Import(msgspec.Struct):
+    place: str = msgspec.field(name="from")
+
+
+class _Training(msgspec.Struct):
+    data: _Data = msgspec.field(default_factory=_Data)
+    metrics: dict[str, float] = {}
+    imported: _Import | None = None
 
 
 class _Checkpoint(msgspec.Struct):
-    """What the commands read of a checkpoint before its draft is built."""
+    """What the commands and the card read of a checkpoint before its draft is built."""
 
     draft_type: str
     target: _NamedTarget
     architecture: _Stages
+    training: _Training = msgspec.field(default_factory=_Training)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,34 +202,78 @@ class Draft(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, description: Description) -> "Draft":
+        path = folder / WEIGHTS_FILE
         try:
-            config = cls.config_class(**description["architecture"])
-            layer = LayerConfig(**description["layer"])
-            reference = TargetReference(**description["target"])
-            draft = cls(config, layer, reference)
-        except (KeyError, TypeError) as error:
+            shapes = tensor_shapes(path)
+            parts = cls._read_parts(description, len(shapes))
+            with torch.device("meta"):  # nothing is allocated on the word of config.json
+                wanted = {name: tuple(x.shape) for name, x in cls(*parts).state_dict().items()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(_damaged(path, str(error))) from error
+        except Exception as error:  # whatever a network trips over in its shape
             raise ValueError(
-                f"checkpoint: {folder / CONFIG_FILE} is damaged ({error}); train or copy it again"
+                f"checkpoint: {folder / CONFIG_FILE} is damaged ({type(error).__name__}: "
+                f"{first_line(error)}); train or copy it again"
             ) from error
+        for name in sorted(wanted.keys() | shapes.keys()):
+            if wanted.get(name) != shapes.get(name):
+                found = f"{shapes[name]}" if name in shapes else "missing"
+                due = f"{wanted[name]}" if name in wanted else "unexpected"
+                raise ValueError(_damaged(path, f"{name} is {found}, by {CONFIG_FILE} {due}"))
+        draft = cls(*parts)
         try:
-            draft.load_state_dict(load_file(folder / WEIGHTS_FILE))
-        except (SafetensorError, FileNotFoundError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[-1].strip()  # torch's first line is a heading
+            draft.load_state_dict(load_file(path))
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ValueError(_damaged(path, first_line(error))) from error
+        check_finite(draft, "checkpoint", str(path))
+        ids = getattr(draft, "draft_ids", torch.zeros(1))
+        if not 0 <= int(ids.min()) <= int(ids.max()) < draft.target_vocab_size:
             raise ValueError(
-                f"checkpoint: {folder / WEIGHTS_FILE} is missing or damaged ({reason}); "
-                "use another checkpoint of the run or train it again"
-            ) from error
-        check_finite(draft, "checkpoint", str(folder / WEIGHTS_FILE))
+                _damaged(path, f"draft_ids outside the {draft.target_vocab_size} of the target")
+            )
         return draft.eval().requires_grad_(False)
+
+    @classmethod
+    def _read_parts(
+        cls, description: Description, num_tensors: int
+    ) -> "tuple[Any, LayerConfig, TargetReference]":
+        """What a draft is built of; every number a size, and no more layers than tensors."""
+        architecture, layer = description["architecture"], description["layer"]
+        kinds = (cls.config_class, architecture), (LayerConfig, layer)
+        for kind, values in kinds:
+            unknown = values.keys() - {part.name for part in fields(kind)}
+            if unknown:
+                raise ValueError(f"{min(unknown)!r} is unknown")
+        for part in (architecture, layer, description["target"]["fingerprint"]):
+            for name, value in part.items():
+                is_own = part is architecture
+                most = num_tensors if is_own and name == "num_layers" else 2**31
+                if type(value) is int and not (0 if is_own else 1) <= value <= most:
+                    raise ValueError(f"{name}: {value} is no size")
+        config: Any = msgspec.convert(architecture, cls.config_class)
+        shape = msgspec.convert(layer, LayerConfig)
+        return config, shape, msgspec.convert(description["target"], TargetReference)
+
+
+def _damaged(path: Path, reason: str) -> str:
+    return (
+        f"checkpoint: {path} is missing or damaged ({reason}); use another checkpoint of the run "
+        "or train it again"
+    )
 
 
 @torch.no_grad()
 def initialize_head(draft: Draft, target: PreTrainedModel, draft_ids: Tensor | None) -> None:
     """Copy the target's final norm, and the rows of its LM head that the draft vocabulary has."""
-    draft.norm.weight.copy_(target.get_decoder().norm.weight)
+    draft.norm.weight.copy_(norm_factor(target.config, target.get_decoder().norm.weight))
     if draft_ids is not None:
         draft.draft_ids.copy_(draft_ids)
     draft.lm_head.weight.copy_(target.get_output_embeddings().weight[draft.draft_ids])
+
+
+def norm_factor(config: PreTrainedConfig, weight_H: Tensor) -> Tensor:
+    """What a target's RMSNorm multiplies by: its weight, to which Qwen3.5 adds one."""
+    return weight_H + 1 if config.model_type.startswith("qwen3_5") else weight_H
 
 
 def read_description(folder: Path) -> Description:
@@ -211,11 +284,11 @@ def read_description(folder: Path) -> Description:
             f"checkpoint: no {CONFIG_FILE} in {folder}; give a folder written by pipedraft train"
         )
     try:
-        description = msgspec.json.decode(path.read_bytes())
+        description = msgspec.json.decode(read_bounded(path, "checkpoint", MAX_CONFIG_BYTES))
         if not isinstance(description, dict) or "draft_type" not in description:
             raise ValueError(
-                f"checkpoint: {path} names no draft_type; this looks like a target, not a draft: "
-                "give it as --target"
+                f"checkpoint: {path} names no draft_type; give a target as --target, and a head "
+                "that was trained elsewhere to pipedraft models import --from"
             )
         msgspec.convert(description, _Checkpoint)
     except (msgspec.DecodeError, RecursionError) as error:

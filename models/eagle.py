@@ -12,7 +12,7 @@ This file holds what EAGLE-1 (arXiv:2401.15077) and EAGLE-3 share, and EAGLE-1 i
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -41,6 +41,19 @@ class EagleHead(Draft):
 
     rotary: RotaryEmbedding
     draft_ids: Tensor
+    num_caches: ClassVar[int] = 1
+    shift: ClassVar[int] = 1
+    """A row joins a token to the state at the position before it, and stands at that."""
+    reads_rows: ClassVar[bool] = False
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.layer_config.hidden_size,)
+
+    @property
+    def window(self) -> int | None:
+        """Positions that a row sees when it decodes, its own included; None: all."""
+        return None
 
     def attach(self, target: PreTrainedModel) -> None:
         """Use this target's embedding. A list keeps the module out of the parameters."""
@@ -98,6 +111,22 @@ class EagleHead(Draft):
 
         return self.compute(advance, states_BRH)
 
+    def step(
+        self,
+        tokens_R: Tensor,
+        states_RH: Tensor,
+        positions_R: Tensor,
+        caches: Sequence[KeyValues],
+        visible_RC: Tensor,
+        *,
+        in_order: bool,
+    ) -> Tensor:
+        """``rows``, as a recorded graph calls it."""
+        (cache,) = caches
+        return self.rows(
+            tokens_R, states_RH, positions_R=positions_R, cache=cache, visible_RC=visible_RC
+        )
+
     def rows(
         self,
         tokens_R: Tensor,
@@ -128,6 +157,10 @@ class EagleConfig:
 
     num_target_layers: int = 0
     """L; filled in from the target."""
+    fc_bias: bool = True
+    """Bias of the projection; some of the authors' heads have none."""
+    attention_bias: bool = False
+    """Biases of the query, key and value projections."""
 
     @property
     def num_layers(self) -> int:
@@ -145,9 +178,11 @@ class Eagle(EagleHead):
     config_class: ClassVar[type] = EagleConfig
 
     def __init__(self, config: EagleConfig, layer: LayerConfig, reference: TargetReference) -> None:
+        # As engines build it, whatever the target's family: a Llama's layer.
+        layer = replace(layer, has_query_key_norm=False, has_attention_bias=config.attention_bias)
         super().__init__(config, layer, reference)
         hidden = layer.hidden_size
-        self.fc = nn.Linear(2 * hidden, hidden)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
         self.layer = DecoderLayer(layer)
         self.layer.input_layernorm = nn.Identity()
         self.rotary = RotaryEmbedding(layer)
@@ -170,7 +205,8 @@ class Eagle(EagleHead):
         hidden = self.layer_config.hidden_size
         self.fc.weight.normal_(std=0.1 * hidden**-0.5)
         self.fc.weight[:, hidden:] += torch.eye(hidden)
-        self.fc.bias.zero_()
+        if self.config.fc_bias:
+            self.fc.bias.zero_()
         initialize_matrices(self.layer, 1)
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:

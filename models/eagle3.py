@@ -41,9 +41,25 @@ class Eagle3Config:
     """EAGLE-3.1: feed the normed state back instead of the raw one."""
     fc_norm: bool = False
     """EAGLE-3.1: RMSNorm of each fused hidden state before the projection."""
+    norm_before_fc: bool = False
+    """One RMSNorm over the joined hidden states before the projection, as gpt-oss heads have."""
+    norm_before_residual: bool = False
+    """The residual stream of the layer starts from the normed state, not from the raw one."""
+    query_key_norm: bool = False
+    """RMSNorm of each query and key head, as heads built from Qwen3's layer have."""
+    attention_bias: bool = False
+    """Biases of the query, key and value projections."""
+    sliding_window: int | None = None
+    """Positions that a row sees, its own included; only for imported heads, which have it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("model.norm_before_fc: True with model.fc_norm; give one of them")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(
+                f"model.sliding_window: {self.sliding_window} is below 1; leave it out"
+            )
         last = self.num_target_layers
         if last and not all(0 <= layer <= last for layer in self.feature_layers):
             raise ValueError(
@@ -71,7 +87,8 @@ def default_feature_layers(num_layers: int) -> tuple[int, ...]:
 class Eagle3Layer(nn.Module):
     """Decoder layer whose attention reads [norm(embedding); norm(state)], 2H wide.
 
-    r = s + attention([norm(e); norm(s)]), out = r + mlp(norm(r)); s itself stays un-normed.
+    r = s + attention([norm(e); norm(s)]), out = r + mlp(norm(r)); s itself stays un-normed, unless
+    the head has ``norm_before_residual``.
     """
 
     def __init__(self, config: LayerConfig) -> None:
@@ -100,12 +117,18 @@ class Eagle3(EagleHead):
     def __init__(
         self, config: Eagle3Config, layer: LayerConfig, reference: TargetReference
     ) -> None:
-        # As the engines that serve EAGLE-3 heads build it, whatever the target's family.
-        layer = replace(layer, has_query_key_norm=False, has_attention_bias=False)
+        # As engines build it by default, whatever the target's family: a Llama's layer.
+        layer = replace(
+            layer,
+            has_query_key_norm=config.query_key_norm,
+            has_attention_bias=config.attention_bias,
+        )
         super().__init__(config, layer, reference)
         hidden, count = layer.hidden_size, len(config.feature_layers)
         norms = [RMSNorm(hidden, layer.rms_norm_eps) for _ in range(count * config.fc_norm)]
         self.fc_norm = nn.ModuleList(norms)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(count * hidden, layer.rms_norm_eps)
         self.fc = nn.Linear(count * hidden, hidden, bias=False)
         self.midlayer = Eagle3Layer(layer)
         self.norm = RMSNorm(hidden, layer.rms_norm_eps)
@@ -117,6 +140,10 @@ class Eagle3(EagleHead):
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.feature_layers
+
+    @property
+    def window(self) -> int | None:
+        return self.config.sliding_window
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
@@ -132,15 +159,18 @@ class Eagle3(EagleHead):
         fused = [taps[layer] for layer in self.config.feature_layers]
         if self.config.fc_norm:
             fused = [norm(x) for norm, x in zip(self.fc_norm, fused, strict=True)]
-        return self.fc(torch.cat(fused, -1))
+        joined_H = torch.cat(fused, -1)
+        return self.fc(self.input_norm(joined_H) if self.config.norm_before_fc else joined_H)
 
     def project(
         self, embedding_H: Tensor, state_H: Tensor, cos_D: Tensor, sin_D: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         layer = self.midlayer
-        joined = torch.cat([layer.input_layernorm(embedding_H), layer.hidden_norm(state_H)], -1)
+        normed_H = layer.hidden_norm(state_H)
+        joined = torch.cat([layer.input_layernorm(embedding_H), normed_H], -1)
         query_ND = layer.self_attn.query(joined, cos_D, sin_D)
-        return state_H, query_ND, *layer.self_attn.key_value(joined, cos_D, sin_D)
+        residual_H = normed_H if self.config.norm_before_residual else state_H
+        return residual_H, query_ND, *layer.self_attn.key_value(joined, cos_D, sin_D)
 
     def unroll(
         self,
@@ -181,7 +211,8 @@ class Eagle3(EagleHead):
         ) -> tuple[Tensor, Tensor, Tensor]:
             # Only counted rows are continued; the others' keys are seen by no row that counts.
             rows_M = rows[step]
-            joint_MC = F.linear(layer.hidden_norm(state_MH), state_weight_CH)
+            normed_MH = layer.hidden_norm(state_MH)
+            joint_MC = F.linear(normed_MH, state_weight_CH)
             if step:
                 # Backward of index_put needs the rows alone, that of index_copy joint_MC, too.
                 zeros_MC = joint_MC.new_zeros(B * T, joint_MC.shape[1])
@@ -198,7 +229,8 @@ class Eagle3(EagleHead):
                 query_BTND.transpose(1, 2), [*keys, key_BJTD], [*values, value_BJTD], lengths
             )
             attended_MND = attended_BNTD.transpose(1, 2).flatten(0, 1).index_select(0, rows_M)
-            residual_MH = state_MH if step else state_MH.index_select(0, rows_M)
+            residual_MH = normed_MH if self.config.norm_before_residual else state_MH
+            residual_MH = residual_MH if step else residual_MH.index_select(0, rows_M)
             return self.finish(residual_MH, attended_MND), key_BJTD, value_BJTD
 
         # Keys of all steps stay: step i sees those of step 0 causally and its own row's later ones.

@@ -1,6 +1,7 @@
-"""EAGLE-3 heads in the layouts that serving engines load.
+"""Heads in the layouts that serving engines load.
 
-``sglang`` is the layout of the authors (`LlamaForCausalLMEagle3`):
+``sglang`` is the layout of the authors (`LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`, and
+`DFlashDraftModel`, which vLLM loads as well):
 
     python -m sglang.launch_server --model-path TARGET --dtype bfloat16 \\
       --speculative-algorithm EAGLE3 --speculative-draft-model-path OUT \\
@@ -31,7 +32,15 @@ from torch import Tensor
 
 from pipedraft.files import file_sha256, to_json, write_folder
 from pipedraft.models.card import CARD, CardSource, license_of, render_card
-from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE, Description, read_description
+from pipedraft.models.dflash import DFlash
+from pipedraft.models.draft import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Description,
+    Draft,
+    read_description,
+)
+from pipedraft.models.eagle import Eagle
 from pipedraft.models.eagle3 import Eagle3
 from pipedraft.models.fingerprint import weights_hash
 from pipedraft.pretrained import open_weights, read_config, weight_files
@@ -43,14 +52,26 @@ Config = dict[str, object]
 CHAIN_LENGTH = 5
 """Draft tokens in a row that the launch lines and vLLM's configuration ask for."""
 
+HEADS: dict[str, type[Draft]] = {"eagle": Eagle, "eagle3": Eagle3, "dflash": DFlash}
+
 ORIGIN_FILE = "pipedraft.json"
+
+VLLM_ONLY = (
+    "fc_norm",
+    "norm_output",
+    "norm_before_fc",
+    "norm_before_residual",
+    "query_key_norm",
+    "sliding_window",
+)
+"""Settings of EAGLE-3 heads that SGLang does not read."""
 
 DECODERS = ("model.", "model.language_model.")
 """What the names of the decoder's weights start with; the second in models that also see."""
 
 
 def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None) -> list[Path]:
-    """Write a checkpoint of an EAGLE-3 head in the layout of a serving engine.
+    """Write a checkpoint of a head in the layout of a serving engine.
 
     Args:
         folder: checkpoint folder.
@@ -65,17 +86,23 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
             folder that is in use.
     """
     description = read_description(folder)
-    if description["draft_type"] != Eagle3.draft_type:
+    kind = description["draft_type"]
+    if kind not in HEADS or (kind != Eagle3.draft_type and layout != "sglang"):
+        known = "eagle, eagle3 and dflash" if layout == "sglang" else "eagle3"
         raise ValueError(
-            f"--checkpoint: {folder} holds a draft of type {description['draft_type']!r}; the "
-            f"layouts are for {Eagle3.draft_type} heads, give a checkpoint of one"
+            f"--checkpoint: {folder} holds a draft of type {kind!r}; the layout {layout} is for "
+            f"{known} heads, give a checkpoint of one"
         )
-    head = Eagle3.load(folder, description)
-    assert isinstance(head, Eagle3)
-    if layout == "sglang":
+    head = HEADS[kind].load(folder, description)
+    assert isinstance(head, Eagle | Eagle3 | DFlash)
+    if layout == "sglang" and target is not None:
+        head.reference.check_fingerprint(read_target(target, None).fingerprint)
+    if isinstance(head, Eagle):
+        config, weights = eagle_config(head), eagle_weights(head)
+    elif isinstance(head, DFlash):
+        config, weights = dflash_config(head), head.state_dict()
+    elif layout == "sglang":
         config, weights = sglang_config(head), sglang_weights(head)
-        if target is not None:
-            head.reference.check_fingerprint(read_target(target, None).fingerprint)
     else:
         name, revision = (
             (target, None) if target else (head.reference.name, head.reference.revision)
@@ -123,26 +150,37 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         return CardSource(
             description=self.description,
             layout=self.layout,
-            launch=launch_line(self.layout, reference["name"], CardSource.place),
+            launch=launch_line(
+                self.layout,
+                reference["name"],
+                CardSource.place,
+                self.description["draft_type"],
+            ),
             license=license_of(reference["name"], reference.get("revision"), asks_hub=False),
         )
 
 
-def launch_line(layout: Layout, target: str, out: Path | str) -> str:
+def launch_line(layout: Layout, target: str, out: Path | str, kind: str = "eagle3") -> str:
     """Shell command that serves ``target`` with the exported head."""
     if layout == "speculators":
         options = {"method": "eagle3", "model": str(out), "num_speculative_tokens": CHAIN_LENGTH}
         return f"vllm serve {target} --dtype bfloat16 --speculative-config '{json.dumps(options)}'"
-    return (
+    line = (
         f"python -m sglang.launch_server --model-path {target} --dtype bfloat16 "
-        f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {out} "
-        f"--speculative-num-steps {CHAIN_LENGTH} --speculative-eagle-topk 8 "
+        f"--speculative-algorithm {kind.upper()} --speculative-draft-model-path {out}"
+    )
+    if kind == DFlash.draft_type:  # its block is as long as its configuration says
+        return line
+    return (
+        f"{line} --speculative-num-steps {CHAIN_LENGTH} --speculative-eagle-topk 8 "
         "--speculative-num-draft-tokens 32"
     )
 
 
-def target_name(folder: Path) -> str:
-    return read_description(folder)["target"]["name"]
+def target_and_kind(folder: Path) -> tuple[str, str]:
+    """Name of the target, and draft_type, of a checkpoint."""
+    description = read_description(folder)
+    return description["target"]["name"], description["draft_type"]
 
 
 # U draft vocabulary, V target vocabulary, H hidden
@@ -153,10 +191,11 @@ def target_name(folder: Path) -> str:
 def sglang_config(head: Eagle3) -> Config:
     """config.json of the authors' layout."""
     layers, last = head.config.feature_layers, head.config.num_target_layers
-    if head.config.fc_norm or head.config.norm_output:
+    used = [name for name in VLLM_ONLY if getattr(head.config, name)]
+    if used:
         raise ValueError(
-            "--format: 'sglang' has no place for model.fc_norm and model.norm_output, which this "
-            "head was trained with; give --format speculators"
+            f"--format: 'sglang' has no place for model.{used[0]}, which this head was trained "
+            "with; give --format speculators"
         )
     if len(layers) != 3 or not all(0 < layer < last for layer in layers):
         raise ValueError(
@@ -166,6 +205,7 @@ def sglang_config(head: Eagle3) -> Config:
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(head),
+        **({"qkv_bias": True} if head.config.attention_bias else {}),
         "draft_vocab_size": len(head.draft_ids),
         "torch_dtype": "float32",
     }
@@ -191,6 +231,18 @@ def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> C
         "accept_tolerance": 0.0,
         "verifier_accept_k": 1,
     }
+    if head.config.attention_bias:
+        raise ValueError(
+            "--format: 'speculators' has no biases of queries, keys and values alone "
+            "(model.attention_bias); give --format sglang"
+        )
+    window = {}
+    if head.config.sliding_window is not None:
+        window = {
+            "layer_types": ["sliding_attention"],
+            "sliding_window": head.config.sliding_window,
+            "use_sliding_window": True,
+        }
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -201,10 +253,12 @@ def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> C
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target, "architectures": architectures},
         },
-        "transformer_layer_config": _layer_config(head),
+        "transformer_layer_config": _layer_config(head) | window,
         "draft_vocab_size": len(head.draft_ids),
         "eagle_aux_hidden_state_layer_ids": list(head.config.feature_layers),
-        "norm_before_residual": False,  # vLLM takes a missing one for true
+        # vLLM takes a missing one for true.
+        "norm_before_residual": head.config.norm_before_residual,
+        "norm_before_fc": head.config.norm_before_fc,
         "fc_norm": head.config.fc_norm,
         "norm_output": head.config.norm_output,
         "tie_word_embeddings": False,
@@ -223,18 +277,56 @@ def speculators_weights(head: Eagle3, embedding_VH: Tensor) -> dict[str, Tensor]
 def vocabulary_maps(head: Eagle3) -> dict[str, Tensor]:
     """d2t int64 [U]: target id minus draft id. t2d bool [V]: is in the draft vocabulary.
 
-    None of both where the draft vocabulary is the target's.
+    Zeros and all true for the full vocabulary: SpecForge holds uninitialized maps without them.
     """
-    num_tokens, ids = head.reference.fingerprint["vocab_size"], head.draft_ids
-    if len(ids) == num_tokens:
-        return {}
-    t2d = torch.zeros(num_tokens, dtype=torch.bool)
-    t2d[ids] = True
-    return {"d2t": ids - torch.arange(len(ids)), "t2d": t2d}
+    t2d = torch.zeros(head.target_vocab_size, dtype=torch.bool)
+    t2d[head.draft_ids] = True
+    return {"d2t": head.draft_ids - torch.arange(len(head.draft_ids)), "t2d": t2d}
 
 
-def _layer_config(head: Eagle3) -> Config:
-    """The head's decoder layer as a configuration of a Llama with one layer.
+def eagle_config(head: Eagle) -> Config:
+    """config.json of the authors' layout of EAGLE-1."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle"],
+        **_layer_config(head),
+        "bias": head.config.fc_bias,
+        "qkv_bias": head.config.attention_bias,
+        "torch_dtype": "float32",
+    }
+
+
+def eagle_weights(head: Eagle) -> dict[str, Tensor]:
+    """Without the embedding and the LM head, which engines take from the target."""
+    return {
+        name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: value
+        for name, value in head.state_dict().items()
+    }
+
+
+def dflash_config(head: DFlash) -> Config:
+    """config.json of the authors' layout of DFlash; their layer number is of a layer's output."""
+    layers, last = head.config.feature_layers, head.config.num_target_layers
+    if not all(0 < layer < last for layer in layers):
+        raise ValueError(
+            f"--format: 'sglang' fuses outputs of layers in 1..{last - 1}, this head was trained "
+            f"with model.feature_layers {list(layers)}; train one with such layers"
+        )
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **_layer_config(head),
+        "layer_types": ["full_attention"] * head.config.num_layers,
+        "num_target_layers": last,
+        "block_size": head.config.block_size,
+        "dflash_config": {
+            "mask_token_id": head.config.mask_token_id,
+            "target_layer_ids": [layer - 1 for layer in layers],
+        },
+        "torch_dtype": "float32",
+    }
+
+
+def _layer_config(head: Draft) -> Config:
+    """The head's decoder layers as a configuration of a Llama or Qwen3.
 
     Rotary positions are given twice: readers before transformers 5 know only the first form.
     """
@@ -242,11 +334,11 @@ def _layer_config(head: Eagle3) -> Config:
     rope = dict(layer.rope_parameters)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
-        "model_type": "llama",
-        "vocab_size": head.reference.fingerprint["vocab_size"],
+        "model_type": "qwen3" if layer.has_query_key_norm else "llama",
+        "vocab_size": head.target_vocab_size,
         "hidden_size": layer.hidden_size,
         "intermediate_size": layer.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": head.config.num_layers,
         "num_attention_heads": layer.num_heads,
         "num_key_value_heads": layer.num_key_value_heads,
         "head_dim": layer.head_size,
@@ -267,10 +359,12 @@ def _layer_config(head: Eagle3) -> Config:
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """What an export needs of a target's folder."""
+    """What an export or an import needs of a target's folder."""
 
     architectures: list[str]
     embedding_VH: Tensor
+    norm_H: Tensor
+    head_VH: Tensor
     fingerprint: dict[str, int | str]
 
 
@@ -303,4 +397,6 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
         "num_layers": sizes["num_hidden_layers"],
         "hash": weights_hash(weights),
     }
-    return TargetFiles(config.get("architectures", []), weights[0], fingerprint)
+    # A tied head is the embedding.
+    embedding_VH, norm_H, head_VH = (weights + weights[:1])[:3]
+    return TargetFiles(config.get("architectures", []), embedding_VH, norm_H, head_VH, fingerprint)

@@ -7,7 +7,7 @@ fitting a target that is fine-tuned without touching what it has copied: the anc
 # ... any leading axes, B batch, T positions, R rows of a decode call, C cached rows, Q known rows
 # E readings, H hidden, D head size, U draft vocabulary
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
@@ -100,6 +100,8 @@ class FlexSpec(Draft):
     draft_type: ClassVar[str] = "flexspec"
     config_class: ClassVar[type] = FlexSpecConfig
     draft_ids: Tensor
+    shift: ClassVar[int] = 0
+    reads_rows: ClassVar[bool] = False
 
     def __init__(
         self, config: FlexSpecConfig, layer: LayerConfig, reference: TargetReference
@@ -137,6 +139,17 @@ class FlexSpec(Draft):
     def taps(self) -> tuple[int, ...]:
         """No layers: the draft reads no hidden state of the target."""
         return ()
+
+    @property
+    def num_caches(self) -> int:
+        return self.config.num_readings * self.config.num_layers
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.config.num_readings, self.layer_config.hidden_size
+
+    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
+        raise NotImplementedError("no hidden state of the target is read")
 
     @property
     def initial_layers(self) -> tuple[int, ...]:
@@ -242,6 +255,28 @@ class FlexSpec(Draft):
             states.append(self._leave(stream_RH))
             before_RH = torch.cat([known_QEH[:, reading], states[-1]])[before_R]
         return torch.stack(states, -2)
+
+    def step(
+        self,
+        tokens_R: Tensor,
+        states_REH: Tensor,
+        positions_R: Tensor,
+        caches: Sequence[KeyValues],
+        visible_RC: Tensor,
+        *,
+        in_order: bool,
+    ) -> Tensor:
+        """``rows``, as a recorded graph calls it: the row before each is known, or in order."""
+        index_R = torch.arange(len(tokens_R), device=tokens_R.device)
+        before_R = torch.where(index_R > 0, index_R + len(tokens_R) - 1, 0)
+        return self.rows(
+            tokens_R,
+            positions_R=positions_R,
+            caches=caches,
+            visible_RC=visible_RC,
+            known_QEH=states_REH,
+            before_R=before_R if in_order else index_R,
+        )
 
     def logits(self, states_EH: Tensor) -> Tensor:
         """Draft logits [..., U] of states [..., E, H]; entry u is target token draft_ids[u]."""

@@ -151,7 +151,9 @@ def _card(folder: Path, origin: Origin | None, description: Description, upload:
         layout, launch, digest = None, None, file_sha256(folder / WEIGHTS_FILE)
     else:
         layout, digest = origin.layout, origin.weights_sha256
-        launch = launch_line(layout, description["target"]["name"], upload.repo)
+        launch = launch_line(
+            layout, description["target"]["name"], upload.repo, description["draft_type"]
+        )
     reference = description["target"]
     return render_card(
         CardSource(

@@ -1,7 +1,8 @@
 """An independent language model as the draft: any supported causal LM with the target's tokens."""
 
-# R rows, H hidden of the draft, V vocabulary of both
+# R rows, C rows of a cache, J key heads, D head size, H hidden of the draft, V vocabulary of both
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.models.draft import CONFIG_FILE
-from pipedraft.models.target import StagedTarget, load_target, load_tokenizer
+from pipedraft.models.layers import KeyValues
+from pipedraft.models.stage_calls import can_record
+from pipedraft.models.target import StagedTarget, layer_kinds, load_target, load_tokenizer
 
 
 class LanguageModelDraft(nn.Module):
@@ -24,6 +27,8 @@ class LanguageModelDraft(nn.Module):
     num_stages: ClassVar[int | None] = None
     boundaries: ClassVar[tuple[int, ...]] = ()
     draft_ids: Tensor
+    shift: ClassVar[int] = 0
+    reads_rows: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel, target: PreTrainedModel) -> None:
         """
@@ -49,10 +54,72 @@ class LanguageModelDraft(nn.Module):
         """float32 [R, V] of raw hidden states after the last layer."""
         return self.model.lm_head(self.model.get_decoder().norm(hidden_RH)).float()
 
+    # -- as recorded graphs call it -----------------------------------------------------------
+
+    @property
+    def can_record(self) -> bool:
+        config = self.model.get_decoder().config
+        return can_record(config) and set(layer_kinds(config)) == {"full_attention"}
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def num_caches(self) -> int:
+        return self.model.get_decoder().config.num_hidden_layers
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.model.get_decoder().config.hidden_size,)
+
+    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
+        raise NotImplementedError("no hidden state of the target is read")
+
+    @torch.inference_mode()
+    def step(
+        self,
+        tokens_R: Tensor,
+        states_RH: Tensor,
+        positions_R: Tensor,
+        caches: Sequence[KeyValues],
+        visible_RC: Tensor,
+        *,
+        in_order: bool,
+    ) -> Tensor:
+        """Hidden states of rows, whose keys and values join the caches, before the final norm."""
+        decoder = self.model.get_decoder()
+        hidden_1RH = decoder.embed_tokens(tokens_R)[None]
+        turn = decoder.rotary_emb(hidden_1RH, positions_R[None])
+        zeros_RC = torch.zeros_like(visible_RC, dtype=hidden_1RH.dtype)
+        mask_RC = zeros_RC.masked_fill_(~visible_RC, torch.finfo(hidden_1RH.dtype).min)
+        for layer in decoder.layers:
+            hidden_1RH = layer(
+                hidden_1RH,
+                attention_mask=mask_RC[None, None],
+                position_embeddings=turn,
+                past_key_values=_Rows(caches),
+            )
+        return hidden_1RH[0]
+
     def relative_cost(self, target: StagedTarget) -> float:
         """One forward pass, in target passes of one token: parameters of the layers of both."""
         own, others = (_num_layer_parameters(model) for model in (self.model, target.model))
         return own / others
+
+
+class _Rows:
+    """Stands where transformers expects a cache."""
+
+    def __init__(self, caches: Sequence[KeyValues]) -> None:
+        self.caches = caches
+
+    def update(
+        self, keys_1JRD: Tensor, values_1JRD: Tensor, layer_idx: int
+    ) -> tuple[Tensor, Tensor]:
+        cache = self.caches[layer_idx]
+        cache.append_rows(keys_1JRD[0].transpose(0, 1), values_1JRD[0].transpose(0, 1))
+        return cache.keys[None], cache.values[None]
 
 
 def _num_layer_parameters(model: PreTrainedModel) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,11 @@ class LayerConfig:
             has_attention_bias=config.model_type == "qwen2",
         )
 
+    @property
+    def rotary_size(self) -> int:
+        """Entries of a head that are rotated, the first ones."""
+        return int(self.head_size * self.rope_parameters.get("partial_rotary_factor", 1.0))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -79,17 +84,31 @@ class RotaryEmbedding(nn.Module):
             LlamaConfig(
                 hidden_size=config.hidden_size,
                 num_attention_heads=config.num_heads,
-                head_dim=config.head_size,
+                head_dim=config.rotary_size,
                 max_position_embeddings=config.max_positions,
-                rope_parameters=dict(config.rope_parameters),
+                rope_parameters={
+                    key: value
+                    for key, value in config.rope_parameters.items()
+                    if key != "partial_rotary_factor"  # in the size already
+                },
             )
         )
         self.scale = float(source.attention_scaling)
         self.register_buffer("frequencies", source.inv_freq.clone(), persistent=False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Frequencies follow the module to a device and stay float32: rounded to bfloat16, they
+        turn position 500 by half a radian too far."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
+
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [...] -> cos, sin [..., D], computed in fp32 and returned in ``dtype``."""
-        angles = positions[..., None].float() * self.frequencies.float()
+        angles = positions[..., None].float() * self.frequencies
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
@@ -100,7 +119,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x_ND: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
-    """Apply rotary positions to heads: x [..., D], cos and sin broadcastable to it."""
+    """Apply rotary positions to heads: x [..., D], cos and sin broadcastable to it or its front."""
+    if (size := cos_D.shape[-1]) < x_ND.shape[-1]:
+        return torch.cat([rotate(x_ND[..., :size], cos_D, sin_D), x_ND[..., size:]], -1)
     left, right = x_ND.chunk(2, -1)
     return x_ND * cos_D + torch.cat([-right, left], -1) * sin_D
 
@@ -279,35 +300,63 @@ def packed_call(
 
 # -- decoding ---------------------------------------------------------------------------------
 
+MIN_ROWS = 64
+"""Of a buffer of keys."""
 
-@dataclass
+
 class KeyValues:
-    """Keys and values of rows in order, [J, P, D] each; None before the first."""
+    """Keys and values of rows in order, in buffers that double when they are full: a new row costs
+    the same behind a thousand others as behind thirty thousand."""
 
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._buffers_2JCD: Tensor | None = None
 
     @property
-    def num_rows(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[1]
+    def keys(self) -> Tensor:
+        """[J, P, D]."""
+        return self._rows(self.num_rows)[0]
 
-    def append(self, keys_JRD: Tensor, values_JRD: Tensor) -> None:
-        if self.keys is None or self.values is None:
-            self.keys, self.values = keys_JRD, values_JRD
-        else:
-            self.keys = torch.cat([self.keys, keys_JRD], 1)
-            self.values = torch.cat([self.values, values_JRD], 1)
+    @property
+    def values(self) -> Tensor:
+        """[J, P, D]."""
+        return self._rows(self.num_rows)[1]
+
+    def _rows(self, count: int) -> Tensor:
+        assert self._buffers_2JCD is not None, "no row is here yet"
+        return self._buffers_2JCD[:, :, :count]
 
     def append_rows(self, keys_RJD: Tensor, values_RJD: Tensor) -> None:
-        """``append`` of what ``Attention.key_value`` gives."""
-        self.append(keys_RJD.transpose(0, 1), values_RJD.transpose(0, 1))
+        """Add what ``Attention.key_value`` gives."""
+        self._write(keys_RJD, values_RJD)
+        self.num_rows += len(keys_RJD)
 
-    def select(self, rows: list[int]) -> "KeyValues":
-        """A copy with some of the rows."""
-        if self.keys is None or self.values is None:
-            return KeyValues()
-        index = torch.tensor(rows, dtype=torch.int64, device=self.keys.device)
-        return KeyValues(self.keys[:, index], self.values[:, index])
+    def _write(self, keys_RJD: Tensor, values_RJD: Tensor) -> Tensor:
+        """Rows behind those that count; returns the buffers up to them, [2, J, P + R, D]."""
+        end, used = self.num_rows + len(keys_RJD), self._buffers_2JCD
+        if used is None or end > used.shape[2]:
+            _, J, D = keys_RJD.shape
+            capacity = max(end, MIN_ROWS, 2 * self.num_rows)
+            self._buffers_2JCD = keys_RJD.new_zeros(2, J, capacity, D)
+            if used is not None:
+                self._rows(self.num_rows).copy_(used[:, :, : self.num_rows])
+        new_2JRD = self._rows(end)[:, :, self.num_rows :]
+        new_2JRD[0], new_2JRD[1] = keys_RJD.transpose(0, 1), values_RJD.transpose(0, 1)
+        return self._rows(end)
+
+    def keep(self, first: int, places: list[int]) -> None:
+        """Drop rows from ``first`` on, but those at some places behind it, in ascending order."""
+        if places and places != list(range(len(places))):
+            rows_2JKD = self._rows(self.num_rows)[:, :, first:]
+            rows_2JKD[:, :, : len(places)] = rows_2JKD[:, :, places]
+        self.num_rows = first + len(places)
+
+    def attend_with(
+        self, query_RND: Tensor, keys_KJD: Tensor, values_KJD: Tensor, visible_RC: Tensor
+    ) -> Tensor:
+        """``attend`` to some more rows, too, which are forgotten again."""
+        keys_JCD, values_JCD = self._write(keys_KJD, values_KJD)
+        return _attend(query_RND, keys_JCD, values_JCD, visible_RC)
 
     def attend(self, query_RND: Tensor, visible_RP: Tensor) -> Tensor:
         """Attention over the cached rows: [R, N, D].
@@ -315,15 +364,49 @@ class KeyValues:
         Args:
             visible_RP: bool, rows of the cache that each query may see.
         """
-        assert self.keys is not None and self.values is not None
-        attended_NRD = F.scaled_dot_product_attention(
-            query_RND.transpose(0, 1)[None],
-            self.keys[None],
-            self.values[None],
-            attn_mask=visible_RP,
-            enable_gqa=query_RND.shape[1] != self.keys.shape[0],
-        )[0]
-        return attended_NRD.transpose(0, 1)
+        return _attend(query_RND, self.keys, self.values, visible_RP)
+
+
+class FixedKeyValues(KeyValues):
+    """Buffers of one size, all of which every query looks at behind a mask; rows are anywhere."""
+
+    def __init__(self, num_places: int) -> None:
+        super().__init__()
+        self.num_rows = num_places
+        self.slots_R = torch.empty(0, dtype=torch.long)
+        """Places of the rows that come next."""
+
+    def append_rows(self, keys_RJD: Tensor, values_RJD: Tensor) -> None:
+        self._write(keys_RJD, values_RJD)
+
+    def _write(self, keys_RJD: Tensor, values_RJD: Tensor) -> Tensor:
+        if self._buffers_2JCD is None:  # zeros: 0 * NaN of a masked row would reach others
+            _, J, D = keys_RJD.shape
+            self._buffers_2JCD = keys_RJD.new_zeros(2, J, self.num_rows, D)
+        rows_2JRD = torch.stack([keys_RJD, values_RJD]).transpose(1, 2)
+        return self._buffers_2JCD.index_copy_(2, self.slots_R, rows_2JRD)
+
+    def move(self, from_M: Tensor, to_M: Tensor) -> None:
+        if self._buffers_2JCD is not None:
+            self._buffers_2JCD.index_copy_(2, to_M, self._buffers_2JCD.index_select(2, from_M))
+
+    def grow(self, num_places: int) -> None:
+        small_2JCD, self.num_rows = self._buffers_2JCD, num_places
+        if small_2JCD is not None:
+            _, J, C, D = small_2JCD.shape
+            self._buffers_2JCD = small_2JCD.new_zeros(2, J, num_places, D)
+            self._rows(C).copy_(small_2JCD)
+
+
+def _attend(query_RND: Tensor, keys_JPD: Tensor, values_JPD: Tensor, visible_RP: Tensor) -> Tensor:
+    attended_NRD = F.scaled_dot_product_attention(
+        query_RND.transpose(0, 1)[None],
+        keys_JPD[None],
+        values_JPD[None],
+        attn_mask=visible_RP,
+        enable_gqa=query_RND.shape[1] != keys_JPD.shape[0],
+    )[0]
+    return attended_NRD.transpose(0, 1)
 
 
 # -- plain causal layers ----------------------------------------------------------------------

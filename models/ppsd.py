@@ -55,6 +55,8 @@ class PPSD(StagedDraft):
     draft_type: ClassVar[str] = "ppsd"
     config_class: ClassVar[type] = PPSDConfig
     config: PPSDConfig
+    shift: ClassVar[int] = 0
+    reads_rows: ClassVar[bool] = True
 
     def __init__(self, config: PPSDConfig, layer: LayerConfig, reference: TargetReference) -> None:
         super().__init__(config, layer, reference)
@@ -65,6 +67,17 @@ class PPSD(StagedDraft):
     def taps(self) -> tuple[int, ...]:
         """Layer indices of the target that the head reads."""
         return (self.exit_layer,)
+
+    @property
+    def num_caches(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.layer_config.hidden_size,)
+
+    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
+        return taps[self.exit_layer]
 
     @property
     def initial_layers(self) -> range:
@@ -121,6 +134,19 @@ class PPSD(StagedDraft):
         for layer, cache in zip(self.decoder_layers, caches, strict=True):
             stream_RH = cached_layer(layer, stream_RH, cos, sin, cache=cache, visible_RC=visible_RC)
         return stream_RH
+
+    def step(
+        self,
+        tokens_R: Tensor,
+        stream_RH: Tensor,
+        positions_R: Tensor,
+        caches: Sequence[KeyValues],
+        visible_RC: Tensor,
+        *,
+        in_order: bool,
+    ) -> Tensor:
+        """``rows``, as a recorded graph calls it."""
+        return self.rows(stream_RH, positions_R=positions_R, caches=caches, visible_RC=visible_RC)
 
 
 def _shapes(layer: nn.Module) -> dict[str, torch.Size]:

@@ -12,8 +12,8 @@ that should enter next, so that the pipeline never runs empty.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import ClassVar, Literal
+from itertools import groupby, pairwise
+from typing import ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,33 +39,67 @@ class SPDConfig(StagedDraftConfig):
 
     num_layers: int = 2
     """Decoder layers of the module (Ls)."""
-    features: Literal["paper", "thirds", "anchors"] = "paper"
+    features: Literal["paper", "thirds", "anchors", "listed"] = "paper"
     """Which hidden states make the feature of depth k; see feature_layers."""
     anchors: tuple[int, ...] = ()
     """Layer indices for ``features: anchors``, ascending."""
+    depth_layers: tuple[tuple[int, ...], ...] = ()
+    """Layer indices of depth 1, 2 .. n for ``features: listed``."""
+    layer_projections: bool = False
+    """Each layer has one more projection of the features of each depth 1 .. n, as in the authors'
+    version 10; with ``query: newest``."""
+    normed_last: bool = False
+    """Index L is the state after the target's final norm, as in the authors' releases."""
     query: Literal["newest", "all"] = "newest"
     """newest: only the depth-0 stream passes the layers. all: every depth does."""
+    timing: Literal["input_states", "output_states"] = "input_states"
+    """The module reads the states before a step or, for decoding with the same timing, those after
+    it: one stage deeper, with as many fewer depths."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "anchors", tuple(self.anchors))
+        object.__setattr__(self, "depth_layers", tuple(map(tuple, self.depth_layers)))
         if self.num_stages < 1 or self.num_layers < 1:
             raise ValueError(
                 f"model.num_stages, model.num_layers: {self.num_stages}, {self.num_layers}; "
                 "both must be at least 1"
+            )
+        if self.max_in_flight < 1:
+            raise ValueError(
+                "model.timing: 'output_states' with 1 stage, after which no token is in flight; "
+                "give model.num_stages 2 or more"
             )
         if (self.features == "anchors") != bool(self.anchors):
             raise ValueError(
                 f"model.anchors: {list(self.anchors)} with features {self.features!r}; anchors are "
                 "given exactly when features is 'anchors'"
             )
+        if len(self.depth_layers) != (self.num_stages if self.features == "listed" else 0):
+            raise ValueError(
+                f"model.depth_layers: {len(self.depth_layers)} depths with features "
+                f"{self.features!r}; features 'listed' takes {self.num_stages}, others none"
+            )
+        if self.layer_projections and self.query != "newest":
+            raise ValueError("model.layer_projections: True with query 'all'; give query newest")
         if list(self.anchors) != sorted(set(self.anchors)):
             raise ValueError(f"model.anchors: {list(self.anchors)} are not ascending and distinct")
+
+    @property
+    def lead(self) -> int:
+        """Stages that the newest token has passed, whose depth is 0 to the module."""
+        return int(self.timing == "output_states")
+
+    @property
+    def max_in_flight(self) -> int:
+        """Depth of committed tokens, counted from the newest one's: n, or n - 1 after a step."""
+        return self.num_stages - self.lead
 
 
 def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
     """Layer indices whose raw hidden states make the feature of each depth 0..n.
 
+    With output states of depth 1..n: the newest token has passed a stage.
     Index 0 is the embedding, index i the raw output of layer i - 1, never the final norm's.
     With l the last layer index that a token of depth k has passed:
       paper    (0, l // 2, l)                              Eq. 1
@@ -73,6 +107,7 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
                the authors' first release. Deviation: they clamp l to L - 1 because their index L
                is post-norm; here index L is the raw output and is used.
       anchors  0 and every anchor <= l, as in the authors' later release.
+      listed   what ``depth_layers`` says.
     """
     depths: list[tuple[int, ...]] = []
     for depth, last in enumerate(config.cut):
@@ -80,12 +115,14 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
             chosen = {0, last // 2, last}
         elif config.features == "anchors":
             chosen = {0, *(anchor for anchor in config.anchors if anchor <= last)}
+        elif config.features == "listed":
+            chosen = set(config.depth_layers[depth - 1]) if depth else {0}
         elif depth <= 2:
             chosen = set(config.cut[: depth + 1])
         else:
             chosen = {0, last // 3, 2 * (last // 3), last}
         depths.append(tuple(sorted(chosen)))
-    return depths
+    return depths[config.lead :]
 
 
 @dataclass(frozen=True)
@@ -94,7 +131,7 @@ class _Examples:
 
     occupancy: Sequence[int]
     lengths: Sequence[int] | None
-    num_stages: int
+    max_in_flight: int
 
     @property
     def axis(self) -> int:
@@ -103,7 +140,7 @@ class _Examples:
     def count(self, depth: int) -> int:
         """Entries of the axis up to the last example that has rows of this depth."""
         count = len(self.occupancy)
-        if 0 < depth < self.num_stages:
+        if 0 < depth < self.max_in_flight:
             count = max((b + 1 for b, a in enumerate(self.occupancy) if a > depth), default=0)
         return count if self.lengths is None else sum(self.lengths[:count])
 
@@ -127,13 +164,19 @@ class SPD(StagedDraft):
         hidden = layer.hidden_size
         self.feature_layers = feature_layers(config)
         # Depths that read the same layers share one projection and one key block.
-        shared: dict[tuple[int, ...], int] = {}
-        for layers in self.feature_layers:
-            shared.setdefault(layers, len(shared))
+        own = range if config.layer_projections else lambda count: [0] * count
+        names = list(zip(own(config.max_in_flight + 1), self.feature_layers, strict=True))
+        shared = {name: place for place, name in enumerate(dict.fromkeys(names))}
         # Depth 0 is the query stream and keeps its own block even where depth 1 reads the same.
-        self.block_of_depth = [shared[layers] for layers in self.feature_layers]
+        self.block_of_depth = [shared[name] for name in names]
         self.projections = nn.ModuleList(
-            nn.Linear(len(layers) * hidden, hidden, bias=False) for layers in shared
+            nn.Linear(len(layers) * hidden, hidden, bias=False) for _, layers in shared
+        )
+        self.layer_projections = nn.ModuleList(
+            nn.ModuleList(
+                nn.Linear(hidden, hidden, bias=False) for _ in range(config.max_in_flight)
+            )
+            for _ in range(config.num_layers * config.layer_projections)
         )
         self.make_layers(config.num_layers)
         self.norm.requires_grad_(False)
@@ -155,6 +198,9 @@ class SPD(StagedDraft):
         for projection in self.projections:
             projection.weight.zero_()
             projection.weight[:, -hidden:] = torch.eye(hidden)
+        for of_depths in self.layer_projections:
+            for projection in cast(list[nn.Linear], of_depths):
+                nn.init.eye_(projection.weight)
         initialize_matrices(self.layers, len(self.layers))
 
     def feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
@@ -164,11 +210,22 @@ class SPD(StagedDraft):
         """
         weight = self.projections[self.block_of_depth[depth]].weight
         pieces = weight.split(self.layer_config.hidden_size, 1)
+        last = self.config.num_target_layers if self.config.normed_last else None
         first, *others = (
-            F.linear(taps[index], piece)
+            F.linear(self.norm(taps[index]) if index == last else taps[index], piece)
             for index, piece in zip(self.feature_layers[depth], pieces, strict=True)
         )
         return sum(others, start=first)
+
+    def _of_layer(self, index: int, rows_RH: Tensor, depths: Sequence[int]) -> Tensor:
+        """What a layer reads of rows of non-increasing depths; those of depth 0 are streams."""
+        if not self.config.layer_projections:
+            return rows_RH
+        projections, parts = cast(list[nn.Linear], self.layer_projections[index]), []
+        for depth, run in groupby(range(len(depths)), depths.__getitem__):
+            part_RH = rows_RH[..., list(run), :]
+            parts.append(projections[depth - 1](part_RH) if depth else part_RH)
+        return torch.cat(parts, -2)
 
     # -- training ---------------------------------------------------------------------------
 
@@ -189,7 +246,7 @@ class SPD(StagedDraft):
         Returns:
             [B, T, H], before the final norm; row t predicts the token at position t + 1.
         """
-        examples = _Examples(occupancy, lengths, self.config.num_stages)
+        examples = _Examples(occupancy, lengths, self.config.max_in_flight)
         if self.config.query == "all":
             return self._forward_all(taps, examples)
         stream_BTH = self.feature(taps, 0)
@@ -237,7 +294,7 @@ class SPD(StagedDraft):
         if self.layer_config.has_attention_bias:
             bias_A = torch.cat([projection.bias for projection, _ in projections])
         depths_of: dict[int, list[int]] = {}
-        for depth in range(1, self.config.num_stages + 1):
+        for depth in range(1, self.config.max_in_flight + 1):
             depths_of.setdefault(self.block_of_depth[depth], []).append(depth)
         # Depths with the same features share a block; its rows are those of the deepest fill.
         keys: list[list[Tensor]] = [[] for _ in layers]
@@ -266,6 +323,15 @@ class SPD(StagedDraft):
         # One norm and one product for the keys and values of every layer.
         rows_BTH = self.feature(taps, depth)
         cos, sin = (x[: rows_BTH.shape[1]] for x in rotation)
+        if self.config.layer_projections:
+            heads = []
+            for index, layer in enumerate(layers):
+                own_BTH = self._of_layer(index, rows_BTH, [depth] * rows_BTH.shape[1])
+                normed_BTH = layer.input_layernorm(own_BTH)
+                heads += [
+                    x.transpose(1, 2) for x in layer.self_attn.key_value(normed_BTH, cos, sin)
+                ]
+            return heads
         normed_BTH = F.rms_norm(rows_BTH, rows_BTH.shape[-1:], None, self.norm.eps)
         heads_CBTJD = F.linear(normed_BTH, weight_AH, bias_A).unflatten(-1, shape).unbind(-3)
         heads = []
@@ -298,7 +364,7 @@ class SPD(StagedDraft):
         one long row): the examples of depth 0, then those that have a depth 1, and so on.
         """
         # Examples are sorted by occupancy: a depth in flight ends with the last one that has it.
-        depths, axis = range(self.config.num_stages + 1), examples.axis
+        depths, axis = range(self.config.max_in_flight + 1), examples.axis
         counts = [examples.count(depth) for depth in depths]
         stream_STH = torch.cat(
             [
@@ -307,7 +373,7 @@ class SPD(StagedDraft):
             ],
             axis,
         )
-        positions_T = positions_of(taps[0].shape[1], examples.lengths, stream_STH.device)
+        positions_T = positions_of(taps[self.taps[0]].shape[1], examples.lengths, stream_STH.device)
         if axis == 1:
             positions_T = torch.cat([positions_T[:count] for count in counts])
         rotation = self.rotary.of_heads(positions_T, stream_STH.dtype)
@@ -345,16 +411,27 @@ class SPD(StagedDraft):
         Args:
             taps: hidden states [r, H] of consecutive positions from ``first_position`` on.
         """
-        stream_RH = self.feature(taps, self.config.num_stages)
-        num_rows, num_before = len(stream_RH), caches[0].num_rows
-        positions_R = torch.arange(num_rows, device=stream_RH.device) + first_position
-        cos, sin = self.rotary.of_heads(positions_R, stream_RH.dtype)
+        rows_RH = taps[self.feature_layers[-1][0]]
+        num_rows, num_before = len(rows_RH), caches[0].num_rows
+        positions_R = torch.arange(num_rows, device=rows_RH.device) + first_position
         # A new row sees all positions committed before, and of the new ones those up to itself.
-        visible_RC = stream_RH.new_ones(num_rows, num_before + num_rows, dtype=torch.bool)
-        visible_RC.tril_(num_before)
+        visible_RC = rows_RH.new_ones(num_rows, num_before + num_rows, dtype=torch.bool)
+        self.extend_rows(caches, taps, positions_R, visible_RC.tril_(num_before))
+
+    def extend_rows(
+        self,
+        caches: Sequence[KeyValues],
+        taps: Mapping[int, Tensor],
+        positions_R: Tensor,
+        visible_RC: Tensor,
+    ) -> None:
+        """``extend`` by tensors alone; rows of the caches include these R ones."""
+        stream_RH = self.feature(taps, self.config.max_in_flight)
+        cos, sin = self.rotary.of_heads(positions_R, stream_RH.dtype)
         for index, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=True)):
             if self.is_read_only(index):
-                normed_RH = layer.input_layernorm(stream_RH)
+                depths = [self.config.max_in_flight] * len(stream_RH)
+                normed_RH = layer.input_layernorm(self._of_layer(index, stream_RH, depths))
                 cache.append_rows(*layer.self_attn.key_value(normed_RH, cos, sin))
             else:
                 stream_RH = cached_layer(
@@ -388,6 +465,20 @@ class SPD(StagedDraft):
         Returns:
             [Q, U] for the Q rows of depth 0 (the last ones).
         """
+        # Committed positions are visible to every row in flight.
+        committed_RP = visible_RR.new_ones(len(depths), caches[0].num_rows)
+        visible_RC = torch.cat([committed_RP, visible_RR], 1)
+        return self.propose_rows(caches, taps, depths, positions, visible_RC)
+
+    def propose_rows(
+        self,
+        caches: Sequence[KeyValues],
+        taps: Mapping[int, Tensor],
+        depths: Sequence[int],
+        positions: Tensor,
+        visible_RC: Tensor,
+    ) -> Tensor:
+        """``propose`` by what each row sees of the caches and of the rows in flight."""
         # One product for each run of rows of equal depth: they share a projection.
         blocks = []
         starts = [i for i in range(len(depths)) if i == 0 or depths[i] != depths[i - 1]]
@@ -397,16 +488,12 @@ class SPD(StagedDraft):
         rows_RH = torch.cat(blocks)
         num_queries = sum(1 for depth in depths if depth == 0)
         cos, sin = self.rotary.of_heads(positions, rows_RH.dtype)
-        # Committed positions are visible to every row in flight.
-        committed_RP = visible_RR.new_ones(len(depths), caches[0].num_rows)
-        seen_RK = torch.cat([committed_RP, visible_RR], 1)
         for index, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=True)):
-            normed_RH = layer.input_layernorm(rows_RH)
-            seen = KeyValues(cache.keys, cache.values)
-            seen.append_rows(*layer.self_attn.key_value(normed_RH, cos, sin))
+            normed_RH = layer.input_layernorm(self._of_layer(index, rows_RH, depths))
+            own_RJD = layer.self_attn.key_value(normed_RH, cos, sin)
             first = len(depths) - num_queries if self.is_read_only(index) else 0
             query_QND = layer.self_attn.query(normed_RH[first:], cos[first:], sin[first:])
-            attended_QND = seen.attend(query_QND, seen_RK[first:])
+            attended_QND = cache.attend_with(query_QND, *own_RJD, visible_RC[first:])
             moved_QH = layer.finish(rows_RH[first:], attended_QND)
             rows_RH = torch.cat([rows_RH[:first], moved_QH])
         return self.logits(rows_RH[len(rows_RH) - num_queries :])

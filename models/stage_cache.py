@@ -5,10 +5,11 @@ rows S[0:m). A segment is data; ``Keep(I, a)`` is the only control message: it c
 rolls back and flushes, and its arithmetic is defined here once.
 
 Shape suffixes: l rows of a segment, S mask columns, H hidden, C rows in use, N key/value heads,
-D head size, W channels of the short convolution, T rows of one call.
+D head size, W channels and K inputs of the short convolution, T rows of one call, B rows of a call
+that continue different ones.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -90,6 +91,14 @@ class Segment:
     def hi(self) -> int:
         return self.visible.shape[1]
 
+    @property
+    def parents(self) -> list[int]:
+        """The row of S that each row continues, -1: the committed text."""
+        # Rows come after all their ancestors, so the last one before a row is its parent.
+        before_lS = self.visible.tril(self.lo - 1)
+        rows_S = torch.arange(1, self.hi + 1, device=before_lS.device)
+        return ((before_lS * rows_S).amax(1) - 1).tolist()
+
 
 def prune_segment(segment: Segment, keep: Keep, num_cached: int) -> Segment | None:
     """Apply a Keep to a segment that waits at the input of a stage.
@@ -144,6 +153,15 @@ class Abandoned(Exception):
     """A segment was no longer wanted before its last layer; the cache is as it was before it."""
 
 
+@dataclass
+class RowState:
+    """What recurrent layers remember after a row and its ancestors, by layer."""
+
+    conv: dict[int, Tensor] = field(default_factory=dict)
+    """[1, W, K]: the last inputs of the short convolution."""
+    recurrent: dict[int, Tensor] = field(default_factory=dict)
+
+
 class StageCache:
     """Keys, values and recurrent states of some layers of one model, for one sequence.
 
@@ -153,7 +171,7 @@ class StageCache:
     and counted with ``advance``; a forward that fails in between leaves the cache as it was.
 
     Recurrent layers cannot drop rows from their state, so the state after every speculative row is
-    remembered and a Keep goes back to the one of the last retained row.
+    remembered: each row starts from its parent's, and a Keep drops those of the rows it drops.
     """
 
     def __init__(self, recurrent_layers: Collection[int]):
@@ -169,10 +187,13 @@ class StageCache:
         self._positions_C = torch.empty(0, dtype=torch.long)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        # State tensors in the history are never written again, so entries share them freely.
-        self._conv: dict[int, Tensor] = {}
-        self._recurrent: dict[int, Tensor] = {}
-        self._history: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = [({}, {})]
+        # State tensors are never written again once a row has them, so rows share them freely.
+        self._states = [RowState()]
+        """After the committed rows, then after each speculative one."""
+        self._new_states: list[RowState] = []
+        self._parents: Sequence[int] | None = None
+        self._before: list[RowState] = []
+        self._after: list[RowState] = []
 
     @property
     def num_rows(self) -> int:
@@ -180,46 +201,80 @@ class StageCache:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all buffers; recurrent states that several entries share count once."""
+        """Size of all buffers; recurrent states that several rows share count once."""
         tensors = [*self._keys.values(), *self._values.values()]
-        tensors += [state for states in self._history for part in states for state in part.values()]
+        for state in self._states:
+            tensors += [*state.conv.values(), *state.recurrent.values()]
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
     def reset(self) -> None:
         """Forget every row; the buffers stay allocated."""
         self.num_committed = self.num_speculative = 0
-        self._history = [({}, {})]
+        self._states = [RowState()]
 
-    def begin(self, positions_l: Tensor) -> Tensor:
-        """Make room for rows at these positions; returns the positions of all rows."""
-        self._num_new = positions_l.shape[0]
-        end = self.num_rows + self._num_new
-        if end > self.capacity:
-            self._grow(max(end, 2 * self.capacity, MIN_CAPACITY), positions_l.device)
+    def begin(self, positions_l: Tensor, parents: Sequence[int] | None = None) -> Tensor:
+        """Make room for rows at these positions; returns the positions of all rows.
+
+        Args:
+            parents: as ``Segment.parents``, for recurrent layers; None: each row continues the one
+                before it, and only the state after the last one is remembered.
+        """
+        end = self.reserve(positions_l.shape[0], positions_l.device)
         self._positions_C[self.num_rows : end] = positions_l
-        self._conv, self._recurrent = (dict(states) for states in self._history[-1])
+        self._parents = parents
+        self._new_states = [RowState() for _ in parents or [-1]]
         return self._positions_C[:end]
+
+    def recurrent_calls(self) -> Iterator[list[int] | None]:
+        """The new rows that a recurrent layer takes at once, as a batch: their parents are known.
+
+        None: all of them, one after the other. The layer's states are those of these rows until
+        the next ones are asked for.
+        """
+        known = [*self._states, *self._new_states]
+        if self._parents is None:
+            self._before, self._after = self._states[-1:], self._new_states
+            yield None
+            return
+        waiting = list(range(len(self._parents)))
+        while waiting:
+            unknown = {self.num_speculative + row for row in waiting}
+            rows = [row for row in waiting if self._parents[row] not in unknown]
+            self._before = [known[self._parents[row] + 1] for row in rows]
+            self._after = [self._new_states[row] for row in rows]
+            yield rows
+            waiting = [row for row in waiting if row not in rows]
+
+    def reserve(self, num_rows: int, device: torch.device) -> int:
+        """Make room for rows; returns how many there will be."""
+        self._num_new = num_rows
+        end = self.num_rows + num_rows
+        if end > self.capacity:
+            self._grow(max(end, 2 * self.capacity, MIN_CAPACITY), device)
+        return end
+
+    def write_positions(self, slots_P: Tensor, positions_P: Tensor) -> Tensor:
+        """What ``begin`` writes, at places that a graph reads; returns those of all places."""
+        return self._positions_C.index_copy_(0, slots_P, positions_P)
 
     def advance(self, *, committed: bool) -> None:
         """Count the rows that the layers have written since ``begin``."""
-        states = (self._conv, self._recurrent)
         if committed:
             assert self.num_speculative == 0, "committed rows must precede all speculative rows"
             self.num_committed += self._num_new
-            self._history = [states]
+            self._states = self._new_states
             return
         self.num_speculative += self._num_new
         if self.recurrent_layers:
-            assert self._num_new == 1, "recurrent layers take speculative rows one at a time"
-            self._history.append(states)
+            self._states += self._new_states
 
     def skip(self, positions_l: Tensor) -> None:
         """Count speculative rows that nobody will look at; zeros, as 0 * NaN would reach others."""
-        for positions in positions_l.split(1) if self.recurrent_layers else [positions_l]:
-            end = self.begin(positions).shape[0]
-            for buffer_1NCD in (*self._keys.values(), *self._values.values()):
-                buffer_1NCD[:, :, self.num_rows : end] = 0
-            self.advance(committed=False)
+        end = self.begin(positions_l).shape[0]
+        for buffer_1NCD in (*self._keys.values(), *self._values.values()):
+            buffer_1NCD[:, :, self.num_rows : end] = 0
+        self._new_states = self._states[-1:] * self._num_new
+        self.advance(committed=False)
 
     def keep(self, keep: Keep) -> None:
         """Gather the retained rows in place; a prefix that stays where it is costs nothing."""
@@ -227,7 +282,6 @@ class StageCache:
         rows = keep.cached(self.num_speculative)
         first_moved = next((j for j, i in enumerate(rows) if i != j), len(rows))
         if first_moved < len(rows):
-            assert not self.recurrent_layers, "rows of a recurrent chain are kept as a prefix"
             source = torch.tensor(rows[first_moved:], device=self._positions_C.device)
             source += self.num_committed
             to = slice(self.num_committed + first_moved, self.num_committed + len(rows))
@@ -235,13 +289,13 @@ class StageCache:
             for buffer_1NCD in (*self._keys.values(), *self._values.values()):
                 buffer_1NCD[:, :, to] = buffer_1NCD[:, :, source]
         if self.recurrent_layers:
-            self._history = self._history[keep.num_committed : len(rows) + 1]
+            self._states = [self._states[row + 1] for row in (-1, *rows)][keep.num_committed :]
         self.num_committed += keep.num_committed
         self.num_speculative = len(rows) - keep.num_committed
 
     def _grow(self, capacity: int, device: torch.device) -> None:
         used = self.num_rows
-        positions_C = torch.empty(capacity, dtype=torch.long, device=device)
+        positions_C = torch.zeros(capacity + self.spare_rows, dtype=torch.long, device=device)
         positions_C[:used] = self._positions_C[:used]
         self._positions_C = positions_C
         for buffers in (self._keys, self._values):
@@ -294,28 +348,37 @@ class StageCache:
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A private copy: the one-row convolution kernel writes the next state into it."""
-        if layer_idx not in self._conv:
+        """A private copy [B, W, K], for the next state: the one-row kernel writes it there."""
+        if any(layer_idx not in state.conv for state in self._before):
             return None
-        self._conv[layer_idx] = self._conv[layer_idx].clone()
-        return self._conv[layer_idx]
+        conv_BWK = torch.cat([state.conv[layer_idx] for state in self._before])
+        self._remember_conv(conv_BWK, layer_idx)
+        return conv_BWK
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A copy, because fused kernels may reuse the memory of their initial state."""
-        return self._recurrent[layer_idx].clone() if layer_idx in self._recurrent else None
+        if any(layer_idx not in state.recurrent for state in self._before):
+            return None
+        return torch.cat([state.recurrent[layer_idx] for state in self._before])
 
     def update_conv_state(
-        self, inputs_1WT: Tensor, layer_idx: int, *, conv_kernel_size: int
+        self, inputs_BWT: Tensor, layer_idx: int, *, conv_kernel_size: int
     ) -> Tensor:
         """Remember the last ``conv_kernel_size`` inputs; returns old state and inputs in a row."""
-        if layer_idx in self._conv:
-            inputs_1WT = torch.cat([self._conv[layer_idx], inputs_1WT], dim=-1)
+        before_BWK = self.get_conv_state(layer_idx)
+        if before_BWK is not None:
+            inputs_BWT = torch.cat([before_BWK, inputs_BWT], dim=-1)
         else:
-            padding = max(conv_kernel_size - inputs_1WT.shape[-1], 0)
-            inputs_1WT = torch.nn.functional.pad(inputs_1WT, (padding, 0))
-        self._conv[layer_idx] = inputs_1WT[..., -conv_kernel_size:].clone()
-        return inputs_1WT
+            padding = max(conv_kernel_size - inputs_BWT.shape[-1], 0)
+            inputs_BWT = torch.nn.functional.pad(inputs_BWT, (padding, 0))
+        self._remember_conv(inputs_BWT[..., -conv_kernel_size:].clone(), layer_idx)
+        return inputs_BWT
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int) -> Tensor:
-        self._recurrent[layer_idx] = state
+        for after, row_state in zip(self._after, state.split(1), strict=True):
+            after.recurrent[layer_idx] = row_state
         return state
+
+    def _remember_conv(self, conv_BWK: Tensor, layer_idx: int) -> None:
+        for after, conv_1WK in zip(self._after, conv_BWK.split(1), strict=True):
+            after.conv[layer_idx] = conv_1WK

@@ -1,10 +1,7 @@
 """Two faster calls of a stage's layers: recorded as a CUDA graph, and several sequences at once.
 
-Graphs: a decoding step of a few rows launches hundreds of small kernels; on a GPU that takes longer
-than their work. Everything that changes from step to step (rows, where they are written, what they
-see) is copied into fixed buffers, attention looks at the whole capacity of the cache behind a mask,
-and the launches are recorded once for each number of rows. On a CPU the same function runs without
-being recorded.
+Graphs: embedding, masks and rotary tables are made of what is packed on the host, inside the graph.
+Attention looks at the whole capacity of the cache behind a mask.
 
 Together: rows of several sequences, each with its own cache, are put one after the other without
 padding: projections and MLPs see one matrix, so weights are read once for all sequences, and
@@ -14,9 +11,10 @@ attention runs sequence by sequence over its own keys.
 # l rows of a segment, P padded rows, R rows of all segments, H hidden, C rows of a cache
 # S mask columns, N query heads, J key heads, D head size
 
-from collections.abc import Callable, Collection, Sequence
-from copy import deepcopy
+from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,152 +22,153 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pipedraft.models.recorded import Recordings, hidden_columns, lend, padded_rows
 from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from pipedraft.models.target import Stage
 
 MAX_ROWS = 64
 """Longer segments gain nothing; their kernels are long enough."""
+MIN_COLUMNS = 32
+"""So many speculative rows share a graph."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """Whose layers launch the same kernels whatever the rows hold."""
+READ_BY_HOST = ("dynamic", "longrope")
+"""Rotary tables that depend on the longest position."""
+
+
+def can_record(config: "PreTrainedConfig") -> bool:
+    rope = config.rope_parameters.get("rope_type", "default")
+    return config.model_type in FAMILIES and rope not in READ_BY_HOST
 
 
 @dataclass
-class Inputs:
-    """Buffers that a recorded graph reads."""
+class Shape:
+    """What a recorded graph is made for."""
 
-    hidden_1PH: Tensor
-    slots_P: Tensor
-    """int64: where in the cache each row is written."""
-    cosine_1PD: Tensor
-    sine_1PD: Tensor
-    masks: dict[str, Tensor]
-    """Kind of layer -> [1, 1, P, C], additive."""
+    num_rows: int
+    """P: rows of the segment and spare ones."""
+    num_columns: int
+    """S: speculative rows that can be told apart."""
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        rows = [self.hidden_1PH, self.slots_P, self.cosine_1PD, self.sine_1PD]
-        return rows + [self.masks[kind] for kind in sorted(self.masks)]
+    def split(self, packed: Tensor) -> list[Tensor]:
+        """num_committed [1], slots, positions and ids [P], visible [P * S]."""
+        P = self.num_rows
+        return list(packed.split([1, P, P, P, P * self.num_columns]))
 
 
-@dataclass
-class Recorded:
-    inputs: Inputs
-    replay: Callable[[], None]
-    hidden_1PH: Tensor
-    taps: dict[int, Tensor]
+class StageGraphs(Recordings):
+    """Runs rows through the layers of one stage and into its cache.
 
-
-def padded_rows(num_rows: int) -> int:
-    """The next power of two: a graph for each of few sizes."""
-    return 1 << (num_rows - 1).bit_length()
-
-
-class StageGraphs:
-    """Runs rows through the layers of one stage and into its cache."""
+    A step is one copy to the device, the hidden states of the stage before, one graph, and a copy
+    of what it leaves: five launches at most, whatever the model.
+    """
 
     def __init__(self, stage: "Stage") -> None:
         """The stage's cache is made to hold fixed buffers."""
+        super().__init__(stage.device)
         self.stage = stage
-        self._recorded: dict[tuple[int, tuple[int, ...]], Recorded] = {}
         self._capacity = -1
         stage.cache.spare_rows = MAX_ROWS
 
-    def run(
-        self, hidden_lH: Tensor, positions_l: Tensor, visible_lS: Tensor, taps: Collection[int]
+    def forward(
+        self, hidden_or_ids: Tensor, positions_l: Tensor, visible_lS: Tensor, taps: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """What ``Stage._run`` computes; results are copies that the next step does not change."""
-        num_rows = len(positions_l)
-        inputs = self._inputs(hidden_lH, positions_l, visible_lS)
-        cache = self.stage.cache
+        """What ``Stage._run`` computes; results are copies that the next step does not change.
+
+        Args:
+            hidden_or_ids: ids for a first stage.
+            positions_l: as the mask and the ids best in the host's memory.
+        """
+        cache, num_rows = self.stage.cache, len(positions_l)
+        shape = Shape(padded_rows(num_rows), padded_rows(max(visible_lS.shape[1], MIN_COLUMNS)))
+        cache.reserve(num_rows, self.stage.device)
         if cache.capacity != self._capacity:  # graphs of smaller buffers read freed memory
-            self._recorded.clear()
+            self.clear()
             self._capacity = cache.capacity
-        key = (len(inputs.slots_P), tuple(sorted(taps)))
-        if key not in self._recorded:
-            self._recorded[key] = self._record(inputs, taps)
-        recorded = self._recorded[key]
-        for buffer, new in zip(recorded.inputs.tensors, inputs.tensors, strict=True):
-            buffer.copy_(new)
-        recorded.replay()
-        collected = {i: rows_1PH[0, :num_rows].clone() for i, rows_1PH in recorded.taps.items()}
+        own = [i for i in sorted(taps) if self.stage.start < i <= self.stage.end]
         if self.stage.start == 0 and 0 in taps:
-            collected[0] = hidden_lH
-        return recorded.hidden_1PH[0, :num_rows].clone(), collected
+            own.insert(0, 0)
+        is_first = self.stage.embedding is not None
+        packed = self._pack(shape, positions_l, visible_lS, hidden_or_ids if is_first else None)
+        compute = partial(self._compute, shape, own)
+        key = (shape.num_rows, shape.num_columns, tuple(own))
+        out_KPH = self.run(key, packed, [] if is_first else [hidden_or_ids], compute)
+        out_KlH = out_KPH[:, :num_rows].clone()
+        return out_KlH[0], dict(zip(own, out_KlH[1:], strict=True))
 
-    def _inputs(self, hidden_lH: Tensor, positions_l: Tensor, visible_lS: Tensor) -> Inputs:
-        stage = self.stage
-        num_rows = len(positions_l)
-        num_spare = padded_rows(num_rows) - num_rows
-        positions_C = stage.cache.begin(positions_l)
-        end, capacity = len(positions_C), stage.cache.capacity
-        positions_P = torch.cat([positions_l, positions_l[-1:].expand(num_spare)])
-        device = positions_l.device
-        slots_P = torch.cat(
-            [
-                torch.arange(end - num_rows, end, device=device),
-                torch.arange(capacity, capacity + num_spare, device=device),
-            ]
-        )
-        hidden_PH = torch.cat([hidden_lH, hidden_lH.new_zeros(num_spare, hidden_lH.shape[1])])
-        cosine_1PD, sine_1PD = stage.rotary(hidden_PH[None], positions_P[None])
-        masks = {}
-        for kind in set(stage.kinds):
-            window = stage.window if kind == "sliding_attention" else None
-            used_11lC = additive_mask(visible_lS, positions_C, window, hidden_lH.dtype)
-            lowest = torch.finfo(hidden_lH.dtype).min
-            mask_11PC = used_11lC.new_full((1, 1, len(slots_P), capacity + MAX_ROWS), lowest)
-            mask_11PC[:, :, :num_rows, :end] = used_11lC
-            mask_11PC[:, :, num_rows:, :1] = 0  # a spare row has to see something
-            masks[kind] = mask_11PC
-        return Inputs(hidden_PH[None], slots_P, cosine_1PD, sine_1PD, masks)
+    def _pack(
+        self, shape: Shape, positions_l: Tensor, visible_lS: Tensor, ids_l: Tensor | None
+    ) -> Tensor:
+        """One tensor on the host; spare rows are written behind the cache."""
+        cache, num_rows = self.stage.cache, len(positions_l)
+        packed = torch.zeros(1 + shape.num_rows * (3 + shape.num_columns), dtype=torch.int64)
+        committed, slots_P, positions_P, ids_P, visible = shape.split(packed)
+        committed[0] = cache.num_committed
+        slots_P[:num_rows] = torch.arange(num_rows) + cache.num_rows
+        slots_P[num_rows:] = torch.arange(shape.num_rows - num_rows) + cache.capacity
+        positions_P[:num_rows] = positions_l
+        if ids_l is not None:
+            ids_P[:num_rows] = ids_l
+        visible.view(shape.num_rows, -1)[:num_rows, : visible_lS.shape[1]] = visible_lS
+        return packed
 
-    def _record(self, example: Inputs, taps: Collection[int]) -> Recorded:
-        inputs = deepcopy(example)
-        hidden_1PH, collected = self._layers(inputs, taps)  # makes the cache's buffers
-        recorded = Recorded(inputs, lambda: None, hidden_1PH, collected)
-
-        def compute() -> None:
-            recorded.hidden_1PH, recorded.taps = self._layers(inputs, taps)
-
-        recorded.replay = compute
-        if hidden_1PH.is_cuda:
-            recorded.replay = _capture(compute, hidden_1PH.device)
-        return recorded
-
-    def _layers(self, inputs: Inputs, taps: Collection[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        stage = self.stage
-        hidden_1PH = inputs.hidden_1PH
-        collected = {}
-        with stage.cache.writing_to(inputs.slots_P):
+    def _compute(
+        self, shape: Shape, taps: Sequence[int], packed: Tensor, rows_PH: Tensor | None
+    ) -> Tensor:
+        """All of the stage, from fixed buffers to a new one."""
+        stage, cache = self.stage, self.stage.cache
+        committed, slots_P, positions_P, ids_P, visible = shape.split(packed)
+        if rows_PH is None:
+            assert stage.embedding is not None
+            rows_PH = stage.embedding(ids_P)
+        hidden_1PH = rows_PH[None]
+        masks = self._masks(shape, packed, hidden_1PH.dtype)
+        rotary = stage.rotary(hidden_1PH, positions_P[None])
+        collected = {0: hidden_1PH} if 0 in taps else {}
+        with cache.writing_to(slots_P):
             layers = zip(stage.layers, stage.kinds, strict=True)
             for index, (layer, kind) in enumerate(layers, start=stage.start + 1):
                 hidden_1PH = layer(
                     hidden_1PH,
-                    attention_mask=inputs.masks[kind],
-                    position_embeddings=(inputs.cosine_1PD, inputs.sine_1PD),
-                    past_key_values=stage.cache,
+                    attention_mask=masks[kind],
+                    position_embeddings=rotary,
+                    past_key_values=cache,
                 )
                 if index in taps:
                     collected[index] = hidden_1PH
-        return hidden_1PH, collected
+        return torch.cat([hidden_1PH, *(collected[index] for index in taps)])
+
+    def _masks(self, shape: Shape, packed: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Kind of layer -> [1, 1, P, C], additive, over the whole buffers of the cache."""
+        stage, cache, S = self.stage, self.stage.cache, shape.num_columns
+        committed, slots_P, positions_P, _, visible = shape.split(packed)
+        positions_C = cache.write_positions(slots_P, positions_P)
+        # Committed rows are visible, speculative ones as their column says, nothing behind them.
+        hidden_PC = hidden_columns(committed, visible.view(-1, S), len(positions_C))
+        masks = {}
+        for kind in set(stage.kinds):
+            unseen_PC = hidden_PC
+            if kind == "sliding_attention":
+                unseen_PC = hidden_PC | (positions_C <= positions_P[:, None] - stage.window)
+            zeros_PC = torch.zeros(unseen_PC.shape, dtype=dtype, device=packed.device)
+            lowest = torch.finfo(dtype).min
+            masks[kind] = zeros_PC.masked_fill_(unseen_PC, lowest)[None, None]
+        return masks
 
 
-def _capture(compute: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Record what ``compute`` launches; libraries choose their kernels in runs before."""
-    with torch.cuda.device(device):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                compute()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: another thread may look after a link's transfers meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            compute()
-    return graph.replay
+def lend_graphs(stage: "Stage") -> StageGraphs:
+    """Graphs, and the cache that they write to, for as long as the stage lives."""
+
+    def make() -> StageGraphs:
+        return StageGraphs(copy(stage))  # a twin, which may outlive it
+
+    graphs = lend(stage.layers[0], stage, (stage.start, stage.end), make)
+    graphs.stage.cache.reset()
+    return graphs
 
 
 # -- several sequences -------------------------------------------------------------------------
@@ -177,8 +176,9 @@ def _capture(compute: Callable[[], None], device: torch.device) -> Callable[[], 
 
 def can_run_together(stage: "Stage") -> bool:
     """Attention must be torch's, on a CPU or without recorded graphs, and nothing recurrent."""
-    attention = stage.layers[0].self_attn.config._attn_implementation
-    return not stage.is_chain_only and stage.graphs is None and attention == "sdpa"
+    if stage.cache.recurrent_layers or stage.graphs is not None:
+        return False
+    return stage.layers[0].self_attn.config._attn_implementation == "sdpa"
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from pipedraft.models import stage_boundaries, stage_calls
+from pipedraft.models import bitwise, stage_boundaries, stage_calls
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
 from pipedraft.models.layers import packed_call
 from pipedraft.models.stage_cache import (
@@ -46,9 +46,10 @@ __all__ = [
     "target_fingerprint",
 ]
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_5", "qwen3_5_text")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "qwen3_5", "qwen3_5_text")
 THREADED_HIDDEN_SIZE = 1024
 """From this hidden size on several threads decode faster than one."""
+NO_INPUT = "stage 0 needs token ids, later stages hidden states"
 ATTENTION_KERNELS = ("sdpa", "eager")  # those that honor an explicit additive mask
 
 
@@ -80,9 +81,9 @@ def load_target(
         dtype=dtype,
         attention=attention,
         quantization=quantization,
+        device=device,
     )
-    model.eval().requires_grad_(False)
-    return model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of `to` hides self
+    return model.eval().requires_grad_(False)
 
 
 def choose_decoding_threads(target: PreTrainedModel) -> None:
@@ -117,7 +118,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
     """Per layer "full_attention", "sliding_attention" or "linear_attention"."""
     if config.model_type == "llama":
         return ("full_attention",) * config.num_hidden_layers
-    if config.model_type in ("mistral", "mixtral"):
+    if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         is_full = config.sliding_window is None
         kind = "full_attention" if is_full else "sliding_attention"
         return (kind,) * config.num_hidden_layers
@@ -149,15 +150,18 @@ class Stage:
         self.embedding = decoder.embed_tokens if start == 0 else None
         kinds = layer_kinds(decoder.config)
         self.kinds = kinds[start:end]
-        self.is_chain_only = "linear_attention" in kinds
         recurrent = [start + i for i, kind in enumerate(self.kinds) if kind == "linear_attention"]
         self.window = decoder.config.sliding_window if "sliding_attention" in self.kinds else None
         self.device = next(self.layers[0].parameters()).device
         self.cache = StageCache(recurrent)
-        can_record = decoder.config.model_type in stage_calls.FAMILIES
+        self.is_bitwise = False
+        can_record = stage_calls.can_record(decoder.config)
         on_gpu = self.device.type == "cuda"
-        self.graphs = StageGraphs(self) if on_gpu and can_record else None
+        self.graphs: StageGraphs | None = None
         """Runs speculative rows; None: layer by layer."""
+        if on_gpu and can_record:
+            self.graphs = stage_calls.lend_graphs(self)
+            self.cache = self.graphs.stage.cache
 
     @property
     def num_committed(self) -> int:
@@ -190,7 +194,7 @@ class Stage:
         """Run a segment and append its rows as speculative.
 
         Args:
-            is_wanted: asked before every layer; graphs and recurrent layers run to their end.
+            is_wanted: asked before every layer; graphs run to their end.
 
         Returns:
             The segment with ``hidden`` after layer ``end`` and the tapped indices in (start, end]
@@ -198,33 +202,27 @@ class Stage:
 
         Raises:
             Abandoned: ``is_wanted`` said no; the segment counts as not run.
-            ValueError: the segment branches and the target has recurrent layers.
         """
         assert segment.lo == self.num_speculative, (
             f"stage [{self.start}, {self.end}) holds {self.num_speculative} speculative rows, "
             f"the segment starts at row {segment.lo}"
         )
-        visible_lS = segment.visible.to(self.device)
-        positions_l = segment.positions.to(self.device)
-        if self.is_chain_only:
-            _check_chain(segment)
-        hidden_lH = self._enter(segment.ids if self.embedding is not None else segment.hidden)
-        if not self.cache.recurrent_layers:
-            call = (hidden_lH, positions_l, visible_lS, taps)
-            if self.graphs is not None and segment.num_rows <= stage_calls.MAX_ROWS:
-                hidden_lH, collected = self.graphs.run(*call)
-            else:
-                hidden_lH, collected = self._run(*call, is_wanted)
+        if self.is_bitwise:
+            return bitwise.forward(self, segment, taps)
+        entering = segment.ids if self.embedding is not None else segment.hidden
+        if self.graphs is not None and segment.num_rows <= stage_calls.MAX_ROWS:
+            assert entering is not None, NO_INPUT
+            call = (entering, segment.positions, segment.visible, taps)
+            hidden_lH, collected = self.graphs.forward(*call)
             self.cache.advance(committed=False)
-        else:
-            parts = []
-            for row in range(segment.num_rows):
-                rows = slice(row, row + 1)
-                visible_1S = visible_lS[rows, : segment.lo + row + 1]
-                parts.append(self._run(hidden_lH[rows], positions_l[rows], visible_1S, taps))
-                self.cache.advance(committed=False)
-            hidden_lH = torch.cat([part_1H for part_1H, _ in parts])
-            collected = {i: torch.cat([part[i] for _, part in parts]) for i in parts[0][1]}
+            return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
+        visible_lS = segment.visible.to(self.device)
+        parents = segment.parents if self.cache.recurrent_layers else None
+        positions_C = self.cache.begin(segment.positions.to(self.device), parents)
+        hidden_lH, collected = self._run(
+            self._enter(entering), positions_C, visible_lS, taps, is_wanted
+        )
+        self.cache.advance(committed=False)
         return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
 
     @torch.inference_mode()
@@ -241,27 +239,26 @@ class Stage:
             hidden_PH after layer ``end``, and the tapped states as in ``forward``.
         """
         assert self.num_speculative == 0, "committed rows cannot follow speculative ones"
-        positions_P = positions.to(self.device)
-        num_rows = positions_P.shape[0]
+        num_rows = positions.shape[0]
+        positions_C = self.cache.begin(positions.to(self.device))
         causal_PP = torch.ones(num_rows, num_rows, dtype=torch.bool, device=self.device).tril_()
-        hidden_PH, collected = self._run(self._enter(hidden_or_ids), positions_P, causal_PP, taps)
+        hidden_PH, collected = self._run(self._enter(hidden_or_ids), positions_C, causal_PP, taps)
         self.cache.advance(committed=True)
         return hidden_PH, collected
 
     def _enter(self, hidden_or_ids: Tensor | None) -> Tensor:
-        assert hidden_or_ids is not None, "stage 0 needs token ids, later stages hidden states"
+        assert hidden_or_ids is not None, NO_INPUT
         rows = hidden_or_ids.to(self.device)
         return rows if self.embedding is None else self.embedding(rows)
 
     def _run(
         self,
         hidden_lH: Tensor,
-        positions_l: Tensor,
+        positions_C: Tensor,
         visible_lS: Tensor,
         taps: Collection[int],
         is_wanted: Callable[[], bool] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        positions_C = self.cache.begin(positions_l)
         build = partial(additive_mask, visible_lS, positions_C, dtype=hidden_lH.dtype)
         masks = {
             "full_attention": build(window=None) if "full_attention" in self.kinds else None,
@@ -269,32 +266,37 @@ class Stage:
             "linear_attention": None,
         }
         hidden_1lH = hidden_lH[None]
-        rotary = self.rotary(hidden_1lH, positions_l[None])
+        rotary = self.rotary(hidden_1lH, positions_C[None, -len(hidden_lH) :])
         collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
         for index, (layer, kind) in enumerate(
             zip(self.layers, self.kinds, strict=True), start=self.start + 1
         ):
             if is_wanted is not None and not is_wanted():
                 raise Abandoned
-            hidden_1lH = layer(
-                hidden_1lH,
+            call = partial(
+                layer,
                 attention_mask=masks[kind],
                 position_embeddings=rotary,
                 past_key_values=self.cache,
             )
+            if kind == "linear_attention":
+                hidden_1lH = self._call_recurrent(call, hidden_1lH)
+            else:
+                hidden_1lH = call(hidden_1lH)
             if index in taps:
                 collected[index] = hidden_1lH[0]
         return hidden_1lH[0], collected
 
-
-def _check_chain(segment: Segment) -> None:
-    rows = torch.arange(segment.lo, segment.hi, device=segment.visible.device)
-    columns = torch.arange(segment.hi, device=segment.visible.device)
-    if not torch.equal(segment.visible, columns <= rows[:, None]):
-        raise ValueError(
-            "segment: a row does not descend from all speculative rows before it, but this target "
-            "has recurrent layers with one state per sequence; draft a chain (tree width 1)"
-        )
+    def _call_recurrent(self, call: Callable[[Tensor], Tensor], hidden_1lH: Tensor) -> Tensor:
+        """Speculative rows start from the states of their parents: a batch of one-row sequences."""
+        parts, order = [], []
+        for rows in self.cache.recurrent_calls():
+            if rows is None:
+                return call(hidden_1lH)
+            parts.append(call(hidden_1lH[0, rows, None])[:, 0])
+            order += rows
+        in_order = torch.tensor(order, device=hidden_1lH.device).argsort()
+        return torch.cat(parts)[in_order][None]
 
 
 class StagedTarget:
@@ -320,18 +322,37 @@ class StagedTarget:
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
         self.eos_token_ids = _eos_token_ids(model)
-        self.is_chain_only = "linear_attention" in layer_kinds(config)
-        """Recurrent layers hold one state per sequence, so branching segments are refused."""
         self.stages = [
             Stage(model, start, end)
             for start, end in zip(self.boundaries, self.boundaries[1:], strict=False)
         ]
         self._norm = decoder.norm
         self._lm_head = model.lm_head
+        self._is_bitwise = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embedding is, and a draft beside it."""
+        return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
     def reset(self) -> None:
         for stage in self.stages:
             stage.reset()
+
+    def set_bitwise(self, is_on: bool) -> None:
+        """Let every row's numbers depend on its own past alone; see ``bitwise.py``."""
+        if is_on:
+            bitwise.check_bitwise(self.model.get_decoder().config)
+        self._is_bitwise = is_on
+        for stage in self.stages:
+            stage.is_bitwise = is_on
+
+    def reserve(self, num_rows: int) -> None:
+        """Forget everything and make room for a text, so that no graph is recorded again in it."""
+        self.reset()
+        for stage in self.stages:
+            if stage.graphs is not None:
+                stage.cache.reserve(num_rows + stage_calls.MAX_ROWS, stage.device)
 
     def prefill(
         self, input_ids: Tensor, taps: Collection[int] = (), *, chunk_rows: int = 512
@@ -368,12 +389,16 @@ class StagedTarget:
 
     @torch.inference_mode()
     def embed(self, ids_l: Tensor) -> Tensor:
-        """Layer index 0 of tokens: [l, H]."""
-        return self.model.get_input_embeddings()(ids_l)
+        """Layer index 0 of tokens, on the embedding's device: [l, H]."""
+        return self.model.get_input_embeddings()(ids_l.to(self.device))
 
     @torch.inference_mode()
     def logits(self, hidden_lH: Tensor) -> Tensor:
         """Final norm and LM head of raw hidden states (index L); float32 [l, V]."""
+        if self._is_bitwise:
+            parts = hidden_lH.split(bitwise.ROWS)
+            padded = (self._lm_head(self._norm(bitwise.pad(x)))[: len(x)] for x in parts)
+            return torch.cat(list(padded)).float()
         return self._lm_head(self._norm(hidden_lH)).float()
 
 
@@ -393,9 +418,12 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     eos = model.generation_config.eos_token_id
     if eos is None:
         eos = model.config.eos_token_id
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise ValueError(
+            f"target: eos_token_id {eos!r} is no token id; fix its generation_config.json"
+        )
+    return tuple(ids)
 
 
 # -- hidden states for training ---------------------------------------------------------------

@@ -3,21 +3,33 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import cached_file, extract_commit_hash
 
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import check_family, load_target
+from pipedraft.models.target import check_family
 from pipedraft.pretrained import (
     check_finite,
     check_layers,
     check_tensors,
+    check_unquantized,
     explained,
     load_config,
     load_generation_config,
@@ -41,12 +53,9 @@ def load_target_part(
 ) -> PreTrainedModel:
     """Load some decoder layers of a model; everything else stays on the meta device.
 
-    The revision is kept as ``config.loaded_revision``: more layers may be read later.
-
-    Only the tensors of the part are read from the safetensors files (and only their files are
-    fetched from the Hub). Where the names in the files are not exactly those of the modules (as
-    mixtral's experts, or weights that are missing) the model is loaded whole, with all checks of
-    ``load_target``, and what is not wanted is dropped.
+    The revision is kept as ``config.loaded_revision``: more layers may be read later. Only the
+    tensors of the part are read from the safetensors files (and only their files are fetched from
+    the Hub), one after another, each straight to its device.
 
     Args:
         layers: indices of decoder layers.
@@ -56,7 +65,9 @@ def load_target_part(
     Raises:
         ValueError: as ``load_target``.
     """
-    check_family(read_config(name_or_path, revision).get("model_type"), name_or_path)
+    stored = read_config(name_or_path, revision)
+    check_family(stored.get("model_type"), name_or_path)
+    check_unquantized(stored, name_or_path)
     config = load_config(name_or_path, revision)
     files = weight_files(name_or_path, revision)
     check_layers(config.to_dict(), files, name_or_path)
@@ -64,28 +75,25 @@ def load_target_part(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
-    wanted = _wanted(model, layers, has_embedding, has_head)
-    if not _names_agree(model, files):
-        model = load_target(name_or_path, revision=revision, dtype=dtype, device=device)
-        _drop(model, wanted)
-        model.config.loaded_revision = revision
-        return model
-    tensors = _read(name_or_path, revision, {name: files[name] for name in wanted})
-    own = model.state_dict()
-    reshaped = {name for name, tensor in tensors.items() if tensor.shape != own[name].shape}
-    check_tensors({"of another shape": reshaped}, "target", name_or_path)
-    model.load_state_dict(
-        {name: tensor.to(device, dtype) for name, tensor in tensors.items()},
-        strict=False,
-        assign=True,
-    )
-    check_finite(model, "target", name_or_path)
+    model.config.loaded_revision = revision
+    model.eval().requires_grad_(False)
+    _read(model, files, _wanted(model, layers, has_embedding, has_head), device)
     model.tie_weights()
     decoder = model.get_decoder()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
     model.generation_config = load_generation_config(name_or_path, revision, config)
-    model.config.loaded_revision = revision
-    return model.eval().requires_grad_(False)
+    return model
+
+
+def load_more_layers(
+    model: PreTrainedModel, layers: Collection[int], device: torch.device | str
+) -> None:
+    """Read decoder layers that ``load_target_part`` left on the meta device.
+
+    Of a layer that is sharded there (FSDP2) each process reads its own part alone.
+    """
+    files = weight_files(str(model.name_or_path), model.config.loaded_revision)
+    _read(model, files, _wanted(model, layers, has_embedding=False, has_head=False), device)
 
 
 def _wanted(
@@ -103,35 +111,68 @@ def _wanted(
     return {f"{names[m]}.{name}" for m in modules for name in m.state_dict()}
 
 
-def _names_agree(model: PreTrainedModel, files: Collection[str]) -> bool:
-    """The files hold the weights of the modules under their names, and nothing more that counts."""
-    own, found = set(model.state_dict()), set(files)
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    further = {name for name in found - own if not any(re.search(x, name) for x in ignored)}
+def _read(
+    model: PreTrainedModel, files: Mapping[str, str], wanted: set[str], device: torch.device | str
+) -> None:
+    """Fill weights from the files by transformers' own rules, which fuse and rename tensors.
+
+    Raises:
+        ValueError: weights that are missing, unknown, of another shape or no numbers.
+    """
+    name, revision = str(model.name_or_path), model.config.loaded_revision
+    rules = get_model_conversion_mapping(model)
+    sources = _sources(model, files, rules)
+    state = model.state_dict()
+    own = set(state)
     if model.config.get_text_config().tie_word_embeddings:
         own.discard("lm_head.weight")
-    return not further and own <= found
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    further = {x for x in sources.keys() - own if not any(re.search(y, x) for y in ignored)}
+    further.discard("lm_head.weight")
+    check_tensors({"missing": own - sources.keys(), "unexpected": further}, "target", name)
+    # Processes may outnumber experts: transformers cannot stack none of them.
+    nothing = {key for key in wanted if isinstance(x := state[key], DTensor) and not _size(x)}
+    for key in nothing:
+        place, _, attribute = key.rpartition(".")
+        empty = nn.Parameter(torch.empty_like(state[key], device=device), requires_grad=False)
+        setattr(model.get_submodule(place), attribute, empty)
+    chosen = {tensor for key in wanted - nothing for tensor in sources[key]}
+    opened = {
+        file: open_weights(name, revision, file)
+        for file in sorted({files[tensor] for tensor in chosen})
+    }
+    # Slices, of which a sharded weight reads its part and nothing reads all at once.
+    slices = {tensor: opened[files[tensor]].get_slice(tensor) for tensor in chosen}
+    options = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=model.dtype,
+        weight_mapping=rules,  # type: ignore[arg-type]  # of their base class, by its maker
+    )
+    with explained("target", name):
+        found, _ = convert_and_load_state_dict_in_model(model, slices, options)
+    reshaped = {key for key, *_ in found.mismatched_keys}
+    check_tensors({"of another shape": reshaped | found.conversion_errors.keys()}, "target", name)
+    model.requires_grad_(False)
+    check_finite(model, "target", name)
 
 
-def _read(name: str, revision: str | None, files: dict[str, str]) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for file_name in sorted(set(files.values())):
-        with open_weights(name, revision, file_name) as file:
-            here = [tensor for tensor, place in files.items() if place == file_name]
-            tensors.update({tensor: file.get_tensor(tensor) for tensor in here})
-    return tensors
+def _size(weight: DTensor) -> int:
+    """Numbers of it that this process holds."""
+    return weight.to_local().numel()
 
 
-def _drop(model: PreTrainedModel, wanted: Iterable[str]) -> None:
-    """Free every parameter that is not wanted."""
-    keep = set(wanted)
-    tied = model.lm_head.weight is model.get_decoder().embed_tokens.weight
-    for prefix, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(prefix, recurse=False)):
-            if name not in keep and not (tied and module is model.lm_head):
-                empty = nn.Parameter(parameter.to("meta"), requires_grad=False)
-                setattr(module, name.rpartition(".")[2], empty)
-    model.tie_weights()
+def _sources(
+    model: PreTrainedModel, tensors: Iterable[str], rules: Iterable[WeightTransform]
+) -> dict[str, set[str]]:
+    """Weight of the model -> the tensors in its files that it is made of."""
+    own, prefix = model.state_dict(), model.base_model_prefix
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    sources = defaultdict(set)
+    for tensor in tensors:
+        key, _ = rename_source_key(tensor, renamings, converters, prefix, own)
+        sources[key].add(tensor)
+    return sources
 
 
 def weights_identity(name: str, revision: str | None = None) -> str:

@@ -1,5 +1,6 @@
-"""What tests of attention share: rows in their memory order, outputs with their gradients."""
+"""What tests of attention and losses share: rows in memory order, outputs and gradients."""
 
+import pytest
 import torch
 
 
@@ -17,3 +18,17 @@ def output_and_gradients(attend, inputs, **options) -> list[torch.Tensor]:
     weight = rows(*out.shape, seed=4).detach().to(out.dtype)
     gradients = torch.autograd.grad((out * weight).sum(), inputs, materialize_grads=True)
     return [out.detach(), *gradients]
+
+
+def assert_loss_and_gradients(objective, batch, expected, expected_sums):
+    """An objective's loss, sums and gradients are those of a formula written out."""
+    parameters = dict(objective.named_parameters())
+    expected_gradients = torch.autograd.grad(expected, [*parameters.values()])
+    output = objective(batch, torch.Generator())
+    assert int(output.counted) == objective.num_counted(batch) == expected_sums["count_1"]
+    torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-12)
+    for name, value in expected_sums.items():
+        assert output.sums[name].item() == pytest.approx(value, abs=1e-9), name
+    gradients = torch.autograd.grad(output.loss, [*parameters.values()])
+    for name, x, y in zip(parameters, gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")

@@ -19,9 +19,9 @@ from fork_server import ForkServer, answer, write_to
 
 from pipedraft.errors import run_command
 
-LIMIT_S = 100
+LIMIT_S = 300
 """For a process to say what is waited for; the machine may be busy."""
-LIFE_S = 300
+LIFE_S = 900
 """A process that hangs is ended by then."""
 MODULES = ("inference", "eval", "train", "train.features")
 

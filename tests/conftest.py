@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from fork_server import ForkServer
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -29,6 +32,7 @@ from transformers import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PYTESTS_OWN = "PYTEST_CURRENT_TEST"
 LONG_FILES = {"test_doc_runs", "test_doc_processes", "test_eagle_schedules", "test_parallel"}
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
@@ -37,6 +41,12 @@ TEMPLATE = (
 
 # A shell without job control starts background jobs with SIGINT ignored, which tests of it inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples every time, however long a busy machine takes to make them.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")
 
 
 def pytest_configure() -> None:
@@ -137,10 +147,31 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_accelerator_of_another_file() -> Iterator[None]:
-    """accelerate keeps a process's precision for good; the next file's runs have their own."""
+def nothing_of_another_file() -> Iterator[None]:
+    """Files come to a worker in any order, and each finds the process as the first one did."""
+    environment, folder = dict(os.environ), Path.cwd()
+    seed_all()
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+    AcceleratorState._reset_state(reset_partial_state=True)  # keeps a precision for good
+    os.chdir(folder)
+    for name in os.environ.keys() - environment.keys() - {PYTESTS_OWN}:
+        del os.environ[name]
+    os.environ.update({name: environment[name] for name in environment.keys() - {PYTESTS_OWN}})
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def the_same_random_numbers() -> None:
+    """Also where a test draws without a generator of its own."""
+    seed_all()
+
+
+def seed_all() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -13,18 +13,19 @@ from scipy.stats import chi2
 from tiny_drafts import make_module
 
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.draws import probabilities
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import DraftSource, add_best
-from pipedraft.inference.sources.tree_source import RowCache
-from pipedraft.inference.verify import MatchVerifier, Walk, probabilities
+from pipedraft.inference.sources.row_cache import RowCache
+from pipedraft.inference.verify import MatchVerifier, Walk
 
 NEW_TOKENS = 24
 PROMPTS = [[5], [1, 2], [7, 3, 9, 3, 7, 1], [index * 5 % 16 for index in range(29)]]
 CHAIN = TreeShape(kind="chain", depth=3)
 SMALL = TreeShape(depth=3, top_k=3, num_tokens=8)
 STATIC = TreeShape(kind="static", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-PUBLISHED = dict(tree_first=True, expansion_depth=2, expansion_tokens=5)
+PUBLISHED = dict(expansion_depth=2, expansion_tokens=5)
 WAYS = [
     {"schedule": "eagle", "tree": CHAIN},
     {"schedule": "eagle", "tree": SMALL},
@@ -33,13 +34,15 @@ WAYS = [
     {"schedule": "pruned_pp", "tree": SMALL},
     {"schedule": "pruned_pp", "tree": CHAIN},
     {"schedule": "pipedec", "tree_width": 4},
-    {"schedule": "flowspec", "tree": SMALL},
-    {"schedule": "flowspec", "tree": SMALL, **dict(expansion_depth=2, level_order=True)},
-    {"schedule": "flowspec", "tree": SMALL, **dict(expansion_depth=4, step_tokens=3)},
+    {"schedule": "flowspec_continued"},
+    {"schedule": "flowspec_continued", **dict(expansion_depth=2, level_order=True)},
+    {"schedule": "flowspec_continued", **dict(expansion_depth=4, step_tokens=3)},
     {"schedule": "flowspec", "tree": SMALL, **PUBLISHED},
     {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "level_order": True},
     {"schedule": "flowspec", "tree": SMALL, **dict(expansion=False)},
     {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "max_segment_rows": 1},
+    {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "max_expansion_rows": 1},
+    {"schedule": "eagle", "tree": SMALL, "max_segment_rows": 3},
 ]
 
 
@@ -145,7 +148,7 @@ class SimulatedSource(StatelessSource):
             leaf = self.add_children(tree, leaf, 1 if shape.is_chain else shape.top_k)
         return len(tree) - added
 
-    def expand_tree(self, tree, num_forwards, width, *, by_score, sampling):
+    def expand_tree(self, tree, num_forwards, width, max_rows, *, by_score, sampling):
         """One forward: the two best children of the best rows that have none."""
         leaves = [row for row in range(len(tree)) if not tree.children(row)]
         leaves = sorted(leaves, key=lambda row: -tree.scores[row])[:width]

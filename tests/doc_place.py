@@ -30,8 +30,16 @@ NOT_RUN = {
     "pip": "not a program of this project",
     "vllm": "not a program of this project",
     "sglang.launch_server": "not a program of this project",
+    "zipfile": "not a program of this project",
+    "benchmarks/gpu_check.py": "needs a GPU; test_gpu_check.py runs it on a pretended one",
+    "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
 }
 """By launcher or module."""
+
+
+def num_ranks(words: list[str]) -> int:
+    """Processes that a command itself starts."""
+    return int(after(words, "--processes", "0")) if "--backend" in words else 0
 
 
 def runner_of(command: Command) -> str:
@@ -43,6 +51,10 @@ def runner_of(command: Command) -> str:
     words = command.arguments
     if command.launcher in NOT_RUN or command.module in NOT_RUN:
         return ""
+    if words[:1] == ["from-gguf"]:
+        return "test_gguf.py"  # which writes a file of that kind
+    if "out/imported" in words:
+        return "test_peers.py"  # which makes heads as others write them
     if command.page.startswith("adding_"):
         return "test_doc_examples.py"  # on a copy that has the code of the page
     if command.module.startswith("docs/images/"):
@@ -52,7 +64,8 @@ def runner_of(command: Command) -> str:
     is_several = is_client or (
         words[:1] in (["serve"], ["edge"]) and command.module != "pipedraft.eval"
     )
-    if command.launcher == "torchrun" or is_served or is_several:
+    is_several |= command.launcher == "torchrun" or num_ranks(words) > 0
+    if is_served or is_several:
         return "test_doc_processes.py"
     return "test_doc_runs.py"
 
@@ -69,20 +82,21 @@ def parts_of(command: Command) -> set[tuple[str, ...]]:
     return parts
 
 
-def split_by_news(commands: list[Command]) -> tuple[list[Command], list[Command]]:
-    """Commands that have a part which none before them has, and the others.
+def new_commands(commands: list[Command]) -> list[Command]:
+    """Those that have a part which none before them has.
 
-    A table is among the others: test_paper_tables.py and test_retention.py make each of them. So is
-    the second benchmark that starts ranks.
+    A table is none of them: test_paper_tables.py and test_retention.py make each. Nor is the second
+    benchmark that starts ranks.
     """
     seen: set[tuple[str, ...]] = set()
-    kinds: tuple[list[Command], list[Command]] = [], []
+    new = []
     for command in commands:
         is_table = command.arguments[:1] == ["table"] and "--list" not in command.arguments
         is_second = command.module == "benchmarks/pipeinfer.py"
-        kinds[is_table or is_second or parts_of(command) <= seen].append(command)
+        if not (is_table or is_second or parts_of(command) <= seen):
+            new.append(command)
         seen |= parts_of(command)
-    return kinds
+    return new
 
 
 CHATS = "conversations.jsonl"
@@ -119,7 +133,15 @@ SMALLER = {
         *SMALL_STEP.split(),
         *("--lengths=64", "--methods=spd", "--variants=packed"),
     ],
+    "benchmarks/plan_peaks.py": [
+        *("--methods=spd", "--tokens=64", "--vocabularies=100"),
+        *("--hidden_size=128", "--layers=4"),
+    ],
     "benchmarks/scaling.py": ["--tokens=20"],
+    "benchmarks/sampled_trees.py": ["--prompts=1", "--tokens=2"],
+    "benchmarks/row_cost_curve.py": [
+        *("--prompts=1", "--tokens=2", "--stages=4", "--rows=0.01"),
+    ],
     "benchmarks/draft_length.py": ["--seeds=2", "--tokens=20", "--traces", "assets/net_traces"],
     "benchmarks/edge_serving.py": [
         "--prompts=1",
@@ -133,8 +155,13 @@ SMALLER = {
     "benchmarks/backend_agreement.py": ["--prompts=1", "--max-new-tokens=4"],
 }
 # What stands for files that do not ship.
-STAND_INS = {"hub:": "assets/eval", "PATH/stories260K": "assets/target"}
+STAND_INS = {
+    "hub:": "assets/eval",
+    "PATH/stories260K": "assets/target",
+    "configs/sizes/qwen3_8b": "assets/target",
+}
 HUB_TARGETS = {
+    "out/smollm2": "assets/target",
     "Qwen/Qwen3-0.6B": "assets/target",
     "Qwen/Qwen3-8B": "assets/target",
     "Qwen/Qwen3.5-4B": "random_target",
@@ -253,7 +280,8 @@ def clear_output(command: Command, words: list[str]) -> None:
         output = after(words, "--out")
     if output and command.module != "pipedraft.eval":
         shutil.rmtree(output, ignore_errors=True)
-        Path(output).unlink(missing_ok=True)
+        for path in (Path(output), Path(output).with_suffix(".sqlite")):  # of answers
+            path.unlink(missing_ok=True)
 
 
 def measure_here(*options: str) -> dict[str, Any]:
@@ -295,7 +323,7 @@ class Reader:
             if word == "out/other" and not Path(word).exists():
                 shutil.copytree("out/eval", word)
             if word == "out/cost.json" and not Path(word).exists():
-                Path(word).write_text(json.dumps({"row": 0.01, "link": 0.02}))
+                Path(word).write_text(json.dumps({"row": 0.01, "link": 0.02}, indent=2))
         checkpoint = after(words, "--checkpoint")
         if "--results" in words and checkpoint in self.checkpoints:  # another page may train it
             out = str(Path(after(words, "--results")).parent)

@@ -84,6 +84,7 @@ class StubEngine:
     log: list = []
 
     pipeline = SimpleNamespace(clear=lambda: None, reports=list)
+    draft_cost = 0.0
 
     def __init__(self, target, tokenizer, config, draft=None, *, connect=None):
         if config.num_stages > 16:

@@ -11,9 +11,10 @@ import itertools
 import json
 import re
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -65,6 +66,15 @@ class Fault:
     times: int = 1
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *arguments: Any) -> None:
+        """Clients that are killed or out of patience close their side; a test reads stderr."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(*arguments)
+
+
 @dataclass
 class Request:
     method: str
@@ -94,14 +104,16 @@ class FakeHub:
         self.faults: list[Fault] = []
         self.requests: list[Request] = []
         self.released = threading.Event()
+        self.num_moments = 0
+        """Requests that came, and answers that are about to go."""
+        self.at_moment: Callable[[int], None] = lambda number: None
         self.lock = threading.RLock()
         self.numbers = itertools.count(1)
         self.url = self.cdn_url = ""
 
     @contextmanager
     def running(self) -> Iterator["FakeHub"]:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
-        server.daemon_threads = True
+        server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{server.server_port}"
         # Another host by name: huggingface_hub follows redirects of one host to the end.
         self.cdn_url = f"http://localhost:{server.server_port}"
@@ -117,6 +129,15 @@ class FakeHub:
 
     def sent(self, method: str, path: str = "") -> list[Request]:
         return [r for r in self.requests if r.method == method and path in r.path]
+
+    def pass_moment(self) -> None:
+        with self.lock:
+            self.num_moments += 1
+            self.at_moment(self.num_moments)
+
+    def will_stall(self, method: str, path: str) -> bool:
+        stalls = [fault for fault in self.faults if fault.times and fault.action == "stall"]
+        return any(fault.method == method and fault.path in path for fault in stalls)
 
     def take_fault(self, method: str, path: str) -> Fault | None:
         with self.lock:
@@ -213,7 +234,7 @@ class Handler(BaseHTTPRequestHandler):
 
     hub: FakeHub
     protocol_version = "HTTP/1.1"
-    timeout = 30
+    timeout = 300
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -228,10 +249,11 @@ class Handler(BaseHTTPRequestHandler):
         request = Request(self.command, path)
         with self.hub.lock:
             self.hub.requests.append(request)
+        self.hub.pass_moment()
         fault = self.hub.take_fault(self.command, path)
         length = int(self.headers.get("Content-Length", 0))
         if fault is not None and fault.action == "stall":
-            self.hub.released.wait(20)
+            self.hub.released.wait(300)
         if fault is not None and isinstance(fault.action, str):
             request.num_bytes = len(self.rfile.read(length // 2))
             self.close_connection = True
@@ -255,6 +277,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(json.dumps(refused.body).encode(), refused.status, headers)
 
     def send(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.hub.pass_moment()
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(name, value)

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -16,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 
 def answer(run: Callable[[dict[str, Any]], NoReturn]) -> None:
@@ -28,8 +29,15 @@ def answer(run: Callable[[dict[str, Any]], NoReturn]) -> None:
             continue
         pid = os.fork()
         if pid == 0:
+            renew_thread_pool()
             run(job)
         print(pid, flush=True)
+
+
+def renew_thread_pool() -> None:
+    """The first user of torch's threads in a fork makes their pool anew, and threads that meet
+    there at once (a loader's) find none: "Invalid thread pool!"."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def write_to(path: str, *numbers: int) -> None:
@@ -91,6 +99,7 @@ def forked(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            renew_thread_pool()
             work()
             os._exit(0)
         except BaseException:
@@ -104,20 +113,13 @@ def status_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def rank_environments(num_processes: int, port: int | None = None) -> list[dict[str, str]]:
+def rank_environments(num_processes: int, port: int) -> list[dict[str, str]]:
     """What a launcher gives to each process of a group on this machine.
 
     Args:
-        port: of the store that they meet at; None: the first of them will hold it.
+        port: of the store that they meet at, which who starts them holds.
     """
     world = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
-    if port is not None:
-        world["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return [world | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(num_processes)]

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from command_runs import call
@@ -13,6 +14,7 @@ from fake_hub import FakeHub
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, disable_progress_bars, enable_progress_bars
 
+from pipedraft import pretrained
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.layers import LayerConfig
@@ -88,6 +90,7 @@ def signed_in(monkeypatch, cache: Path) -> Iterator[FakeHub]:
         point_at(running.url, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
+        shorten_stalls(running, monkeypatch)
         yield running
         _http.close_session()
         enable_progress_bars()
@@ -102,6 +105,18 @@ def point_at(url: str, monkeypatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))
+
+
+def shorten_stalls(hub: FakeHub, monkeypatch) -> None:
+    """What is never answered ends soon; what a busy machine answers late does not."""
+    end_waits, patience_s = pretrained._end_waits, pretrained.SILENCE_S
+
+    def limited(request: Any) -> None:
+        stalls = hub.will_stall(request.method, request.url.path)
+        monkeypatch.setattr(pretrained, "SILENCE_S", 0.15 if stalls else patience_s)
+        end_waits(request)
+
+    monkeypatch.setattr(pretrained, "_end_waits", limited)
 
 
 def push(place: Place, monkeypatch, *words: str, draft: str = "spd", repo: str = "user/name"):

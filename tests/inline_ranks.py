@@ -32,22 +32,28 @@ class LateWire(Wire):
             super().send(message)
 
 
-def connect_inline(target):
-    """All stages in this process, each finishing a message before the next is sent."""
+def connect_inline(target, others=(), wire=Wire):
+    """All stages in this process, each finishing a message before the next is sent.
+
+    Args:
+        others: the same target once more for each stage after the first, on devices of their own.
+        wire: kind of the links.
+    """
     last = target.num_stages - 1
-    answers = [Wire() for _ in range(target.num_stages)]
+    targets = [target, *others] if others else [target] * target.num_stages
+    answers = [wire() for _ in range(target.num_stages)]
     workers: list[StageWorker] = []
     following = None
     for index in range(last, -1, -1):
         worker = StageWorker(
-            target,
+            targets[index],
             index,
             following=following,
             controller=answers[index],
             timeline=Timeline(f"stage {index}"),
         )
         workers.append(worker)
-        following = Wire(worker.handle)
+        following = wire(worker.handle)
 
     def cancel(worker):
         def handle(message):

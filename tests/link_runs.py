@@ -124,22 +124,20 @@ def config_for(
     schedule = Autoregressive()
     if source is not None:
         schedule = replace(PLANS[plan] if isinstance(plan, str) else plan, policy=policy)
-    names = {"top_k": "payload_tokens"}
-    settings = {names.get(name, name): value for name, value in settings.items()}
     if settings.get("temperature"):
         settings["verifier"] = rule or "match"
     return DecodeConfig(schedule=schedule, num_stages=1, **settings)
 
 
 def run_session(
-    target, source, prompt, *, times=TIMES, link=LINK, **options
+    target, source, prompt, *, times=TIMES, link=LINK, token_bytes=0, **options
 ) -> tuple[DecodeResult, LinkPipeline]:
     """A whole output on a virtual link.
 
     Args:
         target: a ``SharedTarget``.
     """
-    pipeline = LinkPipeline(RemoteTarget(), target, link, times)
+    pipeline = LinkPipeline(RemoteTarget(), target, link, times, token_bytes=token_bytes)
     config = config_for(source, **options)
     engine = Engine(
         pipeline.target, PlainTokenizer(), config, source=source, connect=lambda _: pipeline

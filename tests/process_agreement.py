@@ -15,7 +15,7 @@ from decode_runs import PROMPTS, PlainTokenizer, friendly_module
 from decode_runs import WAYS as EAGLE_WAYS
 from tiny_drafts import make_head
 
-from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.config import ROUND_RULES, DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.transport.watch import Limits
@@ -44,9 +44,16 @@ def compare(cluster, part, name):
     head.attach(whole)
     module = friendly_module(whole, num_stages=2, num_layers=1)
     ways = [({"schedule": "autoregressive"}, None), ({"schedule": "spd"}, module)]
-    ways += [({"schedule": "spd", "tree_width": 3, "temperature": 1.0}, module)]
+    ways += [({"schedule": "spd", "tree_width": 3, "temperature": 1.0, "top_p": 0.8}, module)]
     sampled = {"schedule": "spd", "temperature": 1.0}
-    rules = [(sampled | {"verifier": rule, "payload_tokens": 2}, module) for rule in RULES]
+    rules = [
+        (sampled | {"verifier": rule, "payload_tokens": 2}, module)
+        for rule in RULES
+        if rule not in ROUND_RULES
+    ]
+    eagle = {"schedule": "eagle", "temperature": 1.0}
+    rules += [(eagle | {"tree": "chain:4", "verifier": "block"}, head)]
+    rules += [(eagle | {"tree": "dynamic:3:3:8", "verifier": "recursive"}, head)]
     ways += rules + [(way, head) for way in EAGLE_WAYS[int(sys.argv[3]) :: 2]]
     different, compared = [], Counter()
     for way, draft in ways:

@@ -1,6 +1,6 @@
 """What every rank of tests/test_process_failures.py runs: a long text, and in one rank a failure.
 
-As a program, it kills rank 2: torchrun --nproc-per-node 3 tests/process_failures.py FOLDER
+As a program, it is a rank of three, and the last is killed: tests/process_failures.py FOLDER
 """
 
 import ctypes
@@ -11,7 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ def run_rank(plan: Plan) -> None:
     with Cluster(Limits()) as cluster:
         (plan.folder / f"rank{cluster.rank}.pid").write_text(str(os.getpid()))
         if cluster.rank == plan.failing_rank:
+            signal.signal(signal.SIGUSR2, hold_memory)
             threading.Thread(target=fail_soon, args=(plan, cluster), daemon=True).start()
         if not cluster.is_controller:
             cluster.serve()
@@ -101,12 +103,18 @@ def exhaust_memory(folder: Path) -> None:
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = num_pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    pieces = []
-    try:
-        while True:  # what is free inside the limit
-            pieces.append(torch.empty(PIECE_BYTES, dtype=torch.uint8))
-    except RuntimeError:
-        threading.Event().wait()  # holds them
+    hold_memory()
+    os.kill(os.getpid(), signal.SIGUSR2)  # the main thread has a heap of its own
+
+
+HELD: list[torch.Tensor] = []
+
+
+def hold_memory(*_: object) -> None:
+    """What is free inside the limit."""
+    with suppress(RuntimeError):
+        while True:
+            HELD.append(torch.empty(PIECE_BYTES, dtype=torch.uint8))
 
 
 def forge_cause(folder: Path) -> None:
@@ -161,14 +169,27 @@ def connections(peer_id: int | None) -> list[socket.socket]:
     ]
 
 
+def listening(process_ids: Iterable[int]) -> set[str]:
+    """Addresses that processes listen on, in hexadecimal as the kernel has them."""
+    inodes = {inode for process in process_ids for _, inode in socket_inodes(process)}
+    lines = [
+        line.split()
+        for table in Path("/proc/net").glob("tcp*")
+        for line in table.read_text().splitlines()
+    ]
+    return {
+        words[1].partition(":")[0] for words in lines if words[9] in inodes and words[3] == "0A"
+    }
+
+
 def socket_inodes(process_id: int) -> Iterator[tuple[int, str]]:
-    for entry in Path(f"/proc/{process_id}/fd").iterdir():
-        try:
-            kind, _, inode = os.readlink(entry).partition(":")
-        except FileNotFoundError:  # closed since
-            continue
-        if kind == "socket":
-            yield int(entry.name), inode.strip("[]")
+    """None of a process that has ended."""
+    with suppress(OSError):
+        for entry in Path(f"/proc/{process_id}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed since
+                kind, _, inode = os.readlink(entry).partition(":")
+                if kind == "socket":
+                    yield int(entry.name), inode.strip("[]")
 
 
 if __name__ == "__main__":

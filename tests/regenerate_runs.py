@@ -17,7 +17,10 @@ from pipedraft.data_recipes import server as chat_server
 from pipedraft.errors import run_command
 
 FAULTS = ("error", "busy", "closed", "not_json", "slow", "empty")
-DEADLINE_S = 2.0
+DEADLINE_S = 5.0
+"""Of an answer; a machine under load may stand still for seconds."""
+LIMIT_S = 60.0
+"""For what a test waits for."""
 
 
 def reply_to(messages: list[dict]) -> str:
@@ -45,6 +48,12 @@ class FakeServer(ThreadingHTTPServer):
         self.bodies: list[dict] = []
         self.in_flight = self.most_in_flight = 0
         self.delay_s = 0.0
+        self.least_in_flight = 0
+        """Answers wait until so many were asked for at once."""
+        self.held: set[str] = set()
+        self.num_unheld = sys.maxsize
+        """Requests after so many, and the questions ``held``, wait for ``release``."""
+        self.released = threading.Event()
         self.is_faulty = False
         self.refused: set[str] = set()
         self.answer_all_with: bytes | None = None
@@ -54,7 +63,13 @@ class FakeServer(ThreadingHTTPServer):
     @property
     def counts(self) -> Counter[str]:
         """Requests by their last message."""
-        return Counter({question: len(times) for question, times in self.times.items()})
+        with self.lock:
+            return Counter({question: len(times) for question, times in self.times.items()})
+
+    def release(self) -> None:
+        """Answer what is held, and hold nothing any more."""
+        self.held, self.num_unheld = set(), sys.maxsize
+        self.released.set()
 
     def handle_error(self, request, client_address) -> None:
         """Clients that are killed or out of patience close their side."""
@@ -96,6 +111,12 @@ class Handler(BaseHTTPRequestHandler):
             server.bodies.append(body)
             server.in_flight += 1
             server.most_in_flight = max(server.most_in_flight, server.in_flight)
+            is_held = question in server.held or len(server.bodies) > server.num_unheld
+        if is_held:
+            server.released.wait(LIMIT_S)
+        until_s = time.monotonic() + LIMIT_S
+        while server.most_in_flight < server.least_in_flight and time.monotonic() < until_s:
+            time.sleep(0.005)
         time.sleep(server.delay_s)
         fault = fault_of(question) if server.is_faulty and is_first else ""
         if fault == "slow":

@@ -27,7 +27,7 @@ from pipedraft.inference.transport.session_messages import (
 from pipedraft.inference.transport.stream import Access, Connection
 from pipedraft.models.language_model import LanguageModelDraft
 
-LIMIT_S = 90
+LIMIT_S = 300
 """For a whole scene: a machine under load is slow, a hang is endless."""
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {str(index): index for index in range(64)})
 
@@ -36,13 +36,13 @@ def make_target(**options: Any) -> Any:
     return tiny_llama(**{"layers": 3, "vocab": 16, **options})
 
 
-def make_server(target: Any, *, token: str = "", **limits: Any) -> Server:
+def make_server(target: Any, *, tokens: tuple[str, ...] = (), **limits: Any) -> Server:
     return Server(
         target,
         name="tiny",
         tokenizer=TOKENIZER,
         limits=ServerLimits(**{"grace_s": 0.2, **limits}),
-        security=Security(token=token),
+        security=Security(tokens=tokens),
     )
 
 
@@ -54,6 +54,15 @@ async def serving(target: Any, port: int = 0, **options: Any) -> AsyncIterator[S
         yield server
     finally:
         await server.stop(0.0, asyncio.Event())
+
+
+def hold_passes(server: Server, is_held: Callable[[], bool]) -> None:
+    """No pass begins while that is so: whatever the machine does, a text is not over by then.
+
+    The server asks again with every message and every stream.
+    """
+    choose = server._next_batch
+    server._next_batch = lambda: [] if is_held() else choose()  # type: ignore[method-assign]
 
 
 def lm_draft(target: Any, /, *, right: bool = False, **hashes: str) -> LocalDraft:
@@ -133,6 +142,12 @@ async def decode(
             )
 
     return await in_thread(work)
+
+
+def logged(caplog: Any) -> list[str]:
+    """Messages of this project: gRPC's own, of sockets that others have read, are not told."""
+    records = [record for record in caplog.records if record.name.startswith("pipedraft")]
+    return [record.getMessage() for record in records]
 
 
 def run(scene: Any) -> Any:

@@ -44,6 +44,9 @@ FAMILIES = {
     "mistral": lambda: hf.MistralConfig(**SIZES, sliding_window=None),
     "mistral_sliding": lambda: hf.MistralConfig(**SIZES, sliding_window=WINDOW),
     "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
     "qwen3_5": lambda: hf.Qwen3_5TextConfig(**SIZES, head_dim=16, **LINEAR_SIZES),
 }
 _MODELS: dict[tuple[str, str], hf.PreTrainedModel] = {}
@@ -107,6 +110,12 @@ def decode_greedily(target: StagedTarget, prompt: torch.Tensor, max_new_tokens: 
     return tokens
 
 
+def continue_the_row_before(monkeypatch) -> None:
+    """A known-bad state: a row of a tree starts from another branch's."""
+    rows_before = property(lambda segment: list(range(segment.lo - 1, segment.hi - 1)))
+    monkeypatch.setattr(Segment, "parents", rows_before)
+
+
 class Controller:
     """The slow obvious side of the fuzz: a token tree and one slot in front of every stage."""
 
@@ -133,10 +142,8 @@ class Controller:
     def inject(self) -> None:
         lo = len(self.tokens)
         for _ in range(self.random.choice([1, 1, 2, 3, 5])):
-            size = len(self.tokens)
-            parent = size - 1 if self.target.is_chain_only else self.random.randrange(-1, size)
+            self.parents.append(self.random.randrange(-1, len(self.tokens)))
             self.tokens.append(self.random.randrange(VOCAB))
-            self.parents.append(parent)
         hi = len(self.tokens)
         visible = torch.zeros(hi - lo, hi, dtype=torch.bool)
         for row in range(lo, hi):

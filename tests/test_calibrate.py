@@ -1,12 +1,16 @@
 """The cost model: what an asynchronous pipeline pays, and its recovery from measured times."""
 
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
 
+from pipedraft.errors import UsageError
 from pipedraft.eval.record import ProcessRecord, WallClockRecord
 from pipedraft.eval.replay import fit_cost
 from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.costs import PRESETS, read_cost
 
 CUT = (0, 3, 8)
 
@@ -118,6 +122,65 @@ def test_one_process_has_no_links():
     assert not cost.is_asynchronous and not cost.draft_on_first_stage
 
 
-def test_a_cost_that_is_no_duration_is_refused():
-    with pytest.raises(ValueError, match=r"cost.link: -1 is not a duration"):
-        CostModel(link=-1)
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, 1e7])
+def test_a_cost_that_is_no_duration_is_refused(value):
+    with pytest.raises(ValueError, match=rf"cost.link_row: {value} is not a duration"):
+        CostModel(link_row=value)
+
+
+# -- what a row costs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("is_asynchronous", "expected"),
+    [(False, 3 * 0.1 + 4 * (0.2 + 0.3)), (True, (8 * 0.1 + 4 * 0.1 + 4 * 0.5) / 2)],
+)
+def test_hops_head_and_decision_are_paid_for_each_row(is_asynchronous, expected):
+    """Rows that enter a stage, or return, cross a hop; those that return are verified."""
+    cost = CostModel(link_row=0.1, head_row=0.2, verify_row=0.3, is_asynchronous=is_asynchronous)
+    if not is_asynchronous:
+        expected += 0.1  # the longest of all segments on their hops: five rows
+    clock = VirtualClock(cost, CUT, 0.0)
+    assert clock.duration([5, 5], draft_forwards=0, overlap=True) == pytest.approx(0.625 + expected)
+    assert clock.duration([5, 0], draft_forwards=0, overlap=True) < 0.375 + expected
+    assert clock.autoregressive_time(3) == pytest.approx(3)
+    one, five = (clock.duration([rows] * 2, draft_forwards=0, overlap=True) for rows in (1, 5))
+    assert clock.row_price == pytest.approx((five - one) / 4)
+
+
+def test_rows_that_slow_a_step_make_no_room_for_more_forwards():
+    for row in (0.0, 0.5):
+        assert VirtualClock(CostModel(row=row), (0, 4, 8), 1 / 8).hidden_forwards() == 4
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_what_their_sources_say(name):
+    """7B in 16 bits: a hundred to three hundred rows are computed while the weights are read."""
+    cost = read_cost(name)
+    if name == "this_cpu":
+        assert cost.row == 0.035 and cost.is_asynchronous
+        return
+    assert 100 < 1 / cost.row < 300
+    assert cost.head_row == pytest.approx(cost.row * cost.verify)
+    assert cost.verify == pytest.approx(0.0202, abs=1e-4)
+    # 8 KiB a row: 66 us on Gigabit Ethernet, of a pass of 190 ms; on NVLink a millionth of that.
+    assert cost.link_row < 4e-4 and (cost.link_row > 3e-4) == (name == "jetson_orin")
+
+
+def test_files_of_before_rows_had_prices_are_read(tmp_path):
+    older = {"row": 0.02, "link": 0.1, "verify": 0.3, "draft_forward": None, "sharing": 0.1}
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(older))
+    assert read_cost(str(path)) == CostModel(**older)
+    path.write_text(json.dumps(vars(PRESETS["a100"])))
+    assert read_cost(str(path)) == PRESETS["a100"]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"row": "0.1"}', '{"row": -1}', "[1]", "{", '{"row": 1e999}', '{"raw": 1}']
+)
+def test_files_that_are_no_cost_model_are_refused_in_one_line(text, tmp_path):
+    path = tmp_path / "cost.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"--cost: .*cost\.json' is no cost model .*h100, a100"):
+        read_cost(str(path))

@@ -102,7 +102,7 @@ DAMAGED = [
         damaged(name, "config.json", "copy it again")
         for name in ("short_config", "no_text", "no_target", "no_target_name")
     ),
-    *(damaged(name, "config.json", "give it as --target") for name in ("no_object", "is_a_target")),
+    *(damaged(name, "config.json", "import --from") for name in ("no_object", "is_a_target")),
 ]
 DAMAGED_ON_LOADING = [
     ("{unknown_type}", ["checkpoint", "'sdp'", "known: spd"]),
@@ -171,11 +171,16 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ),
     ("inference", [*RUN, *INFERENCE, "--trace", "t.json"], ["--trace", "'t.json'", "--backend"]),
     ("inference", [*RUN, *INFERENCE, "--backend", "process"], ["--backend", "torchrun"]),
-    ("eval", [*RUN, *EVAL, "--cost", "{a_file}"], ["--cost", "a_file", "--calibrate"]),
+    ("eval", [*RUN, *EVAL, "--cost", "{a_file}"], ["--cost", "a_file", "h100"]),
     ("inference", [*RUN, *INFERENCE, "--stages", "3"], ["num_stages", "3", "give --stages 2"]),
     ("inference", [*RUN, *INFERENCE, "--stages", "0"], ["num_stages", "0", "give at least 1"]),
     ("inference", [*ALONE, *INFERENCE, "--stages", "9"], ["num_stages", "9", "choose 1 to 4"]),
     ("inference", [*RUN, *INFERENCE, "--schedule", "spdd"], ["schedule", "'spdd'", "'spd'"]),
+    (
+        "inference",
+        [*RUN, *INFERENCE, "--tree-width", "wide"],
+        ["--tree-width", "'wide'", "or auto"],
+    ),
     ("inference", [*RUN, *INFERENCE, "--tree-width", "0"], ["tree_width", "0", "at least 1"]),
     (
         "inference",
@@ -242,7 +247,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("eval", EVAL, ["--checkpoint", "missing", "--help"]),
     ("eval", [*RUN, *EVAL, "--benchmarks", "gsm9k"], ["--benchmarks", "'gsm9k'", "'gsm8k'"]),
     ("eval", [*RUN, *EVAL, "--benchmarks", "mt_bench"], ["--data-dir", "question.jsonl", "put"]),
-    ("eval", [*RUN, *EVAL, "--schedule", "sdp"], ["schedule", "'sdp'", "'spd'"]),
+    ("eval", [*RUN, *EVAL, "--schedule", "spdd"], ["schedule", "'spdd'", "'spd'"]),
     ("eval", [*RUN, *EVAL, "--temperature", "-1"], ["--temperature", "'-1'", "give 0"]),
     ("eval", [*RUN, *EVAL, "--stages", "9"], ["--stages", "9", "leave --stages out"]),
     ("eval", [*RUN, *EVAL, "--target", "{other_weights}"], ["target", "hash", "give that target"]),
@@ -413,7 +418,6 @@ def test_a_process_ends_with_status_two_and_one_line(words, expected):
     assert_one_line(done.returncode, done.stdout, done.stderr, expected)
 
 
-@pytest.mark.timeout(600)
 def test_a_training_process_that_has_read_its_data_still_prints_one_line(place, tmp_path):
     """Warnings and progress bars of libraries would show here."""
     changes = {"batch_tokens": 9, "data__cache_dir": tmp_path / "cache"}

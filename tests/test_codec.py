@@ -17,6 +17,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.config import RULE_NAMES
+from pipedraft.inference.filters import Filters
 from pipedraft.inference.transport.codec import (
     CODEC,
     DTYPES,
@@ -125,6 +126,7 @@ prefills = st.builds(
     is_last=st.booleans(),
     taps=st.lists(st.integers(0, 200), max_size=3).map(tuple),
     temperature=st.floats(0, 10),
+    filters=st.builds(Filters, top_k=st.integers(0, 9), top_p=st.floats(0.1, 1)),
     rule=st.sampled_from(RULE_NAMES),
     seed=st.integers(-(2**63), 2**63 - 1),
     prompt=st.integers(0, 2**31 - 1),
@@ -257,6 +259,7 @@ def test_thousands_of_damaged_frames_are_refused_or_harmless():
                 is_last=True,
                 taps=(2, 7),
                 temperature=0.7,
+                filters=Filters(top_k=5),
                 rule="rejection",
                 seed=3,
                 prompt=1,

@@ -52,14 +52,14 @@ def test_an_array_read_in_chunks_has_the_elements_of_the_whole(rows, chunk, inde
         data.decode()
     except UnicodeDecodeError:
         return
-    assert list(read_array(BytesIO(b" \n" + data + b"\n "), chunk)) == rows
+    assert list(read_array(BytesIO(b" \n" + data + b"\n "), 10**6, chunk)) == rows
 
 
 @pytest.mark.parametrize("text", ["[", "[1", "[1,", "[1 2]", "[1]x", "[{]", '["a', "[1,,2]"])
 def test_a_damaged_array_is_an_error_in_every_chunk_size(text):
     for chunk in (1, 3, 100):
         with pytest.raises(ValueError):
-            list(read_array(BytesIO(text.encode()), chunk))
+            list(read_array(BytesIO(text.encode()), 10**6, chunk))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".parquet"])

@@ -15,8 +15,8 @@ import pytest
 from command_processes import Process
 from conftest import REPOSITORY
 from doc_commands import Command
-from doc_place import COMMANDS, Reader, after, failures_of, runner_of, scaled
-from fork_server import ForkServer, free_port, rank_environments
+from doc_place import COMMANDS, Reader, after, failures_of, num_ranks, runner_of, scaled
+from fork_server import ForkServer, rank_environments
 from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.timeout(900)  # many processes in one test, on a machine that may be busy
@@ -43,13 +43,14 @@ class Shell:
         self.reader.make_what_it_reads(words)
         if "serve" in words:
             words = ["127.0.0.1" if word == "0.0.0.0" else word for word in words]
-            server = self.start(command, [*words, f"--port={free_port()}"])
+            server = self.start(command, [*words, "--port=0"])
             self.servers.append((server, command))
             self.address = server.wait_for(r"(?:at|on) (127\.0\.0\.1:\d+)\b")[1]
             return
         words = [re.sub(ADDRESS, self.address, word) for word in words]
         num_processes = int(after(command.launcher_arguments, "--nproc-per-node", "0"))
-        # torchrun holds the store that its ranks meet at.
+        num_processes = num_processes or num_ranks(words)
+        # Who starts them holds the store that they meet at.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = rank_environments(num_processes, store.port) or [{}]
         processes = [self.start(command, words, environment=rank) for rank in ranks]

@@ -19,8 +19,8 @@ from doc_place import (
     PAGE_NAMES,
     Reader,
     failures_of,
+    new_commands,
     runner_of,
-    split_by_news,
 )
 from fake_hub import FakeHub
 from hub_runs import signed_in
@@ -29,12 +29,18 @@ from regenerate_runs import FakeServer
 pytestmark = pytest.mark.timeout(900)  # many commands in one test, on a machine that may be busy
 
 RUNS = [command for command in COMMANDS if runner_of(command) == Path(__file__).name]
-NEW, REPEATED = split_by_news(RUNS)
+NEW = new_commands(RUNS)
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory) -> Reader:
-    return Reader(tmp_path_factory.mktemp("reader"))
+def readers(tmp_path_factory) -> dict[bool, Reader]:
+    """Those who follow every page from the first to the last: only what is new, and everything."""
+    return {is_whole: Reader(tmp_path_factory.mktemp("reader")) for is_whole in (False, True)}
+
+
+@pytest.fixture
+def reader(readers, request) -> Reader:
+    return readers[request.node.get_closest_marker("all") is not None]
 
 
 @pytest.fixture
@@ -58,7 +64,7 @@ def pages_of(commands: list[Command], *marks: pytest.MarkDecorator) -> list:
     return [pytest.param(name, commands, marks=marks, id=name) for name in names]
 
 
-@pytest.mark.parametrize("page, commands", pages_of(NEW) + pages_of(REPEATED, pytest.mark.all))
+@pytest.mark.parametrize("page, commands", pages_of(NEW) + pages_of(RUNS, pytest.mark.all))
 def test_commands_run(page, commands, reader, hub, server, monkeypatch, capfd):
     monkeypatch.chdir(reader.folder)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")

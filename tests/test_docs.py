@@ -10,8 +10,6 @@ from conftest import REPOSITORY
 from doc_commands import PAGES, check, make_command, run_module
 from doc_place import COMMANDS, NOT_RUN, PAGE_NAMES, runner_of
 
-pytestmark = pytest.mark.timeout(600)  # of a machine that may be busy
-
 # -- parsing --------------------------------------------------------------------------------
 
 
@@ -64,7 +62,8 @@ def test_every_command_of_this_project_runs_in_one_test_or_another():
     assert min(runners.count(f"test_doc_{kind}.py") for kind in ("runs", "processes")) > 15
     not_run = [command for command in COMMANDS if not runner_of(command)]
     assert {c.launcher for c in not_run} | {c.module for c in not_run} >= NOT_RUN.keys()
-    assert not [c for c in not_run if re.match(r"pipedraft|.*\.py$", c.module)]
+    ours = [c.module for c in not_run if re.match(r"pipedraft|.*\.py$", c.module)]
+    assert set(ours) <= {"benchmarks/peer_logits.py", "benchmarks/gpu_check.py"}
 
 
 # -- links ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from pipedraft.inference.channel import LinkState
+from pipedraft.inference.channel import PRESETS, LinkState
 from pipedraft.inference.clock import chain_acceptance_length
 from pipedraft.inference.draft_length import (
     Alg2,
@@ -98,6 +98,25 @@ def test_a_round_beside_the_next_ones_drafting_is_picospecs_closed_form() -> Non
     expected = a**g * np.maximum(drafting, away) + (1 - a**g) * (drafting + away)
     assert cost.expected_s(a**g) == pytest.approx(expected)
     assert cost.expected_tokens(a**g) == pytest.approx((1 - a**g) / (1 - a))
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "lengths"),
+    [(4, {"5g": 6, "4g": 6, "wifi": 7}), (50_004, {"5g": 5, "4g": 5, "wifi": 3})],
+)
+def test_a_weak_link_shortens_drafts_only_where_tokens_are_large(token_bytes, lengths) -> None:
+    """FlexSpec's figures 2 and 5: not with ids, but with 50 kB a token."""
+    shape = RoundShape(
+        draft_s=0.0085,
+        verify_s=0.166,
+        up_bytes=74,
+        up_bytes_per_token=token_bytes,
+        down_bytes=74,
+    )
+    survival_K = 0.7**POSITION_K
+    for name, length in lengths.items():
+        cost = RoundCost.stop_and_wait(shape, PRESETS[name].state(0.0), MAX_LENGTH)
+        assert cost.best_length(survival_K) == length, name
 
 
 def test_the_best_length_is_that_of_the_enumerated_outcomes() -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_runs import output_and_gradients, rows
+from attention_runs import assert_loss_and_gradients, output_and_gradients, rows
 from conftest import tiny_llama, tiny_qwen3
 
 from pipedraft.data_recipes.batch import collate
@@ -80,9 +80,12 @@ def test_attention_under_autocast_computes_in_bfloat16():
 # -- rows that count ----------------------------------------------------------------------------
 
 
-def counts_at(mask, row, step) -> bool:
+def counts_at(mask, row, step, rows="turn") -> bool:
     """The rule, spelled out: x_{t+1} and x_{t+2+i} belong to one turn, a run of ones."""
     first, label = row + 1, row + 2 + step
+    if rows != "turn":
+        fed = row + step + (rows == "speculators")
+        return label < len(mask) and bool(mask[fed])
     return label < len(mask) and all(mask[first : label + 1])
 
 
@@ -238,7 +241,7 @@ def plain_loss(objective, batch):
         q = draft.logits(state).softmax(-1)
         for text in range(B):
             for row in range(T):
-                if not counts_at(batch["loss_mask"][text].tolist(), row, step):
+                if not counts_at(batch["loss_mask"][text].tolist(), row, step, config.rows):
                     continue
                 p_all, q_row = p_full[text, row + 1 + step], q[text, row]
                 p = p_all[draft.draft_ids]
@@ -246,8 +249,7 @@ def plain_loss(objective, batch):
                 top = draft.draft_ids[q_row.argmax()]
                 sums[f"agreement_{step + 1}"] += float(top == p_all.argmax())
                 sums[f"count_{step + 1}"] += 1
-                p = p / p.sum()
-                overlap = torch.minimum(p, q_row).sum()
+                overlap, p = torch.minimum(p, q_row).sum(), p / p.sum()
                 divergence = {
                     "kl": (p * (p.log() - q_row.log())).sum(),
                     "tv": 1 - overlap,
@@ -259,26 +261,21 @@ def plain_loss(objective, batch):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"draft_vocab_size": 10}, {"loss": "tv"}, {"loss": "lk", "step_decay": 0.5}, *FLAGS[1:]],
+    [
+        {},
+        {"draft_vocab_size": 10},
+        {"loss": "tv", "draft_vocab_size": 10},
+        {"loss": "lk", "step_decay": 0.5},
+        {"rows": "specforge"},
+        {"rows": "speculators", "draft_vocab_size": 10},
+        {"norm_before_residual": True, "norm_before_fc": True, "query_key_norm": True},
+        *FLAGS[1:],
+    ],
     ids=str,
 )
 def test_loss_sums_and_gradients_equal_the_plain_formula(options):
     objective, batch = make_objective(**options), make_batch(MASKS)
-    parameters = list(objective.parameters())
-    expected, expected_sums = plain_loss(objective, batch)
-    expected_gradients = torch.autograd.grad(expected, parameters)
-    output = objective(batch, torch.Generator())
-    assert int(output.counted) == objective.num_counted(batch) == expected_sums["count_1"]
-    torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-12)
-    for name, value in expected_sums.items():
-        assert output.sums[name].item() == pytest.approx(value, abs=1e-9), name
-    gradients = torch.autograd.grad(output.loss, parameters)
-    for parameter, x, y in zip(
-        objective.named_parameters(), gradients, expected_gradients, strict=True
-    ):
-        torch.testing.assert_close(
-            x, y, rtol=1e-8, atol=1e-10, msg=lambda m, p=parameter: f"{p[0]}: {m}"
-        )
+    assert_loss_and_gradients(objective, batch, *plain_loss(objective, batch))
 
 
 def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_function(monkeypatch):

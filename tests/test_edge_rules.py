@@ -8,23 +8,21 @@ import torch
 from link_runs import TableSource, TableTarget, run_session
 from scipy.stats import chi2, chisquare, kstest
 
+from pipedraft.inference.draws import Token, probabilities
 from pipedraft.inference.verify import (
     RULES,
     DraftToken,
     KeyedRandom,
     Logits,
     TailEscapeVerifier,
-    Token,
     Top,
     draw,
     make_verifier,
-    probabilities,
     top_k_bias,
 )
 
 # V vocabulary, a, b, c successive tokens
 VOCAB, LENGTH, NUM_TEXTS = 5, 500, 4
-EXACT = [name for name, rule in RULES.items() if not rule.caveat]
 
 
 def tables() -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +85,9 @@ def distribution_p_value(counts_abc: np.ndarray) -> float:
 )
 def test_sampled_text_has_the_targets_distribution(rule, plan):
     """A top K of one and one sample, so that corrections mostly need the tail."""
-    assert distribution_p_value(counted_triples(rule, plan, top_k=1, tail_samples=1)) > 1e-3
+    assert (
+        distribution_p_value(counted_triples(rule, plan, payload_tokens=1, tail_samples=1)) > 1e-3
+    )
 
 
 def test_the_first_three_tokens_have_the_product_distribution():
@@ -95,7 +95,7 @@ def test_the_first_three_tokens_have_the_product_distribution():
     distribution = np.einsum("a,ab,bc->abc", p_VV[1], p_VV, p_VV)
     counts = np.zeros_like(distribution)
     for seed in range(num_texts):
-        counts[tuple(sample("tail_escape", "picospec", seed, 3, top_k=2))] += 1
+        counts[tuple(sample("tail_escape", "picospec", seed, 3, payload_tokens=2))] += 1
     draws = (
         np.random.default_rng(1).multinomial(num_texts, distribution.ravel(), size=200) / num_texts
     )
@@ -106,7 +106,7 @@ def test_the_first_three_tokens_have_the_product_distribution():
 
 def test_top_k_misses_the_distribution_by_what_is_predicted():
     """Without bonus every token but the first is tested, so each context has its own bias."""
-    counts_abc = counted_triples("topk", "picospec", top_k=2)
+    counts_abc = counted_triples("topk", "picospec", payload_tokens=2)
     counts_bc = counts_abc.sum(0)
     p_bc, q_bc = (probabilities(table, 1.0) for table in tables())
     share_b = counts_bc.sum(1) / counts_bc.sum()
@@ -151,14 +151,17 @@ def test_the_distribution_test_catches_known_mistakes(mutant, top_k, monkeypatch
             "_residual",
             lambda self, draft_token, top: (top.ids[: top.num_top], top.p[: top.num_top]),
         )
-    assert distribution_p_value(counted_triples("tail_escape", "stop_and_wait", top_k=top_k)) < 1e-4
+    assert (
+        distribution_p_value(counted_triples("tail_escape", "stop_and_wait", payload_tokens=top_k))
+        < 1e-4
+    )
 
 
 # -- one step -------------------------------------------------------------------------------
 
 
 def rule_of(name, temperature=1.0, **options):
-    options = {"top_k": 10, "tail_samples": 4, **options}
+    options = {"payload_tokens": 10, "tail_samples": 4, **options}
     return make_verifier(name, temperature, KeyedRandom(0, 0), **options)
 
 
@@ -185,7 +188,7 @@ def test_a_turn_of_tail_escape_ends_at_each_token_in_proportion_to_the_residual(
     exactly.
     """
     grid = (np.arange(12) + 0.5) / 12
-    cloud, edge = (rule_of("tail_escape", top_k=1, tail_samples=1) for _ in range(2))
+    cloud, edge = (rule_of("tail_escape", payload_tokens=1, tail_samples=1) for _ in range(2))
     for p_V, q_V in itertools.product(simplex_points(3)[4:6], simplex_points(3)[::2]):
         residual_V, top = (p_V - q_V).clamp_min(0), p_V.topk(1).indices
         inside, outside = float(residual_V[top].sum()), 1 - float(p_V[top].sum())
@@ -207,7 +210,7 @@ def test_a_turn_of_tail_escape_ends_at_each_token_in_proportion_to_the_residual(
 def test_samples_are_asked_for_until_everything_comes():
     p_V = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     q_V = torch.tensor([0.6, 0.29, 0.11, 0.0], dtype=torch.float64)  # S = {0} has no residual
-    cloud, edge = (rule_of("tail_escape", top_k=1, tail_samples=2) for _ in range(2))
+    cloud, edge = (rule_of("tail_escape", payload_tokens=1, tail_samples=2) for _ in range(2))
     edge.random = Script(branch=0.5, thin=0.999, residual=0.95)  # thinning takes no sample
     payloads = [cloud.payload(p_V.log(), 3)]
     assert isinstance(payloads[0], Top) and edge.correct(DraftToken(0, q_V), 3, payloads) is None
@@ -220,7 +223,7 @@ def test_samples_are_asked_for_until_everything_comes():
 
 def test_all_samples_of_a_position_are_different_draws():
     p_V = torch.full((64,), 1 / 64, dtype=torch.float64)
-    cloud = rule_of("tail_escape", top_k=1, tail_samples=8)
+    cloud = rule_of("tail_escape", payload_tokens=1, tail_samples=8)
     first = cloud.payload(p_V.log(), 3).ids[1:].tolist()
     more = cloud.more(p_V.log(), 3, 8, 32).ids[1:].tolist()
     assert len(first) == 8 and len(more) == 32

@@ -292,7 +292,7 @@ def bad_entry(rows: list[dict], name: str) -> dict:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("absent", ["results.json", "No such file", "give the --out folder"]),
+        ("absent", ["results.json", "No such file", "the --out folder"]),
         ("old", ["without 'per_prompt'", "run the evaluation again"]),
         ("twice", ["2 prompts of b with the id '0'", "an id of its own"]),
         ("other", ["gsm8k at T = 0", "b at T = 0", "same --benchmarks"]),
@@ -308,7 +308,7 @@ def test_bad_runs_are_one_line_and_status_two(tmp_path, capsys, name, words) -> 
 
 
 @pytest.mark.parametrize(
-    ("file", "words"), [("", ["is a folder"]), ("results.json/x.json", ["another folder"])]
+    ("file", "words"), [("", ["would be replaced"]), ("results.json/x.json", ["another folder"])]
 )
 def test_a_place_for_json_that_is_no_file_is_refused(tmp_path, capsys, file, words) -> None:
     good = write(tmp_path / "good", make_entry(make_rows(stages=4, rejection=0.4)))

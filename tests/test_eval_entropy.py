@@ -33,7 +33,7 @@ WAYS = [
     {"schedule": "pipedec", "tree_width": 3},
     {"schedule": "eagle", "tree": CHAIN},
     {"schedule": "pruned_pp", "tree": SMALL},
-    {"schedule": "flowspec", "tree": SMALL},
+    {"schedule": "flowspec_continued"},
     {"schedule": "pipeinfer"},
     {"schedule": "ppsd"},
     {"schedule": "autoregressive"},

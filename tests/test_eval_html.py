@@ -193,6 +193,7 @@ def test_what_is_left_out_is_said_with_the_reason(text) -> None:
     reasons = left_out(text)
     assert set(reasons) == {
         "S against draft length",
+        "S against the cost of a row",
         "Acceptance by entropy",
         "Where the time went",
         "Latency against network",
@@ -295,6 +296,13 @@ def test_several_runs_make_one_page_with_their_differences(evaluated, tmp_path, 
         assert f">{line['difference']:+.3f}</td>" in section
     for folder in evaluated:
         assert f"<h3>{folder.name}</h3>" in page.partition('id="Provenance"')[2]
+    command.run(["report", str(evaluated[0]), "--out", str(out)])  # a page of its own kind
+    assert out.read_text() != page
+    mine = evaluated[0] / "manifest.json"
+    before = mine.read_bytes()
+    with pytest.raises(ValueError, match="--out: .*manifest.json.* would be replaced"):
+        command.run(["report", *map(str, evaluated), "--out", str(mine)])
+    assert mine.read_bytes() == before
 
 
 def test_runs_that_share_no_prompt_are_not_compared(evaluated, tmp_path, monkeypatch) -> None:

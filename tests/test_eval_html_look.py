@@ -145,7 +145,7 @@ def test_a_browser_shows_everything_on_a_phone_and_on_a_desk(tmp_path) -> None:
     words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     words += [f"--user-data-dir={tmp_path / 'profile'}", "--allow-file-access-from-files"]
     words += ["--window-size=1400,1000", "--dump-dom", (tmp_path / "outer.html").as_uri()]
-    shown = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    shown = subprocess.run(words, capture_output=True, text=True, timeout=500)
     assert shown.returncode == 0, shown.stderr
     (title,) = re.findall(r"<title>(.*?)</title>", shown.stdout)
     assert title == "390: fine | 1280: fine"

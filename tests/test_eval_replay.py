@@ -6,6 +6,7 @@ The real runs are tiny models on 2, 3, 4 and 8 stages; every formula is checked 
 import json
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from decode_runs import CHAIN, SMALL, PlainTokenizer, friendly_module
 from eval_runs import assert_refused, first_layer, status
 from tiny_drafts import make_draft, make_head
 
-from pipedraft.eval.replay import Hardware, replay
+from pipedraft.eval.replay import Hardware, records, replay, speedups_by_row
 from pipedraft.eval.run import Evaluation, Method, recorded_draft
+from pipedraft.eval.tables import row_cost_table
 from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.traces import Recording, Traces, read_recordings
 from pipedraft.files import to_json
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.costs import ROW_COSTS
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.schedules.base import Refusal
 from pipedraft.inference.schedules.pipeinfer import PipeInfer
@@ -180,9 +183,11 @@ REFUSED = [
     ("language_model", {"schedule": "spd", "tree_width": 2}, 4, "rows of a tree are pruned"),
     ("language_model", {"schedule": "pruned_pp", "tree": SMALL}, 4, "rows of a tree are pruned"),
     ("language_model", {"schedule": "flowspec", "tree": CHAIN}, 4, "rows of a tree are pruned"),
+    ("language_model", {"schedule": "flowspec_continued"}, 4, "rows of a tree are pruned"),
     ("language_model", {"schedule": PipeInfer(accept=0.2)}, 4,
      "thresholds"),
-    ("language_model", {"schedule": "pipeinfer", "cost": COST}, 4, "micro-batches"),
+    ("language_model", {"schedule": "spd", "tree_width": "auto"}, 4, "rows of a tree are pruned"),
+    ("language_model", {"schedule": "pipeinfer", "draft_tokens": "auto"}, 4, "micro-batches"),
     ("language_model", {"schedule": "ppsd"}, 1, "on one stage ppsd"),
 ]  # fmt: skip
 
@@ -202,7 +207,9 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [{"schedule": "flowspec", "tree": CHAIN}, {"schedule": "pipeinfer"}]
+    "way",
+    [{"schedule": name} for name in ("flowspec", "flowspec_continued")]
+    + [{"schedule": "pipeinfer", "draft_tokens": "auto"}],
 )
 def test_a_schedule_that_drafts_by_its_cost_model_is_not_replayed_under_another(way) -> None:
     recording = record("language_model", 2, **way)
@@ -299,6 +306,37 @@ def test_command_reads_shards_and_agrees_with_real_runs(evaluated, tmp_path, cap
     (line,) = written["left_out"]
     assert "on 2, 8 stages: rows of a tree are pruned" in line
     assert "left out: language_model" in (tmp_path / "replay.md").read_text()
+
+
+def test_every_entry_has_its_speedup_over_the_cost_of_a_row(evaluated) -> None:
+    """As a replay under that cost has it, and in the report."""
+    folder, real = evaluated
+    for (method, benchmark), entry in real[4].items():
+        curve = {float(row): value for row, value in entry.theoretical_speedup_by_row.items()}
+        assert sorted(curve) == list(ROW_COSTS)
+        assert curve[0] == pytest.approx(entry.theoretical_speedup)
+        if method != "pruned_pp":  # a row a segment
+            assert set(curve.values()) == {curve[0]}
+            continue
+        values = list(curve.values())
+        assert values == sorted(values, reverse=True) and values[-1] < values[0]
+        recording = next(r for r in read_recordings([folder]) if r.config.schedule.name == method)
+        hardware = Hardware("costly", CostModel(row=0.1), None)
+        found = {r.benchmark: r for r in records(replay(recording, 4, hardware))}
+        assert curve[0.1] == pytest.approx(found[benchmark].theoretical_speedup)
+    table = row_cost_table([*real[4].values()])
+    assert table.header[-3:] == ["0.035", "0.05", "0.1"]
+    assert all(len(row) == len(table.header) for row in table.rows)
+
+
+def test_a_curve_of_automatic_budgets_is_the_runs_own_point() -> None:
+    recording = record("language_model", 4, schedule="spd", tree_width="auto", cost=COST)
+    engine = SimpleNamespace(
+        config=recording.config,
+        target=SimpleNamespace(boundaries=recording.boundaries),
+        draft_cost=COST.draft_forward,
+    )
+    assert [*speedups_by_row([*recording.turns.values()], engine)] == [f"{COST.row:g}"]
 
 
 def test_command_shows_costs_and_links(evaluated, tmp_path, capsys) -> None:

@@ -160,7 +160,7 @@ def test_official_solution_passes_and_a_stub_fails(number: int) -> None:
 
 # --- sandbox ------------------------------------------------------------------------------------
 
-SHORT = Limits(cpu_s=1, wall_s=20)
+SHORT = Limits(cpu_s=1, wall_s=100)
 
 
 @linux
@@ -219,7 +219,7 @@ def test_program_that_leaves_its_group_and_sleeps_is_killed(monkeypatch, tmp_pat
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{tmp_path}")  # marks its processes
     program = "import os, time\nos.setsid()\ntime.sleep(60)"
     assert run_program([program], Limits(wall_s=2)) == "time limit"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while living := list(processes_with(str(tmp_path))):
         assert time.monotonic() < deadline, f"still there: {living}"
         time.sleep(0.02)
@@ -228,7 +228,7 @@ def test_program_that_leaves_its_group_and_sleeps_is_killed(monkeypatch, tmp_pat
 @linux
 def test_program_has_no_network_where_namespaces_are_allowed() -> None:
     if not isolation():
-        pytest.skip("the system does not permit `unshare --net --pid`")
+        pytest.skip("the system does not permit `unshare --net --pid --mount`")
     program = (
         "import os, socket\n"
         "assert [name for _, name in socket.if_nameindex()] == ['lo']\n"
@@ -240,6 +240,8 @@ def test_program_has_no_network_where_namespaces_are_allowed() -> None:
 @linux
 def test_limits_hold_where_namespaces_are_forbidden(monkeypatch) -> None:
     monkeypatch.setattr(sandbox, "isolation", tuple)
+    if run_program(["0"]) != "passed":
+        pytest.skip("another user cannot start root's Python")
     assert run_program(["import os; os.fork()"]) == "raises BlockingIOError"
     assert run_program(["while True: pass"], SHORT) == "time limit"
 
@@ -340,7 +342,7 @@ def test_every_methods_own_texts_are_scored(target, tokenizer, benchmarks) -> No
 def test_programs_are_not_run_unless_that_is_allowed(
     target, tokenizer, benchmarks, monkeypatch
 ) -> None:
-    monkeypatch.setattr("pipedraft.eval.scores.run_program", lambda sources: 1 / 0)
+    monkeypatch.setattr("pipedraft.eval.scores.run_program", lambda sources, **tests: 1 / 0)
     runs = run_scored(target, tokenizer, benchmarks, scorer=Scorer(run_programs=False))
     assert {run.benchmark for run in runs if run.score is not UNSET} == {"gsm8k"}
 
@@ -361,7 +363,8 @@ def test_benchmark_longer_than_the_context_is_named(target, tokenizer, benchmark
 def test_equal_answers_are_run_once(monkeypatch) -> None:
     ran = []
     monkeypatch.setattr(
-        "pipedraft.eval.scores.run_program", lambda sources: ran.append(sources) or "passed"
+        "pipedraft.eval.scores.run_program",
+        lambda sources, **tests: ran.append(sources) or "passed",
     )
     scorer = Scorer(run_programs=True)
     for answer in ("    return 1\n", "    return 1\n", "    return 2\n"):
@@ -372,13 +375,13 @@ def test_equal_answers_are_run_once(monkeypatch) -> None:
 def test_report_says_which_answers_were_cut_or_not_isolated(
     target, tokenizer, benchmarks, monkeypatch
 ) -> None:
-    monkeypatch.setattr("pipedraft.eval.scores.run_program", lambda sources: "passed")
+    monkeypatch.setattr("pipedraft.eval.scores.run_program", lambda sources, **tests: "passed")
     monkeypatch.setattr("pipedraft.eval.scores.isolation", tuple)
     monkeypatch.setitem(REPLIES, "double", "    return 2 * x  # twice the number\n")
     runs = run_scored(target, tokenizer, benchmarks, scorer=Scorer(run_programs=True))
     report = format_report(runs, MANIFEST)
     assert "humaneval, autoregressive, T=0: 1 of 1 scored answers did not end" in report
-    assert "with the network in reach" in report
+    assert "with the network, the user's files and other processes in reach" in report
     assert "Wilson interval" in report
 
 
@@ -426,7 +429,7 @@ def test_bad_option_is_one_line_and_status_two(command, capsys, names, options, 
     [
         (
             ["raises ModuleNotFoundError"],
-            ["--allow-code-execution", "ModuleNotFoundError", "chmod"],
+            ["--allow-code-execution", "ModuleNotFoundError", "another user"],
         ),
         (["passed", "passed"], ["limit on processes", "another user"]),
     ],
@@ -435,6 +438,7 @@ def test_sandbox_that_does_not_hold_is_refused(
     command, capsys, monkeypatch, outcomes, words
 ) -> None:
     monkeypatch.setattr(sandbox, "run_program", lambda sources: outcomes.pop(0))
+    monkeypatch.setattr(sandbox, "isolation", lambda: ("unshare",))
     monkeypatch.setattr(sandbox.sys, "platform", "linux")
     assert_refused(capsys, command("humaneval", "--score", "--allow-code-execution"), words)
 
@@ -442,4 +446,4 @@ def test_sandbox_that_does_not_hold_is_refused(
 def test_help_says_what_the_sandbox_does_not_prevent(capsys) -> None:
     assert status(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "nor from writing outside their folder" in text
+    assert "nothing runs without --allow-unisolated-code" in text

@@ -15,8 +15,6 @@ from pipedraft.eval import traces
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.traces import TraceFile
 
-pytestmark = pytest.mark.timeout(600)  # processes that import torch, on a machine that may be busy
-
 TARGET = str(REPOSITORY / "assets" / "target")
 METHODS = 2
 CLOCK = (

@@ -6,8 +6,10 @@ import re
 import shutil
 import signal
 import sys
+from copy import copy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import feature_runs
@@ -16,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from feature_runs import HIDDEN, METHODS, dump
-from fork_server import forked, free_port, status_of
+from fork_server import forked, rank_environments, status_of
+from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 from train_runs import (
     World,
     assert_equal_weights,
@@ -27,8 +31,9 @@ from train_runs import (
 )
 
 from pipedraft.models.target import capture_hidden
+from pipedraft.train import feature_dump, feature_reader, feature_shards
 from pipedraft.train.feature_reader import ShardFolder
-from pipedraft.train.feature_shards import INDEX, decode, encode
+from pipedraft.train.feature_shards import INDEX, ShardRecord, decode, encode
 
 world, dumps = feature_runs.world, feature_runs.dumps
 
@@ -80,6 +85,7 @@ def test_states_of_a_neighbor_are_another_training(world, dumps, tmp_path, monke
     def late(self, *arguments):
         build(self, *arguments)
         self.start_of_row[self.start_of_row > 0] -= 1
+        self._is_checked[:] = True  # else the first such row is refused
 
     arguments = world.arguments("spd", tmp_path / "online", **METHODS["spd"])
     train(arguments, monkeypatch)
@@ -116,6 +122,40 @@ def test_batches_are_fetched_ahead_and_once(world, dumps, tmp_path):
         trainer.optimize(next(windows))
     features._executor.shutdown(wait=True)
     assert sorted(asked) == sorted(sorted(rows) for rows in trainer.epoch_batches(0)[:5])
+
+
+class CountedShard:
+    """A shard that notes the bytes that are asked of it."""
+
+    def __init__(self, path: Path, read: list[int]) -> None:
+        self.shard, self.read = safe_open(path, framework="pt"), read
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.get_slice(name)[:]
+
+    def get_slice(self, name: str) -> "CountedShard":
+        part = copy(self)
+        part.shard = self.shard.get_slice(name)
+        return part
+
+    def __getitem__(self, places: slice) -> torch.Tensor:
+        tensor = self.shard[places]
+        self.read.append(tensor.nbytes)
+        return tensor
+
+
+def test_no_more_is_read_than_the_rows_of_a_process(world, dumps, tmp_path, monkeypatch):
+    """An epoch of one of two processes, in an order that goes from shard to shard."""
+    read: list[int] = []
+    monkeypatch.setattr(feature_reader, "open_shard", lambda path: CountedShard(path, read))
+    monkeypatch.setattr("pipedraft.files.file_sha256", lambda path: read.append(2**40))
+    changes = METHODS["spd"] | {"features": dumps["bf16"]}
+    folder = world.trainer("spd", tmp_path, **changes).objective.features.source
+    own = range(0, len(folder.lengths), 2)
+    for first in range(8):
+        folder.fetch(own[first::8], [])
+    needed = sum(folder.lengths[row] for row in own) * folder.index.bytes_per_token
+    assert len(folder.records) > 2 and needed <= sum(read) <= 1.1 * needed
 
 
 def test_a_packed_row_has_the_states_of_its_documents(world, dumps, tmp_path):
@@ -255,11 +295,11 @@ def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):
     """Two, of which one finds some of its shards there."""
     out = tmp_path / "dump"
     assert dump_killed_at(world, out, 10)
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    place["ACCELERATE_USE_CPU"] = "true"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = rank_environments(2, store.port)
 
     def work(rank: int) -> None:
-        os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(ranks[rank], ACCELERATE_USE_CPU="true")
         AcceleratorState._reset_state(reset_partial_state=True)
         with pytest.MonkeyPatch.context() as monkeypatch:
             dump(world, out, monkeypatch, "--dtype", "bf16")
@@ -300,6 +340,28 @@ def test_a_damaged_shard_is_named_and_made_again(world, dumps, tmp_path, monkeyp
         "shard-00002",
     ]
     assert contents(out) == contents(dumps["bf16"])
+
+
+def test_what_is_written_is_not_read_again_and_others_share_in_checking(
+    world, dumps, tmp_path, monkeypatch
+):
+    """Hashes of 10 TB are a process's share of them, not the main one's alone."""
+    checked, file_damage = [], feature_shards.file_damage
+
+    def noted(path, size, sha256):
+        checked.append(path.name)
+        return file_damage(path, size, sha256)
+
+    monkeypatch.setattr(feature_shards, "file_damage", noted)
+    out = tmp_path / "dump"
+    dump(world, out, monkeypatch, "--dtype", "bf16")
+    assert not checked and contents(out) == contents(dumps["bf16"])
+    second = SimpleNamespace(process_index=1, num_processes=2)
+    records = {n: ShardRecord(f"shard-{n:05d}.safetensors", "", 0, 0) for n in range(5)}
+    share = SimpleNamespace(accelerator=second, records=records, folder=out, damages=[])
+    feature_dump.Dump._drop_damaged(share)
+    assert checked == ["shard-00001.safetensors", "shard-00003.safetensors"]
+    assert sorted(share.records) == [0, 2, 4] and len(share.damages) == 2
 
 
 def test_a_finished_dump_is_left_alone(world, dumps, monkeypatch, capsys):

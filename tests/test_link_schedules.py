@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from link_runs import (
 )
 
 from pipedraft.eval.edge_methods import METHODS, Simulation, decode
+from pipedraft.eval.edge_methods import TIMES as METHOD_TIMES
 from pipedraft.inference.channel import Link, LinkEstimate
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -205,13 +207,56 @@ def test_stop_and_waits_time_equals_the_closed_form():
     assert times_s == pytest.approx([(index + 1) * (4 + AWAY_S) for index in range(len(full))])
 
 
-def test_plain_decoding_streams_a_token_per_pass():
-    target = tiny_llama(layers=2, vocab=16)
+@pytest.mark.parametrize("alone_s", [None, 1.25])
+def test_plain_decoding_streams_a_token_per_pass(alone_s):
+    """The prompt's pass, and then one of its own length for each token."""
+    target, times = tiny_llama(layers=2, vocab=16), replace(EXACT_TIMES, alone_s=alone_s)
     result, _ = run_session(
-        SharedTarget(target), None, [1, 2], times=EXACT_TIMES, link=EXACT_LINK, max_new_tokens=9
+        SharedTarget(target), None, [1, 2], times=times, link=EXACT_LINK, max_new_tokens=9
     )
     times_s = result.token_times_s
-    assert times_s == pytest.approx([AWAY_S + 1.5 * index for index in range(9)])
+    assert times_s == pytest.approx([AWAY_S + (alone_s or 1.5) * index for index in range(9)])
+
+
+def test_one_batch_is_away_as_published():
+    """Where drafting is short and the way long, as many batches as hide it are away by default."""
+    most = {}
+    for name in ("picospec", "picospec_published"):
+        config = simulate(tiny_llama(), None, temperature=1.0).config(METHODS[name])
+        assert isinstance(config.schedule, PicoSpec)
+        most[name] = config.schedule.max_window
+    assert most == {"picospec": None, "picospec_published": 1} and config.rule == "topk"
+
+
+def test_bytes_of_draft_tokens_take_their_time():
+    """50 kB a token at 10 Mbit/s: 40 ms each, which a policy shortens its drafts for."""
+    link, sizes = Link.constant(up_mbps=10, rtt_ms=20), {}
+    for token_bytes in (0, 50_000):
+        result, pipeline = run_session(
+            SharedTarget(SMALL),
+            BernoulliSource([1], 0.8),
+            [1],
+            policy="geometric",
+            link=link,
+            token_bytes=token_bytes,
+            max_new_tokens=60,
+        )
+        up = pipeline.channel.traffic("up").payload_bytes
+        assert up // 50_000 == result.num_drafted * bool(token_bytes)
+        sizes[token_bytes] = result.num_drafted / len(result.round_lengths)
+    assert sizes[50_000] < sizes[0] / 1.5
+
+
+@pytest.mark.parametrize(
+    "name, layers, round_trip_s, published",
+    [("picospec", 64, 0.008, 7.51), ("picospec_llama", 80, 0.005, 4.33)],
+)
+def test_split_inference_takes_what_picospecs_table_1_says(name, layers, round_trip_s, published):
+    """Nothing was fitted to it: three layers on the edge, at the speed of its draft's weights."""
+    times = METHOD_TIMES[name]
+    alone_s = times.forward_s(1, alone=True) * (1 - 3 / layers)
+    token_s = 3 * times.edge_layer_s + round_trip_s + alone_s
+    assert 1 / token_s == pytest.approx(published, rel=0.03)
 
 
 @pytest.mark.parametrize("size, round_s", [(4, 4.75), (8, 8.0)])

@@ -22,6 +22,7 @@ from safetensors.torch import save
 from train_runs import (
     Runs,
     as_rank,
+    assert_ends_as,
     assert_equal_weights,
     logged,
     said,
@@ -35,8 +36,6 @@ from pipedraft.train import checkpoint, launch
 from pipedraft.train.launch import Stopping
 from pipedraft.train.log import BadBatches
 from pipedraft.train.objective import LossOutput
-
-pytestmark = pytest.mark.timeout(600)  # many processes, on a machine that may be busy
 
 STEPS = 12
 CHANGES = {
@@ -66,17 +65,6 @@ def whole(runs, tmp_path_factory) -> dict[str, Path]:
         folders[method] = tmp_path_factory.mktemp("whole") / method
         assert runs.run(method, folders[method]) == 0, said(folders[method])
     return folders
-
-
-def assert_ends_as(folder: Path, whole: Path) -> None:
-    """The same log, and the same networks; a config.json holds the metrics of an evaluation."""
-    assert logged(folder) == logged(whole)
-    kept = [{f.name for f in checkpoint.step_folders(run)} for run in (folder, whole)]
-    assert f"step-{STEPS:07d}" in kept[0] & kept[1]
-    for name in ("best", *(f"checkpoints/{name}" for name in kept[0] & kept[1])):
-        assert_equal_weights(weights(folder / name), weights(whole / name))
-        texts = [(run / name / "config.json").read_text() for run in (folder, whole)]
-        assert texts[0] == texts[1]
 
 
 def finish(runs: Runs, method: str, folder: Path, whole: Path) -> None:
@@ -109,8 +97,10 @@ def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
     draw, folder, kills = random.Random(11), tmp_path / "run", 0
     changes = {"log_every_steps": 1}
     for attempt in range(3):
-        pid = runs.start("language_model", folder, changes=changes)
-        wanted, deadline = draw.randrange(1, 4) + 3 * attempt, time.monotonic() + 120
+        # It stands still before it could end by itself.
+        stops = {"step": STEPS - 1, "signals": [signal.SIGSTOP]}
+        pid = runs.start("language_model", folder, changes=changes, **stops)
+        wanted, deadline = draw.randrange(1, 4) + 3 * attempt, time.monotonic() + 500
         path = folder / "metrics.jsonl"
         while not path.exists() or path.read_bytes().count(b'"lr"') < wanted:
             assert time.monotonic() < deadline, said(folder)
@@ -118,10 +108,19 @@ def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
         time.sleep(draw.uniform(0, 0.03))
         os.kill(pid, signal.SIGKILL)
         kills += runs.parent.wait(pid) == -signal.SIGKILL
-    assert kills >= 2
+    assert kills == 3
     assert runs.run("language_model", folder, changes=changes) == 0
     for name in ("best", f"checkpoints/step-{STEPS:07d}"):
         assert_equal_weights(weights(folder / name), weights(whole["language_model"] / name))
+
+
+def test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room(runs, whole, tmp_path):
+    """There is room for some more files at every start; see also test_hostile_faults.py."""
+    num_full, folder = 0, tmp_path / "run"
+    while not runs.run_on_disk("spd", folder, full_at=12 * (num_full + 1)):
+        num_full += 1
+    assert num_full > 2
+    assert_ends_as(folder, whole["spd"])
 
 
 def test_a_run_that_forgets_its_place_in_the_data_ends_elsewhere(runs, whole, tmp_path):
@@ -136,6 +135,18 @@ def test_a_run_that_forgets_its_place_in_the_data_ends_elsewhere(runs, whole, tm
     trainer.run()
     with pytest.raises(AssertionError):
         assert_ends_as(folder, whole["language_model"])
+
+
+def test_a_second_run_in_a_folder_is_refused_before_it_writes_there(runs, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with files.locked(folder, "output_dir"):
+        assert runs.run("spd", folder) == 2
+    (line,) = [x for x in said(folder).splitlines() if x.startswith("error")]
+    assert (
+        f"output_dir: {str(folder)!r} is written to by another run (process {os.getpid()})" in line
+    )
+    assert not list(folder.iterdir())
 
 
 # -- damaged checkpoints --------------------------------------------------------------------

@@ -1,12 +1,15 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from pipedraft.train.losses import chunked_distillation
+from pipedraft.train.losses import Measure, chunked_distillation
 
 torch.set_num_threads(1)
-KINDS = ("kl", "tv", "lk")
+KINDS = ("kl", "tv", "lk", "lk_hybrid", "ce", "rkl", "jsd", "topk_kl")
+ETA, TOP_K = 2.0, 3
+MEASURES = {kind: Measure(kind=kind, eta=ETA, top_k=TOP_K) for kind in KINDS}
 
 
 def make_inputs(M=11, H=5, teacher_H=7, V=13, U=None, dtype=torch.float64, seed=0):
@@ -27,10 +30,25 @@ def plain(hidden, head, teacher_hidden, teacher_head, *, kind, ids=None, weights
     kept = p_full if ids is None else p_full[:, ids]
     p = kept / kept.sum(-1, keepdim=True)
     q = (hidden @ head.t()).softmax(-1)
+    best, index = p.topk(TOP_K)
+    best = best / best.sum(-1, keepdim=True)
+    mixed = (p + q) / 2
+
+    def divergence(a, b):
+        return (a * (a.log() - b.log())).sum(-1)
+
+    # The acceptance rate has the target's whole distribution in it.
+    rate = torch.minimum(kept, q).sum(-1)
+    share = (-ETA * rate).exp().detach()
     loss = {
-        "kl": lambda: (p * (p.log() - q.log())).sum(-1),
-        "tv": lambda: 1 - torch.minimum(p, q).sum(-1),
-        "lk": lambda: -torch.minimum(p, q).sum(-1).log(),
+        "kl": lambda: divergence(p, q),
+        "tv": lambda: 1 - rate,
+        "lk": lambda: -rate.log(),
+        "lk_hybrid": lambda: share * divergence(p, q) + (1 - share) * (1 - rate),
+        "ce": lambda: -q.log().gather(-1, p.argmax(-1, keepdim=True))[:, 0],
+        "rkl": lambda: divergence(q, p),
+        "jsd": lambda: (divergence(p, mixed) + divergence(q, mixed)) / 2,
+        "topk_kl": lambda: divergence(best, q.gather(-1, index)),
     }[kind]()
     top = q.argmax(-1) if ids is None else ids[q.argmax(-1)]
     return (loss if weights is None else loss * weights).sum(), {
@@ -51,9 +69,8 @@ def test_loss_gradients_and_metrics_equal_the_plain_formula(kind, U, weighted):
     inputs, ids = make_inputs(U=U)
     weights = torch.linspace(0, 2, len(inputs[0]), dtype=torch.float64) if weighted else None
     expected, metrics = plain(*inputs, kind=kind, ids=ids, weights=weights)
-    result = chunked_distillation(
-        *inputs, kind=kind, teacher_rows_U=ids, weights_M=weights, chunk_rows=4
-    )
+    options = {"measure": MEASURES[kind], "teacher_rows_U": ids, "weights_M": weights}
+    result = chunked_distillation(*inputs, chunk_rows=4, **options)
     torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=1e-12)
     for name, value in metrics.items():
         actual = result.sums()[name]
@@ -68,7 +85,10 @@ def test_loss_gradients_and_metrics_equal_the_plain_formula(kind, U, weighted):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_chunk_size_does_not_matter(kind):
     inputs, _ = make_inputs(M=20)
-    results = [chunked_distillation(*inputs, kind=kind, chunk_rows=c) for c in (1, 7, 20, 1000)]
+    results = [
+        chunked_distillation(*inputs, measure=MEASURES[kind], chunk_rows=c)
+        for c in (1, 7, 20, 1000)
+    ]
     reference = gradients(results[0].loss, inputs)
     for result in results[1:]:
         torch.testing.assert_close(result.loss, results[0].loss, rtol=1e-12, atol=0)
@@ -79,7 +99,7 @@ def test_the_chunk_size_does_not_matter(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rows_give_zero_loss_and_zero_gradients(kind):
     inputs, _ = make_inputs(M=0)
-    result = chunked_distillation(*inputs, kind=kind)
+    result = chunked_distillation(*inputs, measure=MEASURES[kind])
     assert result.loss.item() == 0 and len(result.divergence_M) == 0
     dhidden, dhead = gradients(result.loss, inputs)
     assert dhidden.shape == (0, 5) and not dhead.any()
@@ -88,9 +108,11 @@ def test_no_rows_give_zero_loss_and_zero_gradients(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_equal_to_the_target_has_no_loss_and_full_acceptance(kind):
     (hidden, head, *_), _ = make_inputs()
-    result = chunked_distillation(hidden, head, hidden, head, kind=kind)
-    assert abs(result.loss.item()) < 1e-12
+    result = chunked_distillation(hidden, head, hidden, head, measure=MEASURES[kind])
     assert abs(result.sums()["acceptance"].item() - 11) < 1e-12
+    if kind in ("ce", "topk_kl"):  # their labels are a part of the distribution
+        return
+    assert abs(result.loss.item()) < 1e-12
     assert result.sums()["agreement"].item() == 11
     for gradient in gradients(result.loss, (hidden, head)):
         assert gradient.abs().max() < 1e-12
@@ -100,8 +122,10 @@ def test_a_draft_equal_to_the_target_has_no_loss_and_full_acceptance(kind):
 def test_disjoint_distributions_stay_finite(kind):
     hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
     head = torch.tensor([[300.0, 0.0], [-300.0, 0.0]], requires_grad=True)
-    result = chunked_distillation(hidden, head, -hidden, head, kind=kind)
-    assert result.loss.isfinite() and result.loss > 0.99
+    result = chunked_distillation(hidden, head, -hidden, head, measure=MEASURES[kind])
+    assert result.loss.isfinite() and result.loss > (
+        0.69 if kind == "jsd" else 0.99
+    )  # at most log 2
     assert all(x.isfinite().all() for x in gradients(result.loss, (hidden, head)))
 
 
@@ -161,6 +185,35 @@ def test_bfloat16_is_close_and_gradients_have_the_dtype_of_their_inputs(autocast
         assert (x.grad - y).norm() < 0.03 * y.norm()
 
 
+@pytest.mark.parametrize("kind", ["tv", "lk", "lk_hybrid"])
+def test_acceptance_counts_what_the_draft_vocabulary_lacks(kind):
+    """Known-bad: the target renormalized to the draft vocabulary gives another gradient."""
+    inputs, ids = make_inputs(U=6)
+    hidden, head, teacher_hidden, teacher_head = inputs
+    measure = MEASURES[kind]
+    wrong = chunked_distillation(hidden, head, teacher_hidden, teacher_head[ids], measure=measure)
+    right = chunked_distillation(*inputs, teacher_rows_U=ids, measure=measure)
+    assert right.loss > wrong.loss
+    difference = gradients(wrong.loss, inputs)[1] - gradients(right.loss, inputs)[1]
+    assert difference.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_whose_best_token_is_outside_are_dropped_on_request(kind):
+    inputs, ids = make_inputs(U=6)
+    _, _, teacher_hidden, teacher_head = inputs
+    inside = torch.isin((teacher_hidden @ teacher_head.t()).argmax(-1), ids)
+    assert 0 < inside.sum() < len(inside)
+    options = {"measure": MEASURES[kind], "teacher_rows_U": ids}
+    expected = chunked_distillation(*inputs, weights_M=inside.double(), **options)
+    options["measure"] = replace(MEASURES[kind], drops_outside=True)
+    result = chunked_distillation(*inputs, chunk_rows=4, **options)
+    torch.testing.assert_close(result.loss, expected.loss)
+    for x, y in zip(gradients(result.loss, inputs), gradients(expected.loss, inputs), strict=True):
+        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(result.acceptance_M, expected.acceptance_M)
+
+
 def test_renormalizing_matters_with_a_draft_vocabulary():
     """Known-bad: forgetting to renormalize the restricted target is a different gradient."""
     inputs, ids = make_inputs(U=6)
@@ -175,7 +228,7 @@ def test_renormalizing_matters_with_a_draft_vocabulary():
 @pytest.mark.parametrize(
     "change, field",
     [
-        (dict(kind="js"), "kind"),
+        (dict(measure=Measure(kind="js")), "kind"),
         (dict(teacher_rows_U=torch.arange(6)), "head_weight"),
     ],
 )

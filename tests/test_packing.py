@@ -22,6 +22,7 @@ from pipedraft.models.layers import GatedMLP, RotaryEmbedding
 from pipedraft.models.structural import structural_attention
 from pipedraft.models.target import capture_hidden
 from pipedraft.train import language_model
+from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig, feature_noise
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
@@ -40,6 +41,7 @@ DRAFTS = {
     "ppsd": (PPSDObjective, PPSDTrainConfig(num_layers=2)),
     "eagle": (EagleObjective, EagleTrainConfig(noise=0.0)),
     "eagle3": (Eagle3Objective, Eagle3TrainConfig(num_steps=4)),
+    "dflash": (DFlashObjective, DFlashTrainConfig(num_layers=2, block_size=5)),
     "flexspec": (FlexSpecObjective, FlexSpecTrainConfig(stem_layers=1, feature_source="self")),
 }
 LANGUAGE_MODELS = {
@@ -293,7 +295,7 @@ def test_positions_restart_in_every_document_and_a_mutant_is_caught(name, monkey
 
     monkeypatch.setattr(RotaryEmbedding, "forward", rotation)
     assert_same(*packed_and_apart(objective, monkeypatch))
-    for module in ("spd", "ppsd", "eagle", "eagle3", "flexspec"):
+    for module in ("spd", "ppsd", "eagle", "eagle3", "dflash", "flexspec"):
         monkeypatch.setattr(
             f"pipedraft.models.{module}.positions_of",
             lambda num_positions, lengths, device: torch.arange(num_positions, device=device),
@@ -328,8 +330,11 @@ def test_attention_across_documents_is_caught_in_the_draft(name, monkeypatch):
             f"pipedraft.models.{module}.causal_attention",
             lambda query, keys, values, lengths: attend(query, keys, values),
         )
-    from pipedraft.models import eagle3
+    from pipedraft.models import dflash, eagle3
 
+    monkeypatch.setattr(
+        dflash, "document_slices", lambda lengths: [slice(0, sum(lengths))] * len(lengths)
+    )
     ttt = eagle3.ttt_attention
     monkeypatch.setattr(
         eagle3, "ttt_attention", lambda query, keys, values, lengths: ttt(query, keys, values)

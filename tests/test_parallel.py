@@ -13,12 +13,9 @@ import pytest
 import torch
 from accelerate.commands import launch
 from conftest import REPOSITORY
-from fork_server import free_port
 from train_runs import Runs, logged, said, start_runs, weights
 
 from pipedraft.train import checkpoint
-
-pytestmark = pytest.mark.timeout(600)  # many processes, on a machine that may be busy
 
 COMMON = {"peak_tflops": 1.0, "evaluation__max_rows": 5, "save_every_steps": 2, "batch_group": 2}
 CHANGES = {
@@ -26,6 +23,7 @@ CHANGES = {
     "ppsd": COMMON | {"model__num_stages": 2, "model__num_layers": 1},
     "eagle": COMMON,
     "eagle3": COMMON | {"model__draft_vocab_size": 60},
+    "dflash": COMMON | {"model__num_anchors": 4},
     "flexspec": COMMON | {"model__feature_source": "self"},
     "language_model": COMMON,
 }
@@ -108,6 +106,21 @@ def test_a_target_in_parts_is_the_same_target(runs, alone, tmp_path, name):
     statuses = runs.together("spd", folder, environment, changes=changes)
     assert statuses == [0, 0], said(folder)
     assert_same_run(folder, alone["spd"])
+
+
+@pytest.mark.parametrize(("name", "relative"), [("fsdp2", 5e-3), ("zero2", 2e-2)])
+def test_two_processes_in_bfloat16_train_the_run_of_one(runs, tmp_path, name, relative):
+    """FSDP computes in bfloat16 from float32 weights, as one process does; DeepSpeed's weights are
+    bfloat16 themselves."""
+    alone, folder, bf16 = tmp_path / "alone", tmp_path / "ppsd", {"precision": "bf16"}
+    assert runs.run("ppsd", alone, changes={**bf16, "accumulation": 2}) == 0, said(alone)
+    environment = launcher_environment(name) | {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert runs.together("ppsd", folder, environment, changes=bf16) == [0, 0], said(folder)
+    losses = [[x["loss"] for x in logged(place) if "loss" in x] for place in (folder, alone)]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=relative)
+    dtypes = {weight.dtype for weight in weights(folder / "best").values()}
+    assert (torch.bfloat16 in dtypes) == (name == "zero2")
 
 
 class Touch:
@@ -199,7 +212,7 @@ def test_a_real_launch_trains_the_same_run(runs, alone, tmp_path):
     folder = tmp_path / "spd"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
     command += ["--config_file", str(REPOSITORY / "configs/accelerate/ddp.yaml")]
-    command += ["--main_process_port", str(free_port()), "-m", "pipedraft.train"]
+    command += ["--main_process_port", "0", "-m", "pipedraft.train"]
     command += runs.world.arguments("spd", folder, **CHANGES["spd"])
     environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=environment, capture_output=True, timeout=500)

@@ -28,12 +28,13 @@ from decode_runs import (
 from staged_targets import tiny
 from tiny_drafts import noisy_copy
 
-from pipedraft.inference.clock import CostModel, VirtualClock, micro_batch_acceptance_length
+from pipedraft.inference.clock import CostModel, micro_batch_acceptance_length
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.schedules.pipeinfer import PipeInfer, worthwhile_size
-from pipedraft.inference.sources.base import DraftSource
+from pipedraft.inference.schedules.pipeinfer import PipeInfer
+from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.sources.base import DraftSource, Sampling
 from pipedraft.inference.sources.language_model import LanguageModelSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier
@@ -214,9 +215,9 @@ def grow(source, tree, batch, *, start=0, shift=0.0, interrupted=lambda: False):
         source,
         tree,
         {},
-        MatchVerifier(0.0, KeyedRandom(0, 0)),
         start=start,
         shift=shift,
+        sampling=Sampling(MatchVerifier(0.0, KeyedRandom(0, 0))),
         size=batch.draft_tokens,
         interrupted=interrupted,
     )
@@ -278,8 +279,8 @@ WAYS = [
     {"schedule": "naive_pp", "tree": SMALL},
     {"schedule": "pruned_pp", "tree": SMALL},
     {"schedule": "pruned_pp", "tree": CHAIN},
-    {"schedule": "flowspec", "tree": SMALL, "expansion_depth": 2, "step_tokens": 6},
-    {"schedule": "flowspec", "tree": SMALL, "expansion_depth": 2, "tree_first": True},
+    {"schedule": "flowspec_continued", "expansion_depth": 2, "step_tokens": 6},
+    {"schedule": "flowspec", "tree": SMALL, "expansion_depth": 2},
 ]
 
 
@@ -319,6 +320,20 @@ def test_a_language_model_drafts_in_every_schedule(way):
     assert source.num_checked >= 10
 
 
+@pytest.mark.parametrize("shape", [(5, 6, 30), (4, 3, 12)])
+def test_fresh_trees_leave_the_cache_of_a_language_model_in_order(shape):
+    """A draft token on its way stands in a fresh tree again, its child does not: rows of the cache
+    become text by their order, so the parent's must stay before the child's.
+    """
+    target, (depth, top_k, num_tokens) = tiny_llama(layers=4, vocab=16).double(), shape
+    source = Checked(noisy_copy(target))
+    tree = TreeShape(depth=depth, top_k=top_k, num_tokens=num_tokens)
+    way = {"schedule": "flowspec", "tree": tree, "expansion_depth": depth - 1}
+    engine = engine_for(target, source=source, num_stages=4, max_new_tokens=NEW_TOKENS, **way)
+    decode_exactly(engine, PROMPTS[1])
+    assert source.num_checked >= 150
+
+
 def test_rows_that_are_kept_at_the_wrong_place_are_noticed(monkeypatch):
     renumber = LanguageModelSource._keep_rows
 
@@ -356,16 +371,14 @@ def test_sampled_text_has_the_targets_distribution():
     assert_sampled_like_the_target(target, draft, schedule=schedule)
 
 
-def test_a_recurrent_language_model_drafts_chains_only():
+def test_a_recurrent_language_model_drafts_branches():
     target = tiny("qwen3_5")
     draft = LanguageModelDraft(target, target)
     dense = tiny_llama(vocab=61)
     for model in (target, dense):
-        config = DecodeConfig.of(schedule="pipeinfer", num_stages=2, max_new_tokens=12)
-        decode_exactly(Engine(model, PlainTokenizer(), config, draft), PROMPTS[2])
-        for batch in (PipeInfer(branches=2), PipeInfer(restart=True)):
-            with pytest.raises(ValueError, match="pipeinfer: .* has recurrent layers"):
-                Engine(model, PlainTokenizer(), replace(config, schedule=batch), draft)
+        for batch in (PipeInfer(), PipeInfer(branches=3, draft_tokens=4), PipeInfer(restart=True)):
+            config = DecodeConfig.of(schedule=batch, num_stages=2, max_new_tokens=12)
+            decode_exactly(Engine(model, PlainTokenizer(), config, draft), PROMPTS[2])
 
 
 def test_the_cost_of_a_language_model_is_its_layers_share():
@@ -410,16 +423,10 @@ def test_what_cannot_be_combined_is_refused():
         Engine(target, PlainTokenizer(), config, module)
 
 
-@pytest.mark.parametrize(
-    ("row", "share", "size"), [(0.0, 0.1, 3), (0.3, 0.5, 1), (0.3, 0.9, 3), (0.02, 0.5, 3)]
-)
-def test_micro_batches_are_as_large_as_rows_are_cheap_and_draft_tokens_right(row, share, size):
-    clock = VirtualClock(CostModel(row=row), (0, 4, 8), draft_forward=0.01)
-    assert worthwhile_size(3, share, clock) == size
-
-
 def test_expensive_rows_make_small_micro_batches():
-    for row, rows_per_step in ((0.0, 3.0), (2.0, 1.0)):
-        result = simulated(0.5, PipeInfer(), new_tokens=LONGEST, cost=CostModel(row=row))
+    """Three forwards fit beside a step of one row."""
+    for row, rows_per_step in ((0.0, 3.0), (9.0, 1.0)):
+        cost = CostModel(row=row, draft_forward=1 / 13)
+        result = simulated(0.5, PipeInfer(draft_tokens="auto"), new_tokens=LONGEST, cost=cost)
         steady = result.num_drafted / result.num_steps
         assert steady == pytest.approx(rows_per_step, rel=0.2), (row, steady)

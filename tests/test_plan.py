@@ -1,58 +1,100 @@
 """What --plan says, against the networks and runs themselves."""
 
+import runpy
 import sys
 
 import pytest
 import torch
 from train_runs import World
+from transformers import LlamaConfig
 
 from pipedraft.errors import run_command
 from pipedraft.train.__main__ import main, methods, registry, take_plan
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import flop_counter
-from pipedraft.train.plan import NARROW_SEQUENCES, Plan, all_counted, kept_bytes
+from pipedraft.train.plan import Plan, all_counted
+from pipedraft.train.weightless import LiveBytes
 
-TOKENS = (64, 192)
+TOKENS, ROWS = 192, 4
 
 
-def sizes_and_trainer(world: World, method: str, folder, **changes):
-    changes = {"data__max_length": 192, **changes}
+def plan_of(world: World, method: str, folder, **changes) -> Plan:
+    changes = {"data__max_length": TOKENS, "batch_tokens": TOKENS * ROWS, **changes}
     run, model, _ = parse_run(world.arguments(method, folder, **changes), methods(), "")
-    plan = Plan(run, model, registry()[method][1])
-    changes["precision"] = "fp32"  # one accelerator a process
-    return plan, plan.measure(), world.trainer(method, folder, **changes)
+    return Plan(run, model, registry()[method][1])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("method", ["spd", "ppsd", "eagle", "eagle3", "flexspec"])
-def test_counts_and_kept_bytes_are_those_of_the_real_network(world, tmp_path, method, precision):
-    _, sizes, trainer = sizes_and_trainer(world, method, tmp_path, precision=precision)
-    objective = trainer.objective
-    target = list(objective.target.parameters())
+def counted(objective, precision: str) -> tuple[LiveBytes, LiveBytes, float]:
+    """Bytes of a step and of an evaluation, and FLOPs a token, of the networks themselves."""
+    batch, generator = all_counted(TOKENS, ROWS), torch.Generator().manual_seed(0)
+    step, evaluation = LiveBytes(), LiveBytes()
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    with step, autocast, flop_counter() as flops:
+        objective(batch, generator).loss.backward()
+    objective.zero_grad()
+    with evaluation, autocast, torch.no_grad():
+        for options in objective.evaluation_passes():
+            objective(batch, generator, **options)
+    return step, evaluation, flops.get_total_flops() / batch["input_ids"].numel()
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.all), "bf16"])
+@pytest.mark.parametrize("method", ["spd", "ppsd", "eagle", "eagle3", "dflash", "flexspec"])
+def test_parameters_bytes_and_flops_are_those_of_the_real_networks(
+    world, tmp_path, method, precision
+):
+    own = {"model__draft_vocab_size": 60} if method in ("eagle3", "ppsd") else {}
+    sizes = plan_of(world, method, tmp_path, precision=precision, **own).measure()
+    trainer = world.trainer(method, tmp_path, precision="fp32", **own)  # one accelerator a process
+    target = list(trainer.objective.target.parameters())
     assert sizes.target_layers + sizes.target_ends == sum(p.numel() for p in target)
     assert sizes.trained == trainer.num_trainable
-    kept = [kept_bytes(objective, all_counted(n), precision) for n in TOKENS]
-    per_token = (kept[1] - kept[0]) / (TOKENS[1] - TOKENS[0])
-    assert sizes.kept_bytes == pytest.approx(per_token, rel=0.15)
-    batch = all_counted(192, NARROW_SEQUENCES)
-    with flop_counter() as counter:
-        objective(batch, torch.Generator().manual_seed(0)).loss.backward()
-    counted = counter.get_total_flops() / batch["input_ids"].numel()
-    assert sizes.flops == pytest.approx(counted, rel=0.05)
+    step, evaluation, flops = counted(trainer.objective, precision)
+    assert sizes.step_bytes == pytest.approx(step.peak, rel=0.15)
+    assert sizes.evaluation_bytes == pytest.approx(evaluation.peak, rel=0.15)
+    assert sizes.flops == pytest.approx(flops, rel=0.05)
+
+
+def test_storages_are_counted_while_they_exist():
+    with LiveBytes() as memory:
+        rows = torch.ones(1000)
+        more = rows * 2
+        del more
+        view = rows[:10]
+        kept = rows.double()
+    assert (memory.live, memory.peak) == (12_000, 12_000)
+    del rows
+    assert memory.live == 12_000  # the view holds it
+    del view, kept
+    assert memory.live == 0
 
 
 def test_checkpointing_is_seen(world, tmp_path):
     plain, less = (
-        sizes_and_trainer(world, "eagle3", tmp_path / str(on), checkpointing=on)[1].kept_bytes
+        plan_of(world, "ppsd", tmp_path / str(on), checkpointing=on).measure().step_bytes
         for on in (False, True)
     )
-    assert less < 0.7 * plain
+    assert less < 0.8 * plain
+
+
+def test_a_plan_is_near_the_peaks_of_whole_steps(repository):
+    """The draft's weights, gradients and buckets, its optimizer, and the target's own forward."""
+    compare = runpy.run_path(str(repository / "benchmarks" / "plan_peaks.py"))["compare"]
+    target = LlamaConfig(
+        vocab_size=4000,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        dtype=torch.bfloat16,
+    )
+    for plan, counted in compare("spd", target, 128):
+        assert plan == pytest.approx(counted, rel=0.15)
 
 
 def test_what_is_shared_among_processes(world, tmp_path):
-    plan, sizes, _ = sizes_and_trainer(
-        world, "spd", tmp_path, shard_target=True, target_dtype="fp32"
-    )
+    plan = plan_of(world, "spd", tmp_path, shard_target=True, target_dtype="fp32")
+    sizes = plan.measure()
 
     def parts(strategy: str, processes: int = 4) -> dict[str, float]:
         return plan.memory_bytes(sizes, processes=processes, strategy=strategy)
@@ -60,7 +102,8 @@ def test_what_is_shared_among_processes(world, tmp_path):
     whole, zero2, zero3 = parts("ddp"), parts("zero2"), parts("fsdp2, zero3")
     assert whole["optimizer"] == 8 * sizes.trained == 4 * zero2["optimizer"]
     assert whole["draft"] == 4 * sizes.draft == zero2["draft"] == 4 * zero3["draft"]
-    assert whole["batch"] == zero3["batch"]
+    assert whole["gradients"] == 8 * sizes.trained == 2 * parts("ddp", 1)["gradients"]  # buckets
+    assert whole["batch"] + 4 * sizes.trained == zero3["batch"] + zero3["gradients"]
     assert parts("ddp", 1)["target"] - whole["target"] == 3 * sizes.target_layers
 
 

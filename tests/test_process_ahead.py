@@ -12,8 +12,6 @@ from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.models.stage_cache import Abandoned, Segment
 from pipedraft.models.target import Keep, StagedTarget
 
-CHAINS = [name for name in FAMILIES if name != "qwen3_5"]
-
 
 class Ranks:
     """Pipelines with the first stage at the controller; counts how segments ahead end."""
@@ -121,7 +119,7 @@ def test_a_verdict_that_is_misread_is_noticed(monkeypatch):
             )
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_segment_that_is_abandoned_at_any_layer_leaves_no_trace(name):
     target = StagedTarget(tiny(name), 1)
     stage = target.stages[0]

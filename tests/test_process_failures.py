@@ -5,10 +5,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -20,7 +21,6 @@ import process_failures
 import pytest
 import torch
 import torch.distributed as dist
-from command_runs import launch
 from conftest import tiny_llama
 from process_failures import NUM_RANKS, Plan, run_forked_rank
 
@@ -30,8 +30,10 @@ from pipedraft.inference.transport.codec import CODEC, Close, Result
 from pipedraft.inference.transport.ranks import is_out_of_memory
 
 NAMES = ["rank 0 (controller)", "rank 1 (stage 0)", "rank 2 (stage 1)"]
-LIMIT_S = 10
-"""In which every rank is to end after a failure."""
+LIMIT_S = 100
+"""In which every rank is to end after a failure on a machine that may be busy."""
+PROMISED_S = 10
+"""On one that is not."""
 PREPARED = [  # imported once, by the process that the ranks are forked from
     "pytest",
     "pipedraft.inference.engine",
@@ -110,7 +112,7 @@ def outcome_of(plan: Plan, *, is_stopped: bool = False, launcher_ends_all: bool 
         running = {process.sentinel: process for process in ranks}
         if is_stopped:
             del running[ranks[plan.failing_rank].sentinel]
-        while running and time.monotonic() < start + 60:
+        while running and time.monotonic() < start + 500:
             for sentinel in wait(list(running), 1):
                 process = running.pop(sentinel)
                 process.join()
@@ -125,9 +127,11 @@ def outcome_of(plan: Plan, *, is_stopped: bool = False, launcher_ends_all: bool 
     return Outcome(statuses, end - start, output)
 
 
-def check_all_failed(outcome: Outcome, ranks: list[int], cause: str) -> None:
+def check_all_failed(
+    outcome: Outcome, ranks: list[int], cause: str, limit_s: float = LIMIT_S
+) -> None:
     """These ranks ended in time with status 1 and one line each, which names the cause."""
-    assert outcome.seconds < LIMIT_S, outcome
+    assert outcome.seconds < limit_s, outcome
     for rank in ranks:
         assert outcome.statuses[rank] == 1, outcome
         (line,) = outcome.lines(rank)
@@ -135,6 +139,7 @@ def check_all_failed(outcome: Outcome, ranks: list[int], cause: str) -> None:
         assert re.search(cause, line), line
 
 
+@pytest.mark.parametrize("limit_s", [LIMIT_S, pytest.param(PROMISED_S, marks=pytest.mark.all)])
 @pytest.mark.parametrize(
     ("number", "cause"),
     [
@@ -144,11 +149,12 @@ def check_all_failed(outcome: Outcome, ranks: list[int], cause: str) -> None:
     ],
     ids=["killed", "hung", "ended"],
 )
-def test_a_lost_stage_ends_every_rank_with_a_line(number, cause, folder):
+def test_a_lost_stage_ends_every_rank_with_a_line(number, cause, limit_s, folder):
     failure = partial(process_failures.receive_signal, number=number)
     plan = Plan(folder=folder, failing_rank=2, failure=failure)
     outcome = outcome_of(plan, is_stopped=number == signal.SIGSTOP)
-    check_all_failed(outcome, [0, 1, 2] if number == signal.SIGTERM else [0, 1], cause)
+    ended = [0, 1, 2] if number == signal.SIGTERM else [0, 1]
+    check_all_failed(outcome, ended, cause, limit_s)
 
 
 @needs_linux
@@ -211,14 +217,25 @@ def test_a_forged_cause_of_failure_is_not_repeated(folder):
     assert re.search(forged, output) and "pay here" not in output
 
 
-def test_under_torchrun_a_killed_stage_ends_the_launch(folder):
-    process = launch([process_failures.__file__, str(folder)], num_processes=NUM_RANKS)
+@needs_linux
+def test_a_killed_stage_ends_the_command_that_started_the_ranks(folder):
+    """Until then nothing of it can be reached from another machine."""
+    words = [sys.executable, process_failures.__file__, str(folder)]
+    start = f"from pipedraft.inference.transport.launch import run_ranks\nrun_ranks(3, {words})"
+    process = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.PIPE, text=True)
+    addresses, children = set(), Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
-        _, errors = process.communicate(timeout=90)
+        while process.poll() is None and not (folder / "failed_at").exists():
+            with suppress(OSError):  # it has ended since
+                started = [process.pid, *map(int, children.read_text().split())]
+                addresses |= process_failures.listening(started)
+            time.sleep(0.02)
+        _, errors = process.communicate(timeout=300)
     finally:
         process.kill()
+    assert addresses == {"0100007F"}  # 127.0.0.1
     elapsed = time.monotonic() - float((folder / "failed_at").read_text())
-    assert process.returncode != 0 and elapsed < LIMIT_S, errors[-3000:]
+    assert process.returncode == 1 and elapsed < LIMIT_S, errors[-3000:]
     lines = [line for line in errors.splitlines() if line.startswith("error: rank")]
     assert len(lines) == 2 and all("lost rank 2 (stage 1)" in line for line in lines), lines
     for rank in range(NUM_RANKS):

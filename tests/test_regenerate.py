@@ -16,6 +16,7 @@ import regenerate_runs
 from regenerate_runs import (
     DEADLINE_S,
     FAULTS,
+    LIMIT_S,
     FakeServer,
     call,
     fault_of,
@@ -37,7 +38,12 @@ def arguments(server: FakeServer, data: Path, out: Path, *more: object) -> list[
 
 
 def start(given: list[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "pipedraft.data_recipes.regenerate", *given]
+    """In a process that has time to leave in order, however busy the machine is."""
+    program = (
+        f"import runpy; from pipedraft import errors; errors.INTERRUPT_S = {LIMIT_S}; "
+        "runpy.run_module('pipedraft.data_recipes.regenerate', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, *given]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -55,7 +61,7 @@ def test_nothing_is_lost_at_a_server_that_fails_in_every_way(server, monkeypatch
     questions = [m["content"] for messages in expected for m in messages[::2]]
     faults = Counter(filter(None, map(fault_of, questions)))
     assert set(faults) == set(FAULTS) and 0.15 < faults.total() / len(questions) < 0.3
-    server.is_faulty, server.delay_s = True, 0.005
+    server.is_faulty, server.delay_s, server.least_in_flight = True, 0.005, 5
     out = tmp_path / "own.jsonl"
     assert call(arguments(server, data, out, "--concurrency", 12), monkeypatch) == 0
     rows = read_rows(out)
@@ -74,7 +80,7 @@ def test_nothing_is_lost_at_a_server_that_fails_in_every_way(server, monkeypatch
 
 def test_no_more_requests_than_allowed_are_under_way(server, monkeypatch, tmp_path):
     data, _ = make_data(tmp_path, 24)
-    server.delay_s = 0.02
+    server.delay_s, server.least_in_flight = 0.02, 5
     given = arguments(server, data, tmp_path / "own.jsonl", "--concurrency", 5)
     assert call(given, monkeypatch) == 0
     assert server.most_in_flight == 5
@@ -90,11 +96,13 @@ def wait_for(server, process, requests) -> None:
 def test_a_killed_run_goes_on_without_asking_for_finished_rows(server, monkeypatch, tmp_path):
     data, expected = make_data(tmp_path, 60)
     server.is_faulty, server.delay_s = True, 0.03
+    server.held, server.num_unheld = {"user 1.0"}, 60  # it neither ends nor finishes row 1
     out = tmp_path / "own.jsonl"
     given = arguments(server, data, out, "--concurrency", 8)
     with start(given) as process:
         wait_for(server, process, 50)
         process.kill()
+    server.release()
     time.sleep(0.2)
     settled, asked = settled_rows(out), server.counts
     assert len(settled) > 5 and not out.exists()
@@ -112,13 +120,14 @@ def test_a_killed_run_goes_on_without_asking_for_finished_rows(server, monkeypat
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_stopped_run_says_how_to_go_on(sent, server, monkeypatch, tmp_path):
     data, expected = make_data(tmp_path, 40)
-    server.delay_s = 0.05
+    server.delay_s, server.num_unheld = 0.05, 40
     out = tmp_path / "own.jsonl"
     given = arguments(server, data, out, "--concurrency", 4)
     with start(given) as process:
         wait_for(server, process, 30)
         process.send_signal(sent)
-        _, said = process.communicate(timeout=10)
+        _, said = process.communicate(timeout=LIMIT_S)
+    server.release()
     assert process.returncode == 130
     last = said.splitlines()[-1]
     assert last.startswith("error: interrupted; ") and "of 40 rows left, resume" in last

@@ -15,7 +15,7 @@ from tiny_drafts import make_draft
 from train_runs import make_world
 
 from pipedraft.eval import __main__ as command
-from pipedraft.eval.retention import MEASURES, count, describe, divergence
+from pipedraft.eval.retention import MEASURES, count, describe, divergence, sync_seconds
 from pipedraft.eval.runner import check
 from pipedraft.eval.spec import read_spec
 from pipedraft.inference.config import DecodeConfig
@@ -72,6 +72,11 @@ def test_rates_are_of_pooled_counts_and_the_share_is_paired():
     assert half.retained_ci95 == pytest.approx([0.5, 0.5])
     uneven = describe(half_4P[:, ::-1], base_4P, **WHERE)
     assert uneven.retained == 0.5 and uneven.retained_ci95[0] < 0.45
+
+
+def test_a_draft_is_sent_again_at_the_bandwidth_of_the_link():
+    """FlexSpec's table I: 300, 50 and 10 Mbit/s."""
+    assert sync_seconds(37_500_000) == pytest.approx({"5g": 1.0, "4g": 6.0, "wifi": 30.0})
 
 
 def expected_divergence(base, evolved, result) -> float:

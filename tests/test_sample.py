@@ -104,8 +104,35 @@ def test_prompts_come_from_user_turns_and_library_functions(monkeypatch, tmp_pat
     assert len(stubs) == 3
 
 
+CODE = "```python\ndef helper(x):\n\treturn x\ndef double(x, *, by=2):\n\treturn x * by\n```"
+
+
 @pytest.mark.parametrize(
-    ("takes", "words"), [(["--take", "c=1"], "'c'; it has a"), (["--take", "a"], "SOURCE=ROWS")]
+    ("answer", "expected"),
+    [
+        (CODE, 'def double(x, *, by=2):\n    """Write a function that doubles.\n    """'),
+        (CODE.strip("`").removeprefix("python\n"), 'def double(x, *, by=2):\n    """Write a'),
+        ("It doubles.", ""),
+        ("```python\ndef broken(:\n```", ""),
+    ],
+)
+def test_a_task_becomes_a_function_to_complete(answer, expected):
+    turns = [
+        ("user", "Write a function that doubles.\nassert double(1) == 2"),
+        ("assistant", answer),
+    ]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    found = prompts.task_stub(row)
+    assert found.startswith(expected) and bool(found) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("takes", "words"),
+    [
+        (["--take", "c=1"], "--take: .*'c'; it has a"),
+        (["--take", "a"], "SOURCE=ROWS"),
+        (["--stubs", "c=1"], "--stubs: .*'c'; it has a"),
+    ],
 )
 def test_an_unknown_source_is_bad_input(takes, words, monkeypatch, tmp_path):
     chats = tmp_path / "chats.jsonl"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import tiny_llama, tiny_mistral, tiny_qwen3
+from staged_targets import tiny
 
 from pipedraft.inference.transport.session_messages import Open, Preverify, Settings, prefix_hash
 from pipedraft.inference.transport.target_session import SharedTarget, TargetSession, run_together
@@ -119,10 +120,6 @@ def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
 
 
 def test_recurrent_targets_run_one_after_the_other():
-    from types import SimpleNamespace
-
-    (stage,) = StagedTarget(TARGETS["llama"](), 1).stages
-    assert can_run_together(stage)
-    recurrent = SimpleNamespace(**vars(stage))
-    recurrent.is_chain_only = True
-    assert not can_run_together(recurrent)
+    for name, together in (("llama", True), ("qwen3_5", False)):
+        (stage,) = StagedTarget(tiny(name), 1).stages
+        assert can_run_together(stage) == together

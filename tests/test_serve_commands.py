@@ -91,7 +91,7 @@ def status_of(capsys, server: str) -> dict:
 
 @pytest.fixture(scope="module")
 def plain_server(parent, place):
-    process, address = serve(parent, place, "--idle-s", "1.5", "--grace-s", "60")
+    process, address = serve(parent, place, "--idle-s", "8", "--grace-s", "60")
     yield process, address
     if process.status is None:
         process.send(signal.SIGKILL)
@@ -199,7 +199,11 @@ def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
     [
         (serve_command.run, ["--target", "x", "--port", "70000"], "--port: 70000 is no port; give"),
         (serve_command.run, ["--target", "x", "--tls-cert", "c"], "give both or neither"),
-        (serve_command.run, ["--target", "x", "--idle-s", "0"], "idle_s: 0.0; give a finite"),
+        (
+            serve_command.run,
+            ["--target", "x", "--idle-s", "0"],
+            "idle_s: 0.0; give a number above 0",
+        ),
         (serve_command.run, ["--target", "/nowhere"], "no folder '/nowhere'"),
         (edge_run, ["--server", "x:1"], "--prompt or --status: missing"),
         (edge_run, ["--prompt", "a"], "--server: missing; give HOST:PORT"),

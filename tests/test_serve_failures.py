@@ -9,7 +9,9 @@ from decode_runs import greedy_reference
 from serve_runs import (
     Raw,
     decode,
+    hold_passes,
     lm_draft,
+    logged,
     make_target,
     opening,
     raw_serving,
@@ -59,7 +61,7 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
     batches = []
 
     def run_together(cores):
-        time.sleep(0.01)  # so that the others stream until the last failure
+        time.sleep(0.01)  # so that the others stream until the message that fails
         batches.append([POISON in core._draft_tokens for core in cores])
         target_session.run_together(cores)
 
@@ -86,6 +88,8 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
 
     async def scene():
         async with raw_serving(target) as (server, connection):
+            is_broken = asyncio.Event()  # the others stream while there is somebody who fails
+            hold_passes(server, lambda: not is_broken.is_set())
             honest = [
                 asyncio.create_task(
                     decode(
@@ -94,7 +98,15 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
                 )
                 for prompt in prompts
             ]
-            ends = [await break_once(connection, server.port) for _ in range(6)]
+            while len(server.table.held) < len(honest):
+                await asyncio.sleep(0.01)
+            ends = []
+            for _ in range(6):
+                is_broken.set()
+                ends.append(await break_once(connection, server.port))
+                is_broken.clear()
+            is_broken.set()
+            server._due.set()
             outcomes = [await task for task in honest]
             assert not server.table.held
             return ends, [outcome.result.token_ids for outcome in outcomes]
@@ -106,7 +118,7 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
     assert texts == [greedy_reference(target, prompt, NUM_TOKENS) for prompt in prompts]
     assert not any(POISON in text for text in texts), "choose another token"
     assert any(len(batch) > 1 and any(batch) for batch in batches), "no pass was shared"
-    lines = [record.getMessage() for record in caplog.records]
+    lines = logged(caplog)
     assert len(lines) == 6
     said = "session ended: IndexError: index out of range in self"
     assert {line.partition(" (")[0] for line in lines} == {said}
@@ -135,8 +147,8 @@ def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
         "session: the server failed to compute it; its log says why",
     )
     assert texts == [greedy_reference(sound, [1, 2], 24)] * 2
-    (record,) = caplog.records
-    assert "ValueError: probabilities: their sum is nan" in record.getMessage()
+    (line,) = logged(caplog)
+    assert "ValueError: probabilities: their sum is nan" in line
 
 
 def test_a_target_that_computes_nothing_any_more_ends_the_server(monkeypatch):
@@ -167,8 +179,8 @@ def test_an_unforeseen_failure_of_a_stream_ends_it(monkeypatch, caplog):
     monkeypatch.setattr(HeldSession, "note", fail)
     ended = run(one_stream(opening([1, 2])))
     assert ended[0] == "INTERNAL" and ended[1] == "stream: the server failed; its log says why"
-    (record,) = caplog.records
-    assert record.getMessage().startswith("stream ended: KeyError: 'unforeseen' (")
+    (line,) = logged(caplog)
+    assert line.startswith("stream ended: KeyError: 'unforeseen' (")
 
 
 async def one_stream(message):

@@ -251,7 +251,7 @@ def test_a_token_is_wanted_by_every_call():
     target = make_target()
 
     async def scene():
-        async with serving(target, token="correct horse") as server:
+        async with serving(target, tokens=("correct horse",)) as server:
             for token in ("", "wrong", "correct hors", "correct horse "):
                 with pytest.raises(ValueError, match="token: missing or wrong"):
                     await decode(
@@ -292,7 +292,7 @@ def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
             late = Raw(connection)
             await late.send(Hello(), opening([1, 2]))
             code, text, metadata = await late.end()
-            assert code == "RESOURCE_EXHAUSTED" and "try again later" in text
+            assert code == "RESOURCE_EXHAUSTED" and "; try again in about 0.5 s" in text
             assert int(metadata["retry-after-ms"]) > 0
             waiting = asyncio.create_task(decode(server.port, [1, 2], schedule="autoregressive"))
             await asyncio.sleep(0.3)
@@ -374,10 +374,10 @@ def test_a_session_ends_after_its_time_and_the_edge_opens_another():
     target = make_target()
     draft = lm_draft(target)
     logits = draft.network.logits
-    draft.network.logits = lambda hidden_QH: time.sleep(0.03) or logits(hidden_QH)
+    draft.network.logits = lambda hidden_QH: time.sleep(0.08) or logits(hidden_QH)
 
     async def scene():
-        async with serving(target, session_s=0.8) as server:
+        async with serving(target, session_s=2.0) as server:
             outcome = await decode(
                 server.port, [1, 2], draft=draft, policy="fixed:2", max_new_tokens=40
             )

@@ -47,14 +47,19 @@ def decode_time_output(module, taps, newest: int, occupancy: int) -> torch.Tenso
 @pytest.mark.parametrize("query", ["newest", "all"])
 @pytest.mark.parametrize(
     "features",
-    [{"features": "paper"}, {"features": "thirds"}, {"features": "anchors", "anchors": (4, 8)}],
+    [
+        {"features": "paper"},
+        {"features": "thirds"},
+        {"features": "anchors", "anchors": (4, 8)},
+        {"timing": "output_states"},
+    ],
 )
 def test_training_logits_equal_decoding_logits_at_every_occupancy(query, features):
     target = tiny_llama(layers=8)
     module = make_module(target, num_stages=4, num_layers=2, query=query, **features)
     ids = torch.randint(0, target.config.vocab_size, (1, LENGTH))
     taps = {k: v.double() for k, v in capture_hidden(target, ids, module.taps).items()}
-    for occupancy in range(1, 5):
+    for occupancy in range(1, module.config.max_in_flight + 1):
         with torch.no_grad():
             trained = module.logits(module(taps, [occupancy]))[0]
         for newest in range(LENGTH):

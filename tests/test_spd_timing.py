@@ -1,5 +1,7 @@
 """SPD with the states after a step: what the module reads, what it costs, and the same text."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import tiny_llama, tiny_qwen3
@@ -15,29 +17,39 @@ from decode_runs import (
 )
 from tiny_drafts import make_head, make_module
 
+from pipedraft.data_recipes.batch import collate
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.sources.spd import SPDSource
 from pipedraft.models.target import capture_hidden
+from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 
 OUTPUT = {"schedule": "spd", "timing": "output_states"}
+TRAINED = {"timing": "output_states"}
 
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize(
-    ("make_target", "num_stages", "query"),
-    [(tiny_llama, 1, "newest"), (tiny_llama, 4, "all"), (tiny_qwen3, 3, "newest")],
+    ("make_target", "num_stages", "module"),
+    [
+        (tiny_llama, 1, {}),
+        (tiny_llama, 4, {"query": "all"}),
+        (tiny_qwen3, 3, {}),
+        (tiny_llama, 2, TRAINED),
+        (tiny_llama, 4, TRAINED | {"query": "all"}),
+    ],
 )
-def test_greedy_text_equals_transformers_greedy(make_target, num_stages, query, width):
+def test_greedy_text_equals_transformers_greedy(make_target, num_stages, module, width):
     target = make_target(layers=4, vocab=16)
-    module = make_module(target, num_stages=num_stages, num_layers=1, query=query).float()
+    module = make_module(target, num_stages=num_stages, num_layers=1, **module).float()
     options = {"num_stages": num_stages, "tree_width": width, "max_new_tokens": 24}
     engine = engine_for(target, draft=module, **OUTPUT, **options)
     for prompt in PROMPTS:
         decode_exactly(engine, prompt)
 
 
+@pytest.mark.all
 def test_a_sampled_chain_has_the_targets_distribution():
     target = sampling_target()
     module = friendly_module(target, num_stages=2, num_layers=1)
@@ -92,6 +104,75 @@ def test_the_check_notices_states_of_the_other_timing():
     source = Checked(module, target, lead=0)
     with pytest.raises(AssertionError, match="not close"):
         Engine(target, PlainTokenizer(), config, module, source=source).decode(PROMPTS[2])
+
+
+class LikeTraining(RemembersText, SPDSource):
+    """Compares the logits of every chain with the row of a training pass over the whole text."""
+
+    def __init__(self, draft, target, *, more=0, shallower=0) -> None:
+        super().__init__(draft)
+        self.target, self.more, self.fills = target, more, set()
+        own = draft.feature_layers
+        self.trained_layers = [own[max(depth - shallower, 0)] for depth in range(len(own))]
+
+    def deepest_logits(self, tree, features):
+        found_QU = super().deepest_logits(tree, features)
+        ids = torch.tensor([[*self.text[:-1], *tree.tokens]])
+        self.fills.add(len(tree))
+        own, self.draft.feature_layers = self.draft.feature_layers, self.trained_layers
+        with torch.no_grad():
+            taps = capture_hidden(self.target, ids, self.taps)
+            trained_TU = self.draft.logits(self.draft(taps, [len(tree) + self.more]))[0]
+        self.draft.feature_layers = own
+        torch.testing.assert_close(found_QU[0], trained_TU[-1], rtol=1e-8, atol=1e-8)
+        return found_QU
+
+
+def decode_like_training(features, query, **mutant):
+    target = tiny_llama(layers=8, vocab=16).double()
+    module = make_module(target, num_stages=4, num_layers=2, query=query, **features, **TRAINED)
+    source = LikeTraining(module, target, **mutant)
+    config = DecodeConfig.of(num_stages=4, max_new_tokens=24, **OUTPUT)
+    Engine(target, PlainTokenizer(), config, module, source=source).decode(PROMPTS[2])
+    return source.fills
+
+
+@pytest.mark.parametrize("query", ["newest", "all"])
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"features": "thirds"}, {"features": "anchors", "anchors": (4, 8)}],
+    ids=["paper", "thirds", "anchors"],
+)
+def test_a_module_for_output_states_decodes_the_rows_it_was_trained_on(features, query):
+    # After a step the oldest row is committed: n - 1 are in flight.
+    assert decode_like_training(features, query) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("mutant", [{"shallower": 1}, {"more": 1}], ids=["a stage less", "fuller"])
+def test_the_comparison_notices_training_rows_of_before_the_step(mutant):
+    with pytest.raises(AssertionError, match="not close"):
+        decode_like_training({}, "newest", **mutant)
+
+
+def test_a_module_for_output_states_reads_no_others():
+    target = tiny_llama(layers=4, vocab=16)
+    module = make_module(target, num_stages=2, num_layers=1, **TRAINED).float()
+    for schedule in ("spd", "pipedec"):
+        with pytest.raises(ValueError, match="^timing: 'input_states', .* give .*output_states"):
+            engine_for(target, draft=module, num_stages=2, schedule=schedule)
+    with pytest.raises(ValueError, match=r"^model.timing: .* give model.num_stages 2 or more"):
+        make_module(target, num_stages=1, **TRAINED)
+
+
+def test_training_draws_and_evaluates_the_fills_of_after_a_step():
+    target = tiny_llama(layers=4)
+    config = SPDTrainConfig(num_stages=4, num_layers=1, **TRAINED)
+    no_data = SimpleNamespace(report=SimpleNamespace(to_dict=dict))
+    objective = SPDObjective(config, target, target_name="tiny", revision=None, data=no_data)
+    batch = collate([{"input_ids": [1, 2], "loss_mask": [1, 1]}] * 60, 0)
+    _, fills = objective._fill(batch, torch.Generator().manual_seed(0))
+    assert set(fills) == {1, 2, 3} and 15 < fills.count(3) < 45
+    assert objective.evaluation_passes() == [{"occupancies": range(1, 4)}]
 
 
 def test_the_stages_wait_for_the_module_at_every_step():

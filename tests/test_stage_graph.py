@@ -5,7 +5,8 @@ import torch
 from staged_targets import Controller, assert_close, tiny
 
 from pipedraft.models import stage_cache, stage_calls
-from pipedraft.models.stage_calls import StageGraphs, padded_rows
+from pipedraft.models.recorded import padded_rows
+from pipedraft.models.stage_calls import StageGraphs
 from pipedraft.models.target import StagedTarget
 
 NAMES = ["llama", "qwen2", "qwen3_half_sliding", "mistral_sliding"]
@@ -34,27 +35,27 @@ def test_fixed_shapes_equal_recomputing_each_path_from_scratch(name, num_stages,
 
 
 def test_fuzz_catches_rows_written_to_the_place_of_the_next_one(monkeypatch):
-    right = StageGraphs._inputs
+    right = StageGraphs._pack
 
-    def shifted(self, *rows):
-        inputs = right(self, *rows)
-        inputs.slots_P += 1
-        return inputs
+    def shifted(self, shape, *rows):
+        packed = right(self, shape, *rows)
+        shape.split(packed)[1].add_(1)
+        return packed
 
-    monkeypatch.setattr(StageGraphs, "_inputs", shifted)
+    monkeypatch.setattr(StageGraphs, "_pack", shifted)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         fuzz("llama", 2, 0)
 
 
 def test_fuzz_catches_padding_that_overwrites_the_text(monkeypatch):
-    right = StageGraphs._inputs
+    right = StageGraphs._pack
 
-    def overwriting(self, hidden_lH, positions_l, visible_lS):
-        inputs = right(self, hidden_lH, positions_l, visible_lS)
-        inputs.slots_P[len(positions_l) :] = 0
-        return inputs
+    def overwriting(self, shape, positions_l, *rows):
+        packed = right(self, shape, positions_l, *rows)
+        shape.split(packed)[1][len(positions_l) :] = 0
+        return packed
 
-    monkeypatch.setattr(StageGraphs, "_inputs", overwriting)
+    monkeypatch.setattr(StageGraphs, "_pack", overwriting)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         for seed in range(3):
             fuzz("llama", 2, seed)
@@ -78,14 +79,14 @@ def test_results_of_a_step_survive_the_next_one():
 def test_few_sizes_are_recorded():
     assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 16, 17, 64)] == [1, 2, 4, 4, 8, 16, 32, 64]
     controller = fuzz("llama", 1, 1)
-    sizes = {rows for rows, _ in controller.target.stages[0].graphs._recorded}
+    sizes = {rows for (rows, *_), *_ in controller.target.stages[0].graphs._recorded}
     assert sizes <= {1, 2, 4, 8}
 
 
 def test_long_segments_go_layer_by_layer(monkeypatch):
     monkeypatch.setattr(stage_calls, "MAX_ROWS", 2)
     controller = fuzz("llama", 2, 2)
-    sizes = {rows for rows, _ in controller.target.stages[0].graphs._recorded}
+    sizes = {rows for (rows, *_), *_ in controller.target.stages[0].graphs._recorded}
     assert sizes <= {1, 2}
 
 

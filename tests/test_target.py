@@ -14,6 +14,7 @@ from staged_targets import (
     Controller,
     assert_close,
     chain_segment,
+    continue_the_row_before,
     decode_greedily,
     keep_everywhere,
     random_ids,
@@ -105,9 +106,9 @@ def keep_the_first_rows(monkeypatch) -> None:
 
 def keep_the_latest_recurrent_state(monkeypatch) -> None:
     def mutant(stage, keep):
-        latest = stage.cache._history[-1]
+        latest = stage.cache._states[-1]
         stage.cache.keep(keep)
-        stage.cache._history[-1] = latest
+        stage.cache._states[-1] = latest
 
     monkeypatch.setattr(target_module.Stage, "keep", mutant)
 
@@ -121,6 +122,7 @@ def keep_the_latest_recurrent_state(monkeypatch) -> None:
         (ignore_the_window, "mistral_sliding"),
         (keep_the_first_rows, "llama"),
         (keep_the_latest_recurrent_state, "qwen3_5"),
+        (continue_the_row_before, "qwen3_5"),
     ],
 )
 def test_fuzz_catches(mutate, name, monkeypatch):
@@ -199,17 +201,6 @@ def test_committing_a_row_that_a_stage_has_not_cached_is_refused():
     run(target, chain_segment(target, random_ids(2)))
     with pytest.raises(AssertionError, match="commits row 2, but this stage holds only 2"):
         keep_everywhere(target, Keep((0, 1, 2), 3))
-
-
-def test_branching_segment_is_refused_by_a_target_with_recurrent_layers():
-    target = StagedTarget(tiny("qwen3_5"), (0, 3, 4))
-    assert target.is_chain_only
-    target.prefill(random_ids(4))
-    segment = chain_segment(target, random_ids(3))
-    segment.visible[2, 1] = False
-    for stage in target.stages:
-        with pytest.raises(ValueError, match="recurrent layers"):
-            stage.forward(segment)
 
 
 def test_recurrent_chain_continues_exactly_after_each_rollback():

@@ -23,6 +23,7 @@ from storm_runs import Storm
 
 from pipedraft.inference.channel import LinkEstimate
 from pipedraft.inference.draft_length import Estimates
+from pipedraft.inference.draws import Token
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget
 from pipedraft.inference.transport.codec import MAGIC, PREFIX
@@ -51,7 +52,7 @@ from pipedraft.inference.transport.target_session import (
     SharedTarget,
     TargetSession,
 )
-from pipedraft.inference.verify import Token, Top
+from pipedraft.inference.verify import Top
 
 HASH = prefix_hash([1, 2])
 ASKED = [
@@ -196,7 +197,7 @@ def test_a_storm_does_not_touch_sampled_output_either(seed, plan):
     )
     for rule in ("gumbel", "tail_escape"):
         storm = Storm(TableTarget(target), seed, loss=0.1)
-        options |= {"rule": rule, "top_k": 1, "tail_samples": 1}
+        options |= {"rule": rule, "payload_tokens": 1, "tail_samples": 1}
         result = storm.decode(TableSource(draft), [1, 2], plan=plan, **STORMY, **options)
         assert len(result.token_ids) == 24
         assert rule != "gumbel" or result.token_ids == plain.token_ids
@@ -216,7 +217,7 @@ def test_falling_back_where_corrections_are_drawn_here_ends_the_output_too(seed,
     """Draft tokens are wrong now and then, so the target owes some roots when it goes on alone."""
     target, draft = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(seed))
     storm = Storm(TableTarget(target), seed, loss=0.1, falls_back_after=after)
-    options = {"temperature": 1.0, "seed": seed, "rule": "tail_escape", "top_k": 2}
+    options = {"temperature": 1.0, "seed": seed, "rule": "tail_escape", "payload_tokens": 2}
     result = storm.decode(TableSource(draft), [1, 2], plan=plan, **STORMY, **options)
     assert len(result.token_ids) == 24 and sum(result.round_lengths) == 23
 

@@ -193,7 +193,7 @@ def test_only_trainable_parts_move_and_all_of_them_do(world, tmp_path):
 # -- learning -------------------------------------------------------------------------------
 
 
-FEW = {("kl", "newest", None), ("kl", "all", 40), ("tv", "newest", 40), ("lk", "all", None)}
+FEW = {("kl", "newest", None), ("kl", "all", 260), ("tv", "newest", 260), ("lk", "all", None)}
 """Every loss, query and vocabulary; the other combinations are for make test-all."""
 
 
@@ -201,7 +201,7 @@ FEW = {("kl", "newest", None), ("kl", "all", 40), ("tv", "newest", 40), ("lk", "
     ("loss", "query", "draft_vocab_size"),
     [
         pytest.param(*way, marks=() if way in FEW else pytest.mark.all)
-        for way in product(("kl", "tv", "lk"), ("newest", "all"), (None, 40))
+        for way in product(("kl", "tv", "lk"), ("newest", "all"), (None, 260))
     ],
 )
 def test_spd_learns_a_handful_of_conversations_by_heart(

@@ -9,6 +9,7 @@ from scipy.stats import chisquare, kstest
 
 from pipedraft.inference.arguments import read_temperature
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.draws import probabilities
 from pipedraft.inference.transport.session_messages import Settings
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import (
@@ -18,7 +19,6 @@ from pipedraft.inference.verify import (
     Verifier,
     Walk,
     draw,
-    probabilities,
 )
 
 PURPOSES = ("target", "draft", "accept", "residual")

@@ -3,17 +3,19 @@
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from conftest import tiny_llama
 
+from pipedraft.models.dflash import DFlash, DFlashConfig
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
 from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.layers import LayerConfig
+from pipedraft.models.layers import KeyValues, LayerConfig
 from pipedraft.models.ppsd import PPSD, PPSDConfig
 from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.models.target import target_fingerprint
+from pipedraft.models.target import capture_hidden, target_fingerprint
 
 KINDS = [
     {"preset": "paper"},
@@ -32,7 +34,11 @@ def make_head(target, kind="eagle3", **options):
     layer = LayerConfig.from_target(target.config)
     reference = TargetReference(name="tiny", fingerprint=fingerprint)
     num_layers = fingerprint["num_layers"]
-    if kind == "eagle":
+    if kind == "dflash":
+        small = DFlashConfig(**{"num_layers": 2, "block_size": 8, **options})
+        vocabulary = fingerprint["vocab_size"]
+        head = DFlash(small.for_target(num_layers, vocabulary), layer, reference)
+    elif kind == "eagle":
         head = Eagle(EagleConfig(num_target_layers=num_layers, **options), layer, reference)
     else:
         config = Eagle3Config(**options).for_target(num_layers)
@@ -106,3 +112,21 @@ def noisy_copy(target, noise=0.1):
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * noise * parameter.std())
     return LanguageModelDraft(model.eval().requires_grad_(False), target)
+
+
+def step_logits(target, head, ids_T, steps):
+    """Logits [T-1, U] of each step of every row of a text, by the code that decodes."""
+    states_RH = head.feature(capture_hidden(target, ids_T[None], head.taps))[0, :-1]
+    rows, cache, out = len(ids_T) - 1, KeyValues(), []
+    visible, tokens = torch.ones(rows, rows, dtype=torch.bool).tril(), F.pad(ids_T, (0, steps))
+    for step in range(steps):
+        states_RH = head.rows(
+            tokens[step + 1 : step + 1 + rows],
+            states_RH,
+            positions_R=torch.arange(rows) + step,
+            cache=cache,
+            visible_RC=visible,
+        )
+        visible = torch.cat([visible, torch.eye(rows, dtype=torch.bool)], 1)
+        out.append(head.logits(states_RH))
+    return out

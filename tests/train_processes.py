@@ -6,15 +6,19 @@ A job of the fork server is a run: its arguments, and what is to happen to it.
 import contextlib
 import importlib
 import os
+import resource
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import accelerate.tracking  # noqa: F401
 import datasets  # noqa: F401
+import safetensors.torch
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401
+import transformers
+import transformers.models.llama.modeling_llama
 from fork_server import answer, write_to
 
 from pipedraft.errors import run_command
@@ -30,28 +34,67 @@ class Moments:
     def __init__(self, folder: str, kill_at: int) -> None:
         self.folder, self.kill_at, self.count = folder, kill_at, 0
         sys.addaudithook(self._audit)
-        self._count_calls(loop.Trainer, "optimize")
-        self._count_calls(loop.Accelerator, "backward")
-        self._count_calls(loop.Trainer, "reduce")
-        self._count_calls(torch.optim.AdamW, "step")
+        before_calls(loop.Trainer, "optimize", self.tick)
+        before_calls(loop.Accelerator, "backward", self.tick)
+        before_calls(loop.Trainer, "reduce", self.tick)
+        before_calls(torch.optim.AdamW, "step", self.tick)
 
     def _audit(self, event: str, arguments: tuple) -> None:
         if event in FILE_EVENTS and str(arguments[0]).startswith(self.folder):
             self.tick()
 
-    def _count_calls(self, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def counted(*arguments: Any, **options: Any) -> Any:
-            self.tick()
-            return function(*arguments, **options)
-
-        setattr(owner, name, counted)
-
     def tick(self) -> None:
         self.count += 1
         if self.count == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FullDisk:
+    """Counts the files that a run writes in its folder; from the given one on the disk is full."""
+
+    def __init__(self, folder: str, full_at: int) -> None:
+        self.folder, self.full_at, self.count = folder, full_at, 0
+        self.said: int | None = None
+        sys.addaudithook(self._audit)
+        # What Rust writes, no hook of Python sees.
+        before_calls(safetensors.torch, "serialize_file", self.tick)
+        before_calls(transformers.PreTrainedTokenizerFast, "_save_pretrained", self.tick)
+
+    def _audit(self, event: str, arguments: tuple) -> None:
+        is_here = event == "open" and str(arguments[0]).startswith(self.folder)
+        if is_here and arguments[2] & os.O_ACCMODE != os.O_RDONLY:
+            self.tick()
+
+    def tick(self) -> None:
+        self.count += 1
+        if self.count == self.full_at:
+            self.said, pipe = os.pipe()  # the log is a file, and could not grow either
+            os.dup2(pipe, 2)
+            limit_file_size(0)
+
+    def end(self) -> None:
+        """There is room again; what the run has said comes into its log."""
+        if self.said is not None:
+            limit_file_size(None)
+            os.set_blocking(self.said, False)
+            os.write(1, os.read(self.said, 2**16))
+            os.dup2(1, 2)
+
+
+def limit_file_size(size: int | None) -> None:
+    """No file may grow beyond this: writing fails as it does on a full disk; None: as before."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
+
+
+def before_calls(owner: Any, name: str, act: Callable[[], None]) -> None:
+    function = getattr(owner, name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        act()
+        return function(*arguments, **options)
+
+    setattr(owner, name, called)
 
 
 def send_in_step(step: int, numbers: list[int]) -> None:
@@ -79,6 +122,7 @@ def run(job: dict[str, Any]) -> NoReturn:
     os.environ.update(job.get("environment", {}))
     sys.argv = ["train", *job["arguments"]]
     moments = Moments(job["folder"], job.get("kill_at", 0))
+    disk = FullDisk(job["folder"], job["full_at"]) if "full_at" in job else None
     if "signals" in job:
         send_in_step(job["step"], job["signals"])
     if job.get("without_checksums"):
@@ -91,6 +135,8 @@ def run(job: dict[str, Any]) -> NoReturn:
         status = int(end.code or 0)
     except BaseException:
         traceback.print_exc()
+    if disk is not None:
+        disk.end()
     print(f"\nmoments: {moments.count}", file=sys.stderr, flush=True)
     os._exit(status)
 

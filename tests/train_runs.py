@@ -15,8 +15,10 @@ import torch
 from conftest import tiny_llama
 from fork_server import ForkServer, rank_environments
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 
 from pipedraft.data_recipes.recipe import DataConfig, Source, train_tokenizer
+from pipedraft.train import checkpoint
 from pipedraft.train.__main__ import build_trainer, main, methods, quieten
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import CLOCK_METRICS
@@ -53,7 +55,9 @@ class World:
         }
         if method != "language_model":
             settings["target"] = self.target
-            settings |= {"model.num_stages": 2, "model.num_layers": 1} if method == "spd" else {}
+            sizes = {"spd": {"model.num_stages": 2, "model.num_layers": 1}}
+            sizes["dflash"] = {"model.num_layers": 1, "model.block_size": 8}
+            settings |= sizes.get(method, {})
         else:
             settings |= {"model.tokenizer": self.target, "model.hidden_size": 32}
             settings |= {"model.intermediate_size": 64, "model.num_layers": 2, "model.num_heads": 2}
@@ -105,6 +109,17 @@ def assert_equal_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor])
         assert torch.equal(value, b[name]), name
 
 
+def assert_ends_as(folder: Path, whole: Path) -> None:
+    """The same log, and the same networks; a config.json holds the metrics of an evaluation."""
+    assert logged(folder) == logged(whole)
+    runs = [[path.name for path in checkpoint.step_folders(run)] for run in (folder, whole)]
+    assert runs[0][-1] == runs[1][-1]
+    for name in ("best", *(f"checkpoints/{name}" for name in {*runs[0]} & {*runs[1]})):
+        assert_equal_weights(weights(folder / name), weights(whole / name))
+        texts = [(run / name / "config.json").read_text() for run in (folder, whole)]
+        assert texts[0] == texts[1]
+
+
 def as_rank(trainer: Any, rank: int, world_size: int) -> Any:
     """The accelerator of another process, whose sums stay its own."""
     return SimpleNamespace(
@@ -139,6 +154,23 @@ class Runs:
         """Exit status, negative for the signal that killed it."""
         return self.parent.wait(self.start(method, folder, **job))
 
+    def run_on_disk(self, method: str, folder: Path, *, full_at: int, **job: Any) -> bool:
+        """Whether a run ended before it wrote its n-th file, at which the disk is full.
+
+        If not it has ended with one line and status 1, and all that it had saved is whole.
+        """
+        before = checkpoint.step_folders(folder)
+        status = self.run(method, folder, full_at=full_at, **job)
+        text = said(folder)
+        Path(f"{folder}.log").unlink()
+        num_errors = sum(line.startswith("error: ") for line in text.splitlines())
+        assert (status, num_errors) in ((0, 0), (1, 1)) and "Traceback" not in text, text
+        after = checkpoint.step_folders(folder)
+        assert len(after) >= len(before)
+        best = [path for path in [folder / "best"] if path.exists()]
+        assert not any(map(checkpoint.damage, after + best))
+        return status == 0
+
     def together(
         self,
         method: str,
@@ -154,8 +186,9 @@ class Runs:
         Args:
             jobs: of single ranks.
         """
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pids = []
-        for rank, own in enumerate(rank_environments(num_processes)):
+        for rank, own in enumerate(rank_environments(num_processes, store.port)):
             job = (jobs or {}).get(rank, {})
             own |= environment
             pids.append(self.start(method, folder, changes=changes, environment=own, **job))
@@ -207,4 +240,4 @@ def losses_on_one_batch(trainer: Any, rows: int, steps: int) -> list[float]:
 def assert_learns_by_heart(trainer) -> None:
     losses = losses_on_one_batch(trainer, 4, 40)
     assert all(map(math.isfinite, losses))
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.5 * losses[0], losses[::10]

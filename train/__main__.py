@@ -9,7 +9,13 @@ import argparse
 import os
 import sys
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+
+from pipedraft.errors import leave_at_interrupts, make_folder, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
 
 import datasets
 from accelerate.utils import set_seed
@@ -17,17 +23,20 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from pipedraft.data_recipes.recipe import load_data, train_tokenizer
-from pipedraft.errors import make_folder, run_command
+from pipedraft.files import locked, make_place, write_atomically
 from pipedraft.models.hub import model_card
 from pipedraft.models.target import check_packable, load_tokenizer
 from pipedraft.train.config import RunConfig, make_parser, parse_run
+from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
 from pipedraft.train.feature_reader import load_embedding_and_head, open_features
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
 from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
 from pipedraft.train.launch import (
+    check_one_disk,
     gather_together,
+    is_sharded,
     load_frozen_target,
     make_accelerator,
     shard_target,
@@ -48,6 +57,10 @@ EXAMPLE = (
 )
 
 
+RESOLVED = "# as resolved by pipedraft train\n"
+"""First line of a run's config.yaml."""
+
+
 def registry() -> "dict[str, tuple[type, Any]]":
     """Method name -> dataclass that configures its network and loss, and its objective."""
     return {
@@ -55,6 +68,7 @@ def registry() -> "dict[str, tuple[type, Any]]":
         "ppsd": (PPSDTrainConfig, PPSDObjective),
         "eagle": (EagleTrainConfig, EagleObjective),
         "eagle3": (Eagle3TrainConfig, Eagle3Objective),
+        "dflash": (DFlashTrainConfig, DFlashObjective),
         "flexspec": (FlexSpecTrainConfig, FlexSpecObjective),
         "language_model": (LanguageModelConfig, LanguageModelObjective),
     }
@@ -101,11 +115,13 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     accelerator = make_accelerator(run)
     set_seed(run.seed)
     make_folder("output_dir", run.output_dir)
+    check_one_disk(run.output_dir, accelerator)
     objective_class = registry()[run.method][1]
-    with accelerator.main_process_first():
+    # Once on each node: nodes may have caches of their own.
+    with accelerator.local_main_process_first():
         tokenizer, target = load_tokenizer_of(run, model), None
         if run.method != "language_model":
-            if run.features is None:
+            if run.features is None and not is_sharded(run, accelerator):
                 target = load_frozen_target(run, accelerator)
             else:
                 target = load_embedding_and_head(run, objective_class, model, accelerator)
@@ -121,7 +137,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         objective.card = model_card
         if run.features is not None:
             objective.features = open_features(run, objective, tokenizer, data)
-        if run.shard_target and accelerator.num_processes > 1:
+        if is_sharded(run, accelerator):
             shard_target(target, accelerator)
     if run.packing and run.features is None:
         check_packable((objective.model if target is None else target).get_decoder().config)
@@ -163,10 +179,20 @@ def main() -> None:
 
         print(Plan(run, model, registry()[run.method][1]).report())
         return
-    trainer = build_trainer(run, model)
+    make_place("output_dir", run.output_dir / "config.yaml", RESOLVED.encode())
+    is_first = os.environ.get("RANK", "0") == "0"
+    with locked(run.output_dir, "output_dir") if is_first else nullcontext():
+        train(build_trainer(run, model), resolved)
+
+
+def train(trainer: "Trainer", resolved: str) -> None:
+    """
+    Args:
+        resolved: the configuration as YAML.
+    """
     trainer.restore()
     if trainer.accelerator.is_main_process:
-        (run.output_dir / "config.yaml").write_text(resolved)
+        write_atomically(trainer.config.output_dir / "config.yaml", (RESOLVED + resolved).encode())
         print(trainer.data.report.summary(), file=sys.stderr)
         trainable = trainer.num_trainable
         print(f"trainable parameters: {trainable / 1e6:.2f} M", file=sys.stderr)

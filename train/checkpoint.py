@@ -105,6 +105,8 @@ def damage(folder: Path) -> str | None:
                 return f"{name} {found}"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
+    except ValueError:  # no UTF-8, or no line of digest, size and name
+        return f"{COMPLETE}, its manifest, is empty or damaged itself"
     return None
 
 

@@ -2,17 +2,40 @@
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from pipedraft.data_recipes.recipe import DataConfig
 from pipedraft.data_recipes.sources import Source
-from pipedraft.errors import UsageError
+from pipedraft.errors import UsageError, check_ranges
+from pipedraft.files import read_yaml
 from pipedraft.options import explain, parse
+
+COUNT = "[1, 1e12]"
+OPTIM_RANGES = {
+    "lr": "(0, 1000]",
+    "betas": "[0, 1)",
+    "weight_decay": "[0, 1000]",
+    "clip_norm": "[0, inf)",
+    "warmup_fraction": "[0, 1)",
+    "final_fraction": "[0, 1]",
+}
+EVALUATION_RANGES = {
+    "every_steps": "[0, 1e12]",
+    "max_rows": COUNT,
+    "patience": "[0, 1e12]; 0 switches it off",
+}
+RUN_RANGES = {
+    **dict.fromkeys(("batch_tokens", "accumulation", "batch_group"), COUNT),
+    "max_steps": f"{COUNT}, or leave it out to use epochs",
+    **dict.fromkeys(("save_every_steps", "keep_checkpoints", "log_every_steps"), COUNT),
+    **dict.fromkeys(("epochs", "max_minutes", "peak_tflops"), "(0, 1e9]"),
+    "seed": "[0, 9e18]",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +57,7 @@ class OptimConfig:
     """Final learning rate as a fraction of the peak, reached one step after the last."""
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"optim.lr: {self.lr} is not positive; give for example 1e-4")
-        if not 0 <= self.warmup_fraction < 1:
-            raise ValueError(
-                f"optim.warmup_fraction: {self.warmup_fraction} is outside [0, 1); give e.g. 0.03"
-            )
+        check_ranges(self, OPTIM_RANGES, "optim.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +72,7 @@ class EvaluationConfig:
     """Evaluations in a row without a better score that end the run; 0: none do."""
 
     def __post_init__(self) -> None:
-        if self.patience < 0:
-            raise ValueError(f"evaluation.patience: {self.patience} is negative; 0 switches it off")
+        check_ranges(self, EVALUATION_RANGES, "evaluation.")
         if self.patience and not self.every_steps:
             raise ValueError(
                 f"evaluation.patience: {self.patience} with evaluation.every_steps 0, which "
@@ -120,21 +137,26 @@ class RunConfig:
     the metrics then have mfu."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_tokens", "accumulation", "keep_checkpoints", "log_every_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is below 1; give at least 1")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"max_steps: {self.max_steps} is below 1; leave it out to use epochs")
-        if self.epochs <= 0:
-            raise ValueError(f"epochs: {self.epochs} is not positive; give e.g. 1.0")
-        for name, example in (("max_minutes", "230"), ("peak_tflops", "989")):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}: {value} is not positive; give e.g. {example}")
+        check_ranges(self, RUN_RANGES)
+        if self.output_dir == Path():
+            raise UsageError("output_dir: '.' holds other things; name one, for example out/spd")
 
 
 def _fail(message: str) -> NoReturn:
     raise UsageError(" ".join(message.split()))
+
+
+def _refuse_nulls(kind: Any, values: Any, prefix: str = "") -> None:
+    """jsonargparse takes a key without a value for a field of any type."""
+    if isinstance(values, int | float | str | list):
+        raise UsageError(f"{prefix[:-1]}: {values!r} does not fit; give a mapping")
+    types = get_type_hints(kind)
+    for part in fields(kind) if isinstance(values, Namespace) else ():
+        value, key = values.get(part.name, part.default), prefix + part.name
+        if value is None and NoneType not in get_args(types[part.name]):
+            raise UsageError(f"{key}: null; give a value, or leave it out")
+        if is_dataclass(types[part.name]):
+            _refuse_nulls(types[part.name], value, f"{key}.")
 
 
 def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str | None) -> str:
@@ -146,19 +168,18 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
             method = value
             break
         if flag == "--config":
-            path = Path(value)
-            if not path.is_file():
+            if not Path(value).is_file():
                 _fail(
                     f"--config: no file {value}; give a YAML file, for example "
                     "configs/spd/tiny.yaml"
                 )
-            try:
-                layer = yaml.safe_load(path.read_text())
-            except yaml.YAMLError as error:
-                _fail(f"--config: {value} is not valid YAML: {error}")
+            layer = read_yaml(Path(value), "--config")
             if not isinstance(layer, dict):
                 _fail(f"--config: {value} holds no mapping; see configs/spd/tiny.yaml")
             method = layer.get("method", method)
+            for key in layer.keys() - {part.name for part in fields(RunConfig)} - {"model"}:
+                if not layer[key]:  # of what holds nothing jsonargparse says nothing
+                    _fail(f"{key}: unknown key; see --help for the known ones")
     if method is None:
         _fail(f"method: missing; give --config FILE or --method, one of {', '.join(methods)}")
     if method not in methods:
@@ -208,6 +229,8 @@ def parse_run(
     parser = make_parser(method, methods, example)
     known = [f"data.sources.{field.name}" for field in fields(Source)]
     parsed = parse(parser, arguments, flags=False, known=known)
+    _refuse_nulls(RunConfig, parsed)
+    _refuse_nulls(methods[method], parsed.model, "model.")
     try:
         parts = vars(parser.instantiate(parsed))
         run = RunConfig(**{key: parts[key] for key in parts if key not in ("config", "model")})

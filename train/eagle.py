@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ class EagleTrainConfig(EagleConfig):
     """Training adds U(-1/2, 1/2) * noise * 512 / T to the target's hidden states, T tokens long."""
     distillation_weight: float = 0.1
     """Factor of the distillation beside the regression."""
+    rows: Literal["turn", "official"] = "turn"
+    """Rows t that count. turn: x_{t+1} and x_{t+2} are of one turn of the assistant. official: x_t
+    is an assistant token, as in the authors' code."""
 
     def __post_init__(self) -> None:
         for name in ("noise", "distillation_weight"):
@@ -47,13 +50,25 @@ def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
     return torch.stack(shifted).all(0)
 
 
+def counted_rows(loss_mask_BT: Tensor, rows: str) -> Tensor:
+    """Rows in the loss: bool [B, T-1]; see ``EagleTrainConfig.rows``. The last has no label."""
+    if rows == "turn":
+        return chain_rows(loss_mask_BT)
+    return loss_mask_BT[:, :-1].bool()
+
+
 def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
     """U(-1/2, 1/2) * 512 / T, T being each example's own length as in the authors' data loader.
 
     Args:
         lengths: one for each row, or for each document of a packed row.
     """
-    uniform_BTH = torch.rand(features_BTH.shape, generator=generator).to(features_BTH)
+    device = features_BTH.device
+    if device.type != "cpu":  # millions of numbers: drawn there, from a seed that is drawn here
+        seed = int(torch.randint(2**62, (), generator=generator))
+        generator = torch.Generator(device).manual_seed(seed)
+    uniform_BTH = torch.rand(features_BTH.shape, generator=generator, device=device)
+    uniform_BTH = uniform_BTH.to(features_BTH.dtype)
     # A packed row has several lengths: every position gets that of its own document.
     if len(lengths) > len(features_BTH):
         lengths_BT = lengths.repeat_interleave(lengths)[None]
@@ -119,7 +134,7 @@ class EagleObjective(DraftObjective):
     draft: Eagle
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
-        return int(chain_rows(batch["loss_mask"]).sum())
+        return int(counted_rows(batch["loss_mask"], self.config.rows).sum())
 
     def forward(
         self,
@@ -143,7 +158,7 @@ class EagleObjective(DraftObjective):
         predicted_BRH = draft.causal_rows(
             ids_BT[:, 1:], states_BTH[:, :-1], row_lengths(document_lengths(batch))
         )
-        counted_BR = chain_rows(batch["loss_mask"])
+        counted_BR = counted_rows(batch["loss_mask"], self.config.rows)
         predicted_MH = predicted_BRH[counted_BR]
         wanted_MH = features_BTH[:, 1:][counted_BR]
         regression = F.smooth_l1_loss(predicted_MH, wanted_MH, reduction="sum")

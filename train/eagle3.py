@@ -1,9 +1,9 @@
 """Training of the EAGLE-3 head by training-time test: the loss of every draft token of a chain."""
 
-# B batch, T positions, H hidden, M rows of one step or of all of them, L distinct labels, S steps
+# B batch, T positions, H hidden, M rows of one step or of all of them, S steps
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,7 @@ from pipedraft.models import cpu
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.layers import LayerConfig
-from pipedraft.train.objective import (
-    DivergenceConfig,
-    DraftObjective,
-    LossOutput,
-    acceptance_length,
-)
+from pipedraft.train.objective import ChainObjective, DivergenceConfig, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +25,9 @@ class Eagle3TrainConfig(Eagle3Config, DivergenceConfig):
     """Draft tokens of a chain that are trained, the authors' 7."""
     step_decay: float = 0.8
     """The loss of draft token i (from 0) is multiplied by step_decay ** i."""
+    rows: Literal["turn", "speculators", "specforge"] = "turn"
+    """Rows t that count at step i. turn: x_{t+1} .. x_{t+2+i} are of one turn of the assistant.
+    speculators, specforge: x_{t+1+i}, or x_{t+i}, is an assistant token, as in those packages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,6 +36,11 @@ class Eagle3TrainConfig(Eagle3Config, DivergenceConfig):
         if not 0 < self.step_decay <= 1:
             raise ValueError(
                 f"model.step_decay: {self.step_decay} is outside (0, 1]; the paper's is 0.8"
+            )
+        if self.sliding_window is not None:
+            raise ValueError(
+                f"model.sliding_window: {self.sliding_window}; such heads are imported and run, "
+                "not trained; leave it out"
             )
 
 
@@ -55,7 +58,20 @@ def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
     return (next_end_BT - positions_T - 2).clamp(0, num_steps)
 
 
-class Eagle3Objective(DraftObjective):
+def counted_steps(loss_mask_BT: Tensor, num_steps: int, rows: str) -> Tensor:
+    """Whether step i counts at a row: bool [B, T, S]; see ``Eagle3TrainConfig.rows``."""
+    steps_S = torch.arange(num_steps, device=loss_mask_BT.device)
+    if rows == "turn":
+        return chain_lengths(loss_mask_BT, num_steps)[..., None] > steps_S
+    T, shift = loss_mask_BT.shape[1], int(rows == "speculators")
+    # Row t of step i predicts x_{t+2+i}, which has to be there.
+    padded_BT = F.pad(loss_mask_BT.bool(), (0, num_steps + shift))
+    fed = [padded_BT[:, shift + i : shift + i + T] for i in range(num_steps)]
+    last_T1 = torch.arange(T, device=steps_S.device)[:, None] + 2 + steps_S < T
+    return torch.stack(fed, -1) & last_T1
+
+
+class Eagle3Objective(ChainObjective):
     """sum_i step_decay^i KL(target || draft of step i), summed over the rows that count at step i.
 
     The mean that the loop takes is over the rows of step 0 (``num_counted``), so that a text counts
@@ -77,66 +93,39 @@ class Eagle3Objective(DraftObjective):
         return Eagle3(Eagle3Config(**known).for_target(depth), layer, reference)
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
-        return int(chain_lengths(batch["loss_mask"], 1).sum())
+        return int(counted_steps(batch["loss_mask"], 1, self.config.rows).sum())
 
     def forward(
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
     ) -> LossOutput:
         """Loss of one batch; training and evaluation are the same."""
         draft, num_steps = self.draft, self.config.num_steps
+        counted_MS = counted_steps(batch["loss_mask"], num_steps, self.config.rows).flatten(0, 1)
+        steps_S = torch.arange(num_steps, device=counted_MS.device)
         # Longest chains first: the rows of a step are then a prefix of those of the step before.
-        lengths, order = (
-            chain_lengths(batch["loss_mask"], num_steps)
-            .flatten()
-            .sort(descending=True, stable=True)
-        )
-        steps_S = torch.arange(num_steps, device=order.device)
-        counts_S = (lengths[:, None] > steps_S).sum(0)
-        counts = counts_S.tolist()
+        ends_M = (counted_MS * (steps_S + 1)).amax(1)
+        lengths, order = ends_M.sort(descending=True, stable=True)
+        # Of these the ones that count; by turns they are all of them. Sizes and places of all steps
+        # at once, because the host waits for the device each time that it asks.
+        flags_SM = counted_MS[order].T
+        counts_S = flags_SM.sum(1)
+        sizes = torch.stack([(lengths[:, None] > steps_S).sum(0), counts_S]).tolist()
+        counts = sizes[0]
+        picked = flags_SM.nonzero()[:, 1].split(sizes[1])
         # Later steps run on fewer rows, but on no fewer than a product does as fast.
         rows = [order[: cpu.whole_rows(count)] for count in counts]
         taps = self.hidden(batch)
         states = draft.unroll(
             draft.feature(taps), batch["input_ids"], rows, document_lengths(batch)
         )
-        label_M = torch.cat([order[:count] + 2 + step for step, count in enumerate(counts)])
-        state_MH = torch.cat([state[:count] for state, count in zip(states, counts, strict=True)])
-        # By label: the rows that predict the same token share the target's distribution of it.
-        label_M, by_label_M = label_M.sort(stable=True)
-        label_L, teacher_index_M = label_M.unique_consecutive(return_inverse=True)
-        step_M = steps_S.repeat_interleave(counts_S)[by_label_M]
-        # Positions are flat over the batch, so that one index finds the row before a label.
-        with torch.no_grad():
-            last_BTH = taps[draft.config.num_target_layers]
-            teacher_LH = self.target.get_decoder().norm(last_BTH.flatten(0, 1)[label_L - 1])
-        result = self.distil(
-            draft.normed(state_MH.index_select(0, by_label_M)),
-            teacher_LH,
-            kind=self.config.loss,
-            teacher_index_M=teacher_index_M,
+        label_M = torch.cat([order[rows_M] + 2 + step for step, rows_M in enumerate(picked)])
+        state_MH = torch.cat([s_MH[rows_M] for s_MH, rows_M in zip(states, picked, strict=True)])
+        step_M = steps_S.repeat_interleave(counts_S, output_size=len(label_M))
+        result = self.distil_labels(
+            draft.normed(state_MH),
+            label_M,
+            taps,
+            measure=self.measure,
             weights_M=self.config.step_decay ** step_M.double(),
         )
-        # The steps are mixed by now: their rates are added up again by step.
-        zeros_S = result.loss.new_zeros(num_steps)
-        sums_S = {
-            "count": counts_S,
-            "acceptance": zeros_S.index_add(0, step_M, result.acceptance_M),
-            "agreement": zeros_S.index_add(0, step_M, result.agreement_M),
-        }
-        sums = {"mass_outside": result.mass_outside_M.sum()}
-        for name, values_S in sums_S.items():
-            sums |= {f"{name}_{step}": value for step, value in enumerate(values_S, 1)}
-        return LossOutput(result.loss, counts_S[0], sums)
-
-    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Rates of every draft token of a chain after right ones, and the tokens per round."""
-        metrics = {"loss": sums["loss"] / max(sums["count"], 1)}
-        steps = range(1, self.config.num_steps + 1)
-        if self.config.draft_vocab_size:
-            rows = sum(sums[f"count_{step}"] for step in steps)
-            metrics["mass_outside"] = sums["mass_outside"] / max(rows, 1)
-        for key, temperature in (("agreement", 0), ("acceptance", 1)):
-            rates = [sums[f"{key}_{step}"] / max(sums[f"count_{step}"], 1) for step in steps]
-            metrics |= {f"{key}_{step}": rate for step, rate in zip(steps, rates, strict=True)}
-            metrics[f"acceptance_length_T{temperature}"] = acceptance_length(rates)
-        return metrics | {"score": metrics["acceptance_length_T0"]}
+        return self.by_step(result, step_M, counts_S)

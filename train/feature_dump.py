@@ -5,6 +5,7 @@ Or holding it ready for trainers that ask for them.
 
 # B batch, T positions of a padded row, M positions of sequences, H hidden, V vocabulary
 
+import hashlib
 import shutil
 import sys
 import time
@@ -18,7 +19,8 @@ import msgspec
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from safetensors.torch import save_file
+from accelerate.utils import gather_object
+from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.recipe import TokenizedData, load_data
 from pipedraft.errors import make_folder
-from pipedraft.files import file_sha256, publish
+from pipedraft.files import publish
 from pipedraft.models.cpu import tuned
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.__main__ import load_tokenizer_of, registry
@@ -44,6 +46,7 @@ from pipedraft.train.feature_shards import (
     bytes_per_token,
     decode,
     difference,
+    digest,
     encode,
     identity_of,
     publish_json,
@@ -214,11 +217,12 @@ class Dump:
         self.plan, self.folder, self.data, self.accelerator = plan, folder, data, accelerator
         make_folder("out", folder)
         self.damages: list[str] = []
-        # It reads every byte, and the others may not begin before.
-        self.records = on_main_process(accelerator, self._find_complete)
+        self.records = on_main_process(accelerator, self._find_written)
+        self._drop_damaged()
+        on_main_process(accelerator, self._check_room)
 
-    def _find_complete(self) -> dict[int, ShardRecord]:
-        """Shards that are there and as they were written, by number."""
+    def _find_written(self) -> dict[int, ShardRecord]:
+        """Records of the plan's shards that this dump has, by number."""
         found: dict[str, ShardRecord] = {}
         if (self.folder / INDEX).exists():
             index = read_index(self.folder)
@@ -228,23 +232,27 @@ class Dump:
             sidecar = msgspec.json.decode(path.read_bytes(), type=Sidecar)
             self._check(sidecar, path)
             found[sidecar.shard.file] = sidecar.shard
-        complete = {}
-        for number in range(len(self.plan.shards)):
-            record = found.get(shard_name(number))
-            if record is None:
-                continue
-            if (damage := record.damage(self.folder, deep=True)) is None:
-                complete[number] = record
-            else:
+        numbers = range(len(self.plan.shards))
+        return {n: found[name] for n in numbers if (name := shard_name(n)) in found}
+
+    def _drop_damaged(self) -> None:
+        """Forget shards that are not as they were written; each process reads its share of them."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        own = list(self.records)[rank::world]
+        found = [(n, self.records[n].damage(self.folder, deep=True)) for n in own]
+        for number, damage in sorted(gather_object(found)):
+            if damage is not None:
+                record = self.records.pop(number)
                 self.damages.append(f"{record.file} is made again: {damage}")
-        needed = self.plan.size_bytes - sum(record.bytes for record in complete.values())
+
+    def _check_room(self) -> None:
+        needed = self.plan.size_bytes - sum(record.bytes for record in self.records.values())
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise ValueError(
                 f"out: {self.folder} has room for {size_text(free)}, the dump takes another "
                 f"{size_text(needed)}; give --out on a larger disk, --dtype int8, or fewer heads"
             )
-        return complete
 
     def _sidecars(self) -> list[Path]:
         return sorted(self.folder.glob("shard-*.json"))
@@ -313,10 +321,19 @@ class Dump:
             record.tokens += num_tokens
             bar.update(num_tokens)
         tensors = {name: torch.cat(pieces) for name, pieces in parts.items()}
-        tensors["rows"] = torch.tensor([row for rows in batches for row in rows])
+        numbers = [row for rows in batches for row in rows]
+        # A reader checks the rows that it reads, not whole shards.
+        lengths = [len(row) for rows in batches for row in self._ids(rows)]
+        for layer in layers:
+            names = [name for name in parts if name.removesuffix(".scale") == f"layer.{layer}"]
+            split = zip(*(tensors[name].split(lengths) for name in names), strict=True)
+            digests = [digest(*pair) for pair in zip(numbers, split, strict=True)]
+            tensors[f"layer.{layer}.digest"] = torch.tensor(digests)
+        tensors["rows"] = torch.tensor(numbers)
         path = self.folder / record.file
-        publish(path, lambda place: save_file(tensors, place))
-        record.bytes, record.sha256 = path.stat().st_size, file_sha256(path)
+        content = save(tensors)  # hashed in memory: the disk is not read again
+        publish(path, lambda place: place.write_bytes(content))
+        record.bytes, record.sha256 = len(content), hashlib.sha256(content).hexdigest()
         return record
 
     def _ids(self, rows: Sequence[int]) -> list[list[int]]:
@@ -361,7 +378,7 @@ def dump_features(
     run, model = heads[0].run, heads[0].model
     accelerator = make_accelerator(run)
     say = print if accelerator.is_main_process else lambda *_: None
-    with accelerator.main_process_first():
+    with accelerator.local_main_process_first():
         tokenizer = load_tokenizer_of(run, model)
         data = load_data(run.data, tokenizer)
     settings = DumpSettings(

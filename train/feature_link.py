@@ -29,7 +29,7 @@ MAX_QUESTION_BYTES = 1 << 24
 MAX_ANSWER_BYTES = 1 << 36
 """Of any target; each answer is held to the size of its question."""
 FRAME_S = 60.0
-"""How long the bytes of a frame may stop before its link counts as lost."""
+"""How long a frame may take from its first byte to its last before its link counts as lost."""
 ANSWER_S = 120.0
 """How long a trainer waits for hidden states: other trainers may be served first."""
 CONNECT_S = 60.0
@@ -80,21 +80,23 @@ ANSWERS: Codec[Hello | Answer | Refusal] = Codec(
 def filling(link: socket.socket, begin_s: float | None) -> Fill:
     """
     Args:
-        begin_s: how long to wait for the first byte; None: for ever. Then it is ``FRAME_S``.
+        begin_s: how long to wait for the first byte; None: for ever. The rest has ``FRAME_S``.
     """
-    patience_s = begin_s
+    until_s: float | None = None
 
     def fill(view: memoryview) -> None:
-        nonlocal patience_s
+        nonlocal until_s
         while view:
-            link.settimeout(patience_s)
+            # Of the whole frame: a byte now and then would hold a trainer for ever.
+            link.settimeout(begin_s if until_s is None else max(until_s - time.monotonic(), 1e-3))
             try:
                 count = link.recv_into(view)
             except TimeoutError as error:
-                raise ConnectionError(f"nothing came for {patience_s:g} s") from error
+                part = "it came too slowly" if until_s else f"nothing came for {begin_s or 0:g} s"
+                raise ConnectionError(part) from error
             if not count:
                 raise ConnectionError("the other side closed the link")
-            patience_s, view = FRAME_S, view[count:]
+            until_s, view = until_s or time.monotonic() + FRAME_S, view[count:]
 
     return fill
 

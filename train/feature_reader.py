@@ -26,13 +26,14 @@ from pipedraft.train.feature_link import FeaturesLost, RemoteStates, address_of
 from pipedraft.train.feature_shards import (
     decode,
     difference,
+    digest,
     identity_of,
     open_shard,
     read_index,
     row_lengths,
     target_identity,
 )
-from pipedraft.train.launch import resolve_dtype
+from pipedraft.train.launch import resolve_dtype, uses_autocast
 from pipedraft.train.objective import DraftObjective
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ def _spans(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
 
 
 class ShardFolder:
-    """Reads rows of a dump, memory-mapped. A shard's SHA-256 is checked when it is first read."""
+    """Reads rows of a dump, memory-mapped. A row's digests are checked when it is first read, so
+    that no process reads more of a shard than its own rows."""
 
     def __init__(
         self,
@@ -170,10 +172,15 @@ class ShardFolder:
         self.lengths = lengths
         self.shard_of_row = np.full(len(lengths), -1, dtype=np.int32)
         self.start_of_row = np.zeros(len(lengths), dtype=np.int64)
+        self._is_checked = np.zeros(len(lengths), dtype=bool)
+        self._digests = {layer: np.zeros(len(lengths), dtype=np.int64) for layer in self.layers}
         self._open: dict[int, safe_open] = {}
         for number, record in enumerate(self.records):
             self._refuse(number, record.damage(folder, deep=False))
-            rows = open_shard(folder / record.file).get_tensor("rows").numpy()
+            shard = open_shard(folder / record.file)
+            rows = shard.get_tensor("rows").numpy()
+            for layer, digests in self._digests.items():
+                digests[rows] = shard.get_tensor(f"layer.{layer}.digest").numpy()
             sizes = np.asarray(lengths)[rows]
             self.shard_of_row[rows] = number
             self.start_of_row[rows] = np.cumsum(sizes) - sizes
@@ -192,21 +199,25 @@ class ShardFolder:
 
     def _shard(self, number: int) -> safe_open:
         if number not in self._open:
-            record = self.records[number]
-            self._refuse(number, record.damage(self.folder, deep=True))
-            self._open[number] = open_shard(self.folder / record.file)
+            self._open[number] = open_shard(self.folder / self.records[number].file)
         return self._open[number]
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        names = [f"layer.{layer}" for layer in self.layers]
-        if self.index.settings.dtype == "int8":
-            names += [f"{name}.scale" for name in names]
-        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        suffixes = ("", ".scale") if self.index.settings.dtype == "int8" else ("",)
+        parts: dict[str, list[Tensor]] = {
+            f"layer.{layer}{suffix}": [] for layer in self.layers for suffix in suffixes
+        }
         for row in rows:
-            shard, start = self._shard(int(self.shard_of_row[row])), int(self.start_of_row[row])
-            for name in names:
-                part = shard.get_slice(name)[start : start + self.lengths[row]]
-                parts[name].append(part)
+            number, start = int(self.shard_of_row[row]), int(self.start_of_row[row])
+            shard, end = self._shard(number), start + self.lengths[row]
+            for name, pieces in parts.items():
+                pieces.append(shard.get_slice(name)[start:end])
+            if not self._is_checked[row]:
+                for layer, digests in self._digests.items():
+                    found = digest(row, (parts[f"layer.{layer}{x}"][-1] for x in suffixes))
+                    if found != digests[row]:
+                        self._refuse(number, f"row {row} has another SHA-256")
+                self._is_checked[row] = True
         return {name: torch.cat(pieces) for name, pieces in parts.items()}
 
 
@@ -253,20 +264,25 @@ def load_embedding_and_head(
 ) -> PreTrainedModel:
     """Embedding, final norm, LM head, and those layers that the draft starts as copies of.
 
+    For runs whose layers never run, and for those that shard them: each process reads its part
+    later.
+
     Raises:
         ValueError: nothing to load, or an option that is about the layers.
     """
+    other = "shard_target: true" if run.features is None else "features"
     for name, value in (
         ("target_quantization", run.target_quantization),
-        ("shard_target", run.shard_target),
+        ("shard_target", run.features is not None and run.shard_target),
     ):
         if value:
             raise ValueError(
-                f"{name}: {value} with features, for which no layer of the target runs; leave out "
-                "one of the two"
+                f"{name}: {value} with {other}, for which no layer of the target is loaded whole; "
+                "leave out one of the two"
             )
-    assert run.target is not None and run.features is not None
-    address_of(run.features)
+    assert run.target is not None
+    if run.features is not None:
+        address_of(run.features)
     draft = weightless_draft(objective_class, config, decoder_config(run))
     return load_target_part(
         run.target,
@@ -274,7 +290,7 @@ def load_embedding_and_head(
         layers=draft.initial_layers,
         has_embedding=True,
         has_head=True,
-        dtype=resolve_dtype(run, accelerator.mixed_precision),
+        dtype=resolve_dtype(run, accelerator.mixed_precision, uses_autocast(accelerator)),
         device=accelerator.device,
     )
 

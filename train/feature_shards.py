@@ -6,6 +6,7 @@ the data set, one after another, without padding:
     rows            int64 [R]       places in the data set, validation rows after training rows
     layer.I         [M, H]          after layer I, raw; index L is before the final norm
     layer.I.scale   float32 [M]     int8 alone: values are integers times their position's scale
+    layer.I.digest  int64 [R]       of each row's part of the two
 
 The embeddings (layer 0) are not stored: they follow from the token ids.
 """
@@ -14,7 +15,7 @@ The embeddings (layer 0) are not stored: they follow from the token ids.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +35,7 @@ from pipedraft.models.target_part import weights_identity
 from pipedraft.train.config import RunConfig
 
 INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2
 """Part of every identity: raise it when a stored tensor changes its meaning."""
 DTYPES = {
     "fp32": torch.float32,
@@ -72,6 +73,14 @@ def decode(stored_MH: Tensor, scale_M: Tensor | None, dtype: torch.dtype) -> Ten
     if scale_M is None:
         return stored_MH.to(dtype)
     return (stored_MH * scale_M[..., None]).to(dtype)
+
+
+def digest(row: int, parts: Iterable[Tensor]) -> int:
+    """First 8 bytes of the SHA-256 of a row's number and of its part of a layer's tensors."""
+    found = hashlib.sha256(row.to_bytes(8, "little"))
+    for part in parts:
+        found.update(part.contiguous().view(torch.uint8).numpy().data)
+    return int.from_bytes(found.digest()[:8], "little", signed=True)
 
 
 def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:

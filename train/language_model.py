@@ -153,7 +153,7 @@ class LanguageModelObjective(Objective):
         """Rows whose next token is a label: bool [B, T-1]."""
         positions_T = self._positions(batch)
         if document_lengths(batch) is None:
-            inside_BT = positions_T[None, 1:] < batch["lengths"][:, None]
+            inside_BT = positions_T[None, 1:] < batch["lengths"].to(positions_T.device)[:, None]
         else:
             inside_BT = positions_T[None, 1:] > 0
         if self.config.loss_on == "assistant":

@@ -7,10 +7,13 @@ import math
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,26 +26,31 @@ from accelerate.utils import (
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from pipedraft.models.target import load_target, read_config
+from pipedraft.models.placement import has_native_bf16, resolve_device, stored_dtype
+from pipedraft.models.target import load_target
+from pipedraft.models.target_part import load_more_layers
 from pipedraft.train.config import OptimConfig, RunConfig
 
 if TYPE_CHECKING:
     from pipedraft.train.objective import Objective
 
 T = TypeVar("T")
+FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""accelerate's would add gradients up, and return loss and metrics, in bfloat16."""
+WAIT_FOR_OTHERS = timedelta(hours=12)
+"""Of a collective call: downloads and tokenization, for which the other processes wait, take hours.
+A process that ends makes its launcher end the others, whatever this is."""
 
 
 def resolve_precision(precision: str) -> str:
     """accelerate's name of the autocast dtype."""
     if precision != "auto":
         return "no" if precision == "fp32" else "bf16"
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported() else "no"
-    return "bf16" if torch.cpu._is_avx512_bf16_supported() else "no"
+    return "bf16" if has_native_bf16(resolve_device("auto")) else "no"
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:
@@ -53,9 +61,12 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     """
     _check_trackers(config)
     handlers = []
-    if "RANK" in os.environ and not torch.accelerator.is_available():
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))
-        _shard_on_cpus()
+    if "RANK" in os.environ:
+        has_accelerator = torch.accelerator.is_available()
+        backend = None if has_accelerator else "gloo"
+        handlers.append(InitProcessGroupKwargs(backend=backend, timeout=WAIT_FOR_OTHERS))
+        if not has_accelerator:
+            _shard_on_cpus()
     accelerator = Accelerator(
         mixed_precision=resolve_precision(config.precision),
         kwargs_handlers=handlers,
@@ -75,7 +86,10 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _prepare_deepspeed(accelerator, config)
-    if accelerator.distributed_type == DistributedType.FSDP and config.optim.name != "adamw":
+    is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    if is_fsdp and accelerator.mixed_precision == "bf16":
+        accelerator.state.fsdp_plugin.mixed_precision_policy = FSDP_PRECISION
+    if is_fsdp and config.optim.name != "adamw":
         raise ValueError(
             f"optim.name: {config.optim.name!r} needs whole matrices, FSDP holds parts of them; "
             "give --optim.name adamw, or train with configs/accelerate/ddp.yaml"
@@ -142,9 +156,43 @@ def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
     plugin = accelerator.state.deepspeed_plugin
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
     plugin.deepspeed_config["gradient_clipping"] = config.optim.clip_norm
+    plugin.deepspeed_config["communication_data_type"] = "fp32"
     if _is_zero3(accelerator):  # small parameters that stay whole would be lost on resuming
         zero = plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
+
+
+def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
+    """Raise ValueError, in every process, if ``folder`` is not the same place for all of them.
+
+    Checkpoints are written by several processes and published by one.
+    """
+    if accelerator.num_processes == 1:
+        return
+    mark = folder / on_main_process(accelerator, lambda: f".run-{uuid.uuid4().hex}")
+    if accelerator.is_main_process:
+        mark.touch()
+    accelerator.wait_for_everyone()
+    sees = _appears(mark)
+    count = torch.tensor(float(not sees), device=accelerator.device)
+    num_blind = int(accelerator.reduce(count, "sum"))
+    if accelerator.is_main_process:
+        mark.unlink()
+    if num_blind:
+        raise ValueError(
+            f"output_dir: {str(folder)!r} is another folder for {num_blind} of "
+            f"{accelerator.num_processes} processes; give one on a disk that all nodes share"
+        )
+
+
+def _appears(mark: Path) -> bool:
+    """Network file systems show a new file after some seconds."""
+    deadline = time.monotonic() + 5
+    while mark.name not in os.listdir(mark.parent):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:
@@ -286,21 +334,34 @@ def load_frozen_target(config: RunConfig, accelerator: Accelerator) -> PreTraine
     return load_target(
         config.target,
         revision=config.target_revision,
-        dtype=resolve_dtype(config, accelerator.mixed_precision),
+        dtype=resolve_dtype(config, accelerator.mixed_precision, uses_autocast(accelerator)),
         device=accelerator.device,
         quantization=quantization_config(config.target_quantization),
     )
 
 
-def resolve_dtype(config: RunConfig, mixed_precision: str) -> torch.dtype:
+def is_sharded(config: RunConfig, accelerator: Accelerator) -> bool:
+    """Every process holds a part of the target."""
+    return config.shard_target and accelerator.num_processes > 1
+
+
+def uses_autocast(accelerator: Accelerator) -> bool:
+    """DeepSpeed does not: in bf16 all that it trains, and what meets it, is bfloat16."""
+    return accelerator.distributed_type != DistributedType.DEEPSPEED
+
+
+def resolve_dtype(
+    config: RunConfig, mixed_precision: str, has_autocast: bool = True
+) -> torch.dtype:
     """A target stored in bfloat16 stays so where it computes in it anyway: half the memory."""
+    if mixed_precision == "bf16" and not has_autocast:
+        return torch.bfloat16
     if config.target_dtype != "auto":
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.target_dtype]
     assert config.target is not None
-    stored = read_config(config.target, config.target_revision)
-    stored = stored.get("text_config", stored)
-    name = stored.get("dtype") or stored.get("torch_dtype")
-    return torch.bfloat16 if (name, mixed_precision) == ("bfloat16", "bf16") else torch.float32
+    stored = stored_dtype(config.target, config.target_revision)
+    is_bf16 = (stored, mixed_precision) == (torch.bfloat16, "bf16")
+    return torch.bfloat16 if is_bf16 else torch.float32
 
 
 def quantization_config(kind: str | None) -> BitsAndBytesConfig | None:
@@ -318,11 +379,22 @@ def quantization_config(kind: str | None) -> BitsAndBytesConfig | None:
 
 
 def shard_target(target: PreTrainedModel, accelerator: Accelerator) -> None:
-    """Leave each process a part of every decoder layer, gathered when the layer runs (FSDP2).
+    """Give each process a part of every decoder layer, gathered when the layer runs (FSDP2).
 
-    Embedding, final norm and LM head stay whole: the teacher reads them outside the model's
-    forward. Every process must then run the target as often as the others, which the loop does.
+    Layers that are not loaded yet are read in parts: neither the host nor the device ever holds
+    more than a layer of them. Embedding, final norm and LM head stay whole: the teacher reads them
+    outside the model's forward. Every process must then run the target as often as the others,
+    which the loop does.
     """
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for layer in target.get_decoder().layers:
-        fully_shard(layer, mesh=mesh)
+    # Parts inside a node, copies over nodes: layers are gathered over its fast links only.
+    world, local = accelerator.num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    shape = (world // local, local) if 0 < local < world and world % local == 0 else (world,)
+    names = ("copies", "parts")[-len(shape) :]
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
+    layers = target.get_decoder().layers
+    absent = [i for i, layer in enumerate(layers) if next(layer.parameters()).is_meta]
+    for layer in layers:
+        # Said explicitly: what runs alone would keep its weights after the first forward.
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    if absent:
+        load_more_layers(target, absent, accelerator.device)

@@ -44,8 +44,11 @@ from pipedraft.train.objective import LossOutput, Objective
 STATE = "training_state"
 """Folder of a checkpoint that only resuming needs."""
 
+OF_THE_HOST = ("lengths", "rows")
+"""Numbers of a batch that decide what is computed: reading them from a device would wait for it."""
+
 EVALUATED_ROWS = 8
-"""In one forward pass of a process."""
+"""In one forward pass of a process, at most."""
 
 
 class Trainer:
@@ -147,7 +150,8 @@ class Trainer:
         if self.config.features is not None:
             first = 0 if dataset is self.data.train else len(self.data.train)
             batch["rows"] = torch.tensor(rows) + first
-        return {key: value.to(self.accelerator.device) for key, value in batch.items()}
+        device = self.accelerator.device
+        return {key: x if key in OF_THE_HOST else x.to(device) for key, x in batch.items()}
 
     def generator(self, *key: int) -> torch.Generator:
         """Random numbers of one forward pass: a function of the key, so a resumed run repeats.
@@ -283,7 +287,10 @@ class Trainer:
         rows = list(range(min(self.config.evaluation.max_rows, len(self.data.valid))))
         if not rows:
             return {}
-        together = EVALUATED_ROWS * self.world
+        # As many tokens at once as in training, which has been seen to fit.
+        longest = max(len(ids) for ids in self.data.valid[rows]["input_ids"])
+        fitting = min(EVALUATED_ROWS, max(1, self.config.batch_tokens // longest))
+        together = fitting * self.world
         self.module.eval()
         sums: dict[str, Tensor] = {}
         for options in self.objective.evaluation_passes():

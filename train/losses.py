@@ -16,9 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Divergence = Literal["kl", "tv", "lk"]
+Divergence = Literal["kl", "tv", "lk", "lk_hybrid", "ce", "rkl", "jsd", "topk_kl"]
+SOFT_LABELS = ("kl", "lk_hybrid", "ce", "topk_kl")
+"""Their gradient has a part q minus labels."""
 CHUNK_ROWS = 512
 """Rows whose logits exist at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """How a row's loss is computed from the target's and the draft's distribution."""
+
+    kind: Divergence = "kl"
+    eta: float = 3.0
+    """Of lk_hybrid."""
+    top_k: int = 10
+    """Of topk_kl."""
+    drops_outside: bool = False
+    """A row counts nothing whose most likely target token the draft vocabulary lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +66,7 @@ def chunked_distillation(
     teacher_hidden_LH: Tensor,
     teacher_head_VH: Tensor,
     *,
-    kind: Divergence = "kl",
+    measure: Measure = Measure(),
     teacher_index_M: Tensor | None = None,
     teacher_rows_U: Tensor | None = None,
     weights_M: Tensor | None = None,
@@ -59,11 +74,18 @@ def chunked_distillation(
 ) -> DistillationLoss:
     """Distil the target's distribution p into the draft's q, summed over rows.
 
-    p = softmax(teacher_hidden teacher_head^T), q = softmax(hidden head^T), temperature 1
-    kl: sum_v p (log p - log q)                SPD (arXiv:2605.30852)
-    tv: 1 - sum_v min(p, q)                    1 - the acceptance rate of Leviathan et al. 2023
-    lk: -log sum_v min(p, q)                   (arXiv:2211.17192), Theorem 3.5, and its likelihood
-    Deviation: with a draft vocabulary p is restricted to it and renormalized, in the loss only.
+    p = softmax(teacher_hidden teacher_head^T), q = softmax(hidden head^T), temperature 1; with a
+    draft vocabulary p' is p restricted to it and renormalized, else p' = p. a = sum_v min(p, q) is
+    the acceptance rate, with p over the target's whole vocabulary: what the draft lacks is lost.
+    kl: sum_v p' (log p' - log q)              SPD (arXiv:2605.30852)
+    tv: 1 - a                                  Leviathan et al. 2023 (arXiv:2211.17192), Th. 3.5
+    lk: -log a                                 LK losses (arXiv:2602.23881), its alpha
+    lk_hybrid: w kl + (1 - w) tv               the same paper's lambda, w = exp(-eta a) a constant
+    ce: -log q of the most likely token of p'
+    rkl: sum_v q (log q - log p')
+    jsd: (KL(p' || m) + KL(q || m)) / 2, m = (p' + q) / 2
+    topk_kl: kl with the top_k most likely tokens of p', renormalized, for p'
+    Deviation: SpecForge takes w from the mean a of a batch, here as in speculators each row's own.
 
     Products run in the dtype of the inputs (autocast's, when enabled), everything else and the
     gradient of the head in float32 (float64 for float64 inputs). Largest memory: a few
@@ -85,12 +107,12 @@ def chunked_distillation(
         ValueError: unknown kind, or shapes that do not fit together.
     """
     teacher = (teacher_hidden_LH.detach(), teacher_head_VH.detach())
-    _check(hidden_MH, head_weight_UH, teacher, kind, teacher_index_M, teacher_rows_U)
+    _check(hidden_MH, head_weight_UH, teacher, measure.kind, teacher_index_M, teacher_rows_U)
     loss, rows_4M = _Distillation.apply(
         hidden_MH,
         head_weight_UH,
         (*teacher, teacher_index_M, teacher_rows_U),
-        (kind, weights_M, chunk_rows, torch.is_grad_enabled()),
+        (measure, weights_M, chunk_rows, torch.is_grad_enabled()),
     )
     divergence_M, acceptance_M, agreement_M, mass_outside_M = rows_4M
     return DistillationLoss(
@@ -128,7 +150,7 @@ def _check(hidden_MH, head_weight_UH, teacher, kind, index_M, rows_U) -> None:
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_MH, head_weight_UH, teacher, options):
-        kind, weights_M, chunk_rows, differentiable = options
+        measure, weights_M, chunk_rows, differentiable = options
         *teacher, index_M, rows_U = teacher
         x_MH, head_UH, teacher_x_LH, teacher_head_VH = _for_products(
             hidden_MH, head_weight_UH, *teacher
@@ -138,24 +160,29 @@ class _Distillation(torch.autograd.Function):
         exact = torch.promote_types(hidden_MH.dtype, torch.float32)
         needs_hidden, needs_head = (differentiable and x for x in ctx.needs_input_grad[:2])
         dhidden_MH, dhead_UH = torch.empty_like(hidden_MH) if needs_hidden else None, None
-        weights_M = hidden_MH.new_ones(M, dtype=exact) if weights_M is None else weights_M.to(exact)
+        if weights_M is None:
+            weights_M = hidden_MH.new_ones(M, dtype=exact)
+        weights_M = weights_M.to(exact, copy=True)
         target_3L = hidden_MH.new_zeros(3, L, dtype=exact)
-        draft_4M = hidden_MH.new_zeros(4, M, dtype=exact)
+        draft_3M = hidden_MH.new_zeros(3, M, dtype=exact)
         for first, stop, blocks in _chunks(M, L, index_M, chunk_rows):
             # The teacher's distribution once, for every row of the draft that is compared with it.
             logits_CV = F.linear(teacher_x_LH[first:stop], teacher_head_VH).to(exact)
-            p_CU, target_3L[:, first:stop] = _restrict(logits_CV, rows_U, kind)
+            p_CU, target_3L[:, first:stop] = _restrict(logits_CV, rows_U)
             for rows in blocks:
                 # Logits become their gradient in place, which saves a tensor [C, U].
                 x_CH = x_MH[rows]
                 dlogits_CU = F.linear(x_CH, head_UH).to(exact)
                 chosen = rows if index_M is None else index_M[rows]
-                draft_4M[:, rows] = _compare(
+                draft_3M[:, rows] = _compare(
                     dlogits_CU,
                     _take(p_CU, chosen, first),
-                    None if rows_U is None else (rows_U, target_3L[1, chosen, None]),
-                    kind,
+                    target_3L[:, chosen],
+                    rows_U,
+                    measure,
                 )
+                if measure.drops_outside and rows_U is not None:
+                    weights_M[rows] *= torch.isin(target_3L[2, chosen], rows_U.to(exact))
                 dlogits_CU = dlogits_CU.to(x_CH.dtype)
                 # Multiplied out at once, so that backward needs no logits, only a factor.
                 if needs_hidden:
@@ -169,9 +196,7 @@ class _Distillation(torch.autograd.Function):
         if needs_head and dhead_UH is None:
             dhead_UH = torch.zeros_like(head_weight_UH, dtype=exact)
         ctx.gradients = dhidden_MH, dhead_UH
-        rows_4M = _divergence(
-            target_3L if index_M is None else target_3L[:, index_M], draft_4M, kind
-        )
+        rows_4M = _rates(target_3L if index_M is None else target_3L[:, index_M], draft_3M)
         ctx.mark_non_differentiable(rows_4M)
         return (rows_4M[0] * weights_M).sum(), rows_4M
 
@@ -214,82 +239,102 @@ def _take(p_CU: Tensor, rows: slice | Tensor, first: int) -> Tensor:
     return p_CU.index_select(0, rows - first)
 
 
-def _restrict(logits_CV: Tensor, rows_U: Tensor | None, kind: Divergence) -> tuple[Tensor, Tensor]:
+def _restrict(logits_CV: Tensor, rows_U: Tensor | None) -> tuple[Tensor, Tensor]:
     """The target's distribution over the draft vocabulary; consumes its logits.
 
     Returns:
         p_CU, renormalized.
-        target_3C: sum_u p log p (kl only), probability of the draft vocabulary, and the most
-            likely token of the whole one: ids are exact in float32.
+        target_3C: sum_u p log p, probability of the draft vocabulary, and the most likely token of
+            the whole one: ids are exact in float32.
     """
     logits_CU = logits_CV if rows_U is None else logits_CV.index_select(-1, rows_U)
     p_CU, log_z_C, top_C = _softmax(logits_CU)
-    inside_C, negentropy_C = torch.ones_like(log_z_C), torch.zeros_like(log_z_C)
+    inside_C = torch.ones_like(log_z_C)
     # What the draft cannot say counts against it: the most likely token may be outside.
     if rows_U is not None:
         top_C = logits_CV.argmax(-1)
         inside_C = (log_z_C - logits_CV.logsumexp(-1)).exp_().clamp_max_(1)
-    if kind == "kl":
-        negentropy_C = logits_CU.mul_(p_CU).sum(-1) - log_z_C
+    negentropy_C = logits_CU.mul_(p_CU).sum(-1) - log_z_C
     return p_CU, torch.stack([negentropy_C, inside_C, top_C.to(log_z_C.dtype)])
 
 
 def _compare(
     draft_CU: Tensor,
     p_CU: Tensor,
-    vocabulary: tuple[Tensor, Tensor] | None,
-    kind: Divergence,
+    target_3C: Tensor,
+    rows_U: Tensor | None,
+    measure: Measure,
 ) -> Tensor:
-    """Turns the draft's logits into the gradient with respect to them, in place.
+    """Turns the draft's logits into the gradient of the loss with respect to them, in place.
 
-    That is, for kl: q - p. tv, with m = [q < p]: q (q . m - m). lk: that of tv / overlap.
+    That is, for labels l: q - l. tv, with m = [q < p]: q (q . m - m). lk: that of tv / a. For
+    others, with g the gradient with respect to q: q (g - q . g).
 
     Args:
-        vocabulary: target id of every draft token [U], and the target's probability of it [C, 1].
+        target_3C: as ``_restrict`` gives it.
 
     Returns:
-        draft_4C: cross-entropy (kl only), sum_u min(p, q) with p renormalized and with p as it is,
-            most likely target id.
+        draft_3C: loss, sum_u min(p, q) with p over the whole vocabulary, most likely target id.
     """
-    # q first, since the logits are overwritten; log q itself is never made, only its sum with p.
+    # q first, since the logits are overwritten.
+    kind, (negentropy_C, inside_C, _) = measure.kind, target_3C
     q_CU, log_z_C, top_C = _softmax(draft_CU)
-    cross_entropy_C = log_z_C
-    if kind == "kl":
-        cross_entropy_C = log_z_C - draft_CU.mul_(p_CU).sum(-1)
-    # From here on the memory of the logits is free.
-    overlap_C = accepted_C = torch.minimum(p_CU, q_CU, out=draft_CU).sum(-1)
-    if vocabulary is not None:
-        rows_U, inside_C1 = vocabulary
-        top_C = rows_U[top_C]
-        torch.mul(p_CU, inside_C1, out=draft_CU)
-        accepted_C = torch.minimum(draft_CU, q_CU, out=draft_CU).sum(-1)
+    whole_CU = p_CU if rows_U is None else p_CU * inside_C[:, None]
+    overlap_C = torch.minimum(whole_CU, q_CU).sum(-1)
+    loss_C, labels_CU = 1 - overlap_C, p_CU
+    if kind in ("ce", "topk_kl"):
+        labels_CU, negentropy_C = _most_likely(p_CU, 1 if kind == "ce" else measure.top_k)
+    if kind in SOFT_LABELS:
+        # log q itself is never made, only its sum with the labels.
+        divergence_C = negentropy_C + log_z_C - draft_CU.mul_(labels_CU).sum(-1)
+    elif kind in ("rkl", "jsd"):
+        log_q_CU, log_p_CU = draft_CU - log_z_C[:, None], _above_zero(p_CU).log()
+        if kind == "jsd":
+            log_m_CU = _above_zero((p_CU + q_CU) / 2).log()
+            slope_CU, rest_C = (log_q_CU - log_m_CU) / 2, (p_CU * (log_p_CU - log_m_CU)).sum(-1) / 2
+        else:
+            slope_CU, rest_C = log_q_CU - log_p_CU, torch.zeros_like(log_z_C)
+        mean_C = (q_CU * slope_CU).sum(-1)
+        torch.mul(q_CU, slope_CU - mean_C[:, None], out=draft_CU)
+        loss_C = mean_C + rest_C
     # The gradient takes the place of the logits, by the formulas above.
-    if kind == "kl":
-        torch.sub(q_CU, p_CU, out=draft_CU)
-    else:
-        torch.lt(q_CU, p_CU, out=draft_CU).mul_(q_CU)
+    if kind in ("tv", "lk", "lk_hybrid"):
+        torch.lt(q_CU, whole_CU, out=draft_CU).mul_(q_CU)
         capped_C1 = draft_CU.sum(-1, keepdim=True)
         draft_CU.neg_().addcmul_(q_CU, capped_C1)
-    if kind == "lk":
-        draft_CU /= _above_zero(overlap_C)[:, None]
-    return torch.stack([cross_entropy_C, overlap_C, accepted_C, top_C.to(log_z_C.dtype)])
+        if kind == "lk":
+            loss_C = -_above_zero(overlap_C).log()
+            draft_CU /= _above_zero(overlap_C)[:, None]
+        elif kind == "lk_hybrid":
+            share_C = (-measure.eta * overlap_C).exp()
+            loss_C = share_C * divergence_C + (1 - share_C) * loss_C
+            draft_CU.lerp_(q_CU - p_CU, share_C[:, None])
+    elif kind in SOFT_LABELS:
+        loss_C = divergence_C
+        torch.sub(q_CU, labels_CU, out=draft_CU)
+    top_C = top_C if rows_U is None else rows_U[top_C]
+    return torch.stack([loss_C, overlap_C, top_C.to(log_z_C.dtype)])
 
 
-def _divergence(target_3M: Tensor, draft_4M: Tensor, kind: Divergence) -> Tensor:
-    """Rows [4, M]: divergence, acceptance, agreement, and mass outside the draft vocabulary."""
-    negentropy_M, inside_M, target_top_M = target_3M
-    cross_entropy_M, overlap_M, accepted_M, top_M = draft_4M
-    if kind == "kl":
-        loss_M = negentropy_M + cross_entropy_M
-    else:
-        loss_M = 1 - overlap_M if kind == "tv" else -_above_zero(overlap_M).log()
+def _most_likely(p_CU: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """p of the most likely tokens, renormalized, and sum_u p log p of it."""
+    best_CK, index_CK = p_CU.topk(min(count, p_CU.shape[-1]))
+    best_CK /= best_CK.sum(-1, keepdim=True)
+    negentropy_C = torch.xlogy(best_CK, best_CK).sum(-1)
+    return torch.zeros_like(p_CU).scatter_(-1, index_CK, best_CK), negentropy_C
+
+
+def _rates(target_3M: Tensor, draft_3M: Tensor) -> Tensor:
+    """Rows [4, M]: loss, acceptance, agreement, and mass outside the draft vocabulary."""
+    _, inside_M, target_top_M = target_3M
+    loss_M, accepted_M, top_M = draft_3M
     agreed_M = (top_M == target_top_M).to(loss_M.dtype)
     return torch.stack([loss_M, accepted_M, agreed_M, 1 - inside_M])
 
 
-def _above_zero(overlap_C: Tensor) -> Tensor:
+def _above_zero(x: Tensor) -> Tensor:
     """Disjoint distributions round to an overlap of 0: lk is then large, and has no gradient."""
-    return overlap_C.clamp_min(torch.finfo(overlap_C.dtype).tiny)
+    return x.clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:

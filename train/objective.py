@@ -1,12 +1,12 @@
 """Objectives: the interface of methods to the training loop, and the base of all drafts."""
 
-# B batch, T positions, M labeled rows, H hidden
+# B batch, T positions, P = B T, M labeled rows, L distinct labels, H hidden, S steps
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from pipedraft.models.draft import (
 )
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import StagedTarget, capture_hidden
-from pipedraft.train.losses import DistillationLoss, Divergence, chunked_distillation
+from pipedraft.train.losses import DistillationLoss, Divergence, Measure, chunked_distillation
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -99,7 +99,33 @@ class DivergenceConfig:
 
     loss: Divergence = "kl"
     """kl: KL(target || draft), the papers'. tv, lk: total variation and -log of the acceptance
-    probability, which are what decoding pays for."""
+    probability, which are what decoding pays for. lk_hybrid: kl where little is accepted, tv
+    where much is. ce: the target's most likely token as the label. rkl, jsd: reverse KL and
+    Jensen-Shannon. topk_kl: kl with the target's most likely tokens alone."""
+    loss_eta: float = 3.0
+    """Of lk_hybrid: how soon tv takes over; 3 is its paper's."""
+    loss_top_k: int = 10
+    """Of topk_kl: the most likely tokens that it compares."""
+    outside: Literal["count", "drop"] = "count"
+    """Rows whose most likely target token the draft vocabulary lacks count in the loss, or are
+    dropped from it as SpecForge and SPD's authors do."""
+
+    @property
+    def measure(self) -> Measure:
+        """
+        Raises:
+            ValueError: a setting outside its range.
+        """
+        if not 0 <= self.loss_eta < float("inf"):
+            raise ValueError(f"model.loss_eta: {self.loss_eta} is not in [0, inf); 3 is usual")
+        if self.loss_top_k < 1:
+            raise ValueError(f"model.loss_top_k: {self.loss_top_k} is below 1; give at least 1")
+        return Measure(
+            kind=self.loss,
+            eta=self.loss_eta,
+            top_k=self.loss_top_k,
+            drops_outside=self.outside == "drop",
+        )
 
 
 class DraftObjective(Objective):
@@ -127,14 +153,20 @@ class DraftObjective(Objective):
         target_name: str,
         revision: str | None,
         data: TokenizedData,
+        fingerprint: dict[str, int | str] | None = None,
     ) -> None:
+        """
+        Args:
+            fingerprint: of the target; None: it is computed, from weights.
+        """
         super().__init__()
         self.config, self._target, self._data = config, [target], data
+        self.measure = config.measure if isinstance(config, DivergenceConfig) else Measure()
         self.layer_config = LayerConfig.from_target(target.get_decoder().config)
         self.reference = TargetReference(
             name=target_name,
             revision=revision,
-            fingerprint=self.draft_class.fingerprint(target),
+            fingerprint=fingerprint or self.draft_class.fingerprint(target),
         )
         note = {name: getattr(config, name) for name in self.noted}
         self.training_note = {"data": data.report.to_dict(), **note}
@@ -224,6 +256,71 @@ class DraftObjective(Objective):
             (folder / "README.md").write_text(self.card(read_description(folder)))
 
 
+class ChainObjective(DraftObjective):
+    """Base for heads whose draft token i of a chain, step i, has rows of its own in the loss."""
+
+    @property
+    def num_steps(self) -> int:
+        """S: draft tokens of a chain that are trained."""
+        return int(self.config.num_steps)
+
+    def distil_labels(
+        self, hidden_MH: Tensor, label_M: Tensor, taps: Mapping[int, Tensor], **options: Any
+    ) -> DistillationLoss:
+        """Divergence of rows that predict given tokens, in their order.
+
+        Args:
+            hidden_MH: what the draft's LM head is applied to.
+            label_M: the predicted token of each row, as b T + t.
+            options: of ``chunked_distillation``.
+        """
+        # By label: the rows that predict the same token share the target's distribution of it.
+        sorted_M, order_M = label_M.sort(stable=True)
+        label_L, teacher_index_M = sorted_M.unique_consecutive(return_inverse=True)
+        weights_M = options.pop("weights_M", None)
+        with torch.no_grad():
+            last_PH = taps[self.num_target_layers].flatten(0, 1)
+            teacher_LH = self.target.get_decoder().norm(last_PH[label_L - 1])
+        result = self.distil(
+            hidden_MH.index_select(0, order_M),
+            teacher_LH,
+            teacher_index_M=teacher_index_M,
+            weights_M=None if weights_M is None else weights_M[order_M],
+            **options,
+        )
+        place_M = torch.empty_like(order_M).index_copy_(
+            0, order_M, torch.arange(len(order_M), device=order_M.device)
+        )
+        rows = {f.name: getattr(result, f.name) for f in fields(result)}
+        return replace(result, **{n: x[place_M] for n, x in rows.items() if n.endswith("_M")})
+
+    def by_step(self, result: DistillationLoss, step_M: Tensor, counts_S: Tensor) -> LossOutput:
+        """The loss, and rates of every step; counted are the rows of the first."""
+        zeros_S = result.loss.new_zeros(self.num_steps)
+        sums_S = {
+            "count": counts_S,
+            "acceptance": zeros_S.index_add(0, step_M, result.acceptance_M),
+            "agreement": zeros_S.index_add(0, step_M, result.agreement_M),
+        }
+        sums = {"mass_outside": result.mass_outside_M.sum()}
+        for name, values_S in sums_S.items():
+            sums |= {f"{name}_{step}": value for step, value in enumerate(values_S, 1)}
+        return LossOutput(result.loss, counts_S[0], sums)
+
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
+        """Rates of every draft token of a chain after right ones, and the tokens per round."""
+        metrics = {"loss": sums["loss"] / max(sums["count"], 1)}
+        steps = range(1, self.num_steps + 1)
+        if self.draft_vocab_size:
+            rows = sum(sums[f"count_{step}"] for step in steps)
+            metrics["mass_outside"] = sums["mass_outside"] / max(rows, 1)
+        for key, temperature in (("agreement", 0), ("acceptance", 1)):
+            rates = [sums[f"{key}_{step}"] / max(sums[f"count_{step}"], 1) for step in steps]
+            metrics |= {f"{key}_{step}": rate for step, rate in zip(steps, rates, strict=True)}
+            metrics[f"acceptance_length_T{temperature}"] = acceptance_length(rates)
+        return metrics | {"score": metrics["acceptance_length_T0"]}
+
+
 class StagedObjective(DraftObjective):
     """Base for drafts of a target cut into stages, whose row t predicts the token at t + 1."""
 
@@ -244,7 +341,7 @@ class StagedObjective(DraftObjective):
     ) -> DistillationLoss:
         """Divergence of the draft's output rows from the teacher's, at temperature 1."""
         rows_MH = self.draft.norm(stream_BTH[:, :-1][labeled_BT])
-        return self.distil(rows_MH, teacher_MH, kind=self.config.loss)
+        return self.distil(rows_MH, teacher_MH, measure=self.measure)
 
     def add_rates(
         self, metrics: dict[str, float], rates: Mapping[str, list[float]]
@@ -263,10 +360,12 @@ class StagedObjective(DraftObjective):
 
 def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:
     """How often each token is an assistant token of the training rows: int64 [V]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    real = torch.device("cpu")  # also where networks are made on the meta device
+    counts = torch.zeros(vocab_size, dtype=torch.int64, device=real)
     for start in range(0, len(data.train), 1000):
         rows = data.train[start : start + 1000]
         for ids, mask in zip(rows["input_ids"], rows["loss_mask"], strict=True):
-            supervised = torch.as_tensor(ids)[torch.as_tensor(mask, dtype=torch.bool)]
+            chosen = torch.as_tensor(mask, dtype=torch.bool, device=real)
+            supervised = torch.as_tensor(ids, device=real)[chosen]
             counts += torch.bincount(supervised, minlength=vocab_size)
     return counts

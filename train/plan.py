@@ -2,13 +2,14 @@
 
     python -m pipedraft.train --plan configs/spd/qwen3_5_4b_n4.yaml
 
-Parameters are counted on networks without storage. What a backward pass keeps is measured on two
-narrow copies of target and draft with the real depth, and continued to the real width: all widths
-shrink together, so bytes per token are linear and products quadratic in the width. Only the
-target's config.json is read, and the data if it is on this machine.
+Networks without storage count the parameters. A training step and an evaluation of the draft run
+on tensors without numbers, as large as the run's: their bytes and FLOPs are those of the real ones.
+The target's own forward, whose kernels differ by family, is a sum over one layer's largest tensors.
+Only the target's config.json is read, and the data if it is on this machine.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipedraft.data_recipes.recipe import load_data
 from pipedraft.models.layers import LayerConfig
@@ -33,16 +28,13 @@ from pipedraft.train.feature_reader import decoder_config, needed_layers, weight
 from pipedraft.train.feature_shards import bytes_per_token
 from pipedraft.train.launch import resolve_dtype, resolve_precision
 from pipedraft.train.log import flop_counter
-from pipedraft.train.losses import CHUNK_ROWS
+from pipedraft.train.loop import EVALUATED_ROWS
 from pipedraft.train.objective import DraftObjective
+from pipedraft.train.weightless import LiveBytes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-NARROW_HEAD_SIZES = (8, 16)
-NARROW_TOKENS = (64, 128)
-NARROW_SEQUENCES = 8
-"""FLOPs of so many are counted together: a head may treat each in a way that is drawn at random."""
 ASSUMED_UTILIZATION = 0.35
 """Share of the peak; a run's own ``mfu`` replaces the assumption."""
 STRATEGIES = ("ddp", "zero2", "fsdp2, zero3")
@@ -51,18 +43,15 @@ BITS = {None: 0, "8bit": 8, "4bit": 4}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters; bytes and FLOPs per padded token of one forward and backward pass."""
+    """Parameters; bytes beside weights and optimizer that a pass needs at most; FLOPs per token."""
 
     target_layers: int
     target_ends: int
     trained: int
     draft: int
-    kept_bytes: float
-    """Kept for the backward pass, on a process."""
-    working_bytes: float
-    """The target's largest tensors and the hidden states that the draft reads."""
-    chunk_bytes: int
-    """Logits of one chunk, whatever the batch."""
+    step_bytes: float
+    """Of a training step of ``batch_tokens`` and one pass, gradients included."""
+    evaluation_bytes: float
     flops: float
 
 
@@ -90,80 +79,89 @@ class Plan:
     def measure(self) -> Sizes:
         config, layer = self.config, self.layer
         with torch.device("meta"):
-            target = AutoModelForCausalLM.from_config(config)
+            target = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
         decoder = target.get_decoder()
-        target_layers = sum(p.numel() for p in decoder.layers.parameters())
-        (small, kept_small, flops_small), (large, kept_large, flops_large) = map(
-            self.measure_narrow, NARROW_HEAD_SIZES
-        )
-        slope = (kept_large - kept_small) / (large - small)
-        # flops = a s^2 + b s in the share s of the width
-        square = (flops_large / large - flops_small / small) / (large - small)
-        linear = flops_small / small - square * small
+        layers = sum(p.numel() for p in decoder.layers.parameters())
+        memory = LiveBytes()
+        objective = self.make_objective(target.requires_grad_(False), memory)
+        rows = max(1, self.run.batch_tokens // self.tokens)
+        with flop_counter() as counter:
+            step_bytes = self._peak(objective, memory, rows)
+        flops = counter.get_total_flops() / (rows * self.tokens)
         beside = self.objective_class.num_auxiliary(self.model, layer)
-        width = 2 * layer.intermediate_size + 6 * layer.hidden_size
-        taps = len({*self.draft.taps, config.num_hidden_layers}) * layer.hidden_size
         return Sizes(
-            target_layers=target_layers,
-            target_ends=sum(p.numel() for p in target.parameters()) - target_layers,
+            target_layers=layers,
+            target_ends=sum(p.numel() for p in target.parameters()) - layers,
             trained=beside + sum(p.numel() for p in self.draft.parameters() if p.requires_grad),
             draft=beside + sum(p.numel() for p in self.draft.parameters()),
-            kept_bytes=kept_small + slope * (1 - small),
-            working_bytes=(width + taps) * self.dtype.itemsize,
-            chunk_bytes=4 * 4 * CHUNK_ROWS * config.vocab_size,
-            flops=self._decoder_flops(decoder.layers) + square + linear,
+            step_bytes=step_bytes,
+            evaluation_bytes=self._peak(
+                objective.eval(), memory, min(EVALUATED_ROWS, rows), trains=False
+            ),
+            flops=flops + self._decoder_flops(decoder.layers),
         )
 
-    def measure_narrow(self, head_size: int) -> tuple[float, float, float]:
-        """A copy with one key head and heads of ``head_size``.
-
-        Returns:
-            Share of the width, and per token: bytes that backward keeps, FLOPs of the draft.
-        """
-        share = head_size / self.layer.head_size / self.layer.num_key_value_heads
-        vocab_size = max(8, round(self.config.vocab_size * share))
-        options = {}
-        if (size := vars(self.model).get("draft_vocab_size")) is not None:
-            options["draft_vocab_size"] = max(4, round(size * share))
+    def make_objective(self, target: PreTrainedModel, memory: LiveBytes) -> DraftObjective:
+        """The run's, without numbers; hidden states come from nowhere."""
+        config, vocab_size = self.config, self.config.vocab_size
         rows = {"input_ids": [list(range(vocab_size))], "loss_mask": [[1] * vocab_size]}
         report = SimpleNamespace(to_dict=dict)
         data: Any = SimpleNamespace(train=Dataset.from_dict(rows), report=report)
-        with torch.random.fork_rng():
+        with torch.device("meta"):
             objective = self.objective_class(
-                replace(self.model, **options),
-                self._narrow_target(share, head_size, vocab_size),
-                target_name="narrow",
+                self.model,
+                target,
+                target_name="",
                 revision=None,
                 data=data,
+                fingerprint=self.draft.reference.fingerprint,
             )
-            if self.run.checkpointing:
-                objective.use_checkpointing()
-            kept = [kept_bytes(objective, all_counted(n), self.precision) for n in NARROW_TOKENS]
-            few, more = (draft_flops(objective, tokens) for tokens in NARROW_TOKENS)
-        longer = NARROW_TOKENS[1] - NARROW_TOKENS[0]
-        # Per token they are a + b T: products, and attention to T tokens.
-        flops = few + (more - few) / longer * (self.tokens - NARROW_TOKENS[0])
-        return share, (kept[1] - kept[0]) / longer, flops
+        if self.run.checkpointing:
+            objective.use_checkpointing()
+        memory.without_numbers(objective)
+        memory.without_numbers(target)
+        target.tie_weights()
+        layers = {*objective.draft.taps, config.num_hidden_layers}
 
-    def _narrow_target(self, share: float, head_size: int, vocab_size: int) -> PreTrainedModel:
-        """Random weights, as deep as the target, of a family that gives a draft the same parts."""
-        layer = self.layer
-        family: Any = LlamaConfig
-        if layer.has_query_key_norm:
-            family = Qwen3Config
-        elif layer.has_attention_bias:
-            family = Qwen2Config
-        shape = family(
-            vocab_size=vocab_size,
-            hidden_size=max(8, round(layer.hidden_size * share)),
-            intermediate_size=max(8, round(layer.intermediate_size * share)),
-            num_hidden_layers=self.config.num_hidden_layers,
-            num_attention_heads=layer.num_heads // layer.num_key_value_heads,
-            num_key_value_heads=1,
-            head_dim=head_size,
-            tie_word_embeddings=self.config.tie_word_embeddings,
-        )
-        return AutoModelForCausalLM.from_config(shape).eval().requires_grad_(False)
+        def hidden(batch: dict[str, Tensor]) -> dict[int, Tensor]:
+            shape = (*batch["input_ids"].shape, config.hidden_size)
+            return {layer: memory.empty(*shape, dtype=self.dtype) for layer in layers}
+
+        objective.hidden = hidden  # type: ignore[method-assign]
+        return objective
+
+    def _peak(
+        self, objective: DraftObjective, memory: LiveBytes, rows: int, *, trains: bool = True
+    ) -> float:
+        """Most bytes of a pass over rows whose tokens are all the assistant's."""
+        batch = all_counted(self.tokens, rows)
+        memory.peak = memory.live
+        generator = torch.Generator().manual_seed(self.run.seed)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16")
+        with memory, autocast, torch.set_grad_enabled(trains):
+            if trains:
+                objective(batch, generator).loss.backward()
+            else:
+                for options in objective.evaluation_passes():
+                    objective(batch, generator, **options)
+        objective.zero_grad()
+        return max(memory.peak, self._target_bytes(rows * self.tokens, objective.draft.taps))
+
+    def _target_bytes(self, tokens: int, taps: Collection[int]) -> float:
+        """Most bytes of the target's forward: states that are kept, and one layer's tensors.
+
+        In a layer's MLP three tensors of the intermediate size and three of the hidden size exist
+        together; a norm works on a copy in float32.
+        """
+        hidden = self.config.hidden_size
+        wide = self.layer.intermediate_size
+        if (chosen := vars(self.config).get("num_experts_per_tok")) is not None:
+            # Each expert's rows apart, and all of them once more before they are summed.
+            size = vars(self.config).get("moe_intermediate_size") or wide
+            wide = chosen * (size + 2 * hidden / 3)
+        kept = len({*taps, self.config.num_hidden_layers}) * hidden
+        mlp, norm = 3 * (wide + hidden), 2 * hidden + 8 / self.dtype.itemsize * hidden
+        return tokens * (kept + max(mlp, norm)) * self.dtype.itemsize
 
     def _decoder_flops(self, layers: nn.Module) -> float:
         """FLOPs per token of the frozen decoder's layers, as torch counts them.
@@ -182,19 +180,25 @@ class Plan:
     # -- the report -------------------------------------------------------------------------
 
     def memory_bytes(self, sizes: Sizes, *, processes: int, strategy: str) -> dict[str, float]:
-        """Bytes on one process by part; AdamW keeps two float32 numbers for each trained one."""
+        """Bytes on one process by part; AdamW keeps two float32 numbers for each trained one.
+
+        However gradients are shared in the end, each process computes them whole at first.
+        """
         run = self.run
         apart = processes if strategy != "ddp" else 1
         whole_apart = processes if strategy == "fsdp2, zero3" else 1
+        # DDP sends gradients from buckets of its own.
+        buckets = 1 if strategy == "ddp" and processes > 1 else 0
         bits = BITS[run.target_quantization] or 8 * self.dtype.itemsize
         layers = sizes.target_layers * bits / 8 / (processes if run.shard_target else 1)
-        batch = (sizes.kept_bytes + sizes.working_bytes) * run.batch_tokens
+        gradients = 4.0 * sizes.trained / apart
+        kept = gradients if run.accumulation > 1 else 0.0
         return {
             "target": layers + sizes.target_ends * self.dtype.itemsize,
             "draft": 4.0 * sizes.draft / whole_apart,
-            "gradients": 4.0 * sizes.trained / apart,
+            "gradients": gradients * (1 + buckets),
             "optimizer": 8.0 * sizes.trained / apart,
-            "batch": batch + sizes.chunk_bytes,
+            "batch": max(sizes.step_bytes + kept, sizes.evaluation_bytes) - gradients,
         }
 
     def report(self) -> str:
@@ -206,7 +210,8 @@ class Plan:
             f"{run.method} draft: {sizes.draft:,} parameters, {sizes.trained:,} of them trained, "
             "fp32",
             f"batch: {run.batch_tokens:,} padded tokens in a forward pass of a process, times "
-            f"{run.accumulation}",
+            f"{run.accumulation}; at most {sizes.step_bytes / 2**30:.3f} GiB in a training step, "
+            f"{sizes.evaluation_bytes / 2**30:.3f} in an evaluation",
             "",
             "GiB on one process",
         ]
@@ -256,19 +261,6 @@ class Plan:
         ]
 
 
-# -- one forward and backward pass ----------------------------------------------------------
-
-
-def draft_flops(objective: DraftObjective, num_tokens: int) -> float:
-    """FLOPs per token of sequences of this length, without those of the target's layers."""
-    batch = all_counted(num_tokens, NARROW_SEQUENCES)
-    with flop_counter() as whole:
-        objective(batch, torch.Generator().manual_seed(0)).loss.backward()
-    with flop_counter() as target:
-        objective.hidden(batch)
-    return (whole.get_total_flops() - target.get_total_flops()) / batch["input_ids"].numel()
-
-
 def all_counted(num_tokens: int, num_sequences: int = 1) -> dict[str, Tensor]:
     """Sequences whose tokens are all the assistant's."""
     return {
@@ -276,18 +268,3 @@ def all_counted(num_tokens: int, num_sequences: int = 1) -> dict[str, Tensor]:
         "loss_mask": torch.ones(num_sequences, num_tokens, dtype=torch.bool),
         "lengths": torch.full((num_sequences,), num_tokens),
     }
-
-
-def kept_bytes(objective: nn.Module, batch: dict[str, Tensor], precision: str) -> int:
-    """Bytes of all tensors that autograd saves in one forward pass, parameters left out."""
-    weights = {p.untyped_storage().data_ptr() for p in objective.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), autocast:
-        objective(batch, torch.Generator().manual_seed(0))
-    return sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in weights)

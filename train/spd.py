@@ -25,22 +25,23 @@ class SPDTrainConfig(SPDConfig, DivergenceConfig):
     """The module and its loss."""
 
     full_probability: float = 0.5
-    """Share of examples seen with all n stages occupied; the others get 1..n-1 tokens in flight."""
+    """Share of examples seen with the pipeline full, n tokens in flight (n - 1 with output states);
+    the others get 1 or more."""
 
 
 def sample_occupancy(
-    num_examples: int, num_stages: int, full_probability: float, generator: torch.Generator
+    num_examples: int, most: int, full_probability: float, generator: torch.Generator
 ) -> list[int]:
-    """Tokens in flight for each example: n with ``full_probability``, else uniform in 1..n-1.
+    """Tokens in flight for each example: the most with ``full_probability``, else uniform below.
 
     Drawn per example as in the paper. Deviation from the authors' code, which draws once per
     micro-batch.
     """
-    if num_stages == 1:
+    if most == 1:
         return [1] * num_examples
     is_full = torch.rand(num_examples, generator=generator) < full_probability
-    partial = torch.randint(1, num_stages, (num_examples,), generator=generator)
-    return torch.where(is_full, num_stages, partial).tolist()
+    partial = torch.randint(1, most, (num_examples,), generator=generator)
+    return torch.where(is_full, most, partial).tolist()
 
 
 class SPDObjective(StagedObjective):
@@ -89,7 +90,7 @@ class SPDObjective(StagedObjective):
         """Draw the occupancies, and order the batch by them, fullest first, as the module likes."""
         drawn = sample_occupancy(
             len(batch["lengths"]),
-            self.draft.config.num_stages,
+            self.draft.config.max_in_flight,
             self.config.full_probability,
             generator,
         )
@@ -97,7 +98,7 @@ class SPDObjective(StagedObjective):
         return reorder(batch, order), fill.tolist()
 
     def evaluation_passes(self) -> list[dict[str, Any]]:
-        return [{"occupancies": range(1, self.draft.config.num_stages + 1)}]
+        return [{"occupancies": range(1, self.draft.config.max_in_flight + 1)}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         count = max(sums["count"], 1)
@@ -107,7 +108,7 @@ class SPDObjective(StagedObjective):
         names = ("acceptance", "agreement")
         if "acceptance" in sums:
             return metrics | {name: sums[name] / count for name in names}
-        fills = range(1, self.draft.config.num_stages + 1)
+        fills = range(1, self.draft.config.max_in_flight + 1)
         rates = {name: [sums[f"fill{a}_{name}"] / count for a in fills] for name in names}
         metrics |= {f"{name}_filling": rates[name][0] for name in names}
         return self.add_rates(metrics, rates)

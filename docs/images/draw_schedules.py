@@ -40,22 +40,17 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipedec": ("PipeDec, width 16", {"schedule": "pipedec"}),
     "flowspec": (
         "FlowSpec",
-        {"schedule": "flowspec", "tree": TREE, "step_tokens": 2},
+        {"schedule": "flowspec", "tree": TREE, "expansion_depth": 4, "expansion_tokens": 9},
     ),
-    "flowspec_published": (
-        "FlowSpec as published",
-        {
-            "schedule": "flowspec",
-            "tree": TREE,
-            "tree_first": True,
-            "expansion_depth": 4,
-            "expansion_tokens": 9,
-        },
+    "flowspec_continued": (
+        "FlowSpec continued",
+        {"schedule": "flowspec_continued", "step_tokens": 2},
     ),
     "pipeinfer": (
         "PipeInfer, micro-batches of 3",
         {"schedule": "pipeinfer", "draft_tokens": 3},
     ),
+    "ssd": ("SSD, chains of 4", {"schedule": "ssd", "draft_tokens": 4}),
 }
 
 

@@ -70,11 +70,11 @@ class KnownText(TreeSource):
         )
         super().__init__(draft)
         self.text, self.luck = text, luck
-        self._known: dict[int, Tensor] = {}
+        self._found: dict[int, Tensor] = {}
         self._root_is_new = True
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        self._known, self._root_is_new = {}, True
+        self._found, self._root_is_new = {}, True
         self._restart()
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
@@ -82,7 +82,7 @@ class KnownText(TreeSource):
 
     @property
     def _outputs(self) -> Mapping[int, Tensor]:
-        return self._known
+        return self._found
 
     def _root_output(self, tree: TokenTree) -> Tensor:
         self.num_forwards += self._root_is_new
@@ -92,14 +92,14 @@ class KnownText(TreeSource):
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
         self.num_forwards += 1
         self._root_is_new = False
-        self._known |= {self._name(tree, row): self._after(tree.position(row)) for row in rows}
+        self._found |= {self._name(tree, row): self._after(tree.position(row)) for row in rows}
 
     def _rename_rows(self, names: Mapping[int, int]) -> None:
-        self._known = {names[row]: out for row, out in self._known.items() if row in names}
+        self._found = {names[row]: out for row, out in self._found.items() if row in names}
 
     def _keep_rows(self, keep: Keep) -> None:
         retained = keep.rows[keep.num_committed :]
-        self._root_is_new = not (retained and retained[0] in self._known)
+        self._root_is_new = not (retained and retained[0] in self._found)
         self._rename_rows({row: place for place, row in enumerate(retained) if place})
 
     def _after(self, position: int) -> Tensor:

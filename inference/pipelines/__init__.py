@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,6 +37,14 @@ class Ahead:
     segment: Segment
     keep_after: Callable[[Returned], Keep]
     """The Keep that a verdict will lead to."""
+
+
+def pick_rows(rows_RH: Tensor, places: Sequence[int]) -> Tensor:
+    """Some rows, in ascending order; adjacent ones without an index, which a GPU has to be sent."""
+    first, last = (places[0], places[-1]) if places else (0, -1)
+    if last - first + 1 == len(places):
+        return rows_RH[first : last + 1]
+    return rows_RH[list(places)]
 
 
 class Pipeline(ABC):

@@ -19,8 +19,10 @@ from pipedraft.inference.transport.session_messages import (
     REPLIES,
     REQUESTS,
     Open,
+    Preverify,
     Reply,
     Request,
+    Verify,
 )
 from pipedraft.inference.transport.target_session import SharedTarget, TargetSession
 
@@ -37,13 +39,19 @@ class Times:
     """Each further row."""
     cloud_draft_s: float
     """One draft token where the target runs."""
+    alone_s: float | None = None
+    """A token of the target that decodes alone, which tests nothing; None: ``verify_s``."""
+    edge_layer_s: float = 0.0
+    """One layer of the target over one row on the edge."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 <= value < math.inf:
+            if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"times.{name}: {value} is no duration; give 0 or more, finite")
 
-    def forward_s(self, num_rows: int) -> float:
+    def forward_s(self, num_rows: int, *, alone: bool = False) -> float:
+        if alone and num_rows == 1 and self.alone_s is not None:
+            return self.alone_s
         return self.verify_s + self.verify_row_s * (num_rows - 1)
 
 
@@ -58,14 +66,17 @@ class LinkPipeline(LinkedPipeline):
         times: Times,
         *,
         is_colocated: bool = False,
+        token_bytes: int = 0,
     ) -> None:
         """
         Args:
             is_colocated: the draft runs beside the target, and the link of a session has no length;
                 only the prompt crosses the given one.
+            token_bytes: that go up with each draft token besides its id.
         """
         super().__init__(target)
         self.shared, self.link, self.times, self.is_colocated = shared, link, times, is_colocated
+        self.token_bytes = token_bytes
         self.draft_s = times.cloud_draft_s if is_colocated else times.draft_s
         self._now_s = 0.0
 
@@ -149,7 +160,9 @@ class LinkPipeline(LinkedPipeline):
             self._is_computing = True
             self._session.run()
             self.num_passes += not is_prompt
-            self._at(self._now_s + self.times.forward_s(num_rows), self._end_pass)
+            alone = self._session.is_streaming and not is_prompt
+            pass_s = self.times.forward_s(num_rows, alone=alone)
+            self._at(self._now_s + pass_s, self._end_pass)
 
     def _end_pass(self) -> None:
         self._is_computing = False
@@ -163,6 +176,10 @@ class LinkPipeline(LinkedPipeline):
             return self._now_s
         return self.channel.transmit(self._now_s, num_bytes, direction)
 
+    def _size(self, request: Request) -> int:
+        ids = request.ids if isinstance(request, Preverify | Verify) else []
+        return super()._size(request) + self.token_bytes * len(ids)
+
     def _send(self, request: Request) -> None:
         data = REQUESTS.to_bytes(request)
         if self.is_colocated and isinstance(request, Open):
@@ -171,7 +188,7 @@ class LinkPipeline(LinkedPipeline):
         def arrive() -> None:
             self._send_down(self._session.receive(REQUESTS.decode(data), self._now_s))
 
-        self._at(self._transmit(len(data), "up"), arrive)
+        self._at(self._transmit(self._size(request), "up"), arrive)
 
     def _send_down(self, replies: list[Reply]) -> None:
         for reply in replies:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.draft_length import Estimates, RoundCost
+from pipedraft.inference.draws import Logits, Token, Top
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 from pipedraft.inference.timeline import Timeline
@@ -42,14 +43,7 @@ from pipedraft.inference.transport.session_messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.verify import (
-    DraftToken,
-    Payload,
-    RejectionVerifier,
-    Token,
-    Verifier,
-    Walk,
-)
+from pipedraft.inference.verify import DraftToken, Payload, RejectionVerifier, Verifier, Walk
 from pipedraft.models.target import Keep, Segment
 
 if TYPE_CHECKING:
@@ -73,7 +67,6 @@ class RemoteTarget:
     vocab_size: int = sys.maxsize
     num_stages: int = field(default=1, init=False)
     boundaries: tuple[int, ...] = field(default=(0, 1), init=False)
-    is_chain_only: bool = field(default=True, init=False)
 
 
 def check_draft(source: DraftSource) -> None:
@@ -148,6 +141,9 @@ class LinkedPipeline(Pipeline):
     def _begin(self) -> Estimates:
         """A session is about to be opened."""
 
+    draft_vocab_size = sys.maxsize
+    """Tokens that the draft can read."""
+
     @abstractmethod
     def _send(self, request: Request) -> None: ...
 
@@ -165,7 +161,8 @@ class LinkedPipeline(Pipeline):
             temperature=config.temperature,
             seed=config.seed,
             prompt=prompt_index,
-            top_k=config.payload_tokens,
+            filters=config.filters,
+            payload_tokens=config.payload_tokens,
             tail_samples=config.tail_samples,
             has_bonus=not isinstance(schedule, LinkSchedule) or not schedule.drafts_on,
             pre_verifies=isinstance(schedule, LinkSchedule) and schedule.early,
@@ -255,7 +252,7 @@ class LinkedPipeline(Pipeline):
         if is_early:
             return
         batch.size, batch.seq, batch.sent_s = batch.num_drafted, message.seq, self.now()
-        batch.num_bytes = len(REQUESTS.to_bytes(message)) + self.estimates.header_bytes
+        batch.num_bytes = self._size(message) + self.estimates.header_bytes
         self.flights.append(batch)
         self.batch = None
         self.num_batches += 1
@@ -306,6 +303,10 @@ class LinkedPipeline(Pipeline):
         """The next request of the session."""
         return kind(epoch=self._epoch, seq=self._next_seq, **fields)
 
+    def _size(self, request: Request) -> int:
+        """Bytes of a message, without the link's header."""
+        return len(REQUESTS.to_bytes(request))
+
     def _post(self, request: Request) -> None:
         self._next_seq = request.seq + 1
         self._send(request)
@@ -331,7 +332,7 @@ class LinkedPipeline(Pipeline):
             certain = [] if self.knows_root else [0]
             empty = self._batch_message(Verify, Batch(0, 0, 0.0), certain, [], [])
             longer = msgspec.structs.replace(empty, ids=[last] * 8, q=[0.5] * 8 * verifier.needs_q)
-            num_bytes, num_longer = (len(REQUESTS.to_bytes(m)) for m in (empty, longer))
+            num_bytes, num_longer = map(self._size, (empty, longer))
             self._message_bytes = {
                 "up_bytes": num_bytes + self.estimates.header_bytes,
                 "up_bytes_per_token": math.ceil((num_longer - num_bytes) / 8),
@@ -370,7 +371,26 @@ class LinkedPipeline(Pipeline):
             raise ValueError(f"server: a reply of epoch {reply.epoch} in epoch {self._epoch}")
         if isinstance(reply, Result | Reject):
             self._measure(reply, arrived_s)
+        self._check_tokens(reply)
         return reply
+
+    def _check_tokens(self, reply: Reply) -> None:
+        """Raise ValueError for a token that the target's vocabulary does not have."""
+        size, found = self.target.vocab_size, -1
+        payload = reply.payload if isinstance(reply, Reject | Samples) else None
+        if isinstance(reply, Opened):
+            size, found = reply.vocab_size, reply.token
+        elif isinstance(reply, Result) and reply.token is not None:
+            found = reply.token
+        elif isinstance(payload, Token):
+            found = payload.id
+        elif isinstance(payload, Top):
+            found = int(payload.ids.max())
+        elif isinstance(payload, Logits) and len(payload.values) != size:
+            raise ValueError(f"server: logits of {len(payload.values)} tokens, it has {size}")
+        if found >= min(size, self.draft_vocab_size):
+            size = min(size, self.draft_vocab_size)
+            raise ValueError(f"server: token {found} is outside the vocabulary of {size}")
 
     def _measure(self, verdict: Result | Reject, arrived_s: float) -> None:
         """What the answer to a batch says about link and target."""

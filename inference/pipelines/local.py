@@ -5,7 +5,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.pipelines import Ahead, Pipeline, Returned, pick_rows
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
@@ -35,8 +36,7 @@ class FeatureStore:
         for layer, rows in self.rows.items():
             if rows is None:
                 continue
-            index = torch.tensor(keep.cached(len(rows)), dtype=torch.int64, device=rows.device)
-            kept = rows[index]
+            kept = pick_rows(rows, keep.cached(len(rows)))
             committed[layer] = kept[: keep.num_committed]
             self.rows[layer] = kept[keep.num_committed :]
         return committed
@@ -47,8 +47,9 @@ class LocalPipeline(Pipeline):
 
     def __init__(self, target: StagedTarget) -> None:
         self.target = target
-        self.timeline = Timeline("one process")
+        self.timeline = Timeline("one process", device=target.device)
         self.taps: tuple[int, ...] = ()
+        self._num_expected = 0
         self._features = FeatureStore(())
         self._verifier: Verifier | None = None
         self._entrance: deque[Segment] = deque()
@@ -60,6 +61,10 @@ class LocalPipeline(Pipeline):
     def num_stages(self) -> int:
         return self.target.num_stages
 
+    def open(self, config: DecodeConfig, prompt_index: int) -> None:
+        self._num_expected = config.max_new_tokens
+        self.target.set_bitwise(config.bitwise)
+
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
@@ -68,6 +73,7 @@ class LocalPipeline(Pipeline):
         self._features = FeatureStore(taps)
         self._entrance.clear()
         self._waiting = [None] * self.num_stages
+        self.target.reserve(len(input_ids) + self._num_expected)
         logits_V, features = self.target.prefill(input_ids, taps)
         last = torch.tensor([len(input_ids) - 1])
         return int(verifier.target_tokens(logits_V[None], last)), features

@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
+from pipedraft.inference.pipelines import Ahead, Pipeline, Returned, pick_rows
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport.codec import (
     AnyMessage,
@@ -126,6 +126,7 @@ class ProcessPipeline(Pipeline):
             is_last=False,
             taps=taps,
             temperature=verifier.temperature,
+            filters=verifier.filters,
             rule=verifier.name,
             seed=verifier.random.seed,
             prompt=verifier.random.prompt,
@@ -158,7 +159,7 @@ class ProcessPipeline(Pipeline):
             result = self._receive_answer(stage, sequence)
             assert isinstance(result, Result)
             for layer, rows in result.taps.items():
-                parts[layer].append(rows)
+                parts[layer].append(rows.to(self.target.device))
             if result.verdicts is not None:
                 token = int(result.verdicts)
         if 0 in parts:
@@ -284,13 +285,13 @@ class ProcessPipeline(Pipeline):
             ]
             if rows:
                 self._fetch_all(flight)
-                index = torch.tensor([flight.alive[row] for row in rows])
+                places = [flight.alive[row] for row in rows]
                 for layer, parts in committed.items():
-                    parts.append(flight.taps[layer][index])
+                    parts.append(pick_rows(flight.taps[layer], places))
             kept = keep.segment_rows(first, first + count)
             if flight.segment is not None:
                 flight.segment = prune_segment(flight.segment, keep, first)
-                flight.taps = {layer: part[list(kept)] for layer, part in flight.taps.items()}
+                flight.taps = {layer: pick_rows(part, kept) for layer, part in flight.taps.items()}
                 flight.alive = list(range(len(kept)))
             else:
                 flight.alive = [flight.alive[row] for row in kept[len(rows) :]]
@@ -334,7 +335,7 @@ class ProcessPipeline(Pipeline):
                 break
             if layer:
                 self._fetch(stage, flight)
-            parts.append(flight.taps[layer][flight.alive])
+            parts.append(pick_rows(flight.taps[layer], flight.alive))
         if not parts:
             raise KeyError(layer)
         return torch.cat(parts)
@@ -375,7 +376,8 @@ class ProcessPipeline(Pipeline):
         under_way = self._flights if self._ahead is None else [*self._flights, self._ahead]
         for flight in under_way:
             if flight.sequence == message.sequence:
-                flight.taps.update(message.taps)
+                device = self.target.device  # a frame's states arrive in the host's memory
+                flight.taps.update({i: rows.to(device) for i, rows in message.taps.items()})
                 if message.verdicts is not None:
                     flight.verdicts = message.verdicts
 

@@ -102,6 +102,8 @@ class RemotePipeline(LinkedPipeline):
         self.keeps_drafting, self.tokenizer = keeps_drafting, tokenizer
         self.num_reopened = 0
         """Sessions that the server had forgotten."""
+        if draft is not None:
+            self.draft_vocab_size = draft.network.target_vocab_size
         self._stream: SessionStream | None = None
         self._lost: SessionLost | None = None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pipedraft.inference.budget import MOST_ROWS, Budget
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.shapes import TreeShape, segment_sizes
 
@@ -18,7 +19,7 @@ Growth = Literal["layers", "trees", "micro_batches"]
 """Growing verbs of a draft source."""
 TEXT_DRAFTS = {"language_model", "flexspec"}
 """Their draft token is a function of the tokens before it, whenever it is made."""
-TREE_DRAFTS = TEXT_DRAFTS | {"eagle", "eagle3"}
+TREE_DRAFTS = TEXT_DRAFTS | {"eagle", "eagle3", "dflash", "ngram", "suffix"}
 """A tree that is drafted between rounds is a function of the committed tokens."""
 
 
@@ -47,6 +48,9 @@ class Schedule(ABC):
     """Verb of the draft source that it needs; None: no draft."""
     needs_link: ClassVar[bool] = False
     """Made for a target behind a network: it decides by time and by what is away."""
+
+    verifies_whole: ClassVar[bool] = False
+    """A round is drafted as a whole, and verified once all of it is back."""
 
     @abstractmethod
     def run(self, session: Session) -> None:
@@ -118,15 +122,23 @@ class LayerSchedule(Schedule):
 
     grows: ClassVar[Growth | None] = "layers"
 
-    tree_width: int = 1
-    """Draft tokens per step; more than 1 keeps every branch that agrees with the output."""
+    tree_width: Budget = 1
+    """Draft tokens per step; more than 1 keeps every branch that agrees with the output; auto: as
+    many as pay under the cost model, 1 to 16."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "tree_width")
 
     @property
     def width(self) -> int:
-        return self.tree_width
+        return MOST_ROWS if self.tree_width == "auto" else self.tree_width
+
+    @property
+    def label(self) -> str | None:
+        return "width:auto" if self.tree_width == "auto" else None
+
+    def cost_conflict(self, recorded: CostModel, cost: CostModel) -> str:
+        return auto_conflict(self.name) if self.tree_width == "auto" else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +148,8 @@ class TreeSchedule(Schedule):
     grows: ClassVar[Growth | None] = "trees"
 
     tree: TreeShape = TreeShape()
-    """What a round proposes: chain:M, static, or dynamic[:LEVELS:BEAMS:TOKENS]."""
+    """What a round proposes: chain:M, static, or dynamic[:LEVELS:BEAMS:TOKENS]; TOKENS of auto are
+    as many as pay under the cost model."""
 
     @property
     def width(self) -> int:
@@ -149,6 +162,9 @@ class TreeSchedule(Schedule):
     @property
     def is_chain(self) -> bool:
         return self.tree.is_chain
+
+    def cost_conflict(self, recorded: CostModel, cost: CostModel) -> str:
+        return auto_conflict(self.name) if self.tree.is_auto else ""
 
     def replay_basis(self, draft_type: str | None, num_stages: int, cost: CostModel) -> str:
         if draft_type not in TREE_DRAFTS:
@@ -165,7 +181,8 @@ class SegmentSchedule(TreeSchedule):
     micro_batches: int | None = None
     """Segments that a tree is cut into; None: stages + 1."""
     max_segment_rows: int = 16
-    """A tree that does not fit that many segments of this size is cut into more of them."""
+    """Draft tokens of a segment (FlowSpec's L_max); the root comes on top. A tree that does not fit
+    ``micro_batches`` segments of this size is cut into more of them."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "micro_batches", "max_segment_rows")
@@ -189,10 +206,14 @@ def check_at_least(settings: Any, least: float, *names: str) -> None:
     """Refuse settings below a number, or not finite; None is left alone."""
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not least <= value < float("inf"):
+        if value not in (None, "auto") and not least <= value < float("inf"):
             below = "negative" if least == 0 else f"below {least:g}"
             problem = below if value < least else "not finite"
             raise ValueError(f"{name}: {value} is {problem}; give at least {least:g}")
+
+
+def auto_conflict(name: str) -> str:
+    return f"{name} chose its budget (auto) by its own cost model; record a run under this one"
 
 
 def check_probability(settings: Any, *names: str) -> None:
@@ -212,7 +233,9 @@ def travel(
         clock.step(rows, draft_forwards=forwards, overlap=overlap)
 
 
-def travel_whole(clock: VirtualClock, found: Round, num_segments: int, max_rows: int) -> None:
+def travel_whole(
+    clock: VirtualClock, found: Round, num_segments: int, max_rows: int | None
+) -> None:
     """Give the clock a tree that is verified once all of it is back: n + segments - 1 steps."""
     sizes = segment_sizes(found.drafted + 1, num_segments, max_rows)
     clock.serial_draft(found.forwards)

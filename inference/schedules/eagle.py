@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.inference.clock import VirtualClock
-from pipedraft.inference.schedules.base import Round, TreeSchedule, travel_whole
+from pipedraft.inference.schedules.base import (
+    Round,
+    TreeSchedule,
+    check_at_least,
+    travel_whole,
+)
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
@@ -17,13 +22,21 @@ class Eagle(TreeSchedule):
     """One segment per round: n steps, and the draft works while the stages wait."""
 
     name: ClassVar[str] = "eagle"
+    verifies_whole: ClassVar[bool] = True
+
+    max_segment_rows: int | None = None
+    """Draft tokens of a segment; a larger tree is cut into several. None: one batch, as
+    published."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_segment_rows")
 
     def run(self, session: Session) -> None:
         while not session.done:
-            session.grow_tree(self.tree)
+            session.grow_tree(self.tree, session.clock.round_costs(1, self.tree.depth))
             session.draft_alone()
-            session.inject()
+            session.inject(1, self.max_segment_rows)
             session.resolve(session.collect())
 
     def replay(self, clock: VirtualClock, found: Round) -> None:
-        travel_whole(clock, found, 1, found.drafted + 1)
+        travel_whole(clock, found, 1, self.max_segment_rows)

@@ -1,14 +1,14 @@
-"""FlowSpec: a tree travels in segments, is pruned at every verdict, and grows on its way."""
+"""FlowSpec: a tree travels in segments, is pruned at every verdict, and fresh trees join it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from pipedraft.inference.budget import Budget
 from pipedraft.inference.clock import CostModel
-from pipedraft.inference.schedules.base import check_at_least
+from pipedraft.inference.schedules.base import auto_conflict, check_at_least
 from pipedraft.inference.schedules.pruned_pp import PrunedPP
-from pipedraft.inference.schedules.spd import draft_beside_step
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSpec(PrunedPP):
-    """Pruned pipeline parallelism that keeps drafting beside the stages.
+    """Pruned pipeline parallelism that keeps drafting beside the stages, as published.
 
-    The tree on its way is continued where it is most likely right: below the root after a commit
-    (context-aware expansion), and below its best draft tokens that were not continued (score-aware
-    expansion). Deviation: published FlowSpec, with ``tree_first``, drafts a fresh tree below the
-    root after every commit instead, and the stages wait for the first one of a round.
+    The stages wait after a miss until a tree is drafted, which then enters with the root in
+    segments, the best draft tokens first (score-based segmentation). A fresh tree from the root
+    follows every commit and is merged by its token paths (context-aware expansion); where the
+    returning segment was pruned to nothing, the last fresh tree is deepened (score-aware
+    expansion). Deviation: fresh trees have as many levels as fit beside a step; published: 6.
     """
 
     name: ClassVar[str] = "flowspec"
@@ -29,27 +30,26 @@ class FlowSpec(PrunedPP):
     expansion: bool = True
     """Off: no new draft tokens inside a round, which is pruned pipeline parallelism."""
     expansion_depth: int | None = None
-    """Draft forwards beside a step; None: as many as fit beside it under the cost model, at least
-    one and at most those of a whole tree."""
-    step_tokens: int = 32
-    """Draft tokens that one draft forward continues, and that it adds."""
-    tree_first: bool = False
-    """As published: the stages wait after a miss until a whole tree is drafted, which then enters
-    with the root, and a fresh tree of ``expansion_depth`` levels from the root follows each
-    commit. Off: the root enters at once, and the tree on its way is continued beside every
-    step."""
-    expansion_tokens: int = 64
-    """With ``tree_first``: draft tokens of a fresh tree, those already on their way included."""
+    """Levels of a fresh tree, a draft forward each; None: as many as fit beside a step of one row
+    under the cost model, at least one and at most those of a whole tree."""
+    expansion_tokens: Budget = 64
+    """Draft tokens of a fresh tree, those already on their way included; auto: those that pay under
+    the cost model, at most 59."""
+    max_expansion_rows: int | None = None
+    """New draft tokens of a fresh or deepened tree that enter together; None: all, as published."""
     refill_depth: int = 2
-    """With ``tree_first``: levels added to the last tree when the returning segment was pruned to
-    nothing; 0: none."""
+    """Levels added to the last tree when the returning segment was pruned to nothing; 0: none."""
     refill_tokens: int = 48
-    """With ``tree_first``: the best new draft tokens of these levels that are sent."""
+    """The best new draft tokens of these levels that are sent."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "expansion_depth", "step_tokens")
-        check_at_least(self, 0, "expansion_tokens", "refill_depth", "refill_tokens")
+        check_at_least(self, 1, "expansion_depth", "expansion_tokens", "max_expansion_rows")
+        check_at_least(self, 0, "refill_depth", "refill_tokens")
+
+    @property
+    def label(self) -> str | None:
+        return f"{super().label}{'+auto' * (self.expansion_tokens == 'auto')}"
 
     @property
     def is_chain(self) -> bool:
@@ -58,24 +58,7 @@ class FlowSpec(PrunedPP):
     def run(self, session: Session) -> None:
         if not self.expansion:
             super().run(session)
-        elif self.tree_first:
-            self._run_tree_first(session)
-        else:
-            draft_beside_step(session, lambda: self._continue_tree(session))
-
-    def _continue_tree(self, session: Session) -> None:
-        session.expand_tree(self._forwards(session), self.step_tokens, not self.level_order)
-
-    def _forwards(self, session: Session) -> int:
-        """Draft forwards a step: by default what fits beside it, and at most a whole tree's."""
-        return self.expansion_depth or min(self.tree.depth, session.hidden_forwards())
-
-    def _run_tree_first(self, session: Session) -> None:
-        """Fresh trees from the root of each commit are merged into the one on its way.
-
-        When the returning segment was pruned to nothing, the context is the old one and the last
-        fresh tree is deepened instead.
-        """
+            return
         while not session.done:
             self.begin_round(session)
             num_steps, hit = 0, True
@@ -85,18 +68,38 @@ class FlowSpec(PrunedPP):
                 hit = returned is None or session.resolve(returned)
                 if not hit or session.done:
                     break
-                session.inject()
+                session.inject(1, self.max_expansion_rows)
                 if returned is not None:
-                    depth, tokens = self._forwards(session), max(1, self.expansion_tokens)
-                    fresh = replace(self.tree, depth=depth, num_tokens=tokens)
-                    session.grow_tree(fresh, by_score=not self.level_order)
+                    depth = beside_step(session, self.expansion_depth, self.tree.depth)
+                    fresh = replace(self.tree, depth=depth, num_tokens=self.expansion_tokens)
+                    session.grow_tree(
+                        fresh,
+                        session.clock.step_costs(session.result.num_tokens),
+                        by_score=not self.level_order,
+                    )
                 elif num_steps >= session.num_stages and self.refill_depth:
                     session.deepen_tree(self.refill_depth, self.refill_tokens)
 
     def cost_conflict(self, recorded: CostModel, cost: CostModel) -> str:
-        if not self.expansion or self.expansion_depth:
-            return ""
-        return (
-            "flowspec drafted as much as fits beside a step under its own cost model; record a run "
-            "under this one, or with --expansion-depth"
-        )
+        if self.expansion and self.expansion_tokens == "auto":
+            return auto_conflict(self.name)
+        if self.expansion and not self.expansion_depth:
+            return forwards_conflict(self.name, recorded, cost)
+        return super().cost_conflict(recorded, cost)
+
+
+def beside_step(session: Session, asked: int | None, most: int) -> int:
+    """Draft forwards of a step: those asked for, or what fits beside one row, at most ``most``."""
+    return asked or min(most, session.hidden_forwards())
+
+
+def forwards_conflict(name: str, recorded: CostModel, cost: CostModel) -> str:
+    """As ``Schedule.cost_conflict``, of drafting as much as fits beside a step of one row."""
+    if recorded.draft_forward == cost.draft_forward and (
+        recorded.draft_on_first_stage == cost.draft_on_first_stage
+    ):
+        return ""
+    return (
+        f"{name} drafted as much as fits beside a step under its own cost model; record a run "
+        "under this one, or with --expansion-depth"
+    )

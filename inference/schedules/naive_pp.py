@@ -20,12 +20,14 @@ class NaivePP(SegmentSchedule):
     """
 
     name: ClassVar[str] = "naive_pp"
+    verifies_whole: ClassVar[bool] = True
 
     def run(self, session: Session) -> None:
         while not session.done:
-            session.grow_tree(self.tree)
+            num_segments = self.num_segments(session.num_stages)
+            session.grow_tree(self.tree, session.clock.round_costs(num_segments, self.tree.depth))
             session.draft_alone()
-            session.inject(self.num_segments(session.num_stages), self.max_segment_rows)
+            session.inject(num_segments, self.max_segment_rows)
             session.resolve(session.collect())
 
     def replay(self, clock: VirtualClock, found: Round) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from pipedraft.inference.budget import Budget
 from pipedraft.inference.clock import VirtualClock
 from pipedraft.inference.schedules.base import LayerSchedule, Round
 from pipedraft.inference.schedules.spd import draft_beside_step, replay_beside_step
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 class PipeDec(LayerSchedule):
     name: ClassVar[str] = "pipedec"
 
-    tree_width: int = 16
-    """Draft tokens per step; every branch that agrees with the output is kept."""
+    tree_width: Budget = 16
+    """Draft tokens per step; every branch that agrees with the output is kept; auto: as many as pay
+    under the cost model, 1 to 16."""
 
     def run(self, session: Session) -> None:
         draft_beside_step(session, lambda: session.grow_layer(self.tree_width))

@@ -1,6 +1,6 @@
 """PipeInfer: micro-batches of draft tokens enter at every step, on top of those under way."""
 
-# Q leaves, U draft vocabulary, W best tokens of each
+# Q leaves, W best tokens of each
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import CostModel, VirtualClock, micro_batch_acceptance_length
+from pipedraft.inference.budget import MOST_ROWS, Budget
+from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.schedules.base import (
     Growth,
     Refusal,
     Round,
     Schedule,
+    auto_conflict,
     check_at_least,
     check_probability,
     travel,
@@ -24,9 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipedraft.inference.engine import Session
-    from pipedraft.inference.sources.base import DraftSource
+    from pipedraft.inference.sources.base import DraftSource, Sampling
     from pipedraft.inference.tree import TokenTree
-    from pipedraft.inference.verify import Verifier
 
 STEP = 0.2
 """Weight of the latest verdict in the mean share of right draft tokens."""
@@ -53,17 +54,15 @@ class PipeInfer(Schedule):
     What differs from the publication: the stages keep step, with one entry per step; no verdict is
     drawn a second time for a position; a copy costs the stages and the links nothing else. Beyond
     the publication: a draft that is hardly ever right is asked rarely (``give_up``), whatever it
-    believes, and where rows cost time under the cost model a micro-batch is as large as the latest
-    share of right draft tokens makes worth it.
+    believes, and micro-batches of ``auto`` are as large as pays.
     """
 
     name: ClassVar[str] = "pipeinfer"
     grows: ClassVar[Growth | None] = "micro_batches"
 
-    draft_tokens: int = 3
+    draft_tokens: Budget = 3
     """Draft tokens of one micro-batch, over all branches; they enter the first stage together.
-    Fewer where the cost model says that further rows take more time than they are right often
-    enough to save."""
+    auto: as many as pay under the cost model and are drafted beside a step of one row, 1 to 16."""
     branches: int = 1
     """Paths that one micro-batch may begin; 1: a chain."""
     accept: float = 0.0
@@ -122,16 +121,15 @@ class PipeInfer(Schedule):
                 if not self.restart:
                     leaf = _deepest(tree, range(len(tree)))
                 shift = successive * self.recovery - empty * self.decay
-                size = worthwhile_size(self.draft_tokens, gate.share, session.clock)
                 with session.drafting():
                     rows = self.grow(
                         session.drafter,
                         tree,
                         session.features,
-                        session.verifier,
                         start=leaf,
                         shift=shift,
-                        size=size,
+                        sampling=session.step_sampling(self.draft_tokens),
+                        size=self._size(session),
                         interrupted=session.verdict_waits,
                     )
                 leaf = _deepest(tree, rows or [leaf])
@@ -149,15 +147,20 @@ class PipeInfer(Schedule):
                 leaf = successive = empty = 0
                 is_entry_taken = self.restart and session.tree.num_injected > 0
 
+    def _size(self, session: Session) -> int:
+        if self.draft_tokens != "auto":
+            return self.draft_tokens
+        return min(MOST_ROWS, session.hidden_forwards())
+
     def grow(
         self,
         source: DraftSource,
         tree: TokenTree,
         features: Mapping[int, Tensor],
-        rule: Verifier,
         *,
         start: int,
         shift: float,
+        sampling: Sampling,
         size: int,
         interrupted: Callable[[], bool],
     ) -> list[int]:
@@ -179,26 +182,32 @@ class PipeInfer(Schedule):
         rows: list[int] = []
         leaves, num_branches = [start], 1
         while leaves and len(rows) < size and not (rows and interrupted()):
-            logits_QU = source.leaf_logits(tree, leaves, features)
-            positions = [tree.position(leaf) + 1 for leaf in leaves]
-            logprob_QU = rule.child_scores(logits_QU, source.draft_ids, positions)
-            best_QW, index_QW = logprob_QU.topk(min(self.branches, logprob_QU.shape[1]), -1)
-            tokens_QW = source.draft_ids[index_QW]
-            level: list[int] = []
-            for leaf, tokens, logprobs in zip(
-                leaves, tokens_QW.tolist(), best_QW.tolist(), strict=True
+            for best_2QW in source.best_levels(
+                tree,
+                leaves,
+                features,
+                width=self.branches,
+                levels=size - len(rows),
+                sampling=sampling,
             ):
-                best, *others = zip(tokens, logprobs, strict=True)
-                if math.exp(best[1]) < accept:
-                    continue
-                forks = [token for token in others if math.exp(token[1]) > split]
-                forks = forks[: self.branches - num_branches]
-                num_branches += len(forks)
-                room = size - len(rows) - len(level)
-                for token, logprob in [best, *forks][:room]:
-                    level.append(tree.add(leaf, token, tree.scores[leaf] + logprob))
-            rows += level
-            leaves = level
+                level: list[int] = []
+                for leaf, *children in zip(leaves, *best_2QW.tolist(), strict=True):
+                    best, *others = zip(*children, strict=True)
+                    reached = tree.scores[leaf]
+                    if math.exp(best[1] - reached) < accept:
+                        continue
+                    forks = [child for child in others if math.exp(child[1] - reached) > split]
+                    forks = forks[: self.branches - num_branches]
+                    num_branches += len(forks)
+                    room = size - len(rows) - len(level)
+                    scored = [best, *forks][:room]
+                    worth = sampling.worth(tree, [score for _, score in scored])
+                    for token, score in scored[:worth]:
+                        level.append(tree.add(leaf, int(token), score))
+                rows += level
+                leaves = level
+                if not leaves:
+                    break
         return rows
 
     def replay(self, clock: VirtualClock, found: Round) -> None:
@@ -207,6 +216,7 @@ class PipeInfer(Schedule):
             travel(clock, [1], clock.num_stages, forwards=0, overlap=True)
             return
         size = self.draft_tokens
+        assert size != "auto", "refused above"
         num_steps = clock.num_stages + math.ceil((found.length - 1) / size)
         travel(clock, [1] + [size] * num_steps, num_steps, forwards=size, overlap=True)
 
@@ -219,19 +229,12 @@ class PipeInfer(Schedule):
                 f"{SURE_RECOVERY}) make micro-batches that depend on n; record a run on these "
                 "stages"
             )
-        if self.draft_tokens > 1 and cost.row:
-            raise Refusal(
-                "pipeinfer chose the size of its micro-batches by its own cost model's row"
-            )
+        if self.draft_tokens == "auto":
+            raise Refusal("pipeinfer chose the size of its micro-batches by its own cost model")
         return basis
 
     def cost_conflict(self, recorded: CostModel, cost: CostModel) -> str:
-        if self.draft_tokens == 1 or not recorded.row + cost.row:
-            return ""
-        return (
-            "pipeinfer chose the size of its micro-batches by its own cost model's row; record a "
-            "run under this one"
-        )
+        return auto_conflict(self.name) if self.draft_tokens == "auto" else ""
 
 
 class DraftGate:
@@ -258,19 +261,6 @@ class DraftGate:
         self.share += STEP * (share - self.share)
         self.pause = 0 if self.share >= self.floor else min(2 * self.pause or 1, LONGEST_PAUSE)
         self.left = self.pause
-
-
-def worthwhile_size(largest: int, share: float, clock: VirtualClock) -> int:
-    """Draft tokens a step that give most output per modeled time if ``share`` is right."""
-    if not clock.cost.row:
-        return largest
-
-    def speed(size: int) -> float:
-        rows = [size] * clock.num_stages
-        length = micro_batch_acceptance_length(share, size, clock.num_stages)
-        return length / clock.duration(rows, draft_forwards=size, overlap=True)
-
-    return max(range(1, largest + 1), key=speed)
 
 
 def _deepest(tree: TokenTree, rows: Iterable[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from pipedraft.inference.budget import Budget
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.schedules.base import LayerSchedule, Refusal, Round
 
@@ -31,7 +32,7 @@ class PPSD(LayerSchedule):
         return basis
 
 
-def draft_after_step(session: Session, width: int) -> None:
+def draft_after_step(session: Session, width: Budget) -> None:
     """The draft reads the hidden states AFTER the step; also SPD's with timing ``output_states``.
 
     A head behind the first stage starts before the verdict is known, so its time counts at every

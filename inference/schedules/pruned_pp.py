@@ -33,9 +33,11 @@ class PrunedPP(SegmentSchedule):
 
     def begin_round(self, session: Session) -> None:
         """Draft a tree while the stages wait, and send it in segments."""
-        session.grow_tree(self.tree, by_score=not self.level_order)
+        num_segments = self.num_segments(session.num_stages)
+        costs = session.clock.round_costs(num_segments, self.tree.depth)
+        session.grow_tree(self.tree, costs, by_score=not self.level_order)
         session.draft_alone()
-        session.inject(self.num_segments(session.num_stages), self.max_segment_rows)
+        session.inject(num_segments, self.max_segment_rows)
 
     def replay(self, clock: VirtualClock, found: Round) -> None:
         self.replay_chain(clock, found)

@@ -20,7 +20,8 @@ class SPD(LayerSchedule):
 
     timing: Literal["input_states", "output_states"] = "input_states"
     """The module reads the states before the step, beside the stages, or those after it, one stage
-    deeper, while they wait (the SPD paper's ablation)."""
+    deeper, while they wait (the SPD paper's ablation). A module trained for output states
+    (model.timing) reads these alone."""
 
     def run(self, session: Session) -> None:
         if self.timing == "output_states":

@@ -28,7 +28,7 @@ class LinkSchedule(Schedule):
     grows: ClassVar[Growth | None] = "layers"
     needs_link: ClassVar[bool] = True
 
-    policy: str = "survival"
+    policy: str = "geometric"
     """Draft length of a batch: fixed:K, eq11, alg2, geometric or survival."""
     max_length: int = 8
     """Draft tokens of a batch at most."""

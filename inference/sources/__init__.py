@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from pipedraft.inference.sources.base import DraftSource
+from pipedraft.inference.sources.dflash import DFlashSource
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.flexspec import FlexSpecSource
-from pipedraft.inference.sources.language_model import LanguageModelSource
+from pipedraft.inference.sources.language_model import language_model_source
+from pipedraft.inference.sources.lookup import LookupSource
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.spd import SPDSource
 
@@ -16,23 +18,33 @@ def make_source(draft: Any, timing: str = "input_states") -> DraftSource:
 
     Args:
         timing: of the schedule ``spd``; anything but the default is for a speculation module.
+
+    Raises:
+        ValueError: the draft cannot read the states of this timing.
     """
 
     sources: dict[str, Callable[[Any], DraftSource]] = {
-        "spd": SPDSource,
         "ppsd": PPSDSource,
         "eagle": EagleSource,
         "eagle3": EagleSource,
+        "dflash": DFlashSource,
         "flexspec": FlexSpecSource,
-        "language_model": LanguageModelSource,
+        "language_model": language_model_source,
+        "ngram": LookupSource,
+        "suffix": LookupSource,
     }
-    if timing == "output_states":
-        if draft.draft_type != "spd":
+    if draft.draft_type == "spd":
+        if timing == "input_states" != draft.config.timing:
             raise ValueError(
-                f"timing: {timing!r} needs a speculation module, which reads states of rows in "
-                f"flight; this is a draft of type {draft.draft_type!r}; leave it out"
+                f"timing: {timing!r}, but this module was trained for output states, which do not "
+                "exist before a step; give --schedule spd --timing output_states"
             )
-        return SPDSource(draft, lead=1)
+        return SPDSource(draft, lead=int(timing != draft.config.timing))
+    if timing == "output_states":
+        raise ValueError(
+            f"timing: {timing!r} needs a speculation module, which reads states of rows in "
+            f"flight; this is a draft of type {draft.draft_type!r}; leave it out"
+        )
     return sources[draft.draft_type](draft)
 
 

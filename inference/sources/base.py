@@ -4,13 +4,14 @@
 # U draft vocabulary, V target vocabulary
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipedraft.inference.budget import SHARPNESS, RowCosts, rows_that_pay
 from pipedraft.inference.schedules.base import Growth
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.tree import TokenTree
@@ -25,11 +26,45 @@ class Sampling:
     rule: Verifier
     attempt: int = 0
     """Number of the round, part of the key of the random numbers."""
+    costs: RowCosts | None = None
+    """Draft tokens are added while they pay; None: as many as are asked for."""
 
     @property
     def samples_chain(self) -> bool:
         """Draw one draft token from q and store q; else take the best ones."""
         return self.rule.needs_q
+
+    def child_scores(self, logits_QU: Tensor, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor:
+        """As the rule's; sharper where they are weighed against costs."""
+        return self._sharpened(self.rule.child_scores(logits_QU, ids_U, positions_Q))
+
+    def noisy_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
+        """The same of tensors alone."""
+        return self._sharpened(self.rule.noisy_scores(logits_QU, noise_QU))
+
+    def _sharpened(self, scores_QU: Tensor) -> Tensor:
+        return scores_QU if self.costs is None else torch.log_softmax(scores_QU * SHARPNESS, -1)
+
+    @property
+    def recorded_as(self) -> tuple[object, ...] | None:
+        """What ``noisy_scores`` launches depend on; None: on what the device finds."""
+        filters = self.rule.filters
+        if filters.top_p < 1 or filters.typical_p < 1:
+            return None
+        return type(self.rule), self.rule.temperature, filters, self.costs is None
+
+    def worth(self, tree: TokenTree, scores: Sequence[float]) -> int:
+        """How many of the best new draft tokens are added.
+
+        The first row of a segment costs nothing: another stage takes as long for a row.
+
+        Args:
+            scores: cumulative, descending.
+        """
+        if self.costs is None:
+            return len(scores)
+        free = int(len(tree) == tree.num_injected)
+        return min(len(scores), free + rows_that_pay(scores[free:], self.costs))
 
 
 class DraftSource:
@@ -42,8 +77,6 @@ class DraftSource:
     """Layer indices of the target whose hidden states it reads."""
     grows: tuple[Growth, ...] = ()
     """Which of the growing verbs it has; micro-batches: ``leaf_logits``."""
-    is_chain_only: bool = False
-    """It has one state per sequence: draft tokens are a chain."""
     num_forwards: int = 0
     """Forward passes of the draft so far."""
 
@@ -78,6 +111,25 @@ class DraftSource:
         """
         raise NotImplementedError
 
+    def best_levels(
+        self,
+        tree: TokenTree,
+        leaves: list[int],
+        features: Mapping[int, Tensor],
+        *,
+        width: int,
+        levels: int,
+        sampling: Sampling,
+    ) -> Iterator[Tensor]:
+        """Children of some rows, as of ``best_children``; perhaps of the one that was added, too.
+
+        Args:
+            features: as in ``grow_layer``.
+            levels: at most so many times one row is added below the only leaf.
+        """
+        logits_QU = self.leaf_logits(tree, leaves, features)
+        yield best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)
+
     def grow_layer(
         self,
         tree: TokenTree,
@@ -110,6 +162,7 @@ class DraftSource:
         tree: TokenTree,
         num_forwards: int,
         width: int,
+        max_rows: int,
         *,
         by_score: bool,
         sampling: Sampling,
@@ -121,6 +174,7 @@ class DraftSource:
                 committed text.
             width: rows that one pass continues besides the root, and best children of them all
                 that join the tree.
+            max_rows: draft tokens that all passes add, at most.
             by_score: the best rows and children, else the oldest rows, with as many children each.
         """
         raise NotImplementedError
@@ -173,15 +227,38 @@ def add_best(
     width: int,
     sampling: Sampling,
 ) -> int:
-    """Add the ``width`` children with the best cumulative scores over all leaves."""
+    """Add the ``width`` children with the best cumulative scores over all leaves, if they pay."""
+    best_2QW = best_children(tree, leaves, logits_QU, ids_U, width, sampling)
+    return add_children(tree, leaves, best_2QW, width, sampling)
+
+
+def best_children(
+    tree: TokenTree,
+    leaves: list[int],
+    logits_QU: Tensor,
+    ids_U: Tensor,
+    width: int,
+    sampling: Sampling,
+) -> Tensor:
+    """Tokens and cumulative scores of the best children of each leaf: float64 [2, Q, W], on the
+    CPU."""
     positions = [tree.position(leaf) + 1 for leaf in leaves]
-    logprob_QU = sampling.rule.child_scores(logits_QU, ids_U, positions)
-    width = min(width, logprob_QU.numel())
+    logprob_QU = sampling.child_scores(logits_QU, ids_U, positions)
     best_QW, index_QW = logprob_QU.topk(min(width, logprob_QU.shape[1]), -1)
-    leaf_scores = best_QW.new_tensor([tree.scores[leaf] for leaf in leaves])
-    total_QW = best_QW + leaf_scores[:, None]
-    for flat in total_QW.flatten().topk(width).indices.tolist():
-        leaf, rank = divmod(flat, index_QW.shape[1])
-        token = int(ids_U[index_QW[leaf, rank]])
-        tree.add(leaves[leaf], token, float(total_QW[leaf, rank]))
-    return width
+    total_QW = best_QW + best_QW.new_tensor([tree.scores[leaf] for leaf in leaves])[:, None]
+    # As one tensor: on a GPU each reading waits for all work under way.
+    return torch.stack([ids_U[index_QW].double(), total_QW.double()]).cpu()
+
+
+def add_children(
+    tree: TokenTree, leaves: list[int], best_2QW: Tensor, width: int, sampling: Sampling
+) -> int:
+    """Add the best of what ``best_children`` gives, if they pay."""
+    tokens_QW, total_QW = best_2QW
+    scores_W, places_W = total_QW.flatten().topk(min(width, total_QW.numel()))
+    scores, places = scores_W.tolist(), places_W.tolist()
+    tokens = tokens_QW.flatten()[places_W].tolist()
+    count = sampling.worth(tree, scores)
+    for place, token, score in list(zip(places, tokens, scores, strict=True))[:count]:
+        tree.add(leaves[place // total_QW.shape[1]], int(token), score)
+    return count

@@ -7,15 +7,17 @@ replace it.
 
 # R rows of a call after A of the text, C cached rows, H hidden
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.tree_source import RowCache, TreeSource
+from pipedraft.inference.sources.recorded_rows import NewText, RecordedRows, make_rows
+from pipedraft.inference.sources.row_cache import TEXT, RowCache
+from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.eagle import EagleHead
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import Keep
 
@@ -27,15 +29,19 @@ class EagleSource(TreeSource):
     ones below them are refreshed with the target's states.
     """
 
-    def __init__(self, draft: Any) -> None:
+    def __init__(self, draft: EagleHead) -> None:
         super().__init__(draft)
         self.taps = draft.taps
+        like = draft.draft_ids.new_zeros(0, dtype=next(draft.parameters()).dtype)
+        # A window of a cached row's age is told row by row.
+        can_record = draft.window is None
+        self._rows = make_rows(draft, self, like) if can_record else RowCache(draft.num_caches)
         self._reset()
 
     def _reset(self) -> None:
         self._pending: list[tuple[Mapping[int, Tensor], list[int]]] = []
         self._root_state: Tensor | None = None
-        self._rows = RowCache(1)
+        self._rows.restart()
         self._restart()
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
@@ -53,6 +59,23 @@ class EagleSource(TreeSource):
         """Forget the rows that left the tree, and the new root's: its true state follows."""
         retained = keep.rows[keep.num_committed :]
         self._rows.rename({row: place for place, row in enumerate(retained) if place})
+
+    @property
+    def _known(self) -> Collection[int]:
+        return self._rows.known
+
+    @property
+    def _recorded(self) -> RecordedRows | None:
+        return self._rows if isinstance(self._rows, RecordedRows) else None
+
+    def _take_pending(self) -> NewText:
+        pending, self._pending = self._pending, []
+        tokens = [token for _, part in pending for token in part]
+        return NewText(tokens, [features for features, _ in pending])
+
+    def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
+        below_root = any(tree.parents[row] == 0 for row in rows)
+        return has_text + bool(rows) if below_root else super()._num_passes(tree, has_text, rows)
 
     @property
     def _outputs(self) -> Mapping[int, Tensor]:
@@ -89,12 +112,29 @@ class EagleSource(TreeSource):
         positions = [*range(first, root + 1), *(root + tree.depths[row] for row in rows)]
 
         def forward(caches: list[KeyValues], visible_RC: Tensor) -> Tensor:
+            visible_RC &= self._within_window(tree, positions, root)
             return self._forward(tokens, torch.cat(states), positions, caches[0], visible_RC)
 
         name = partial(self._name, tree)
         text_AH = self._rows.compute(tree, rows, forward, num_text=num_text, name=name)
         if num_text:
             self._root_state = text_AH[-1]
+
+    def _within_window(self, tree: TokenTree, positions: list[int], root: int) -> Tensor:
+        """Which cached rows are near enough: bool [R, C]; all, for a head without a window.
+
+        Deviation: the rows of a chain leave the window as they get older, as in engines; the
+        package speculators trains with the window of the chain's first row.
+        """
+        window = self.draft.window
+        if window is None:
+            return torch.tensor(True)
+        in_text, cached = iter(range(self._rows.num_text)), []
+        for name in self._rows.names:
+            row = self._name(tree, name)  # of another tree: invisible wherever it is
+            depth = tree.depths[row] if 0 <= row < len(tree) else 0
+            cached.append(next(in_text) if name == TEXT else root + depth)
+        return torch.tensor(cached) > torch.tensor(positions)[:, None] - window
 
     def _forward(
         self,

@@ -2,48 +2,31 @@
 
 # R rows of a call after A of the text, C cached rows, E readings, H hidden
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.tree_source import TEXT, RowCache, TextSource
+from pipedraft.inference.sources.tree_source import RowsSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import Keep
 
 
-class FlexSpecSource(TextSource):
-    """Draft tokens of FlexSpec's draft.
-
-    Keys, values and states of a draft token that becomes text stay: nothing is computed twice,
-    except that fresh trees do not look at what is in the session's tree already.
-    """
+class FlexSpecSource(RowsSource):
+    """Draft tokens of FlexSpec's draft."""
 
     def _reset(self, tokens: list[int]) -> None:
         super()._reset(tokens)
         config, weight = self.draft.config, self.draft.lm_head.weight
         self._text_state = weight.new_zeros(config.num_readings, weight.shape[1])
         """State [E, H] of the last row of the text."""
-        self._rows = RowCache(config.num_readings * config.num_layers)
-
-    def _rename_rows(self, names: Mapping[int, int]) -> None:
-        self._rows.rename(names)
 
     def _keep_rows(self, keep: Keep) -> None:
-        """The old root is text here already; the new one becomes it, too."""
-        path, retained = keep.rows[1 : keep.num_committed + 1], keep.rows[keep.num_committed :]
-        computed = [row for row in path if row in self._outputs]
-        self._num_taken_in = len(computed)
-        if computed:
+        computed = [row for row in keep.rows[1 : keep.num_committed + 1] if row in self._known]
+        if computed and self._recorded is None:
             self._text_state = self._outputs[computed[-1]]
-        names = {row: place for place, row in enumerate(retained) if place}
-        self._rows.rename(names | dict.fromkeys(computed, TEXT))
-
-    @property
-    def _outputs(self) -> Mapping[int, Tensor]:
-        return self._rows.outputs
+        super()._keep_rows(keep)
 
     def _root_output(self, tree: TokenTree) -> Tensor:
         if self._pending:

@@ -3,16 +3,23 @@
 # H hidden of the draft
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.tree_source import TextSource
+from pipedraft.inference.sources.tree_source import RowsSource, TextSource
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import Keep, Segment
 
 CHUNK_ROWS = 512  # rows of one forward pass over the prompt; bounds its mask
+
+
+class RecordedLanguageModelSource(RowsSource):
+    """Draft tokens of a causal LM on a GPU, whose forward passes are recorded graphs."""
+
+    def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
+        return has_text + bool(rows)
 
 
 class LanguageModelSource(TextSource):
@@ -23,10 +30,8 @@ class LanguageModelSource(TextSource):
     with a Keep, so what was computed once is never computed again.
     """
 
-    def __init__(self, draft: Any) -> None:
-        staged = draft.staged()
-        self.is_chain_only = staged.is_chain_only
-        (self._stage,) = staged.stages
+    def __init__(self, draft: LanguageModelDraft) -> None:
+        (self._stage,) = draft.staged().stages
         super().__init__(draft)
 
     def _reset(self, tokens: list[int]) -> None:
@@ -89,3 +94,8 @@ class LanguageModelSource(TextSource):
         first = keep.num_committed
         places = {row: place - first for place, row in enumerate(keep.rows) if place}
         self._rename_rows(places, self._num_taken_in)
+
+
+def language_model_source(draft: LanguageModelDraft) -> TextSource:
+    is_recorded = draft.model.device.type == "cuda" and draft.can_record
+    return RecordedLanguageModelSource(draft) if is_recorded else LanguageModelSource(draft)

@@ -4,15 +4,23 @@
 # U draft vocabulary
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import DraftSource, Growth, Sampling, add_layer, deepest_rows
-from pipedraft.inference.sources.tree_source import TEXT, RowCache
+from pipedraft.inference.sources.base import (
+    DraftSource,
+    Growth,
+    Sampling,
+    add_children,
+    add_layer,
+    deepest_rows,
+)
+from pipedraft.inference.sources.recorded_rows import Ask, NewText, RecordedRows, make_rows
+from pipedraft.inference.sources.row_cache import TEXT
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import KeyValues
+from pipedraft.models.ppsd import PPSD
 from pipedraft.models.target import Keep
 
 
@@ -25,15 +33,15 @@ class PPSDSource(DraftSource):
 
     grows: tuple[Growth, ...] = ("layers",)
 
-    def __init__(self, draft: Any) -> None:
+    def __init__(self, draft: PPSD) -> None:
         self.draft = draft
         self.taps = draft.taps
         self.num_forwards = 0
+        self._rows = make_rows(draft, self, draft.lm_head.weight[:0])
         self._reset()
 
     def _reset(self) -> None:
-        num_layers = self.draft.config.num_layers
-        self._rows = RowCache(num_layers)
+        self._rows.restart()
         self._num_moved = 0
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
@@ -47,11 +55,15 @@ class PPSDSource(DraftSource):
         if not len(stream_PH):
             return
         first, num_rows = self._rows.num_text, len(stream_PH)
+        if isinstance(self._rows, RecordedRows):
+            text = NewText([0] * num_rows, [{self.draft.exit_layer: stream_PH}])
+            self._rows.grow(TokenTree(0, first + num_rows), text, [], [], Ask())
+            return
         self._forward(TokenTree(0, 0), [], stream_PH, list(range(first, first + num_rows)))
 
     def keep(self, keep: Keep) -> None:
         path, retained = keep.rows[: keep.num_committed], keep.rows[keep.num_committed :]
-        self._num_moved = sum(row in self._rows.outputs for row in path)
+        self._num_moved = sum(row in self._rows.known for row in path)
         names = {row: place for place, row in enumerate(retained)}
         self._rows.rename(names | dict.fromkeys(path, TEXT))
 
@@ -69,9 +81,17 @@ class PPSDSource(DraftSource):
             return 0
         needed = tree.visible(0, len(tree))[leaves].any(0).nonzero()[:, 0].tolist()
         # A leaf that got no child the last time it was deepest has its output already.
-        new = [row for row in needed if row not in self._rows.outputs]
+        new = [row for row in needed if row not in self._rows.known]
+        self.num_forwards += bool(new)
+        if isinstance(self._rows, RecordedRows):
+            ask = Ask() if sampling.samples_chain else Ask(width, sampling=sampling)
+            no_text, given = NewText([], []), {self.draft.exit_layer: stream_H}
+            found = self._rows.grow(tree, no_text, new, leaves, ask, given=given)
+            if sampling.samples_chain:
+                return add_layer(tree, found, self.draft, width=width, sampling=sampling)
+            (level,) = self._rows.levels(found, len(leaves), ask)
+            return add_children(tree, leaves, level.best_2QW, width, sampling)
         if new:
-            self.num_forwards += 1
             self._forward(tree, new, stream_H[new], [tree.position(row) for row in new])
         logits_QU = self.draft.logits(torch.stack([self._rows.outputs[row] for row in leaves]))
         return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)

@@ -2,26 +2,33 @@
 
 # Q rows asked about, R forwarded rows, W children of each, H hidden, U draft vocabulary
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from pipedraft.inference.comparison_rules import RecursiveVerifier
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import (
     DraftSource,
     Growth,
     Sampling,
-    add_best,
+    add_children,
     add_layer,
+    best_children,
     deepest_rows,
 )
+from pipedraft.inference.sources.recorded_rows import Ask, NewText, RecordedRows, make_rows
+from pipedraft.inference.sources.row_cache import TEXT
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import Keep
+
+_Child: TypeAlias = tuple[int, float, Tensor | None]
+"""Token, cumulative score, and q where it was drawn."""
+_Logits: TypeAlias = Callable[[], Tensor]
 
 
 @dataclass
@@ -49,7 +56,9 @@ class _FreshTree:
         before = len(tree)
         for row in chosen:
             parent = self.merged[self.tree.parents[row]]
-            self.merged[row] = tree.add(parent, self.tree.tokens[row], self.tree.scores[row])
+            mine = self.tree
+            q_V = mine.draft_probabilities[row]
+            self.merged[row] = tree.add(parent, mine.tokens[row], mine.scores[row], q_V)
         return len(tree) - before
 
 
@@ -62,6 +71,10 @@ class TreeSource(DraftSource):
     """
 
     grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
+    reads_features = True
+    """What is computed for a row depends on the target's hidden states at hand, so the latest of
+    two rows for one draft token counts; else it is the earlier one, whose place in a cache is
+    between those of its parent and its children."""
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft
@@ -80,6 +93,24 @@ class TreeSource(DraftSource):
     def _outputs(self) -> Mapping[int, Tensor]:
         """Name of a row -> output [H], for the rows below the root that were computed."""
         raise NotImplementedError
+
+    @property
+    def _known(self) -> Collection[int]:
+        """Names of these rows."""
+        return self._outputs.keys()
+
+    @property
+    def _recorded(self) -> RecordedRows | None:
+        """What runs the draft on a GPU, in place of ``_root_output`` and ``_compute``."""
+        return None
+
+    def _take_pending(self) -> NewText:
+        """Committed text that was not seen yet."""
+        raise NotImplementedError
+
+    def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
+        """Forward passes over new text and rows."""
+        return int(has_text or bool(rows))
 
     def _root_output(self, tree: TokenTree) -> Tensor:
         """Output [H] after the root; takes in committed text that was not seen yet."""
@@ -114,17 +145,18 @@ class TreeSource(DraftSource):
         return ~row if is_fresh else row
 
     def _adopt_fresh(self) -> None:
-        """End the fresh tree: its computed rows become those of the session's tree they are in.
-
-        They replace what was computed for these from an older context.
-        """
+        """End the fresh tree: its computed rows become those of the session's tree they are in."""
         if self._fresh is None:
             return
         merged, self._fresh = self._fresh.merged, None
-        adopted = {~row: mine for row, mine in merged.items() if ~row in self._outputs}
-        replaced = set(adopted.values())
-        own = {row: row for row in self._outputs if row >= 0 and row not in replaced}
-        self._rename_rows(own | adopted)
+        adopted = {~row: mine for row, mine in merged.items() if ~row in self._known}
+        mine = {row: row for row in self._known if row >= 0}
+        twice = mine.keys() & adopted.values()
+        if self.reads_features:
+            mine = {row: row for row in mine if row not in twice}
+        else:
+            adopted = {row: name for row, name in adopted.items() if name not in twice}
+        self._rename_rows(mine | adopted)
 
     def leaf_logits(
         self, tree: TokenTree, rows: list[int], features: Mapping[int, Tensor]
@@ -133,6 +165,8 @@ class TreeSource(DraftSource):
         return self._logits(tree, rows)
 
     def _logits(self, tree: TokenTree, rows: list[int]) -> Tensor:
+        if self._recorded is not None:
+            return self._ask(self._recorded, tree, rows, Ask())
         # A leaf that got no child the last time it was asked for has its output already.
         names = {row: self._name(tree, row) for row in rows}
         missing = [row for row in rows if row and names[row] not in self._outputs]
@@ -140,6 +174,56 @@ class TreeSource(DraftSource):
             self._compute(tree, missing)
         outputs = [self._outputs[names[row]] if row else self._root_output(tree) for row in rows]
         return self.draft.logits(torch.stack(outputs))
+
+    def _ask(
+        self,
+        recorded: RecordedRows,
+        tree: TokenTree,
+        leaves: list[int],
+        ask: Ask,
+    ) -> Tensor:
+        """Of the children of rows, which are forwarded if they were not yet."""
+        name, text = partial(self._name, tree), self._take_pending()
+        missing = [row for row in leaves if row and name(row) not in recorded.known]
+        self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + ask.levels
+        return recorded.grow(tree, text, missing, leaves, ask, name=name)
+
+    def _best(
+        self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling, logits: _Logits
+    ) -> Tensor:
+        """As ``best_children``."""
+        if self._recorded is None:
+            return best_children(tree, rows, logits(), self.draft_ids, width, sampling)
+        ask = Ask(width, sampling=sampling)
+        flat = self._ask(self._recorded, tree, rows, ask)
+        return self._recorded.levels(flat, len(rows), ask)[0].best_2QW
+
+    def _best_rows(
+        self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling
+    ) -> Tensor:
+        """``_best`` of rows of the session's tree."""
+        self._adopt_fresh()
+        return self._best(tree, rows, width, sampling, lambda: self.leaf_logits(tree, rows, {}))
+
+    def best_levels(
+        self,
+        tree: TokenTree,
+        leaves: list[int],
+        features: Mapping[int, Tensor],
+        *,
+        width: int,
+        levels: int,
+        sampling: Sampling,
+    ) -> Iterator[Tensor]:
+        recorded = self._recorded
+        if recorded is None or levels == 1 or width > 1 or tree.children(leaves[0]):
+            yield self._best_rows(tree, leaves, width, sampling)
+            return
+        self._adopt_fresh()
+        ask = Ask(1, levels - 1, 1, sampling)
+        for level in recorded.levels(self._ask(recorded, tree, leaves, ask), 1, ask):
+            yield level.best_2QW
+            recorded.extend([len(tree) - 1] * len(level.beams))
 
     def grow_layer(
         self,
@@ -149,31 +233,37 @@ class TreeSource(DraftSource):
         width: int,
         sampling: Sampling,
     ) -> int:
-        logits_QU = self.leaf_logits(tree, deepest_rows(tree), features)
-        return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
+        leaves = deepest_rows(tree)
+        if sampling.samples_chain or self._recorded is None:
+            logits_QU = self.leaf_logits(tree, leaves, features)
+            return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
+        best_2QW = self._best_rows(tree, leaves, width, sampling)
+        return add_children(tree, leaves, best_2QW, width, sampling)
 
     def expand_tree(
         self,
         tree: TokenTree,
         num_forwards: int,
         width: int,
+        max_rows: int,
         *,
         by_score: bool,
         sampling: Sampling,
     ) -> int:
         before, limit = len(tree), self.num_forwards + num_forwards
         while self.num_forwards < limit:
-            rows = self._rows_to_continue(tree, width, by_score)
+            left = min(width, max_rows - (len(tree) - before))
+            rows = self._rows_to_continue(tree, left, by_score) if left else []
             if not rows:
                 break
-            logits_QU = self.leaf_logits(tree, rows, {})
+            best_2QW = self._best_rows(tree, rows, left, sampling)
             self._root_waits = False
             if by_score:
-                add_best(tree, rows, logits_QU, self.draft_ids, width, sampling)
+                add_children(tree, rows, best_2QW, left, sampling)
                 continue
-            for row, logits_U in zip(rows, logits_QU, strict=True):
-                share = max(1, width // len(rows))
-                add_best(tree, [row], logits_U[None], self.draft_ids, share, sampling)
+            for row, best_2W in zip(rows, best_2QW.unbind(1), strict=True):
+                share = left // len(rows)
+                add_children(tree, [row], best_2W[:, None], share, sampling)
         return len(tree) - before
 
     def _rows_to_continue(self, tree: TokenTree, width: int, by_score: bool) -> list[int]:
@@ -182,11 +272,16 @@ class TreeSource(DraftSource):
         A child of a root that waits is left to the next forward pass, which needs this one's state.
         """
         self._adopt_fresh()
-        waiting = [row for row in range(1, len(tree)) if row not in self._outputs]
+        waiting = [row for row in range(1, len(tree)) if row not in self._known]
+        # Rows that came from elsewhere wait for their parents.
+        known = {0, *self._known}
+        waiting = [row for row in waiting if tree.parents[row] in known]
         if self._root_waits:
             waiting = [row for row in waiting if tree.parents[row]]
         if by_score:
             waiting.sort(key=lambda row: -tree.scores[row])
+        else:
+            width -= self._root_waits  # every row that is continued gets a child
         return [0] * self._root_waits + sorted(waiting[:width])
 
     # -- fresh trees ------------------------------------------------------------------------
@@ -204,29 +299,47 @@ class TreeSource(DraftSource):
             chosen = list(fresh.draft_tokens)
         else:
             top_k = 1 if shape.is_chain else shape.top_k
-            self._expand(fresh, [0], top_k)
-            self._deepen(fresh, shape.depth - 1, top_k)
-            chosen = fresh.best(shape.depth if shape.is_chain else shape.num_tokens)
+            self._deepen(fresh, [0], shape.depth - 1, top_k)
+            chosen = fresh.best(shape.most)
+            chosen = chosen[: sampling.worth(tree, [fresh.tree.scores[row] for row in chosen])]
         return fresh.merge(tree, chosen if by_score else sorted(chosen))
 
     def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
         fresh = self._fresh
         if fresh is None or not fresh.draft_tokens:
             return 0
-        self._deepen(fresh, levels, len(fresh.tree.children(0)))
-        unmerged = [row for row in fresh.best() if row not in fresh.merged]
-        return fresh.merge(tree, unmerged[:num_tokens])
+        top_k = len(fresh.tree.children(0))
+        self._deepen(fresh, self._beams(fresh, top_k), levels - 1, top_k)
+        unmerged = [row for row in fresh.best() if row not in fresh.merged][:num_tokens]
+        count = fresh.sampling.worth(tree, [fresh.tree.scores[row] for row in unmerged])
+        return fresh.merge(tree, unmerged[:count])
 
-    def _deepen(self, fresh: _FreshTree, levels: int, top_k: int) -> None:
-        """EAGLE-2: per level the best k draft tokens of the last one get k children each."""
-        for _ in range(levels):
-            beams = sorted(deepest_rows(fresh.tree), key=lambda row: -fresh.tree.scores[row])
-            self._expand(fresh, beams[:top_k], top_k)
+    def _beams(self, fresh: _FreshTree, top_k: int) -> list[int]:
+        return sorted(deepest_rows(fresh.tree), key=lambda row: -fresh.tree.scores[row])[:top_k]
+
+    def _deepen(self, fresh: _FreshTree, parents: list[int], levels: int, top_k: int) -> None:
+        """EAGLE-2: k children below each row, and below the best k of them, level by level."""
+        recorded = self._recorded
+        if recorded is None or isinstance(fresh.sampling.rule, RecursiveVerifier):
+            self._expand(fresh, parents, top_k)
+            for _ in range(levels):
+                self._expand(fresh, self._beams(fresh, top_k), top_k)
+            return
+        ask = Ask(top_k, levels, top_k, fresh.sampling)
+        flat = self._ask(recorded, fresh.tree, parents, ask)
+        for level in recorded.levels(flat, len(parents), ask):
+            rows = [
+                fresh.tree.add(parent, int(token), score)
+                for parent, *best in zip(parents, *level.best_2QW.tolist(), strict=True)
+                for token, score in zip(*best, strict=True)
+            ]
+            parents = [rows[place] for place in level.beams]
+            recorded.extend([self._name(fresh.tree, row) for row in parents])
 
     def _expand(self, fresh: _FreshTree, parents: list[int], top_k: int) -> None:
         for parent, children in self._children(fresh, parents, top_k).items():
-            for token, score in children:
-                fresh.tree.add(parent, token, score)
+            for child in children:
+                fresh.tree.add(parent, *child)
 
     def _draft_static(self, fresh: _FreshTree, paths: tuple[tuple[int, ...], ...]) -> None:
         rows: dict[tuple[int, ...], int] = {(): 0}
@@ -236,21 +349,46 @@ class TreeSource(DraftSource):
             children = self._children(fresh, parents, 1 + max(path[-1] for path in here))
             for path in here:
                 parent = rows[path[:-1]]
-                token, score = children[parent][path[-1]]
-                rows[path] = fresh.tree.add(parent, token, score)
+                rows[path] = fresh.tree.add(parent, *children[parent][path[-1]])
 
     def _children(
         self, fresh: _FreshTree, parents: list[int], width: int
-    ) -> dict[int, list[tuple[int, float]]]:
-        """The ``width`` best (token, cumulative score) below each row."""
-        tree, logits_RU = fresh.tree, self._logits(fresh.tree, parents)
-        positions = [tree.position(parent) + 1 for parent in parents]
-        logprob_RU = fresh.sampling.rule.child_scores(logits_RU, self.draft_ids, positions)
-        best_RW, index_RW = logprob_RU.topk(min(width, logprob_RU.shape[1]), -1)
-        scores_RW = best_RW + best_RW.new_tensor([tree.scores[p] for p in parents])[:, None]
-        tokens_RW = self.draft_ids[index_RW]
-        rows = zip(parents, tokens_RW.tolist(), scores_RW.tolist(), strict=True)
-        return {parent: list(zip(tokens, scores, strict=True)) for parent, tokens, scores in rows}
+    ) -> dict[int, list[_Child]]:
+        """The ``width`` best children below each row, or as many drawn without replacement."""
+        tree, rule = fresh.tree, fresh.sampling.rule
+        if isinstance(rule, RecursiveVerifier):
+            logits_RU = self._logits(tree, parents)
+            return self._draw_children(fresh, parents, logits_RU, width, rule)
+        best_2RW = self._best(
+            tree, parents, width, fresh.sampling, lambda: self._logits(tree, parents)
+        )
+        tokens, scores = best_2RW.tolist()
+        return {
+            parent: [(int(token), score, None) for token, score in zip(*children, strict=True)]
+            for parent, *children in zip(parents, tokens, scores, strict=True)
+        }
+
+    def _draw_children(
+        self,
+        fresh: _FreshTree,
+        parents: list[int],
+        logits_RU: Tensor,
+        width: int,
+        rule: RecursiveVerifier,
+    ) -> dict[int, list[_Child]]:
+        """Scored by their ranks alone: which of them stay must not depend on their tokens."""
+        (position,) = {fresh.tree.position(parent) + 1 for parent in parents}
+        attempt = fresh.sampling.attempt
+        drawn = rule.draw_children(logits_RU, self.draft_ids, position, width, attempt=attempt)
+        tokens_RW, q_RV = drawn
+        q_RV = torch.nn.functional.pad(q_RV, (0, self.draft.target_vocab_size - q_RV.shape[1]))
+        found = {}
+        for parent, tokens_W, q_V in zip(parents, tokens_RW, q_RV, strict=True):
+            found[parent] = [
+                (token, fresh.tree.scores[parent] + rule.score(rank), q_V)
+                for rank, token in enumerate(tokens_W.tolist())
+            ]
+        return found
 
 
 class TextSource(TreeSource):
@@ -259,6 +397,8 @@ class TextSource(TreeSource):
 
     What was computed for a draft token that becomes text stays.
     """
+
+    reads_features = False
 
     def __init__(self, draft: Any) -> None:
         super().__init__(draft)
@@ -279,64 +419,44 @@ class TextSource(TreeSource):
         self._num_taken_in = 0
 
 
-TEXT = sys.maxsize
-"""Name of every row of the committed text; no tree has as many rows."""
+class RowsSource(TextSource):
+    """A draft that reads tokens alone, with its rows in one ``RowCache``.
 
-
-class RowCache:
-    """Keys and values of every draft layer, and the output, of rows.
-
-    A row is computed once. One of the tree has the name of its row there, and stays until it leaves
-    the tree or becomes text. It sees the text, and its ancestors-or-self among the cached rows.
+    What was computed for a draft token stays where the token becomes text: nothing is computed
+    twice, except that fresh trees do not look at what is in the session's tree already.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self.names: list[int] = []
-        """Of each cached row, in the order of the keys and values."""
-        self.layers = [KeyValues() for _ in range(num_layers)]
-        self.outputs: dict[int, Tensor] = {}
-        """Name -> output [H], of the rows of the tree."""
+    def __init__(self, draft: Any) -> None:
+        self._rows = make_rows(draft, self, next(draft.parameters())[:0])
+        super().__init__(draft)
+
+    def _reset(self, tokens: list[int]) -> None:
+        super()._reset(tokens)
+        self._rows.restart()
 
     @property
-    def num_text(self) -> int:
-        return self.names.count(TEXT)
+    def _outputs(self) -> Mapping[int, Tensor]:
+        return self._rows.outputs
 
-    def compute(
-        self,
-        tree: TokenTree,
-        rows: list[int],
-        forward: Callable[[list[KeyValues], Tensor], Tensor],
-        *,
-        num_text: int = 0,
-        name: Callable[[int], int] = int,
-    ) -> Tensor:
-        """Add rows of the tree, and before them the next rows of the text.
+    @property
+    def _known(self) -> Collection[int]:
+        return self._rows.known
 
-        Args:
-            rows: not cached yet; the ancestors of each are text, or cached, or precede it.
-            forward: appends A + R rows to the caches of all layers, each seeing what the bool
-                [A + R, C] says, and returns their outputs [A + R, H].
-            num_text: A.
-            name: of a row of this tree, and the other way round; it keeps rows of two trees apart.
+    @property
+    def _recorded(self) -> RecordedRows | None:
+        return self._rows if isinstance(self._rows, RecordedRows) else None
 
-        Returns:
-            Outputs [A, H] of the rows of the text.
-        """
-        first, new = len(self.names), [name(row) for row in rows]
-        self.names += [TEXT] * num_text + new
-        text_C = torch.tensor([cached == TEXT for cached in self.names])
-        earlier_AC = text_C.expand(num_text, -1).tril(first)
-        ancestors_RC = tree.ancestors(rows, [name(cached) for cached in self.names])
-        outputs_RH = forward(self.layers, torch.cat([earlier_AC, text_C | ancestors_RC]))
-        self.outputs.update(zip(new, outputs_RH[num_text:], strict=True))
-        return outputs_RH[:num_text]
+    def _take_pending(self) -> NewText:
+        tokens, self._pending = self._pending, []
+        return NewText(tokens, [])
 
-    def rename(self, names: Mapping[int, int]) -> None:
-        """Rows of the tree have moved or became ``TEXT``; those without a new name are dropped."""
-        names = {**names, TEXT: TEXT}
-        places = [place for place, name in enumerate(self.names) if name in names]
-        self.layers = [layer.select(places) for layer in self.layers]
-        self.names = [names[self.names[place]] for place in places]
-        outputs = {names.get(name, TEXT): output for name, output in self.outputs.items()}
-        outputs.pop(TEXT, None)
-        self.outputs = outputs
+    def _rename_rows(self, names: Mapping[int, int]) -> None:
+        self._rows.rename(names)
+
+    def _keep_rows(self, keep: Keep) -> None:
+        """The old root is text here already; the new one becomes it, too."""
+        path, retained = keep.rows[1 : keep.num_committed + 1], keep.rows[keep.num_committed :]
+        computed = [row for row in path if row in self._known]
+        self._num_taken_in = len(computed)
+        names = {row: place for place, row in enumerate(retained) if place}
+        self._rows.rename(names | dict.fromkeys(computed, TEXT))

@@ -2,8 +2,11 @@
 
 import hmac
 import os
+import signal
 from dataclasses import dataclass
 
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+"""That end a rank, and a command that has ranks."""
 KEY = "PIPEDRAFT_JOB_KEY"
 """Environment variable: a secret that the ranks of a launch share."""
 
@@ -42,12 +45,20 @@ def _signature(name: str, value: str) -> str:
     return hmac.new(key, f"{name}\0{value}".encode(), "sha256").hexdigest() if key else ""
 
 
+LARGEST = {"sessions": 2**20, "message_bytes": 2**30}
+"""Of ``ServerLimits``: what gRPC takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
     """What a server allows its clients."""
 
     sessions: int = 64
     """At once, those without a stream included."""
+    client_sessions: int = 32
+    """At once of one client: of a token where there are several, else of an address."""
+    messages_s: float = 1000.0
+    """Messages of a stream that are read in a second; further ones wait."""
     prompt_tokens: int = 4096
     new_tokens: int = 2048
     """Of a session's output."""
@@ -64,5 +75,6 @@ class ServerLimits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 < value < float("inf"):
-                raise ValueError(f"{name}: {value}; give a finite number above 0")
+            most = LARGEST.get(name, 2.0**62)
+            if not 0 < value <= most:
+                raise ValueError(f"{name}: {value}; give a number above 0 and up to {most:g}")

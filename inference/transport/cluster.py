@@ -33,7 +33,7 @@ from pipedraft.inference.transport.ranks import (
     Receiver,
     Sender,
 )
-from pipedraft.inference.transport.watch import Limits, Watch
+from pipedraft.inference.transport.watch import BAD_INPUT, CONNECT_TIMEOUT, Limits, Watch
 from pipedraft.inference.transport.worker import StageWorker
 from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
 from pipedraft.models.target_part import load_target_part
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 JOB_KEY = "pipedraft/job"
 DEVICE_KEY = "pipedraft/device"
 LOAD_TIMEOUT = timedelta(hours=2)
-CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,24 +63,31 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Cluster:
     """Use as a context on every rank; leaving it ends the other ranks, in order or in failure."""
 
-    def __init__(self, limits: Limits, links: Literal["auto", "device", "host"] = "auto") -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        links: Literal["auto", "device", "host"] = "auto",
+        *,
+        on_cpu: bool = False,
+    ) -> None:
         """
         Args:
             links: the way of hidden states. device: beside their frames, by NCCL between GPUs (by
                 gloo where there are none); host: inside them, through host memory; auto: device
                 where every rank has a GPU of its own.
+            on_cpu: although there are GPUs.
 
         Raises:
             ValueError: this process was not started by a launcher.
         """
         if not is_launched():
             raise ValueError(
-                "--backend: 'process' needs one process per stage; start it with "
-                "torchrun --nproc-per-node N -m pipedraft.inference ..."
+                "--backend: 'process' needs one process per stage; give --processes N, or on "
+                "several machines start it with torchrun"
             )
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.watch = Watch(self.rank, self.world_size, ["starting"] * self.world_size, limits)
-        self._links = links
+        self._links, self._on_cpu = links, on_cpu
         self._device_links: dict[tuple[int, int, int], DeviceLink] = {}
         self._closing: list[Sender] = []
         self._draining: list[Receiver] = []
@@ -93,12 +99,14 @@ class Cluster:
 
     @property
     def device(self) -> torch.device:
-        if not torch.cuda.is_available():
+        if self._on_cpu or not torch.cuda.is_available():
             return torch.device("cpu")
         local = int(os.environ.get("LOCAL_RANK", "0"))
         return torch.device("cuda", local % torch.cuda.device_count())
 
     def __enter__(self) -> Self:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # else every rank has a context on GPU 0, too
         self.watch.start()
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
         if loopback and os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size):
@@ -110,7 +118,7 @@ class Cluster:
 
     def _have_own_devices(self) -> bool:
         """Every rank has a GPU that no other rank has."""
-        if not torch.cuda.is_available():
+        if self.device.type == "cpu":
             mine = ""
         else:
             mine = str(torch.cuda.get_device_properties(self.device).uuid)
@@ -143,7 +151,7 @@ class Cluster:
                 raise error
             self.watch.fail_with(error)
         if error is not None:  # bad input: the caller prints its line; the others leave quietly
-            self.watch.announce(f"{self.watch.name}: bad input")
+            self.watch.announce(f"{self.watch.name}: {BAD_INPUT}")
             return
         for sender in self._closing:
             sender.close()
@@ -264,7 +272,7 @@ class Cluster:
 
     def _measured(self, job: Job) -> Timeline:
         """This rank's timeline; the watch looks at it, too."""
-        self.watch.timeline = Timeline(self.watch.name, traces=job.traces)
+        self.watch.timeline = Timeline(self.watch.name, traces=job.traces, device=self.device)
         return self.watch.timeline
 
     def _worker(

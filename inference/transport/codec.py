@@ -27,6 +27,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.config import RuleName
+from pipedraft.inference.filters import Filters
 from pipedraft.models.target import Keep, Segment
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -324,6 +325,7 @@ class Prefill(StageMessage, tag="prefill"):
     is_last: bool
     taps: Layers
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
+    filters: Filters
     rule: RuleName
     seed: Int64
     prompt: Count

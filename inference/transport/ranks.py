@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.codec import CODEC, AnyMessage, Close
+from pipedraft.models.recorded import UNDER_WAY
 
 BUFFER_BYTES = 1 << 18
 NUM_BUFFERS = 2
@@ -110,6 +111,7 @@ class Sender:
         self.device_link = device_link
         self.num_sent = 0
         self._apart: deque[tuple[dist.Work, Tensor]] = deque()
+        UNDER_WAY.add(self)
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, message: AnyMessage) -> None:
@@ -135,6 +137,12 @@ class Sender:
         work = dist.isend(piece, self.peer, tag=tag)
         assert work is not None
         self._under_way.append((work, piece))
+
+    def is_sending(self) -> bool:
+        """Whether the peer has not taken all hidden states from this device yet."""
+        while self._apart and self._apart[0][0].is_completed():
+            self._apart.popleft()
+        return bool(self._apart)
 
     def close(self) -> None:
         """Answer every receive that the other side has posted, and see them all through."""

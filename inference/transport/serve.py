@@ -1,15 +1,17 @@
 """Serve a target: it verifies what edges draft, and decodes alone for those that do not."""
 
 import asyncio
-import ipaddress
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from logging import INFO, Formatter, StreamHandler, getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.remote_command import read_token
+from pipedraft.files import read_optional
+from pipedraft.inference.arguments import PlaceOptions, place_of
+from pipedraft.inference.remote_command import is_loopback, read_tokens
 from pipedraft.inference.transport import ServerLimits
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class SecurityOptions(Options):
     tls_key: Path | None = option(None, metavar="FILE")
     """its private key, PEM"""
     token_file: Path | None = option(None, metavar="FILE")
-    """clients must send what is in it; default: $PIPEDRAFT_TOKEN, or none"""
+    """clients must send a line of it; default: $PIPEDRAFT_TOKEN, or none"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,10 @@ class LimitOptions(Options):
 
     max_sessions: int = option(LIMITS.sessions, metavar="N", least=1)
     """open at once"""
+    max_client_sessions: int = option(LIMITS.client_sessions, metavar="N", least=1)
+    """open at once of one client: of a token where --token-file has several, else of an address"""
+    max_messages_s: float = option(LIMITS.messages_s, metavar="N", least=1)
+    """of one session that are read in a second; further ones wait"""
     max_prompt_tokens: int = option(LIMITS.prompt_tokens, metavar="N", least=1)
     """of a session"""
     max_new_tokens: int = option(LIMITS.new_tokens, metavar="N", least=1)
@@ -64,6 +70,8 @@ class LimitOptions(Options):
     def limits(self) -> ServerLimits:
         return ServerLimits(
             sessions=self.max_sessions,
+            client_sessions=self.max_client_sessions,
+            messages_s=self.max_messages_s,
             prompt_tokens=self.max_prompt_tokens,
             new_tokens=self.max_new_tokens,
             cache_bytes=self.max_cache_mb * 2**20,
@@ -75,7 +83,7 @@ class LimitOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(SecurityOptions, LimitOptions):
+class ServeOptions(SecurityOptions, LimitOptions, PlaceOptions):
     """Serve a target: it verifies what edges draft, and decodes alone for those that do not."""
 
     PROG: ClassVar[str] = "pipedraft inference serve"
@@ -87,10 +95,8 @@ class ServeOptions(SecurityOptions, LimitOptions):
     """address; 127.0.0.1 is this machine alone"""
     port: int = 50051
     """0: any free one"""
-    device: str = "cpu"
-    """cpu or cuda:N"""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """of the target's weights"""
+    access_log: bool = False
+    """a line on stderr for each session, refusal and end, with the client's address"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,20 +117,27 @@ def run(argv: Sequence[str]) -> None:
 
     wire.import_grpc()
     security = Security(
-        certificate=None if options.tls_cert is None else options.tls_cert.read_bytes(),
-        key=None if options.tls_key is None else options.tls_key.read_bytes(),
-        token=read_token(options.token_file),
+        certificate=read_optional(options.tls_cert, "--tls-cert"),
+        key=read_optional(options.tls_key, "--tls-key"),
+        tokens=read_tokens(options.token_file),
     )
-    import torch
     from transformers.utils import logging
 
+    from pipedraft.models.placement import resolve_dtype
     from pipedraft.models.target import load_target, load_tokenizer
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if options.access_log:
+        lines = StreamHandler()
+        lines.setFormatter(Formatter("%(asctime)s %(message)s"))
+        access = getLogger("pipedraft.inference.transport.server.access")
+        access.addHandler(lines)
+        access.setLevel(INFO)
     tokenizer = load_tokenizer(options.target)
-    dtype = getattr(torch, options.dtype)
-    model = load_target(options.target, dtype=dtype, device=options.device)
+    device = place_of(options)
+    dtype = resolve_dtype(options.dtype, device, options.target)
+    model = load_target(options.target, dtype=dtype, device=device)
     server = Server(
         model, name=options.target, tokenizer=tokenizer, limits=options.limits(), security=security
     )
@@ -142,7 +155,7 @@ async def serve(server: "Server", host: str, wanted_port: int) -> None:
         loop.add_signal_handler(number, end)
     listening = await server.start(host, wanted_port)
     print(describe(server, host, listening), flush=True)
-    is_open = server.security.certificate is None or not server.security.token
+    is_open = server.security.certificate is None or not server.security.tokens
     if is_open and not is_loopback(host):
         print(
             f"warning: --host {host} is reached from other machines; give --tls-cert, --tls-key "
@@ -165,15 +178,8 @@ async def serve(server: "Server", host: str, wanted_port: int) -> None:
 def describe(server: "Server", host: str, listening: int) -> str:
     security, target = server.security, server.target
     tls = "plain text" if security.certificate is None else "TLS"
-    token = "with token" if security.token else "no token"
+    token = {0: "no token", 1: "with token"}.get(len(security.tokens), "with tokens")
     return (
         f"serving {server.name} on {host}:{listening} ({tls}, {token}); fingerprint "
         f"{target.fingerprint[:12]}, last block {target.anchor[:12]}"
     )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"

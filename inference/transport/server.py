@@ -35,6 +35,7 @@ from pipedraft.inference.transport.session_messages import (
 from pipedraft.inference.transport.session_table import (
     KEY_BYTES,
     HeldSession,
+    Pace,
     Refused,
     ReplyStream,
     SessionTable,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+access = logging.getLogger(f"{__name__}.access")
+"""Sessions, refusals and ends, with clients."""
 
 SWEEP_S = 0.25
 
@@ -58,8 +61,8 @@ class Security:
     certificate: bytes | None = None
     """PEM chain; None: plain text."""
     key: bytes | None = None
-    token: str = ""
-    """That every client must send; "": none."""
+    tokens: tuple[str, ...] = ()
+    """One of which every client must send; (): none. With several, each is a client."""
 
 
 class Server:
@@ -241,7 +244,7 @@ class Server:
         not hold up the others for longer than that."""
         batch, has_prompt = [], False
         # Those that waited longest come first.
-        for session in sorted(self.table.held.values(), key=lambda session: session.seen_s):
+        for session in sorted(self.table.held.values(), key=self.table.turn):
             is_prompt = session.core.wants_prefill
             if session.stream is None or (is_prompt and has_prompt):
                 continue
@@ -249,6 +252,7 @@ class Server:
                 if session.core.start(time.monotonic()):
                     batch.append(session)
                     has_prompt |= is_prompt
+                    self.table.prefilled[session.client] += is_prompt * session.core.num_prompt
         return batch
 
     async def _sweep(self) -> None:
@@ -270,6 +274,7 @@ class Server:
         if session.stream is not None:
             session.stream.put(encoded)
         if session.core.is_closed:
+            access.info("%s closed %s: %d passes", session.client, session.name, session.num_passes)
             self.table.drop(session)
             if session.stream is not None:
                 session.stream.finish(Refused("OK", ""))
@@ -277,7 +282,11 @@ class Server:
     # -- calls ------------------------------------------------------------------------------
 
     async def _check(self, request: bytes, context: wire.Untyped) -> bytes:
-        return wire.NOT_SERVING if self.table.is_draining else wire.SERVING
+        """Alive for "", ready for the service's name: there is room for a session."""
+        if request not in (wire.LIVENESS, wire.READINESS):
+            await self._refuse(context, Refused("NOT_FOUND", "health: no such service here"))
+        is_well = self.table.has_room if request else not self.table.is_draining
+        return wire.SERVING if is_well else wire.NOT_SERVING
 
     async def _describe(self, request: bytes, context: wire.Untyped) -> bytes:
         await self._authenticate(context)
@@ -293,8 +302,8 @@ class Server:
     async def _session(
         self, requests: AsyncIterator[bytes], context: wire.Untyped
     ) -> AsyncIterator[bytes]:
-        await self._authenticate(context)
-        stream = ReplyStream()
+        client = await self._authenticate(context)
+        stream = ReplyStream(client)
         self._streams.add(stream)
         reading = asyncio.create_task(self._read(requests, stream))
         try:
@@ -316,9 +325,11 @@ class Server:
         """Until the stream ends; what is wrong with it becomes its status."""
         try:
             session = await self._enter(requests, stream)
+            pace = Pace(self.limits.messages_s)
             async for data in requests:
                 self._receive(session, REQUESTS.decode(data))
                 await stream.drained()
+                await asyncio.sleep(pace.wait_s(time.monotonic()))
         except Refused as refusal:
             stream.finish(refusal)
         except ValueError as error:  # not a message
@@ -349,7 +360,12 @@ class Server:
             raise Refused("DEADLINE_EXCEEDED", "session: nothing was opened") from error
         if not isinstance(opening, Open):
             raise Refused("INVALID_ARGUMENT", "session: not open; send Open after Hello")
-        session = self.table.open(opening, time.monotonic())
+        session = self.table.open(opening, time.monotonic(), stream.client)
+        access.info(
+            "%s opened %s: %d prompt tokens, %d new at most, %d sessions",
+            *(stream.client, session.name, len(opening.prompt_ids)),
+            *(opening.settings.max_new_tokens, len(self.table.held)),
+        )
         session.stream, stream.session = stream, session
         stream.put([WELCOME.to_bytes(Welcome(session.ticket, next_seq=0))])
         self._receive(session, opening)
@@ -377,12 +393,16 @@ class Server:
 
     # -- refusals ---------------------------------------------------------------------------
 
-    async def _authenticate(self, context: wire.Untyped) -> None:
-        if not self.security.token:
-            return
-        given = dict(context.invocation_metadata()).get("authorization", "")
-        expected = f"Bearer {self.security.token}"
-        if not hmac.compare_digest(str(given).encode(), expected.encode()):
+    async def _authenticate(self, context: wire.Untyped) -> str:
+        """Who calls: the number of its token where there are several, else its address."""
+        address = str(context.peer()).rpartition(":")[0]
+        if not self.security.tokens:
+            return address
+        given = str(dict(context.invocation_metadata()).get("authorization", "")).encode()
+        # All are compared, so that the time says nothing of which.
+        same = [hmac.compare_digest(given, f"Bearer {t}".encode()) for t in self.security.tokens]
+        if not any(same):
+            access.warning("%s refused: token missing or wrong", address)
             await self._refuse(
                 context,
                 Refused(
@@ -390,8 +410,10 @@ class Server:
                     "token: missing or wrong; set PIPEDRAFT_TOKEN to the server's",
                 ),
             )
+        return f"token {same.index(True) + 1}" if len(same) > 1 else address
 
     async def _refuse(self, context: wire.Untyped, refusal: Refused) -> NoReturn:
+        access.info("%s ended: %s, %s", context.peer(), refusal.code, refusal)
         metadata = []
         if refusal.retry_s is not None:
             metadata.append((wire.RETRY, str(round(refusal.retry_s * 1e3))))

@@ -28,7 +28,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pipedraft.inference.config import RuleName, check_temperature
+from pipedraft.inference.config import ROUND_RULES, RuleName, check_temperature
+from pipedraft.inference.draws import UNFILTERED
+from pipedraft.inference.filters import Filters
 from pipedraft.inference.transport.codec import Codec, Count, Message
 from pipedraft.inference.verify import (
     KeyedRandom,
@@ -39,7 +41,7 @@ from pipedraft.inference.verify import (
     make_verifier,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_BYTES = 16 * 2**20
 """Of one message: the logits of a vocabulary of four million."""
 MAX_DRAFT_TOKENS = 256
@@ -73,10 +75,11 @@ class Settings(Message, kw_only=True):
     rule: RuleName = "match"
     temperature: float = 0.0
     """0 is greedy, whatever the rule."""
+    filters: Filters = UNFILTERED
     seed: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
     prompt: Count = 0
     """Index of the prompt: with the seed the key of all random numbers."""
-    top_k: Annotated[int, Meta(ge=1, le=4096)] = 10
+    payload_tokens: Annotated[int, Meta(ge=1, le=4096)] = 10
     """Tokens in a ``Top``."""
     tail_samples: Annotated[int, Meta(ge=1, le=4096)] = 4
     """Draws in the first ``Top``."""
@@ -88,6 +91,9 @@ class Settings(Message, kw_only=True):
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
+        if self.rule in ROUND_RULES:
+            raise ValueError(f"rule: {self.rule!r} tests whole rounds; use 'rejection' on links")
+        self.filters.check_at(self.temperature)
 
     @property
     def verifier(self) -> Verifier:
@@ -96,7 +102,8 @@ class Settings(Message, kw_only=True):
             self.rule,
             self.temperature,
             KeyedRandom(self.seed, self.prompt),
-            top_k=self.top_k,
+            filters=self.filters,
+            payload_tokens=self.payload_tokens,
             tail_samples=self.tail_samples,
         )
 

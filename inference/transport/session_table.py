@@ -5,9 +5,10 @@ The clock is the caller's.
 
 import asyncio
 import hmac
+import math
 import secrets
-from collections import deque
-from collections.abc import AsyncIterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 
 from pipedraft.inference.transport import ServerLimits
@@ -16,6 +17,7 @@ from pipedraft.inference.transport.target_session import MAX_PENDING, SharedTarg
 from pipedraft.models.stage_cache import MIN_CAPACITY
 
 KEY_BYTES, SECRET_BYTES = 8, 16
+LEAST_RETRY_S = 0.1
 MAX_RETAINED_BYTES = 32 * 2**20
 """Of one session's replies that its edge may not have; a well-behaved one needs two payloads."""
 UNSENT_BYTES = 4 * 2**20
@@ -35,10 +37,25 @@ class Refused(ValueError):
         self.code, self.retry_s = code, retry_s
 
 
+class Pace:
+    """So many messages in a second, as many at once; the clock is the caller's."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._free_s = -math.inf
+        """When all messages so far would have been let through at this rate."""
+
+    def wait_s(self, now_s: float) -> float:
+        """Before the message after this one is read."""
+        self._free_s = max(self._free_s, now_s - 1) + 1 / self.rate
+        return max(0.0, self._free_s - now_s)
+
+
 class ReplyStream:
     """Replies on their way to one connected edge."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str = "") -> None:
+        self.client = client
         self.session: HeldSession | None = None
         self.end: Refused | None = None
         """Why the stream is to end; one with code OK: the sequence is complete."""
@@ -81,6 +98,8 @@ class HeldSession:
     opened_s: float
     seen_s: float
     """When its edge was last heard of."""
+    client: str = ""
+    """Whose it is, as the server tells clients apart."""
     stream: ReplyStream | None = None
     """None: the edge is away, and nothing is computed for it."""
     num_passes: int = 0
@@ -88,6 +107,11 @@ class HeldSession:
     retained: deque[tuple[Reply, bytes]] = field(default_factory=deque)
     """Replies that the edge may not have read."""
     retained_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """For a log; it opens nothing."""
+        return self.ticket[:4].hex()
 
     def add(self, replies: list[Reply]) -> list[bytes]:
         """Encode replies, and remember them until the edge shows that it has read them."""
@@ -124,6 +148,21 @@ class SessionTable:
         self.held: dict[bytes, HeldSession] = {}
         self.num_opened = self.num_expired = 0
         self.is_draining = False
+        self.prefilled: Counter[str] = Counter()
+        """Tokens of prompts that were computed for a client; forgotten by and by."""
+        self._lasts_s = 1.0
+        """A session; a mean over the latest that ended."""
+        self._expected: dict[str, float] = {}
+        """Client that was refused -> when it was told to come again."""
+
+    @property
+    def has_room(self) -> bool:
+        return not self.is_draining and len(self.held) < self.limits.sessions
+
+    def turn(self, session: HeldSession) -> tuple[int, float]:
+        """Sorts sessions: a prompt of the client that has had least, then who waited longest."""
+        has_had = self.prefilled[session.client] if session.core.wants_prefill else 0
+        return has_had, session.seen_s
 
     @property
     def reserved_bytes(self) -> int:
@@ -134,12 +173,13 @@ class SessionTable:
         """Allocated now; never more than ``reserved_bytes``."""
         return sum(session.core.cache_bytes for session in self.held.values())
 
-    def open(self, opening: Open, now_s: float) -> HeldSession:
+    def open(self, opening: Open, now_s: float, client: str = "") -> HeldSession:
         """
         Raises:
             Refused: no room, or more is asked for than the server allows.
         """
-        reserved = self._admit(opening)
+        reserved = self._admit(opening, now_s, client)
+        self._expected.pop(client, None)
         key = secrets.token_bytes(KEY_BYTES)
         session = HeldSession(
             key + secrets.token_bytes(SECRET_BYTES),
@@ -147,12 +187,26 @@ class SessionTable:
             reserved,
             opened_s=now_s,
             seen_s=now_s,
+            client=client,
         )
         self.held[key] = session
         self.num_opened += 1
         return session
 
-    def _admit(self, opening: Open) -> int:
+    def _retry_s(self, now_s: float, client: str, holders: Collection[HeldSession]) -> float:
+        """When one of ``holders`` is likely to have ended, for the last in the line of clients.
+
+        n sessions that last s seconds each leave a place every s / n seconds.
+        """
+        self._expected = {c: t for c, t in self._expected.items() if t > now_s and c != client}
+        ages_s = sum(now_s - session.opened_s for session in holders)
+        every_s = max(self._lasts_s, ages_s / len(holders)) / len(holders)
+        line_s = (len(self._expected) + 1) * every_s
+        retry_s = min(max(line_s, LEAST_RETRY_S), self.limits.session_s)
+        self._expected[client] = now_s + retry_s
+        return retry_s
+
+    def _admit(self, opening: Open, now_s: float, client: str) -> int:
         limits, wanted = self.limits, opening.settings.max_new_tokens
         if self.is_draining:
             raise Refused("UNAVAILABLE", "server: shutting down; try again", retry_s=1.0)
@@ -167,12 +221,6 @@ class SessionTable:
                 "INVALID_ARGUMENT",
                 f"max_new_tokens: {wanted}, this server gives {limits.new_tokens}; ask for fewer",
             )
-        if len(self.held) >= limits.sessions:
-            raise Refused(
-                "RESOURCE_EXHAUSTED",
-                f"server: {limits.sessions} sessions are open; try again later",
-                retry_s=1.0,
-            )
         reserved = self.row_bytes * self._max_rows(len(opening.prompt_ids) + wanted)
         if reserved > limits.cache_bytes:
             raise Refused(
@@ -180,13 +228,18 @@ class SessionTable:
                 f"session: its keys and values may take {reserved} bytes, this server has "
                 f"{limits.cache_bytes}; ask for a shorter output",
             )
-        if self.reserved_bytes + reserved > limits.cache_bytes:
-            raise Refused(
-                "RESOURCE_EXHAUSTED",
-                f"server: {limits.cache_bytes} bytes of keys and values are given away; try again "
-                "later",
-                retry_s=1.0,
-            )
+        all_held = list(self.held.values())
+        own = [session for session in all_held if session.client == client]
+        num_bytes = self.reserved_bytes + reserved
+        for found, limit, holders, what in (
+            (len(all_held) + 1, limits.sessions, all_held, "sessions are open"),
+            (len(own) + 1, limits.client_sessions, own, "sessions of this client are open"),
+            (num_bytes, limits.cache_bytes, all_held, "bytes of keys and values are given away"),
+        ):
+            if found > limit:
+                retry_s = self._retry_s(now_s, client, holders)
+                text = f"server: {limit} {what}; try again in about {retry_s:.1f} s"
+                raise Refused("RESOURCE_EXHAUSTED", text, retry_s=retry_s)
         return reserved
 
     def _max_rows(self, num_tokens: int) -> int:
@@ -209,17 +262,22 @@ class SessionTable:
         return session
 
     def drop(self, session: HeldSession) -> None:
-        self.held.pop(session.ticket[:KEY_BYTES], None)
+        if self.held.pop(session.ticket[:KEY_BYTES], None) is not None:
+            self._lasts_s += (session.seen_s - session.opened_s - self._lasts_s) / 16
 
     def expire(self, now_s: float) -> list[tuple[HeldSession, str]]:
         """Drop the sessions whose time is over; each with the line for its edge."""
         over = []
+        self.prefilled = Counter({name: n * 7 // 8 for name, n in self.prefilled.items() if n > 8})
         for session in list(self.held.values()):
+            if session.stream is not None and session.core.owes:
+                session.seen_s = now_s  # who waits for the server is not silent
             if now_s - session.opened_s > self.limits.session_s:
                 over.append((session, f"session: open for {self.limits.session_s:g} s"))
-            elif now_s - session.seen_s > self.limits.idle_s and not session.core.is_running:
+            elif now_s - session.seen_s > self.limits.idle_s:
                 over.append((session, f"session: silent for {self.limits.idle_s:g} s"))
         for session, _ in over:
+            session.seen_s = now_s  # it held its place until now
             self.drop(session)
             self.num_expired += 1
         return over

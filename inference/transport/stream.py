@@ -5,6 +5,7 @@ replies are seen, with the time of their arrival, while the draft computes.
 """
 
 import random
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from pipedraft.inference.transport.session_messages import (
     Request,
 )
 
+NUMBER = re.compile(r"[0-9]{1,9}")
+HOST = re.compile(r"[\w.-]+|\[[\w.:%]+\]")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
 """Between attempts to reach a server; doubled each time."""
 CLOSING_S = 2.0
@@ -62,7 +65,7 @@ class Access:
 
     def __post_init__(self) -> None:
         host, _, port = self.server.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        if not HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise ValueError(f"--server: {self.server!r}; give host:port, as 127.0.0.1:50051")
 
 
@@ -79,12 +82,13 @@ class Break:
     def of(cls, call: wire.Untyped) -> "Break":
         """``call``: one that is over, or the error that it raised."""
         trailing = dict(call.trailing_metadata() or ())
-        retry, passes = trailing.get(wire.RETRY), trailing.get(wire.NUM_PASSES)
+        texts = (str(trailing.get(name)) for name in (wire.RETRY, wire.NUM_PASSES))
+        retry_ms, num_passes = (int(text) if NUMBER.fullmatch(text) else None for text in texts)
         return cls(
             call.code().name,
             " ".join(str(call.details()).split()),
-            None if retry is None else int(retry) / 1e3,
-            None if passes is None else int(passes),
+            None if retry_ms is None else retry_ms / 1e3,
+            num_passes,
         )
 
 
@@ -195,13 +199,14 @@ class Patience:
             raise SessionLost(end.text)
         if end.code not in RECOVERABLE and end.retry_s is None:
             raise ValueError(f"server: {access.server}: {end.text} ({end.code.lower()})")
-        if time.monotonic() - self._since_s > access.give_up_s:
+        left_s = self._since_s + access.give_up_s - time.monotonic()
+        if left_s < 0:
             raise Failure(
                 f"server: {access.server} could not be used for {access.give_up_s:g} s ({end.text})"
             )
-        wait_s = max(self._wait_s, end.retry_s or 0.0)
         # Many clients of one server that went down must not come back at the same moment.
-        time.sleep(min(wait_s, LONGEST_WAIT_S) * random.uniform(0.5, 1.0))
+        wait_s = min(self._wait_s, LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+        time.sleep(min(max(wait_s, end.retry_s or 0.0), left_s))
         self._wait_s = 2 * self._wait_s
 
 
@@ -300,13 +305,14 @@ class SessionStream:
             self._end = data
             return None
         reply = REPLIES.decode(data)
-        self._heard_s = arrived_s
-        self._patience.progressed()
         if reply.number > self._next_number:
             self._end = Break("UNKNOWN", f"reply {self._next_number} is missing")
             return None
         if reply.number < self._next_number:
             return None
+        # Only what is new counts as an answer.
+        self._heard_s = arrived_s
+        self._patience.progressed()
         self._next_number = reply.number + 1
         self._unanswered = {s: r for s, r in self._unanswered.items() if s > reply.seq}
         return reply, arrived_s

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from pipedraft.inference.draws import Token
 from pipedraft.inference.result import stop_reason
 from pipedraft.inference.transport.session_messages import (
     WINDOW,
@@ -39,7 +40,7 @@ from pipedraft.inference.transport.session_messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.verify import Token, Top, Verifier
+from pipedraft.inference.verify import Top, Verifier
 from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget, target_fingerprint
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 MAX_PENDING = 512
 """Draft tokens that may wait for their verdict: each may have a row of logits in memory."""
+
+
+MAX_MORE = 16
+"""Payloads of one correction; draws are doubled, and then all logits asked for."""
 
 
 class SharedTarget:
@@ -103,7 +108,7 @@ class TargetSession:
         """[V] of the root and of the first draft tokens, as far as they are computed."""
         self._rejected: Tensor | None = None
         """Logits behind the certain tokens where the edge draws the next token."""
-        self._num_samples = 0
+        self._num_samples = self._num_more = 0
         self._batches: deque[_Batch] = deque()
         self._epoch = self._next_number = 0
         self.next_seq = 0
@@ -234,6 +239,9 @@ class TargetSession:
     def _more(self, request: More) -> Samples:
         if self._rejected is None:
             raise Refusal("more: no correction is owed; do not ask for samples")
+        self._num_more += 1
+        if self._num_more > MAX_MORE:
+            raise Refusal(f"more: asked more than {MAX_MORE} times for one correction")
         try:
             payload = self._rule.more(
                 self._rejected, len(self._tokens), self._num_samples, request.count
@@ -313,7 +321,7 @@ class TargetSession:
             self._end_epoch()
             self._append(payload.id)
         else:
-            self._rejected = self._logits[0]
+            self._rejected, self._num_more = self._logits[0], 0
             self._num_samples = payload.num_samples if isinstance(payload, Top) else 0
             self._end_epoch()
         if batch is not None:
@@ -359,9 +367,25 @@ class TargetSession:
         return self._stage.cache.num_bytes
 
     @property
+    def is_streaming(self) -> bool:
+        """The target decodes alone."""
+        return self._streams_for is not None
+
+    @property
     def wants_prefill(self) -> bool:
         """The next pass is over the prompt."""
         return self._opening is not None and not self._tokens
+
+    @property
+    def owes(self) -> bool:
+        """The edge waits: for its prompt's turn, for a verdict, or for a streamed token."""
+        is_asked = bool(self._batches) or self._streams_for is not None
+        return self.is_running or self.wants_prefill or (is_asked and not self._stop_reason)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens that a prefill computes."""
+        return 0 if self._opening is None else len(self._opening.prompt_ids)
 
     @property
     def is_computed(self) -> bool:

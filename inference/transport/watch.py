@@ -22,14 +22,15 @@ import msgspec
 import torch.distributed as dist
 
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport import checked, sign
+from pipedraft.inference.transport import SIGNALS, checked, sign
 from pipedraft.inference.transport.ranks import LostLink, Receiver, Sender, is_out_of_memory
 
-SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+CONNECT_TIMEOUT = timedelta(seconds=60)
+"""For those who start beside this rank."""
 BEAT_S = 0.25
 TELL_S = 1.0
 """For telling the other ranks why this one leaves."""
-FAILED_KEY = "pipedraft/failed"
+FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,9 @@ class Watch:
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=self.limits.silence_s),
+            timeout=CONNECT_TIMEOUT,
         )
+        self.store.set_timeout(timedelta(seconds=self.limits.silence_s))
         self._answered = time.monotonic()
         self._inward.start()
         self._outward.start()
@@ -190,6 +192,8 @@ class Watch:
         found = self.store.compare_set(FAILED_KEY, "", mine)
         cause = checked(FAILED_KEY, found) if found else ""
         if cause and not cause.startswith(f"rank {self.rank} ("):
+            if cause.endswith(BAD_INPUT):
+                os._exit(2)  # whoever found it says it
             self._leave(f"{self.name}: stopped, because {cause}")
         if cause:
             self._told.set()

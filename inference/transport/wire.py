@@ -19,6 +19,9 @@ HEALTH = "grpc.health.v1.Health"
 """The service that load balancers and ``grpc_health_probe`` ask."""
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 """HealthCheckResponse, its field 1 being 1 or 2."""
+LIVENESS = b""
+READINESS = b"\x0a\x12" + SERVICE.encode()
+"""HealthCheckRequest, its field 1 naming no service, or this one."""
 RETRY = "retry-after-ms"
 """Trailing metadata of a refusal that is worth another try."""
 NUM_PASSES = "passes"
@@ -36,7 +39,6 @@ def import_grpc() -> ModuleType:
     # Its own log lines beside ours would say the same, and at length; GRPC_VERBOSITY=info for more.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        import grpc
         import grpc.aio
     except ImportError as error:
         raise ValueError(

@@ -104,7 +104,9 @@ class StageWorker:
             start, end = self.stage.start, self.stage.end
             self._taps = tuple(layer for layer in prefill.taps if start < layer <= end)
             random = KeyedRandom(prefill.seed, prefill.prompt)
-            self._verifier = RULES[prefill.rule](prefill.temperature, random)
+            self._verifier = RULES[prefill.rule](
+                prefill.temperature, random, filters=prefill.filters
+            )
         num_rows = len(prefill.rows)
         positions = torch.arange(prefill.first_position, prefill.first_position + num_rows)
         with self.timeline.span("prefill", num_rows):

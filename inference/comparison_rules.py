@@ -1,0 +1,131 @@
+"""Rules of papers that verify a whole round of drawn tokens at once."""
+
+# V target vocabulary, U draft vocabulary, R rows or nodes, W children of each
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipedraft.inference.config import RuleName
+from pipedraft.inference.draws import draw
+from pipedraft.inference.rules import SampledVerifier, Walk
+from pipedraft.inference.tree import TokenTree
+
+
+class BlockVerifier(SampledVerifier):
+    """Block verification of a chain (Sun et al., arXiv:2403.10444, Algorithm 2).
+
+    With X_i ~ q(. | X_<i), w_0 = 1 and w_i = min(w_{i-1} p(X_i | X_<i) / q(X_i | X_<i), 1), the
+    first i of M draft tokens pass, each by a uniform of its own, with probability h_M = w_M and
+
+        h_i = S_i / (S_i + 1 - w_i),  S_i = sum_v (w_i p(v | X_<=i) - q(v | X_<=i))+  for i < M.
+
+    The longest prefix that passes is accepted, and the token after it comes from (w p - q)+, from p
+    after all M. On average at least as many are accepted as by ``rejection``.
+
+    A token behind the accepted ones was tested and is drafted again, so that the uniforms of the
+    tests are keyed by the round.
+    """
+
+    name: ClassVar[RuleName] = "block"
+
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
+        """Walk through a chain that is back as a whole: row i is draft token i."""
+        p_RV, last = self.probabilities(verdicts_R), len(tree) - 1
+        weight, accepted, rest_V = 1.0, 0, p_RV[0]
+        for row in range(last + 1):
+            if row:
+                token, q_V = tree.tokens[row], self.q_of(tree, row)
+                weight = self.weigh(weight, float(p_RV[row - 1, token] / q_V[token]))
+            left_V = weight * p_RV[row]
+            if row < last:
+                left_V = (left_V - self.q_of(tree, row + 1)).clamp_min(0)
+            gain = float(left_V.sum())
+            # Of the last one gain is w_M, and nothing else is left to become of it.
+            odds = gain + 1 - weight if row < last else 1.0
+            uniform = self.random.uniform(tree.position(row), "accept", tree.root_position)
+            if row == 0 or uniform * odds < gain:
+                accepted, rest_V = row, left_V
+        uniform = self.random.uniform(tree.position(accepted) + 1, "residual")
+        tests = [True] * accepted + [False] * (accepted < last)
+        return Walk(list(range(accepted + 1)), draw(rest_V, uniform), tests)
+
+    def weigh(self, weight: float, ratio: float) -> float:
+        """w_i of w_{i-1} and p / q of draft token i."""
+        return min(weight * ratio, 1.0)
+
+
+class RecursiveVerifier(SampledVerifier):
+    """Recursive rejection of children drawn without replacement (Jeon et al., arXiv:2402.14160).
+
+    The children x_1, x_2, .. of a node are drawn by Gumbel top-k, each ~ q without those before it.
+    With p_1 = p and q_1 = q, x_j is accepted with probability min(1, p_j(x_j) / q_j(x_j)), else
+
+        p_{j+1} = (p_j - q_j)+ / sum_v (p_j - q_j)+,  q_{j+1}(v) ~ q_j(v) for v != x_j, 0 for x_j;
+
+    after the last child the token comes from p_{k+1}. The distribution stays p as long as nobody
+    has looked at x_j when it is decided whether the node gets a j-th child. EAGLE-2's order by the
+    child's own probability has; here a tree's shape is a function of ranks alone (``score``).
+    """
+
+    name: ClassVar[RuleName] = "recursive"
+
+    def draw_children(
+        self, logits_RU: Tensor, ids_U: Tensor, position: int, width: int, *, attempt: int
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [R, W] below R nodes, in the order of drawing, and q [R, V'] of each node.
+
+        Args:
+            position: of all of them; one call in each round, so that no two nodes share a number.
+        """
+        q_RU = self.probabilities(logits_RU).cpu()
+        ids = ids_U.cpu()
+        uniforms = self.random.uniforms(position, "draft", q_RU.numel(), attempt)
+        # The smallest E / q is q's draw, the next one q's without it, and so on.
+        exponential_RU = torch.from_numpy(-np.log1p(-uniforms)).view_as(q_RU)
+        drawn_RW = (exponential_RU / q_RU).topk(min(width, len(ids)), largest=False).indices
+        q_RV = q_RU.new_zeros(len(q_RU), int(ids.max()) + 1)
+        q_RV[:, ids] = q_RU
+        return ids[drawn_RW], q_RV
+
+    def score(self, rank: int) -> float:
+        """Log-probability assumed of the test of a node's child to accept it, by its rank: .8 for
+        the first one, .35 for each other one that is tested."""
+        return math.log(0.8 if rank == 0 else 0.2 * 0.35 * 0.65 ** (rank - 1))
+
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
+        """Walk through a tree that is back as a whole."""
+        path: list[int] = [0]
+        tests: list[bool] = []
+        while True:
+            row = path[-1]
+            position, p_V = tree.position(row) + 1, self.probabilities(verdicts_R[row])
+            children, accepted = tree.children(row), None
+            q_V = self.q_of(tree, children[0]).clone() if children else p_V
+            for attempt, child in enumerate(children):
+                token = tree.tokens[child]
+                if not q_V[token]:  # not drawn: q is used up
+                    break
+                if self.random.uniform(position, "accept", attempt) * q_V[token] < p_V[token]:
+                    accepted = child
+                    break
+                p_V = self.residual(p_V, q_V)
+                q_V[token] = 0
+                q_V /= q_V.sum().clamp_min(sys.float_info.min)
+            if children:
+                tests.append(accepted is not None)
+            if accepted is None:
+                token = draw(p_V, self.random.uniform(position, "residual"))
+                # It may be a child that was not drawn; that row is back already.
+                return Walk(path, token, tests, restarts=True)
+            path.append(accepted)
+
+    def residual(self, p_V: Tensor, q_V: Tensor) -> Tensor:
+        rest_V = (p_V - q_V).clamp_min(0)
+        return rest_V / rest_V.sum()

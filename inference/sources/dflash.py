@@ -1,0 +1,107 @@
+"""The DFlash head at decode time: one forward pass for a block of draft tokens."""
+
+# C rows of the text that are new, S draft tokens of a block, H hidden
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipedraft.inference.sources.base import Sampling
+from pipedraft.inference.sources.tree_source import TreeSource
+from pipedraft.inference.tree import TokenTree
+from pipedraft.models.dflash import DFlash
+from pipedraft.models.layers import KeyValues
+from pipedraft.models.target import Keep
+
+
+class DFlashSource(TreeSource):
+    """Draft tokens of the block at the root, until there is another root.
+
+    A row continues by the marginal distribution of its depth, whatever its tokens: a chain takes
+    the best ones, a tree several of each depth, and no level needs a pass of its own. Trees deeper
+    than a block get rows that training never had: marginals of more masked positions.
+    """
+
+    def __init__(self, draft: DFlash) -> None:
+        super().__init__(draft)
+        self.taps = draft.taps
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pending: list[Mapping[int, Tensor]] = []
+        self._caches = [KeyValues() for _ in range(self.draft.config.num_layers)]
+        self._forget_block()
+        self._restart()
+
+    def _forget_block(self) -> None:
+        self._block_SH: Tensor | None = None
+        """Output behind each depth, the root's first."""
+        self._states: dict[int, Tensor] = {}
+
+    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+        self._reset()
+        self.observe(features, tokens[1:])
+
+    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+        """Taken in with the next block: text that nobody continues costs nothing."""
+        self._pending.append(features)
+
+    def expand_tree(
+        self,
+        tree: TokenTree,
+        num_forwards: int,
+        width: int,
+        max_rows: int,
+        *,
+        by_score: bool,
+        sampling: Sampling,
+    ) -> int:
+        """As of any draft; the pass that makes the block is that of all its levels."""
+        return super().expand_tree(
+            tree, num_forwards + 1, width, max_rows, by_score=by_score, sampling=sampling
+        )
+
+    @property
+    def _outputs(self) -> Mapping[int, Tensor]:
+        return self._states
+
+    def _root_output(self, tree: TokenTree) -> Tensor:
+        return self._behind(tree, 0)
+
+    def _compute(self, tree: TokenTree, rows: list[int]) -> None:
+        for row in rows:
+            self._states[self._name(tree, row)] = self._behind(tree, tree.depths[row])
+
+    def _behind(self, tree: TokenTree, depth: int) -> Tensor:
+        """Output [H] of the block behind a depth; the root is at 0."""
+        known = 0 if self._block_SH is None else len(self._block_SH)
+        if depth >= known:
+            size = self.draft.config.block_size - 1
+            more_SH = self._propose(tree, size * (depth // size + 1))
+            # What a block of the trained size said stays.
+            old = [] if self._block_SH is None else [self._block_SH]
+            self._block_SH = torch.cat([*old, more_SH[known:]])
+        assert self._block_SH is not None
+        return self._block_SH[depth]
+
+    def _propose(self, tree: TokenTree, num_tokens: int) -> Tensor:
+        """One forward pass: newly committed text, then the block at the root."""
+        self.num_forwards += 1
+        weight = self.draft.fc.weight
+        features = [self.draft.feature(taps) for taps in self._pending]
+        self._pending = []
+        return self.draft.propose(
+            torch.tensor(tree.tokens[:1], device=weight.device),
+            num_tokens + 1,
+            torch.cat(features) if features else weight.new_zeros(0, len(weight)),
+            position=tree.root_position,
+            caches=self._caches,
+        )
+
+    def _rename_rows(self, names: Mapping[int, int]) -> None:
+        self._states = {names[row]: x for row, x in self._states.items() if row in names}
+
+    def _keep_rows(self, keep: Keep) -> None:
+        """The block of the new root knows more of the text: every row is continued by it anew."""
+        self._forget_block()

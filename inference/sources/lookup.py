@@ -1,0 +1,279 @@
+"""Draft tokens looked up in the text: prompt lookup by n-grams, and a suffix automaton.
+
+Both estimate the next token's distribution from what followed the same context in the text so far,
+longer contexts before shorter ones. A context that was followed c times by a token, C times by any,
+gives it (c + e) / (C + 1), e being the estimate of the next shorter context; the empty context's
+shorter one is uniform (prediction by partial matching, Cleary and Witten 1984, escape method A).
+So there is a draft token wherever one is asked for, and a distribution for every acceptance rule.
+"""
+
+# R rows of the tree, V vocabulary
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.sources.base import DraftSource, Sampling
+from pipedraft.inference.sources.tree_source import TextSource, TreeSource
+from pipedraft.inference.tree import TokenTree
+from pipedraft.models.lookup import Lookup, LookupKind
+from pipedraft.models.target import Keep
+
+ORDER = 4
+"""Tokens of the longest context of the n-grams; transformers' prompt lookup takes 2, vLLM 5."""
+
+
+class Followers(Protocol):
+    """What followed the contexts of a text."""
+
+    def extend(self, token: int) -> None:
+        """One more token of the text."""
+
+    def contexts(self, path: Sequence[int]) -> Iterable[Mapping[int, int]]:
+        """Counts of next tokens after the text and ``path``, shortest context first."""
+
+
+class NGrams:
+    """Contexts of 0 .. ORDER tokens. Memory: ORDER + 1 entries a token."""
+
+    def __init__(self) -> None:
+        self._text: list[int] = []
+        self._followers: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+
+    def extend(self, token: int) -> None:
+        for size in range(min(ORDER, len(self._text)) + 1):
+            self._followers[tuple(self._text[len(self._text) - size :])][token] += 1
+        self._text.append(token)
+
+    def contexts(self, path: Sequence[int]) -> Iterable[Mapping[int, int]]:
+        end = [*self._text[-ORDER:], *path][-ORDER:]
+        for size in range(len(end) + 1):
+            found = self._followers.get(tuple(end[len(end) - size :]))
+            if not found:
+                return
+            yield found
+
+
+class SuffixAutomaton:
+    """All contexts of any length: the online automaton of a text's substrings (Blumer et al. 1985).
+
+    A state stands for substrings that end at the same places; ``counts`` says at how many. With it
+    SuffixDecoding (arXiv:2411.04975) drafts from the longest end of the text that occurred before.
+    Deviation: the text of this sequence alone, so that its draft tokens depend on nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link, self._length, self._counts = [-1], [0], [0]
+        self._last = 0
+
+    def extend(self, token: int) -> None:
+        new = self._add({}, self._length[self._last] + 1, 0)
+        state = self._last
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = new
+            state = self._link[state]
+        if state < 0:
+            self._link[new] = 0
+        else:
+            self._link[new] = self._reached(state, token)
+        self._last = new
+        # The token ends at one more place, and so do all its contexts.
+        while new > 0:
+            self._counts[new] += 1
+            new = self._link[new]
+
+    def _add(self, following: dict[int, int], length: int, count: int) -> int:
+        self._next.append(following)
+        self._link.append(-1)
+        self._length.append(length)
+        self._counts.append(count)
+        return len(self._next) - 1
+
+    def _reached(self, state: int, token: int) -> int:
+        """The state of ``token`` after ``state``'s longest substring, split off if it is longer."""
+        found = self._next[state][token]
+        if self._length[found] == self._length[state] + 1:
+            return found
+        copy = self._add(dict(self._next[found]), self._length[state] + 1, self._counts[found])
+        self._link[copy], self._link[found] = self._link[found], copy
+        while state >= 0 and self._next[state].get(token) == found:
+            self._next[state][token] = copy
+            state = self._link[state]
+        return copy
+
+    def contexts(self, path: Sequence[int]) -> Iterable[Mapping[int, int]]:
+        state = self._last
+        for token in path:
+            while state >= 0 and token not in self._next[state]:
+                state = self._link[state]
+            state = self._next[state][token] if state >= 0 else 0
+        chain = []
+        while state >= 0:
+            chain.append(state)
+            state = self._link[state]
+        for state in reversed(chain):
+            found = self._next[state]
+            if not found:
+                return
+            yield {token: self._counts[after] for token, after in found.items()}
+
+
+MODELS: dict[LookupKind, type[NGrams] | type[SuffixAutomaton]] = {
+    "ngram": NGrams,
+    "suffix": SuffixAutomaton,
+}
+
+
+def estimate(followers: Followers, path: Sequence[int], vocab_size: int) -> Tensor:
+    """Distribution [V] of the next token, float32, by the formula above."""
+    p_V = torch.full((vocab_size,), 1 / vocab_size)
+    for counts in followers.contexts(path):
+        p_V /= sum(counts.values()) + 1
+        tokens = torch.tensor(list(counts))
+        p_V[tokens] += torch.tensor(list(counts.values())) / (sum(counts.values()) + 1)
+    return p_V
+
+
+class LookupSource(TextSource):
+    """Draft tokens of a ``Lookup`` under every schedule.
+
+    A forward is a look at the followers, which costs nothing. What was looked up is forgotten when
+    the text grows: it may say more then.
+    """
+
+    def __init__(self, draft: Lookup) -> None:
+        super().__init__(draft)
+
+    def _reset(self, tokens: list[int]) -> None:
+        super()._reset(tokens)
+        self._followers = MODELS[self.draft.draft_type]()
+        self._rows: dict[int, Tensor] = {}
+        self._root: Tensor | None = None
+
+    @property
+    def _outputs(self) -> Mapping[int, Tensor]:
+        return self._rows
+
+    def _look(self, path: Sequence[int]) -> Tensor:
+        self.num_forwards += 1
+        return estimate(self._followers, path, self.draft.target_vocab_size).log()
+
+    def _root_output(self, tree: TokenTree) -> Tensor:
+        for token in self._pending:
+            self._followers.extend(token)
+        if self._pending or self._root is None:
+            self._pending, self._root = [], self._look([])
+        return self._root
+
+    def _compute(self, tree: TokenTree, rows: list[int]) -> None:
+        self._root_output(tree)
+        for row in rows:
+            self._rows[self._name(tree, row)] = self._look(path_to(tree, row))
+
+    def _rename_rows(self, names: Mapping[int, int]) -> None:
+        self._rows = {names[row]: x_V for row, x_V in self._rows.items() if row in names}
+
+    def _keep_rows(self, keep: Keep) -> None:
+        retained = keep.rows[keep.num_committed :]
+        self._rename_rows({row: place for place, row in enumerate(retained) if place})
+
+
+def path_to(tree: TokenTree, row: int) -> list[int]:
+    """Tokens below the root on the way to a row, its own last."""
+    path = []
+    while row:
+        path.append(tree.tokens[row])
+        row = tree.parents[row]
+    return path[::-1]
+
+
+class BesideSource(DraftSource):
+    """A trained draft's trees, and in each a chain that was looked up, as one more branch.
+
+    The chain goes on while its context was seen before, for ``length`` tokens at most.
+    """
+
+    def __init__(self, source: TreeSource, kind: LookupKind, *, length: int = 8) -> None:
+        self.source, self.length, self.kind = source, length, kind
+        self.taps = source.taps
+        self.grows = tuple(verb for verb in source.grows if verb == "trees")
+        self._followers: Followers = MODELS[kind]()
+
+    @property
+    def num_forwards(self) -> int:  # type: ignore[override]  # of the draft that costs something
+        return self.source.num_forwards
+
+    @property
+    def draft_ids(self) -> Tensor:
+        return self.source.draft_ids
+
+    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+        self.source.begin(features, tokens)
+        self._followers = MODELS[self.kind]()
+        for token in tokens:
+            self._followers.extend(token)
+
+    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+        self.source.observe(features, next_tokens)
+        for token in next_tokens:
+            self._followers.extend(token)
+
+    def keep(self, keep: Keep) -> None:
+        self.source.keep(keep)
+
+    def grow_tree(
+        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: Sampling
+    ) -> int:
+        if sampling.rule.needs_q and not shape.is_chain:
+            raise ValueError("beside: a branch that was looked up has no q; use --verifier gumbel")
+        added = self.source.grow_tree(tree, shape, by_score=by_score, sampling=sampling)
+        return added + (0 if shape.is_chain else self._add_chain(tree, self.length))
+
+    def expand_tree(
+        self,
+        tree: TokenTree,
+        num_forwards: int,
+        width: int,
+        max_rows: int,
+        *,
+        by_score: bool,
+        sampling: Sampling,
+    ) -> int:
+        added = self.source.expand_tree(
+            tree, num_forwards, width, max_rows, by_score=by_score, sampling=sampling
+        )
+        return added + self._add_chain(tree, min(self.length, max_rows - added))
+
+    def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
+        return self.source.deepen_tree(tree, levels, num_tokens)
+
+    def _add_chain(self, tree: TokenTree, length: int) -> int:
+        before, row, path = len(tree), 0, list[int]()
+        while len(path) < length:
+            contexts = list(self._followers.contexts(path))
+            if len(contexts) < 2:  # nothing but how often tokens are
+                break
+            counts = contexts[-1]
+            token = max(counts, key=lambda token: (counts[token], -token))
+            share = counts[token] / (sum(counts.values()) + 1)
+            path.append(token)
+            row = tree.add(row, token, tree.scores[row] + float(torch.tensor(share).log()))
+        return len(tree) - before
+
+
+def beside(source: DraftSource, kind: LookupKind) -> BesideSource:
+    """
+    Raises:
+        ValueError: the draft does not make trees of what it knows of a row.
+    """
+    if not isinstance(source, TreeSource):
+        raise ValueError(
+            f"--beside: {kind!r} for a draft that reads rows in flight and makes no trees; leave "
+            "it out"
+        )
+    return BesideSource(source, kind)

@@ -1,0 +1,133 @@
+"""Passes whose numbers do not depend on what else is in them: ``--bitwise``.
+
+Kernels are chosen by shapes and add up in their own order, so in bfloat16 a row's logits differ
+with the rows beside it. Here every product has the same number of rows, padded, and each row
+attends alone, to its own ancestors in their order: exactly what a row of plain decoding does.
+"""
+
+# l rows of a pass, P padded rows, C rows of a cache, N query heads, J key heads, D head size
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+
+from pipedraft.models.stage_cache import Segment, StageCache
+
+if TYPE_CHECKING:
+    from pipedraft.models.target import Stage
+
+ROWS = 16
+"""Of every product."""
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+"""Without experts, whose products have as many rows as choose them, and recurrent layers."""
+
+
+def check_bitwise(config: PreTrainedConfig) -> None:
+    """Raise ValueError for a target whose products cannot all have one shape."""
+    if config.model_type not in FAMILIES or config._attn_implementation != "sdpa":
+        raise ValueError(
+            f"bitwise: targets of model_type {config.model_type!r} with attention "
+            f"{config._attn_implementation!r} have no passes of one shape; leave it out, or take "
+            f"one of {', '.join(FAMILIES)}"
+        )
+
+
+def pad(rows_lH: Tensor) -> Tensor:
+    """The rows, and copies of the last one up to ``ROWS``."""
+    return torch.cat([rows_lH, rows_lH[-1:].expand(ROWS - len(rows_lH), *rows_lH.shape[1:])])
+
+
+@torch.inference_mode()
+def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
+    """What ``Stage.forward`` does, in passes of ``ROWS`` rows."""
+    entering = segment.ids if stage.embedding is not None else segment.hidden
+    assert entering is not None, "stage 0 needs token ids, later stages hidden states"
+    hidden_lH, collected = [], {index: list[Tensor]() for index in taps}
+    for start in range(0, segment.num_rows, ROWS):
+        rows = slice(start, min(start + ROWS, segment.num_rows))
+        seen_lS = segment.visible[rows, : segment.lo + rows.stop].to(stage.device)
+        outputs = _pass(stage, stage._enter(entering[rows]), segment.positions[rows], seen_lS)
+        hidden_lH.append(outputs[stage.end])
+        for index in collected.keys() & outputs.keys():
+            collected[index].append(outputs[index])
+    own = {index: torch.cat(parts) for index, parts in collected.items() if parts}
+    return replace(segment, ids=None, hidden=torch.cat(hidden_lH), taps={**segment.taps, **own})
+
+
+def _pass(
+    stage: "Stage", entering_lH: Tensor, positions_l: Tensor, visible_lS: Tensor
+) -> dict[int, Tensor]:
+    """Layer index -> hidden states [l, H], of the first stage also those after the embedding."""
+    cache, num_rows = stage.cache, len(entering_lH)
+    positions_C = cache.begin(positions_l.to(stage.device))
+    committed_lC = visible_lS.new_ones(num_rows, cache.num_committed)
+    hidden_1PH = pad(entering_lH)[None]
+    rotary = stage.rotary(hidden_1PH, pad(positions_C[-num_rows:])[None])
+    # Never read; without a mask transformers would ask for a causal one.
+    unused_mask = hidden_1PH.new_zeros(1, 1, 1, ROWS)
+    outputs = {stage.start: entering_lH} if stage.start == 0 else {}
+    with RowByRow(cache, torch.cat([committed_lC, visible_lS], 1), stage.window) as alone:
+        layers = zip(stage.layers, stage.kinds, strict=True)
+        for index, (layer, kind) in enumerate(layers, start=stage.start + 1):
+            alone.is_windowed = kind == "sliding_attention"
+            hidden_1PH = layer(
+                hidden_1PH,
+                attention_mask=unused_mask,
+                position_embeddings=rotary,
+                past_key_values=alone,
+            )
+            outputs[index] = hidden_1PH[0, :num_rows]
+    cache.advance(committed=False)
+    return outputs
+
+
+class RowByRow(TorchFunctionMode):
+    """Stands where a cache stands: padding is not kept, and each row attends alone."""
+
+    def __init__(self, cache: StageCache, visible_lC: Tensor, window: int | None) -> None:
+        """
+        Args:
+            visible_lC: bool; row i of the pass sees these rows of the cache, its own included.
+            window: of layers that see so many last positions only.
+        """
+        super().__init__()
+        self.cache = cache
+        self._seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]
+        self._near = self._seen if window is None else [seen[-window:] for seen in self._seen]
+        self._known: tuple[Tensor, Tensor] | None = None
+        self.is_windowed = False
+        """Of the layer that runs now."""
+
+    def update(
+        self, keys_1JPD: Tensor, values_1JPD: Tensor, layer_idx: int
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the attention modules; what they get back has the right shape, no more."""
+        own = slice(len(self._seen))
+        self._known = self.cache.update(keys_1JPD[:, :, own], values_1JPD[:, :, own], layer_idx)
+        return keys_1JPD, values_1JPD
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        assert self._known is not None, "the layer's keys come first"
+        query_1NPD, (keys_1JCD, values_1JCD) = args[0], self._known
+        out_1NPD = torch.zeros_like(query_1NPD)
+        for row, seen_C in enumerate(self._near if self.is_windowed else self._seen):
+            one = slice(row, row + 1)
+            out_1NPD[:, :, one] = func(
+                query_1NPD[:, :, one].contiguous(),
+                keys_1JCD[:, :, seen_C],
+                values_1JCD[:, :, seen_C],
+                scale=kwargs.get("scale"),
+                enable_gqa=query_1NPD.shape[1] != keys_1JCD.shape[1],
+            )
+        return out_1NPD

@@ -1,0 +1,301 @@
+"""DFlash (arXiv:2602.06036): one forward pass proposes a whole block of draft tokens.
+
+A block stands at the anchor, the newest token of the text: the anchor itself, then mask tokens. Its
+rows see each other, and in every layer the target's hidden states of all positions before the
+anchor, projected to keys and values. Row k gives the logits of the token k positions behind the
+anchor, whatever the tokens in between are.
+"""
+
+# ... any leading axes, H hidden, N query heads, J key heads, D head size, V vocabulary
+# B batch, T positions, P = B T context rows, A blocks, R rows of a block, S = R - 1 draft tokens
+# G rows of a group of blocks, K keys that a group sees
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pipedraft.models.draft import Draft, TargetReference, norm_factor
+from pipedraft.models.layers import (
+    DecoderLayer,
+    KeyValues,
+    LayerConfig,
+    RMSNorm,
+    RotaryEmbedding,
+    document_slices,
+    initialize_matrices,
+    positions_of,
+)
+
+LARGEST_BLOCK = 256
+GROUP_ROWS = 128
+"""Rows of the blocks that attend in one call: more means more pairs that are masked out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig:
+    """Architecture of the head."""
+
+    num_layers: int = 5
+    """Decoder layers of the head."""
+    block_size: int = 16
+    """Rows of a block, the anchor's included: one more than its draft tokens."""
+    feature_layers: tuple[int, ...] = ()
+    """Layer indices whose raw hidden states are fused, 0 = embedding; empty: five, evenly from 2 to
+    L - 2."""
+    mask_token_id: int | None = None
+    """Token whose embedding stands at the masked rows; None: the last of the vocabulary."""
+    num_target_layers: int = 0
+    """L; filled in from the target."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
+        if self.num_layers < 1:
+            raise ValueError(f"model.num_layers: {self.num_layers} is below 1; give at least 1")
+        if not 2 <= self.block_size <= LARGEST_BLOCK:
+            raise ValueError(
+                f"model.block_size: {self.block_size} is not in 2..{LARGEST_BLOCK}; the paper's "
+                "is 16"
+            )
+        last = self.num_target_layers
+        if last and not all(0 <= layer <= last for layer in self.feature_layers):
+            raise ValueError(
+                f"model.feature_layers: {list(self.feature_layers)} are not all in 0..{last}; the "
+                f"target has {last} layers"
+            )
+
+    def for_target(self, num_layers: int, vocab_size: int) -> "DFlashConfig":
+        """The configuration with what the target decides filled in."""
+        mask = vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
+        if not 0 <= mask < vocab_size:
+            raise ValueError(
+                f"model.mask_token_id: {mask} is not in 0..{vocab_size - 1}, the target's "
+                "vocabulary; leave it out for the last token"
+            )
+        layers = self.feature_layers or default_feature_layers(num_layers)
+        return replace(
+            self, num_target_layers=num_layers, feature_layers=layers, mask_token_id=mask
+        )
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, ...]:
+    """Five layers evenly from 2 to L - 2, the authors' choice; of a shallow target fewer."""
+    if num_layers < 6:
+        return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
+    return tuple(sorted({round(2 + part * (num_layers - 4) / 4) for part in range(5)}))
+
+
+class _Group(NamedTuple):
+    """Adjacent blocks of one document that attend together."""
+
+    blocks: slice
+    context: slice
+    """Rows before the last of their anchors."""
+    visible_GK: Tensor
+    """bool; the keys are the context's rows, then those of these blocks."""
+
+
+class DFlash(Draft):
+    """c_t = norm(fc([h_1; ..; h_k]_t)); block rows x = [embed(anchor); embed(mask); ..].
+
+    In every layer the keys and values are of [c before the anchor; norm(x)], the queries of
+    norm(x), and attention within the block is bidirectional. Embedding and LM head stay the
+    target's: they are attached, not saved. Layers are Qwen3's, as published, whatever the target's.
+    """
+
+    draft_type: ClassVar[str] = "dflash"
+    config_class: ClassVar[type] = DFlashConfig
+    config: DFlashConfig
+    draft_ids: Tensor
+
+    def __init__(
+        self, config: DFlashConfig, layer: LayerConfig, reference: TargetReference
+    ) -> None:
+        vocabulary = reference.fingerprint["vocab_size"]
+        if config.mask_token_id is None or config.mask_token_id >= vocabulary:
+            raise ValueError(f"mask_token_id: {config.mask_token_id} is no token of {vocabulary}")
+        layer = replace(layer, has_query_key_norm=True, has_attention_bias=False)
+        super().__init__(config, layer, reference)
+        hidden, eps = layer.hidden_size, layer.rms_norm_eps
+        self.fc = nn.Linear(len(config.feature_layers) * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(DecoderLayer(layer) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden, eps)
+        self.rotary = RotaryEmbedding(layer)
+        self.register_buffer("draft_ids", torch.arange(vocabulary), persistent=False)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        return cast(list[DecoderLayer], list(self.layers))
+
+    def attach(self, target: PreTrainedModel) -> None:
+        """Use this target's embedding and LM head. A list keeps them out of the parameters."""
+        self._embedding = [target.get_input_embeddings()]
+        self._head = [target.get_output_embeddings()]
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """The target's."""
+        return self._head[0]
+
+    @torch.no_grad()
+    def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
+        """The final norm starts as the target's; the deepest fused layer is passed on."""
+        assert draft_ids is None, "DFlash reads its logits off the target's LM head"
+        self.attach(target)
+        self.norm.weight.copy_(norm_factor(target.config, target.get_decoder().norm.weight))
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.layer_config.hidden_size :].fill_diagonal_(1)
+        initialize_matrices(self.layers, len(self.layers))
+
+    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
+        """What every layer makes keys and values of: [..., H] from the target's hidden states."""
+        fused = [taps[layer] for layer in self.config.feature_layers]
+        return self.hidden_norm(self.fc(torch.cat(fused, -1)))
+
+    def embed_blocks(self, anchors_A: Tensor, num_rows: int) -> Tensor:
+        """Rows [A, R, H] of blocks: the embedding of the anchor's token, then the mask's."""
+        assert self.config.mask_token_id is not None, "refused above"
+        ids_AR = anchors_A.new_full((len(anchors_A), num_rows), self.config.mask_token_id)
+        ids_AR[:, 0] = anchors_A
+        with torch.no_grad():
+            return self._embedding[0](ids_AR)
+
+    def forward(
+        self,
+        taps: Mapping[int, Tensor],
+        ids_BT: Tensor,
+        anchors: Sequence[Tensor],
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Blocks at many anchors of whole sequences, each as in decoding.
+
+        Args:
+            taps: hidden states [B, T, H] of the target, by layer index.
+            anchors: of each sequence or document, ascending rows b T + t on the host, t > 0.
+            lengths: of the documents in a packed row [1, T].
+
+        Returns:
+            [A, S, H] after the final norm; row k predicts the token k + 1 positions behind its
+            anchor.
+        """
+        B, T = ids_BT.shape
+        groups, anchors_A = self._groups(anchors, lengths or [T] * B, ids_BT.device)
+        feature_PH, R = self.feature(taps).flatten(0, 1), self.config.block_size
+        positions_P = positions_of(T, lengths, ids_BT.device).repeat(B)
+        positions_AR = positions_P[anchors_A, None] + torch.arange(R, device=ids_BT.device)
+        context_turn = self.rotary.of_heads(positions_P, feature_PH.dtype)
+        turn = [x.unflatten(0, (-1, R)) for x in self._turn(positions_AR.flatten(), feature_PH)]
+
+        def advance(layer: DecoderLayer, stream_ARH: Tensor, feature_PH: Tensor) -> Tensor:
+            attention, normed_ARH = layer.self_attn, layer.input_layernorm(stream_ARH)
+            context = attention.key_value(feature_PH, *context_turn)
+            block = attention.key_value(normed_ARH, *turn)
+            query_ARND = attention.query(normed_ARH, *turn)
+            return layer.finish(stream_ARH, _attend_in_groups(groups, query_ARND, context, block))
+
+        stream_ARH = self.embed_blocks(ids_BT.flatten()[anchors_A], R).to(feature_PH.dtype)
+        for layer in self.decoder_layers:
+            stream_ARH = self.compute(advance, layer, stream_ARH, feature_PH)
+        return self.norm(stream_ARH[:, 1:])
+
+    def _turn(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary.of_heads(positions, like.dtype)
+
+    def _groups(
+        self, anchors: Sequence[Tensor], lengths: Sequence[int], device: torch.device
+    ) -> tuple[list[_Group], Tensor]:
+        """Who sees whom, and all anchors [A] on the device."""
+        R, anchors_A = self.config.block_size, torch.cat(list(anchors)).to(device)
+        groups, first = [], 0
+        for document, places in zip(document_slices(lengths), anchors, strict=True):
+            starts = range(0, len(places), max(1, GROUP_ROWS // R))
+            for start, stop in pairwise([*starts, len(places)]):
+                blocks = slice(first + start, first + stop)
+                context = slice(document.start, int(places[stop - 1]))
+                rows_K = torch.arange(context.start, context.stop, device=device)
+                before_AK = rows_K < anchors_A[blocks, None]
+                own_AA = torch.eye(stop - start, dtype=torch.bool, device=device)
+                visible_AK = torch.cat([before_AK, own_AA.repeat_interleave(R, 1)], 1)
+                groups.append(_Group(blocks, context, visible_AK.repeat_interleave(R, 0)))
+            first += len(places)
+        return groups, anchors_A
+
+    def propose(
+        self,
+        anchor: Tensor,
+        num_rows: int,
+        feature_CH: Tensor,
+        *,
+        position: int,
+        caches: Sequence[KeyValues],
+    ) -> Tensor:
+        """Decode-time block: appends the context's keys and values, which the block's never join.
+
+        Args:
+            anchor: int64 [1], the token at ``position``.
+            num_rows: of the block, the anchor included; more than trained ones are extrapolated.
+            feature_CH: the context that is new, up to the row before the anchor.
+            caches: one for each decoder layer.
+
+        Returns:
+            [S, H] after the final norm, as of ``forward``.
+        """
+        num_new = len(feature_CH)
+        positions = torch.arange(position - num_new, position + num_rows, device=anchor.device)
+        cos, sin = self._turn(positions, feature_CH)
+        turn = cos[num_new:], sin[num_new:]
+        stream_RH = self.embed_blocks(anchor, num_rows)[0].to(feature_CH.dtype)
+        visible_RK = stream_RH.new_ones(num_rows, position + num_rows, dtype=torch.bool)
+        for layer, cache in zip(self.decoder_layers, caches, strict=True):
+            attention, normed_RH = layer.self_attn, layer.input_layernorm(stream_RH)
+            cache.append_rows(*attention.key_value(feature_CH, cos[:num_new], sin[:num_new]))
+            block = attention.key_value(normed_RH, *turn)
+            query_RND = attention.query(normed_RH, *turn)
+            stream_RH = layer.finish(stream_RH, cache.attend_with(query_RND, *block, visible_RK))
+        return self.norm(stream_RH[1:])
+
+    def logits(self, state_H: Tensor) -> Tensor:
+        """[..., V] from rows after the final norm."""
+        return F.linear(state_H, self.lm_head.weight)
+
+
+def _attend_in_groups(
+    groups: Sequence[_Group],
+    query_ARND: Tensor,
+    context: tuple[Tensor, Tensor],
+    block: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Attention [A, R, N, D] of block rows to the context before their anchor and to their block.
+
+    Args:
+        context: keys and values [P, J, D].
+        block: keys and values [A, R, J, D].
+    """
+    outs = []
+    for blocks, rows, visible_GK in groups:
+        # The context up to the last anchor, then the blocks themselves; the mask cuts out the rest.
+        keys_KJD, values_KJD = (
+            torch.cat([before_PJD[rows], own_ARJD[blocks].flatten(0, 1)])
+            for before_PJD, own_ARJD in zip(context, block, strict=True)
+        )
+        attended_NGD = F.scaled_dot_product_attention(
+            query_ARND[blocks].flatten(0, 1).transpose(0, 1)[None],
+            keys_KJD.transpose(0, 1)[None],
+            values_KJD.transpose(0, 1)[None],
+            attn_mask=visible_GK,
+            enable_gqa=query_ARND.shape[2] != keys_KJD.shape[1],
+        )[0]
+        outs.append(attended_NGD.transpose(0, 1).unflatten(0, (-1, query_ARND.shape[1])))
+    if not outs:  # no block, but a gradient for every parameter, as other processes may have
+        return query_ARND + 0 * sum(x.sum() for x in (*context, *block))
+    return torch.cat(outs)

@@ -1,0 +1,128 @@
+"""Training steps and decoding on a pretended GPU, for tests and for the budget of a benchmark."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from conftest import tiny_llama
+from decode_runs import PlainTokenizer
+from pretended_device import Log, pretended_cuda
+from train_runs import World
+
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.sources.row_cache import TEXT, RowCache
+from pipedraft.inference.tree import TokenTree
+from pipedraft.models.placement import place_draft
+from pipedraft.train.launch import make_optimizers
+
+CUDA = torch.device("cuda", 0)
+PROMPT = [7, 3, 9, 3, 7, 1]
+
+
+def train_on_gpu(world: World, method: str, folder: Path, **changes: Any) -> tuple[Log, float]:
+    """What a micro-batch does there, and the norm of its gradient."""
+    trainer = world.trainer(method, folder, precision="bf16", **changes)
+    objective = trainer.objective
+    vars(objective).pop("forward", None)  # accelerate's autocast of the CPU
+    state = vars(trainer.accelerator.state)
+    before = state["device"]
+    trainer.accelerator.autocast = partial(torch.autocast, "cuda", torch.bfloat16)
+    try:
+        with pretended_cuda() as log:
+            state["device"] = CUDA
+            objective.to(CUDA)
+            if method != "language_model":
+                objective.target.to(CUDA)
+            trainer.module = objective
+            named = list(objective.named_parameters())
+            trainer.optimizers = make_optimizers(named, trainer.config.optim)
+            batch = trainer.load(trainer.data.train, [0, 1, 2])
+            log.clear()
+            trainer._passes([batch], scale=torch.ones((), device=CUDA))
+            counted = Log(log.launches.copy(), log.replayed, log.uploads.copy(), log.syncs.copy())
+            values = trainer.optimize([batch])
+            return counted, values["grad_norm"]
+    finally:
+        state["device"] = before
+
+
+def decode_on_gpu(make_draft: Any, schedule: str, **settings: Any) -> dict[str, float]:
+    """What a decode does after its prompt; the same text before has recorded the graphs."""
+    config = DecodeConfig.of(schedule, max_new_tokens=12, **settings)
+    target = tiny_llama()
+    draft = make_draft(target)
+    launches, passes = Counter[str](), Counter[str]()
+    with pretended_cuda() as log:
+
+        @contextmanager
+        def span(kind: str, *_: int) -> Iterator[None]:
+            before = log.launches.total()
+            yield
+            launches[kind] += log.launches.total() - before
+            passes[kind] += 1
+
+        def start(token: int) -> None:
+            """After the prompt."""
+            if not started:
+                log.clear()
+                launches.clear()
+                passes.clear()
+                started.append(token)
+
+        target.to(CUDA)
+        place_draft(draft, target)
+        engine = Engine(target, PlainTokenizer(), config, draft)
+        engine.decode(PROMPT)
+        started: list[int] = []
+        with patch.object(engine.pipeline.timeline, "span", span):
+            result = engine.decode(PROMPT, on_token=start)
+    steps = max(result.num_steps, 1)
+    return {
+        "syncs_per_step": log.syncs.total() / steps,
+        "uploads_per_step": log.uploads.total() / steps,
+        "launches_per_stage": launches["stage"] / passes["stage"],
+        "launches_per_draft_forward": launches["draft"] / max(result.num_draft_forwards, 1),
+        "launches_of_a_verification": launches["verify"] / passes["verify"],
+    } | {f"sync: {what} {where}": count / steps for (what, where), count in log.syncs.items()}
+
+
+def kernels_of_a_layer() -> float:
+    """In the recorded graph of a stage, by which another layer makes it longer."""
+    config = DecodeConfig.of("autoregressive", num_stages=1, max_new_tokens=4)
+    kernels = []
+    for layers in (1, 2):
+        target = tiny_llama(layers=layers)
+        with pretended_cuda() as log:
+            target.to(CUDA)
+            Engine(target, PlainTokenizer(), config).decode(PROMPT)
+            num_graphs = log.replayed["scaled_dot_product_attention"] / layers
+            kernels.append(log.replayed.total() / num_graphs)
+    return kernels[1] - kernels[0]
+
+
+def bookkeeping_s(num_text: int, rounds: int = 60) -> float:
+    """Least processor time of a row that joins a draft's cache and is dropped again."""
+    cache, heads = RowCache(1), torch.zeros(1, 2, 8)
+
+    def forward(caches: list, visible_RC: torch.Tensor) -> torch.Tensor:
+        rows_RJD = heads.expand(len(visible_RC), -1, -1)
+        caches[0].append_rows(rows_RJD, rows_RJD)
+        return rows_RJD[:, 0]
+
+    tree = TokenTree(0, num_text)
+    for _ in range(num_text // 512):  # as a prompt in parts
+        cache.compute(tree, [], forward, num_text=512)
+    row, times = tree.add(0, 1, 0.0), []
+    for turn in range(rounds):
+        began = time.process_time()
+        cache.compute(tree, [row], forward)
+        cache.rename({row: TEXT} if turn % 2 else {})
+        times.append(time.process_time() - began)
+    return min(times)

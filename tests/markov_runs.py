@@ -1,0 +1,197 @@
+"""An order-2 Markov chain as the target of whole pipelines: the law of every token is known.
+
+Its stages hold no weights. They assert that a row sees exactly one token at every earlier position,
+so that a stale, missing or sibling row trips where it is made.
+"""
+
+# V vocabulary, a, b the two tokens before; c the token after them
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+from decode_runs import PlainTokenizer
+from scipy.stats import chi2
+
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.draws import UNFILTERED, probabilities
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.filters import Filters
+from pipedraft.inference.sources.tree_source import TreeSource
+from pipedraft.models.target import Keep, Segment
+
+VOCAB, PROMPT = 4, [1, 2]
+
+
+def tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [a, b, c] of the target, and of a draft that agrees with it in part.
+
+    Of 40 seeds one by which a correction that reuses the uniform of its test is far from the law
+    (noncentrality 212 in 1,800 tokens) and no token is rare (at least .045); sum min(p, q) is .69.
+    """
+    generator = torch.Generator().manual_seed(26)
+    tables = torch.randn(2, VOCAB, VOCAB, VOCAB, generator=generator).double()
+    target_abc = 0.9 * tables[0]
+    return target_abc, target_abc + 1.8 * tables[1]
+
+
+TARGET, DRAFT = tables()
+
+
+class MarkovStage:
+    """What a stage keeps of rows: their tokens and positions."""
+
+    def __init__(self) -> None:
+        self.committed: list[int] = []
+        self.rows: list[tuple[int, int]] = []
+
+    @property
+    def num_speculative(self) -> int:
+        return len(self.rows)
+
+    def forward(self, segment: Segment, taps=(), is_wanted=None) -> Segment:
+        """Hidden states [R, 2]: the newest two tokens that a row sees."""
+        assert segment.lo == len(self.rows)
+        newest = segment.hidden[:, 1] if segment.ids is None else segment.ids
+        self.rows += zip(newest.tolist(), segment.positions.tolist(), strict=True)
+        contexts = []
+        for visible, position in zip(
+            segment.visible.tolist(), segment.positions.tolist(), strict=True
+        ):
+            seen = {
+                at: token for (token, at), sees in zip(self.rows, visible, strict=False) if sees
+            }
+            first = len(self.committed)
+            assert len(seen) == sum(visible) and sorted(seen) == [*range(first, position + 1)]
+            contexts.append([(self.committed + [seen[at] for at in sorted(seen)])[-2:]])
+        return replace(segment, ids=None, hidden=torch.tensor(contexts)[:, 0])
+
+    def keep(self, keep: Keep) -> None:
+        kept = [self.rows[row] for row in keep.rows if row < len(self.rows)]
+        committed, self.rows = kept[: keep.num_committed], kept[keep.num_committed :]
+        self.committed += [token for token, _ in committed]
+
+
+class MarkovTarget:
+    """Stands where a ``StagedTarget`` stands."""
+
+    max_positions, device = 10**9, torch.device("cpu")
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages, self.boundaries = num_stages, tuple(range(num_stages + 1))
+        self.stages = [MarkovStage() for _ in range(num_stages)]
+
+    def set_bitwise(self, is_on):
+        assert not is_on
+
+    def reserve(self, num_rows):
+        pass
+
+    def prefill(self, ids, taps=()):
+        for stage in self.stages:
+            stage.committed, stage.rows = ids.tolist(), []
+        return TARGET[tuple(ids[-2:])], {}
+
+    def logits(self, hidden_R2):
+        return TARGET[hidden_R2[:, 0], hidden_R2[:, 1]]
+
+
+class MarkovSource(TreeSource):
+    """The draft's table, for every growing verb."""
+
+    target_vocab_size, draft_ids = VOCAB, torch.arange(VOCAB)
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, torch.Tensor] = {}
+        super().__init__(self)
+
+    def logits(self, outputs_RV):
+        return outputs_RV
+
+    @property
+    def _outputs(self):
+        return self.outputs
+
+    def begin(self, features, tokens):
+        self.text, self.outputs = list(tokens), {}
+        self._restart()
+
+    def observe(self, features, next_tokens):
+        self.text += next_tokens
+
+    def _root_output(self, tree):
+        return DRAFT[self.text[-2], self.text[-1]]
+
+    def _compute(self, tree, rows):
+        self.num_forwards += 1
+        for row in rows:
+            before = tree.tokens[tree.parents[row]]
+            self.outputs[self._name(tree, row)] = DRAFT[before, tree.tokens[row]]
+
+    def _rename_rows(self, names):
+        self.outputs = {names[row]: out for row, out in self.outputs.items() if row in names}
+
+    def _keep_rows(self, keep):
+        retained = keep.rows[keep.num_committed :]
+        self._rename_rows({row: index for index, row in enumerate(retained) if index})
+
+
+class MarkovEngine(Engine):
+    def _stage(self, target):
+        return MarkovTarget(self.config.num_stages)
+
+
+def markov_engine(**options) -> Engine:
+    options = {
+        "num_stages": 4,
+        "temperature": 1.0,
+        "cost": CostModel(draft_forward=1 / 16),
+        **options,
+    }
+    config = DecodeConfig.of(**options)
+    source = None if config.schedule.grows is None else MarkovSource()
+    return MarkovEngine(None, PlainTokenizer(), config, source=source)
+
+
+def markov_texts(num_texts: int, **options) -> list[list[int]]:
+    """Sampled outputs, each by random numbers of its own."""
+    engine = markov_engine(**options)
+    results = [engine.decode(PROMPT, prompt_index=index) for index in range(num_texts)]
+    num_tested = sum(result.num_tested for result in results)
+    assert engine.config.schedule.grows is None or num_tested > num_texts
+    return [result.token_ids for result in results]
+
+
+@cache
+def plain_texts(num_texts: int, length: int, rule: str, filters: Filters) -> list[list[int]]:
+    """Plain decoding's."""
+    settings = {"max_new_tokens": length, "verifier": rule, **filters.active}
+    return markov_texts(num_texts, schedule="autoregressive", num_stages=1, **settings)
+
+
+def markov_p_value(texts, temperature=1.0, filters=UNFILTERED) -> float:
+    """Chance of tokens at least as far from the target's law, counted by the two before each.
+
+    A token that cannot come is an answer by itself.
+    """
+    counts_abc = np.zeros((VOCAB,) * 3)
+    for text in texts:
+        tokens = np.array([*PROMPT, *text])
+        np.add.at(counts_abc, (tokens[:-2], tokens[1:-1], tokens[2:]), 1)
+    p_abc = probabilities(TARGET, temperature, filters).numpy()
+    if counts_abc[p_abc == 0].any():
+        return 0.0
+    expected_abc = counts_abc.sum(-1, keepdims=True) * p_abc
+    statistic = freedom = 0.0
+    for counts_c, expected_c in zip(
+        counts_abc.reshape(-1, VOCAB), expected_abc.reshape(-1, VOCAB), strict=False
+    ):
+        possible = expected_c > 0
+        if possible.any() and expected_c[possible].min() >= 2:
+            parts_c = (counts_c - expected_c)[possible] ** 2 / expected_c[possible]
+            statistic, freedom = statistic + parts_c.sum(), freedom + possible.sum() - 1
+    assert freedom >= VOCAB
+    return float(chi2.sf(statistic, freedom))

@@ -1,0 +1,123 @@
+"""Heads as others write them, with random weights: what test_peers*.py import."""
+
+import json
+from pathlib import Path
+
+import torch
+from conftest import tiny_llama
+from safetensors.torch import save_file
+
+LAYERS, HIDDEN, VOCABULARY, STEPS, LENGTH = 8, 32, 64, 7, 12
+SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rope_theta": 1e4,
+    "max_position_embeddings": 512,
+}
+IDS = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(6))
+DRAFT_IDS = torch.arange(0, VOCABULARY, 3)
+
+
+def save_target(folder):
+    model = tiny_llama(layers=LAYERS, hidden=HIDDEN, vocab=VOCABULARY)
+    model.folder = folder
+    model.save_pretrained(folder)
+    return model
+
+
+def random(generator, *shape):
+    """Of a matrix's usual size; norms lie around one."""
+    noise = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+    return 1 + noise if len(shape) == 1 else noise
+
+
+def layer_weights(generator, prefix, width, *, norms=(), biases=False):
+    shapes = {
+        "self_attn.q_proj.weight": (HIDDEN, width),
+        "self_attn.k_proj.weight": (16, width),
+        "self_attn.v_proj.weight": (16, width),
+        "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        "mlp.gate_proj.weight": (48, HIDDEN),
+        "mlp.up_proj.weight": (48, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, 48),
+        "post_attention_layernorm.weight": (HIDDEN,),
+        **{f"{name}.weight": (HIDDEN,) for name in norms if "q_" not in name and "k_" not in name},
+        **{f"self_attn.{name}.weight": (8,) for name in norms if name in ("q_norm", "k_norm")},
+    }
+    if biases:
+        shapes |= {f"self_attn.{x}_proj.bias": (size,) for x, size in (("q", 32), ("k", 16))}
+        shapes["self_attn.v_proj.bias"] = (16,)
+    return {prefix + name: random(generator, *shape) for name, shape in shapes.items()}
+
+
+def eagle3_files(layout, *, ids=DRAFT_IDS, biases=False, norms=(), flags=None):
+    """config.json and tensors of an EAGLE-3 head, as its trainer would write them."""
+    generator, flags = torch.Generator().manual_seed(4), flags or {}
+    prefix = "layers.0." if layout == "speculators" else "midlayer."
+    count = 3
+    weights = layer_weights(
+        generator,
+        prefix,
+        2 * HIDDEN,
+        norms=("hidden_norm", "input_layernorm", *norms),
+        biases=biases,
+    )
+    weights |= {
+        "fc.weight": random(generator, HIDDEN, count * HIDDEN),
+        "norm.weight": random(generator, HIDDEN),
+        "lm_head.weight": random(generator, len(ids), HIDDEN),
+    }
+    if flags.get("norm_before_fc"):
+        weights["input_norm.weight"] = random(generator, count * HIDDEN)
+    if flags.get("fc_norm"):
+        for index in range(count):
+            weights[f"fc_norm.{index}.weight"] = random(generator, HIDDEN)
+    if len(ids) < VOCABULARY:
+        weights["d2t"] = ids - torch.arange(len(ids))
+        weights["t2d"] = torch.isin(torch.arange(VOCABULARY), ids)
+    config = SIZES | {"draft_vocab_size": len(ids)}
+    if layout != "speculators":
+        architectures = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+        return config | architectures | flags, weights
+    inner = SIZES | {"model_type": "qwen3" if norms else "llama"} | flags.pop("inner", {})
+    config = {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "transformer_layer_config": inner,
+        "draft_vocab_size": len(ids),
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    }
+    return config | flags, weights
+
+
+def eagle_files(*, bias=True, biases=False):
+    generator = torch.Generator().manual_seed(5)
+    weights = layer_weights(generator, "layers.0.", HIDDEN, biases=biases)
+    weights["fc.weight"] = random(generator, HIDDEN, 2 * HIDDEN)
+    if bias:
+        weights["fc.bias"] = random(generator, HIDDEN)
+    config = SIZES | {"architectures": ["LlamaForCausalLM"], "bias": bias, "qkv_bias": biases}
+    return config, weights
+
+
+def write(folder: Path, config, weights, *, pickled=False) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name: value.clone() for name, value in weights.items()}
+    if pickled:
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def command(source, target, out) -> list[str]:
+    return ["import", "--from", str(source), "--target", str(target.folder), "--out", str(out)]

@@ -1,0 +1,398 @@
+"""A CUDA device made of CPU memory: it finds mixed devices, launches and host synchronizations.
+
+``with pretended_cuda() as log:`` lets tensors be moved to cuda:0 and cuda:1. They compute on the
+CPU, to the bit, refuse what CUDA refuses (an operation on tensors of two devices), and count what a
+GPU is slow at: kernels that are launched, copies to the device, and moments in which the host
+waits. Modules are loaded before and moved inside.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+ROOT = Path(__file__).resolve().parents[1]
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+WAITS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select"}
+WAITS |= {"_unique2", "unique_dim", "unique_consecutive", "bincount"}
+FREE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
+FREE |= {"detach", "alias", "_unsafe_view", "_reshape_alias"}
+"""No kernel: memory, or another view of it."""
+
+
+class MixedDevices(RuntimeError):
+    pass
+
+
+@dataclass
+class Log:
+    """What happened: kernels by operation; where the host meets the device also by place."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    """Kernels, without those of recorded graphs."""
+    replayed: Counter[str] = field(default_factory=Counter)
+    """Kernels inside recorded graphs."""
+    uploads: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Copies from the host to the device."""
+    syncs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The host reads what the device has computed, and waits for it."""
+    is_recorded: bool = False
+    _as_one: bool = False
+
+    def clear(self) -> None:
+        for counter in (self.launches, self.replayed, self.uploads, self.syncs):
+            counter.clear()
+
+    def launch(self, name: str) -> None:
+        if not self._as_one:
+            (self.replayed if self.is_recorded else self.launches)[name] += 1
+
+    @contextmanager
+    def one_kernel(self, name: str) -> Iterator[None]:
+        """What the CPU takes several operations for."""
+        self.launch(name)
+        before, self._as_one = self._as_one, True
+        try:
+            yield
+        finally:
+            self._as_one = before
+
+    def record(self, compute: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        """In place of the function that captures a CUDA graph."""
+
+        def replay() -> None:
+            self.is_recorded = True
+            syncs, uploads = self.syncs.total(), self.uploads.total()
+            compute()
+            self.is_recorded = False
+            assert (self.syncs.total(), self.uploads.total()) == (syncs, uploads), (
+                "a graph cannot wait for the host"
+            )
+
+        compute()
+        return replay
+
+
+def _place() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] not in (".venv", "tests"):
+            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return "elsewhere"
+
+
+class Pretended(Tensor):
+    """Says that it is on a GPU; what it holds is on the CPU.
+
+    To the library below Python it is a tensor of the meta device, which has no kernels that could
+    be called by mistake.
+    """
+
+    held: Tensor
+    place: torch.device
+    is_cuda = True  # type: ignore[assignment]  # else properties of what it is to the library
+    is_meta = False  # type: ignore[assignment]
+    is_cpu = False  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Tensor, place: torch.device) -> Pretended:
+        own = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            layout=held.layout,
+            device="meta",
+        )
+        own.held, own.place = held, place
+        return own
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+    def get_device(self) -> int:
+        return self.place.index
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Pretended({self.held!r}, {self.place})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(f"{func}: outside of pretended_cuda()")
+
+
+def _device(given: Any) -> torch.device | None:
+    if given is None:
+        return None
+    device = torch.device(given)
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+class _Kernels(TorchDispatchMode):
+    """Runs every operation on what the tensors hold, and says what a GPU would do."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.log = log
+        self.place = torch.device("cuda", 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.__name__.partition(".")[0]
+        tensors = _tensors(args) + _tensors(kwargs.values())
+        pretended = [x for x in tensors if isinstance(x, Pretended)]
+        wanted = _device(kwargs.get("device"))
+        if wanted is not None and wanted.type == "meta":  # the library's own idea of a Pretended
+            wanted = pretended[0].place if pretended else self.place
+        if not pretended and (wanted is None or wanted.type != "cuda"):
+            return func(*args, **kwargs)
+        place = wanted or (None if name == "copy_" else pretended[0].place)
+        self.place = pretended[0].place if pretended else self.place
+        if torch.Tag.inplace_view in func.tags:
+            raise NotImplementedError(f"{func} on {place}: its shape would not be seen")
+        self._check(func, name, args, tensors, pretended)
+        self._count(func, name, args, kwargs, pretended, place)
+        inputs, options = _held(args), _held(kwargs)
+        if options.get("device") is not None:
+            options["device"] = CPU
+        options.pop("pin_memory", None)
+        out = _run(func, inputs, options)
+        if isinstance(kwargs.get("out"), Pretended):
+            return kwargs["out"]
+        written = func._schema.arguments and func._schema.arguments[0].alias_info
+        if written is not None and written.is_write:
+            return args[0] if func._schema.returns else None
+        if place is None or place.type != "cuda":
+            return out
+        return _placed(out, place)
+
+    def _check(self, func, name, args, tensors, pretended) -> None:
+        if name in ("copy_", "_to_copy", "_copy_from") or not pretended:
+            return
+        others = [x for x in tensors if x.ndim and x.device != pretended[0].device]
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            # The host's index tensors may pick from a tensor on the device.
+            indices = {id(x) for x in _tensors(args[1])}
+            others = [x for x in others if id(x) not in indices or x.device.type == "cuda"]
+            if not isinstance(args[0], Pretended):
+                others = [args[0]]
+        if others:
+            devices = sorted({str(x.device) for x in tensors})
+            raise MixedDevices(f"{func}: tensors on {' and '.join(devices)} at {_place()}")
+
+    def _count(self, func, name, args, kwargs, pretended, place) -> None:
+        log = self.log
+        if name == "_to_copy" and not (pretended and pretended[0].place == place):
+            kind = log.syncs if place.type == "cpu" else log.uploads
+            kind["copy", _place()] += 1
+            return
+        if name == "copy_" and len(pretended) == 1:
+            kind = log.uploads if isinstance(args[0], Pretended) else log.syncs
+            kind["copy", _place()] += 1
+            return
+        if name in WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            log.syncs[name, _place()] += 1
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            for x in _tensors(args[1]):
+                if x.dtype == torch.bool:
+                    log.syncs[f"{name} by bool", _place()] += 1
+                if not isinstance(x, Pretended):
+                    log.uploads[f"{name} by the host's", _place()] += 1
+        if not func.is_view and name not in FREE:
+            log.launch(name)
+
+
+def _placed(x: Any, place: torch.device) -> Any:
+    if isinstance(x, Tensor):
+        return Pretended(x, place)
+    return type(x)(_placed(part, place) for part in x) if isinstance(x, list | tuple) else x
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found = []
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += _tensors(x)
+    return found
+
+
+def _held(x: Any) -> Any:
+    if isinstance(x, Pretended):
+        return x.held
+    if isinstance(x, dict):
+        return {name: _held(value) for name, value in x.items()}
+    return type(x)(map(_held, x)) if isinstance(x, list | tuple) else x
+
+
+def _run(func, args, kwargs) -> Any:
+    """The CPU's kernel; of flash attention it has another one with fewer arguments."""
+    if func is aten._scaled_dot_product_flash_attention.default:
+        query, keys, values = (x.contiguous() for x in args[:3])
+        is_causal, scale = args[4], kwargs.get("scale")
+        out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, is_causal, scale=scale
+        )
+        sizes = (query.shape[2], keys.shape[2])
+        return (out, logsumexp, None, None, *sizes, None, None, None)
+    if func is aten._scaled_dot_product_flash_attention_backward.default:
+        gradient, query, keys, values, out, logsumexp = (x.contiguous() for x in args[:6])
+        is_causal = args[11]
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, keys, values, out, logsumexp, 0.0, is_causal, scale=kwargs.get("scale")
+        )
+    return func(*args, **kwargs)
+
+
+FUSED = ("scaled_dot_product_attention", "rms_norm")
+"""Several operations of the CPU, one kernel of a GPU."""
+MATRIX_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "__matmul__")
+
+
+class _Calls(TorchFunctionMode):
+    """What the library below decides by the device before an operation is dispatched."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "to":
+            return self._move(func, args, kwargs)
+        if name in ("tolist", "numpy") and isinstance(args[0], Pretended):
+            return func(args[0].detach().cpu())
+        if name in ("tensor", "as_tensor", "new_tensor"):
+            given = _device(kwargs.pop("device", None))
+            if name == "new_tensor":
+                func, given = torch.tensor, given or args[0].device
+                kwargs.setdefault("dtype", args[0].dtype)
+                args = args[1:]
+            made = func(*args, **kwargs)
+            return made if given is None else made.to(given)
+        if name in ("__getitem__", "__setitem__") and isinstance(args[0], Pretended):
+            args = (args[0], _listed(args[1], args[0].place), *args[2:])
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _device(kwargs["device"])
+        if name in MATRIX_PRODUCTS and torch.is_autocast_enabled("cuda"):
+            args, kwargs = tree_map(_autocast, (args, kwargs))
+        if func is F.scaled_dot_product_attention and torch.is_autocast_enabled("cuda"):
+            args, kwargs = tree_map(_autocast, (args, kwargs))
+        if name in FUSED and any(isinstance(x, Pretended) for x in args):
+            with self.log.one_kernel(name):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _move(func, args, kwargs) -> Any:
+        """Nothing happens where the tensor is at its place already."""
+        own, *rest = args
+        words = [*rest, *kwargs.values()]
+        like = [x for x in words if isinstance(x, Tensor)]
+        dtypes = [x.dtype for x in like] + [x for x in words if isinstance(x, torch.dtype)]
+        devices = [x.device for x in like]
+        devices += [_device(x) for x in words if isinstance(x, str | torch.device)]
+        changes: dict[str, Any] = {"dtype": dtypes[0]} if dtypes else {}
+        if devices and devices[0] != own.device:
+            changes["device"] = devices[0]
+        return func(own, **changes) if changes else own
+
+
+def _listed(index: Any, place: torch.device) -> Any:
+    """Lists in an index become tensors that are copied to the device."""
+    if isinstance(index, list):
+        return torch.tensor(index, dtype=None if index else torch.long).to(place)
+    return tuple(_listed(x, place) for x in index) if isinstance(index, tuple) else index
+
+
+def _autocast(x: Any) -> Any:
+    if isinstance(x, Pretended) and x.is_floating_point():
+        return x.to(torch.get_autocast_dtype("cuda"))
+    return x
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
+
+
+class _Event:
+    """Kernels take no time here but the host's."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+@contextmanager
+def pretended_cuda(*, num_devices: int = 2) -> Iterator[Log]:
+    """Tensors can be on cuda:0, cuda:1, ..; yields what they do there."""
+    log, cuda = Log(), torch.cuda
+    library = torch.__future__
+    before = library.get_overwrite_module_params_on_conversion()
+    stands_for = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: num_devices,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "graph_pool_handle": lambda: (0, 0),
+        "get_device_name": lambda device=0: "pretended",
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "Event": _Event,
+        "synchronize": lambda device=None: log.syncs.update([("synchronize", _place())]),
+        "is_bf16_supported": lambda including_emulation=True: True,
+    }
+    with ExitStack() as stack:
+        library.set_overwrite_module_params_on_conversion(True)
+        stack.callback(library.set_overwrite_module_params_on_conversion, before)
+        for name, other in stands_for.items():
+            stack.enter_context(mock.patch.object(cuda, name, other))
+        no_autocast = "torch.cuda.amp.common.amp_definitely_not_available"
+        stack.enter_context(mock.patch(no_autocast, lambda: False))
+        stack.enter_context(
+            mock.patch("pipedraft.models.recorded._capture", lambda c, d, _: log.record(c, d))
+        )
+        # Tensors of inference mode cannot be wrapped; without gradients they compute the same.
+        for name in ("__enter__", "__exit__"):
+            other = getattr(torch.no_grad, name)
+            stack.enter_context(mock.patch.object(torch.inference_mode, name, other))
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda x: x))
+        stack.enter_context(mock.patch("torch.Generator", _Generator))
+        stack.enter_context(_Kernels(log))
+        stack.enter_context(_Calls(log))
+        yield log

@@ -1,0 +1,108 @@
+"""--bitwise: in bfloat16, too, text is plain decoding's, because a row's numbers are."""
+
+import pytest
+import torch
+from conftest import tiny_llama, tiny_mistral
+from decode_runs import (
+    PROMPTS,
+    WAYS,
+    SimulatedSource,
+    engine_for,
+    friendly_module,
+    plain_text,
+    way_name,
+)
+from staged_targets import chain_segment, tiny
+from tiny_drafts import make_exit
+
+from pipedraft.models import bitwise
+from pipedraft.models.stage_cache import Keep, Segment
+from pipedraft.models.target import StagedTarget
+
+TOKENS = 24
+PROMPT = PROMPTS[2]
+SPD_WAYS = [{"schedule": "spd"}, {"schedule": "spd", "tree_width": 3}]
+
+
+@pytest.fixture(scope="module")
+def target():
+    """As wide as vectors of a processor are, and so unsure that rounding decides."""
+    return tiny_llama(layers=4, hidden=64, vocab=1000).to(torch.bfloat16)
+
+
+def decode(target, prompt, text, way, **options) -> list[int]:
+    options |= {"num_stages": 4, "max_new_tokens": TOKENS}
+    if way["schedule"] == "spd":
+        draft = friendly_module(target, num_stages=4, num_layers=1).to(torch.bfloat16)
+        return engine_for(target, draft=draft, **way, **options).decode(prompt).token_ids
+    source = SimulatedSource(target, prompt, 0.7, TOKENS, text=[*prompt, *text])
+    return engine_for(target, source=source, **way, **options).decode(prompt).token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.all)])
+@pytest.mark.parametrize("way", [*WAYS, *SPD_WAYS], ids=way_name)
+def test_text_in_bfloat16_is_that_of_plain_decoding(target, way, temperature):
+    options = {"bitwise": True, "temperature": temperature, "verifier": "match", "seed": 3}
+    expected = plain_text(target, PROMPT, max_new_tokens=TOKENS, **options)
+    assert decode(target, PROMPT, expected, way, **options) == expected
+
+
+def test_without_it_some_texts_differ(target):
+    """Else this target would show nothing."""
+    num_different = 0
+    for way in WAYS[:3]:
+        for prompt in PROMPTS[1:]:
+            expected = plain_text(target, prompt, max_new_tokens=TOKENS)
+            num_different += decode(target, prompt, expected, way) != expected
+    assert num_different
+
+
+def test_text_of_a_draft_in_the_target_is_plain_decodings(target):
+    draft = make_exit(target, num_stages=4).to(torch.bfloat16)
+    options = {"bitwise": True, "max_new_tokens": TOKENS}
+    expected = plain_text(target, PROMPT, **options)
+    engine = engine_for(target, draft=draft, schedule="ppsd", num_stages=4, **options)
+    assert engine.decode(PROMPT).token_ids == expected
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_row_has_the_same_bits_beside_any_others(window):
+    """One by one, five or twenty together, and on a branch of a tree."""
+    model = tiny_mistral(layers=2, hidden=64, vocab=100, sliding_window=window).to(torch.bfloat16)
+    ids, prompt = torch.arange(1, 21), torch.arange(9)
+    found = []
+    for size in (1, 5, 20):
+        target = StagedTarget(model, 2)
+        target.set_bitwise(True)
+        target.prefill(prompt)
+        rows = []
+        for part in ids.split(size):
+            rows.append(forward(target, chain_segment(target, part)))
+        found.append(torch.cat(rows))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    # Each row's sibling comes before it, and is no ancestor of anything.
+    target.reset()
+    target.prefill(prompt)
+    both = torch.stack([ids + 30, ids], 1).flatten()
+    own = torch.arange(40)
+    visible = (own[:, None] == own) | ((own % 2 == 1) & (own < (own // 2 * 2)[:, None]))
+    tree = Segment(positions=9 + own // 2, visible=visible, ids=both)
+    assert torch.equal(forward(target, tree)[1::2], found[0])
+    for stage in target.stages:  # and what is kept continues the same text
+        stage.keep(Keep(tuple(range(1, 20, 2)), 10))
+    again = forward(target, chain_segment(target, ids[10:]))
+    assert torch.equal(again, found[0][10:])
+
+
+def forward(target: StagedTarget, segment: Segment) -> torch.Tensor:
+    for stage in target.stages:
+        segment = stage.forward(segment)
+    assert segment.hidden is not None
+    return target.logits(segment.hidden)
+
+
+def test_a_target_without_one_shape_is_refused():
+    for name in ("mixtral", "qwen3_5"):
+        with pytest.raises(ValueError, match=f"bitwise: targets of model_type '{name}"):
+            StagedTarget(tiny(name), 2).set_bitwise(True)
+    StagedTarget(tiny(bitwise.FAMILIES[0]), 2).set_bitwise(True)

@@ -1,0 +1,106 @@
+"""Automatic budgets: as many draft tokens as pay, the same output, fewer where rows cost more."""
+
+import math
+
+import numpy as np
+import pytest
+from conftest import tiny_llama
+from decode_runs import PROMPTS, engine_for, greedy_reference
+
+from pipedraft.inference.budget import RowCosts, rows_that_pay
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.models.language_model import LanguageModelDraft
+
+AUTO = [
+    {"schedule": "spd", "tree_width": "auto"},
+    {"schedule": "ppsd", "tree_width": "auto"},
+    {"schedule": "pipedec", "tree_width": "auto"},
+    {"schedule": "eagle", "tree": "dynamic:3:4:auto"},
+    {"schedule": "naive_pp", "tree": "dynamic:3:4:auto"},
+    {"schedule": "pruned_pp", "tree": "dynamic:3:4:auto"},
+    {"schedule": "flowspec", "tree": "dynamic:3:4:auto", "expansion_tokens": "auto"},
+    {"schedule": "flowspec_continued", "step_tokens": "auto"},
+    {"schedule": "pipeinfer", "draft_tokens": "auto", "branches": 2},
+]
+
+
+def best_count(scores, costs):
+    """By trying all."""
+    tokens = [costs.tokens + sum(map(math.exp, scores[:k])) for k in range(len(scores) + 1)]
+    rates = [made / (costs.time + k * costs.row) for k, made in enumerate(tokens)]
+    return int(np.argmax(rates))
+
+
+def test_the_rows_that_pay_make_the_most_tokens_per_time():
+    rng = np.random.default_rng(0)
+    counts = []
+    for _ in range(300):
+        scores = sorted(-rng.exponential(2, size=rng.integers(0, 12)), reverse=True)
+        tokens, time, row = rng.uniform(0.5, 40), rng.uniform(0.1, 9), rng.exponential(0.1)
+        costs = RowCosts(tokens=tokens, time=time, row=row)
+        counts.append(rows_that_pay(scores, costs))
+        assert counts[-1] == best_count(scores, costs)
+    assert min(counts) == 0 and len(set(counts)) > 8
+
+
+def test_free_rows_all_pay_but_those_that_are_never_right():
+    costs = RowCosts(tokens=1, time=1, row=0)
+    assert rows_that_pay([-1.0, -50.0, -math.inf], costs) == 2
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_llama(layers=4, vocab=16)
+    return target, LanguageModelDraft(target, target)
+
+
+def decode(pair, way, **shared):
+    target, draft = pair
+    draft = None if way["schedule"] == "autoregressive" else draft
+    engine = engine_for(target, draft=draft, max_new_tokens=24, **way, **shared)
+    return [engine.decode(prompt, prompt_index=i) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("row", [0.0, 0.3])
+@pytest.mark.parametrize("way", AUTO, ids=lambda way: way["schedule"])
+def test_outputs_are_the_targets_whatever_rows_cost(way, row, pair):
+    """Greedy and, by the noise that target and draft share, at temperature 1."""
+    cost = CostModel(row=row, link_row=row / 9, head_row=row / 9, draft_forward=1 / 16)
+    expected = [greedy_reference(pair[0], prompt, 24) for prompt in PROMPTS]
+    assert [r.token_ids for r in decode(pair, way, cost=cost)] == expected
+    plain = decode(pair, {"schedule": "autoregressive"}, temperature=1.0)
+    sampled = decode(pair, way, cost=cost, temperature=1.0)
+    assert [r.token_ids for r in sampled] == [r.token_ids for r in plain]
+
+
+@pytest.mark.parametrize("way", AUTO, ids=lambda way: way["schedule"])
+def test_fewer_rows_enter_where_they_cost_more(way, pair):
+    rows = []
+    for row in (0.0, 2.0):
+        results = decode(pair, way, cost=CostModel(row=row, draft_forward=1 / 16), temperature=1.0)
+        rows.append(max(max(e[3:]) for r in results for e in r.step_log if len(e) > 2))
+    assert rows[1] < rows[0] <= 60
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ({"schedule": "spd", "tree_width": "wide"}, "tree_width"),
+        ({"schedule": "eagle", "tree": "dynamic:auto:10:59"}, "tree: .*59 .*or auto"),
+        ({"schedule": "eagle", "tree": "chain:auto"}, "tree: 'chain:auto' is no tree"),
+        ({"schedule": "eagle", "tree_width": "auto"}, "tree_width: schedule 'eagle' has no such"),
+    ],
+)
+def test_other_words_are_refused(way, words):
+    with pytest.raises(ValueError, match=words):
+        DecodeConfig.of(**way)
+
+
+@pytest.mark.parametrize("way", AUTO, ids=lambda way: way["schedule"])
+def test_a_budget_of_auto_depends_on_the_cost_model_and_survives_a_file(way):
+    config = DecodeConfig.of(**way)
+    assert DecodeConfig.from_dict(config.to_dict()) == config
+    assert "auto" in (config.schedule.label or "")
+    conflict = config.schedule.cost_conflict(CostModel(), CostModel(row=0.1))
+    assert "auto" in conflict and not config.schedule.is_chain

@@ -1,0 +1,237 @@
+"""Decoding on a pretended GPU: no operation may see two devices, wherever the stages are."""
+
+import gc
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import tiny_llama
+from decode_runs import SMALL, STATIC, PlainTokenizer, engine_for
+from device_runs import bookkeeping_s, decode_on_gpu
+from inline_ranks import connect_inline
+from link_runs import run_session
+from pretended_device import MixedDevices, pretended_cuda
+from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_copy
+
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.draws import draw, draw_on_device, probabilities
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.filters import Filters
+from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.sources import make_source
+from pipedraft.inference.transport.target_session import SharedTarget
+from pipedraft.inference.tree import TokenTree
+from pipedraft.models import stage_cache
+from pipedraft.models.placement import place_draft
+from pipedraft.models.recorded import UNDER_WAY, Recordings
+from pipedraft.models.target import StagedTarget
+
+PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes
+NEW_TOKENS = 8
+HEADS: dict[str, Callable] = {
+    "spd": lambda target: make_module(target, num_stages=2, num_layers=2).float(),
+    "spd_all": lambda target: make_module(target, num_stages=2, query="all").float(),
+    "ppsd": partial(make_exit, num_stages=2),
+    "eagle": partial(make_head, kind="eagle"),
+    "eagle3": make_head,
+    "dflash": partial(make_head, kind="dflash"),
+    "flexspec": make_draft,
+    "language_model": noisy_copy,
+}
+CHAIN = TreeShape(kind="chain", depth=3)
+EAGLE: tuple[str, dict] = ("eagle", {"tree": SMALL})
+OWN = [
+    ("spd", "spd", {}),
+    ("spd_all", "spd", {}),
+    ("ppsd", "ppsd", {}),
+    ("eagle", *EAGLE),
+    ("eagle3", "flowspec", {"tree": SMALL}),
+    ("dflash", *EAGLE),
+    ("flexspec", *EAGLE),
+    ("language_model", "pipeinfer", {}),
+]
+"""Each head by a schedule that it was made for."""
+OTHERS = [
+    ("spd", "spd", {"timing": "output_states"}),
+    ("ppsd", "pipedec", {"tree_width": 4}),
+    *[("eagle3", "eagle", {"tree": shape}) for shape in (CHAIN, SMALL, STATIC)],
+    *[("eagle3", name, {"tree": SMALL}) for name in ("naive_pp", "pruned_pp")],
+    ("eagle3", "pipeinfer", {}),
+    ("eagle3", "ssd", {"draft_tokens": 3}),
+    ("flexspec", "pipedec", {"tree_width": 4}),
+]
+RUNS: list[tuple] = [(*run, LocalPipeline, 0.0) for run in OWN]
+RUNS += [(*run, LocalPipeline, 1.0) for run in OWN + OTHERS]
+
+
+@contextmanager
+def drafted():
+    """Position, token and cumulative log-probability of every draft token."""
+    found, right = [], TokenTree.add
+
+    def add(tree, parent, token, score, q=None):
+        found.append((tree.position(parent) + 1, token, score))
+        return right(tree, parent, token, score, q)
+
+    with patch.object(TokenTree, "add", add):
+        yield found
+
+
+def decode_twice(head, schedule, settings, temperature, connect):
+    """What is decoded on the CPU, and on GPUs that pretend by the CPU's own arithmetic."""
+    config = DecodeConfig.of(
+        schedule,
+        num_stages=2,
+        max_new_tokens=NEW_TOKENS,
+        temperature=temperature,
+        seed=3,
+        **settings,
+    )
+    target = tiny_llama()
+    draft = HEADS[head](target)
+    expected = Engine(target, PlainTokenizer(), config, draft).decode(PROMPT)
+    with pretended_cuda():
+        target.to("cuda:0")
+        place_draft(draft, target)
+        engine = Engine(target, PlainTokenizer(), config, draft, connect=connect)
+        return expected, engine.decode(PROMPT)
+
+
+def connect_ranks(target: StagedTarget):
+    """Two ranks, each with a GPU; messages pass through the host's memory."""
+    other = tiny_llama().to("cuda:1")
+    return connect_inline(target, [StagedTarget(other, target.boundaries)])
+
+
+RUNS += [(*run, connect_ranks, temperature) for run in OWN for temperature in (0.0, 1.0)]
+
+
+@pytest.mark.parametrize(("head", "schedule", "settings", "connect", "temperature"), RUNS)
+def test_no_operation_sees_two_devices(head, schedule, settings, connect, temperature):
+    """A row in the wrong place, or one that sees too much, changes scores and hardly ever texts."""
+    with drafted() as rows:
+        cpu, gpu = decode_twice(head, schedule, settings, temperature, connect)
+    assert cpu.token_ids == gpu.token_ids
+    if connect is LocalPipeline:  # else the draft may go on for as long as the stages work
+        for name in ("num_drafted", "num_draft_forwards", "round_lengths", "num_steps"):
+            assert getattr(cpu, name) == getattr(gpu, name), name
+        on_cpu, on_gpu = (sorted(half) for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]))
+        assert [row[:2] for row in on_cpu] == [row[:2] for row in on_gpu]
+        assert [row[2] for row in on_gpu] == pytest.approx([row[2] for row in on_cpu], abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("plan", ["stop_and_wait", "pearl", "picospec"])
+def test_a_draft_and_a_target_across_a_link_have_devices_of_their_own(plan, temperature):
+    with pretended_cuda():
+        target, draft = tiny_llama().to("cuda:1"), make_draft(tiny_llama()).to("cuda:0")
+        settings = {"plan": plan, "temperature": temperature, "max_new_tokens": NEW_TOKENS}
+        result, _ = run_session(SharedTarget(target), make_source(draft), PROMPT, **settings)
+    assert len(result.token_ids) == NEW_TOKENS
+
+
+def test_a_draft_on_another_device_than_its_target_is_found():
+    """A known-bad placement: the draft stays where it was loaded."""
+    target = tiny_llama()
+    draft = make_head(target)
+    with pretended_cuda():
+        target.to("cuda:0")
+        engine = engine_for(target, draft=draft, schedule="eagle", num_stages=2, tree=CHAIN)
+        with pytest.raises(MixedDevices, match="tensors on cpu and cuda:0 at models/"):
+            engine.decode(PROMPT)
+
+
+BUDGETS = [
+    ("spd", "spd", {"num_stages": 2}),
+    ("ppsd", "ppsd", {"num_stages": 2}),
+    ("eagle3", "eagle", {"num_stages": 1}),
+    ("flexspec", "eagle", {"num_stages": 1}),
+    ("eagle", "flowspec", {"num_stages": 2}),
+    ("language_model", "pipeinfer", {"num_stages": 2}),
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("head", "schedule", "settings"), BUDGETS)
+def test_a_step_launches_and_waits_a_few_times_only(head, schedule, settings, temperature):
+    """Beside its recorded graph a stage launches no more for more layers, nor does a draft."""
+    counts = decode_on_gpu(HEADS[head], schedule, temperature=temperature, **settings)
+    assert counts["syncs_per_step"] <= 2, counts
+    assert counts["launches_per_stage"] <= 5, counts
+    assert counts["launches_per_draft_forward"] <= 5, counts
+
+
+def test_tokens_drawn_on_the_device_are_those_drawn_on_the_host():
+    generator = torch.Generator().manual_seed(0)
+    logits_RV = torch.randn(64, 500, generator=generator) * 4
+    p_RV = probabilities(logits_RV, 1.0, Filters(top_k=7))
+    uniforms = [index / 64 for index in range(63)] + [1 - 2.0**-53]
+    drawn = [draw(p_V, uniform) for p_V, uniform in zip(p_RV, uniforms, strict=True)]
+    assert draw_on_device(p_RV, uniforms).tolist() == drawn
+    with pytest.raises(ValueError, match="no token can be drawn"):
+        draw_on_device(p_RV * torch.nan, uniforms)
+
+
+def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
+    """Texts that follow each other, of any length that was expected, take over what is idle."""
+    keys, right = [], Recordings._record
+
+    def record(self, packed, rows, compute):
+        keys.append((id(self), len(packed)))
+        return right(self, packed, rows, compute)
+
+    monkeypatch.setattr(Recordings, "_record", record)
+    monkeypatch.setattr(stage_cache, "MIN_CAPACITY", 8)
+    with pretended_cuda():
+        target = tiny_llama().to("cuda:0")
+        for _ in range(2):
+            engine = engine_for(target, schedule="autoregressive", num_stages=2, max_new_tokens=12)
+            for prompt in (PROMPT[:20], PROMPT[:2]):
+                engine.decode(prompt)
+            del engine
+        assert len(keys) == len(set(keys)) == 2, "one for each stage"
+        monkeypatch.undo()
+        monkeypatch.setattr(Recordings, "_record", record)
+        source = make_source(make_draft(tiny_llama()))
+        for _ in range(2):
+            settings = {"plan": "stop_and_wait", "max_new_tokens": NEW_TOKENS}
+            run_session(SharedTarget(target), source, PROMPT[:4], **settings)
+            gc.collect()  # the simulated link and its session refer to each other
+        assert len(keys) == len(set(keys))
+
+
+class Busy:
+    """A send that the peer takes at some other time."""
+
+    def __init__(self) -> None:
+        self.random, self.answers = Random(0), []
+
+    def is_sending(self) -> bool:
+        self.answers.append(self.random.random() < 0.6)
+        return self.answers[-1]
+
+
+@pytest.mark.parametrize("head", ["spd", "ppsd"])
+def test_nothing_is_recorded_while_a_send_waits_for_its_peer(head, monkeypatch):
+    """Recording waits for the device, so for the send, and two ranks that do would never end."""
+    busy, right = Busy(), Recordings._record
+
+    def record(self, packed, rows, compute):
+        assert not busy.answers[-1], "would wait for a peer that may be recording, too"
+        return right(self, packed, rows, compute)
+
+    monkeypatch.setattr(Recordings, "_record", record)
+    UNDER_WAY.add(busy)
+    cpu, gpu = decode_twice(head, head, {}, 0.0, connect_ranks)
+    assert cpu.token_ids == gpu.token_ids
+    assert any(busy.answers) and not all(busy.answers)
+
+
+def test_what_a_draft_notes_of_a_row_does_not_grow_with_the_text():
+    # What grows does so every time; what else a machine does it does not do every time.
+    assert any(bookkeeping_s(8192) < 2 * bookkeeping_s(512) for _ in range(5))

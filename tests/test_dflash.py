@@ -1,0 +1,401 @@
+"""DFlash: its blocks in training and decoding, its loss, its draft tokens under every schedule."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attention_runs import assert_loss_and_gradients
+from conftest import tiny_llama, tiny_qwen3
+from decode_runs import (
+    CHAIN,
+    NEW_TOKENS,
+    PROMPTS,
+    SMALL,
+    VOCAB,
+    WAYS,
+    assert_sampled_like_the_target,
+    decode_exactly,
+    engine_for,
+    sampling_target,
+    way_name,
+)
+from tiny_drafts import make_head
+
+from pipedraft.data_recipes.batch import collate
+from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.sources.base import Sampling
+from pipedraft.inference.sources.dflash import DFlashSource
+from pipedraft.inference.tree import TokenTree
+from pipedraft.inference.verify import KeyedRandom, MatchVerifier
+from pipedraft.models import dflash
+from pipedraft.models.layers import KeyValues
+from pipedraft.models.target import capture_hidden
+from pipedraft.train.dflash import (
+    DFlashObjective,
+    DFlashTrainConfig,
+    block_lengths,
+    dpace_weights,
+    draw_anchors,
+)
+
+MASKS = ([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 0, 1])
+OTHER_WAYS = [
+    {"schedule": "pipeinfer"},
+    {"schedule": "ssd", "draft_tokens": 3},
+    {"schedule": "pipeinfer", "draft_tokens": 4, "branches": 3, "split": 0.05},
+    {"schedule": "eagle", "tree": TreeShape(kind="chain", depth=9)},
+]
+
+
+def make_objective(target=None, **options) -> DFlashObjective:
+    """Float64, and no parameter at a special value."""
+    target = tiny_llama(layers=6, hidden=32, vocab=24) if target is None else target
+    objective = DFlashObjective(
+        DFlashTrainConfig(**{"num_layers": 2, "block_size": 4, **options}),
+        target.double(),
+        target_name="tiny",
+        revision=None,
+        data=SimpleNamespace(report=SimpleNamespace(to_dict=dict)),
+    )
+    generator = torch.Generator().manual_seed(3)
+    for parameter in objective.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.5
+        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
+    return objective.double()
+
+
+def make_batch(masks, vocab=24):
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randint(vocab, (len(mask),), generator=generator).tolist() for mask in masks]
+    pairs = zip(rows, masks, strict=True)
+    return collate([{"input_ids": ids, "loss_mask": mask} for ids, mask in pairs], 0)
+
+
+# -- blocks -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def decoded_block(draft, ids_T, feature_TH, anchor):
+    """By the runtime, the context in two parts."""
+    caches = [KeyValues() for _ in draft.layers]
+    half = anchor // 2
+    draft.propose(ids_T[half, None], 2, feature_TH[:half], position=half, caches=caches)
+    rows, token = feature_TH[half:anchor], ids_T[anchor, None]
+    return draft.propose(token, draft.config.block_size, rows, position=anchor, caches=caches)
+
+
+def assert_training_is_decoding(objective) -> None:
+    T, draft = 12, objective.draft
+    batch = make_batch([[1] * T] * 2)
+    ids_BT = batch["input_ids"]
+    with torch.no_grad():
+        taps = capture_hidden(objective.target, ids_BT, draft.taps)
+        feature_BTH = draft.feature(taps)
+        anchors = [torch.arange(1, T), T + torch.tensor([3, 4, 8])]
+        states_ASH = draft(taps, ids_BT, anchors)
+    for states_SH, place in zip(states_ASH, torch.cat(anchors).tolist(), strict=True):
+        text, anchor = divmod(place, T)
+        expected_SH = decoded_block(draft, ids_BT[text], feature_BTH[text], anchor)
+        torch.testing.assert_close(states_SH, expected_SH, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(draft.logits(states_SH), draft.logits(expected_SH))
+
+
+@pytest.mark.parametrize("group_rows", [1, 12, 128])
+@pytest.mark.parametrize("family", [tiny_llama, tiny_qwen3])
+def test_the_blocks_of_training_are_those_of_decoding(family, group_rows, monkeypatch):
+    monkeypatch.setattr(dflash, "GROUP_ROWS", group_rows)
+    assert_training_is_decoding(make_objective(family(layers=6, hidden=32, vocab=24)))
+
+
+def sees(change):
+    """A known-bad mask of the groups: ``change`` of (visible rows, number of context rows)."""
+    right = dflash._attend_in_groups
+
+    def mutant(groups, *tensors):
+        wrong = []
+        for group in groups:
+            visible_GK = group.visible_GK.clone()
+            change(visible_GK, group.context.stop - group.context.start)
+            wrong.append(group._replace(visible_GK=visible_GK))
+        return right(wrong, *tensors)
+
+    return mutant
+
+
+def own_state(visible_GK, num_context):
+    """The context goes on up to the anchor itself, for all blocks but the last of a group."""
+    rows = visible_GK[:, :num_context]
+    rows |= torch.nn.functional.pad(rows[:, :-1], (1, 0), value=True)
+
+
+MUTANTS = {
+    "own_state": own_state,
+    "causal_block": lambda visible_GK, num_context: visible_GK[:, num_context:].tril_(),
+    "other_blocks": lambda visible_GK, num_context: visible_GK[:, num_context:].fill_(True),
+    "no_context": lambda visible_GK, num_context: visible_GK[:, :num_context].fill_(False),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_block_that_sees_other_rows_is_noticed(mutant, monkeypatch):
+    objective = make_objective()
+    assert_training_is_decoding(objective)
+    monkeypatch.setattr(dflash, "_attend_in_groups", sees(MUTANTS[mutant]))
+    with pytest.raises(AssertionError):
+        assert_training_is_decoding(objective)
+
+
+def test_feature_layers_are_spread_over_the_target():
+    assert dflash.default_feature_layers(36) == (2, 10, 18, 26, 34)  # as of the published heads
+    assert dflash.default_feature_layers(16) == (2, 5, 8, 11, 14)
+    assert dflash.default_feature_layers(2) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"block_size": 1}, "model.block_size: 1 is not in 2..256"),
+        ({"num_layers": 0}, "model.num_layers: 0 is below 1"),
+        ({"feature_layers": (9,)}, r"model.feature_layers: \[9\] are not all in 0..6"),
+        ({"mask_token_id": 24}, "model.mask_token_id: 24 is not in 0..23"),
+        ({"num_anchors": 0}, "model.num_anchors: 0 is below 1"),
+        ({"decay_gamma": 0.0}, "model.decay_gamma: 0.0 is not in"),
+        ({"dpace_alpha": 1.5}, r"model.dpace_alpha: 1.5 is not in \[0, 1\]"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_makes_no_head_is_refused(setting, words):
+    with pytest.raises(ValueError, match=words):
+        make_objective(**setting)
+
+
+# -- the loss -----------------------------------------------------------------------------------
+
+
+def plain_block(objective, ids_T, taps_TH, anchor):
+    """Oracle: one block by its equations, a dense softmax, all from the layers' matrices."""
+    draft, R = objective.draft, objective.config.block_size
+    context = draft.hidden_norm(draft.fc(torch.cat(taps_TH, -1)[:anchor]))
+    mask_id = objective.target.config.vocab_size - 1
+    ids = torch.tensor([int(ids_T[anchor])] + [mask_id] * (R - 1))
+    x = objective.target.model.embed_tokens(ids)
+    cos, sin = draft.rotary.of_heads(torch.arange(anchor + R), x.dtype)
+    for layer in draft.layers:
+        normed, own = layer.input_layernorm(x), layer.self_attn
+        keys, values = own.key_value(torch.cat([context, normed]), cos, sin)
+        query = own.query(normed, cos[anchor:], sin[anchor:])
+        group = query.shape[1] // keys.shape[1]
+        keys, values = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (keys, values))
+        scores = query.transpose(0, 1) @ keys.mT / query.shape[-1] ** 0.5
+        x = layer.finish(x, (scores.softmax(-1) @ values).transpose(0, 1))
+    return draft.norm(x)[1:]
+
+
+def turn_of(mask, anchor, most) -> int:
+    """Labels behind the anchor that are of its turn."""
+    if not anchor or not mask[anchor]:
+        return 0
+    end = anchor
+    while end + 1 < len(mask) and mask[end + 1]:
+        end += 1
+    return min(end - anchor, most)
+
+
+def plain_loss(objective, batch):
+    config, S = objective.config, objective.config.block_size - 1
+    names = [f"{k}_{i + 1}" for k in ("acceptance", "agreement", "count") for i in range(S)]
+    loss, sums = 0.0, dict.fromkeys(names, 0.0)
+    depth = objective.target.config.num_hidden_layers
+    columns = (batch[name] for name in ("input_ids", "loss_mask", "lengths"))
+    for ids, mask, length in zip(*columns, strict=True):
+        ids, mask = ids[:length], mask[:length].tolist()
+        taps = capture_hidden(objective.target, ids[None], {*objective.draft.taps, depth})
+        rows = [taps[layer][0] for layer in objective.draft.taps]
+        p_TV = objective.target.lm_head(objective.target.model.norm(taps[depth][0])).softmax(-1)
+        for anchor in range(len(mask)):
+            count = turn_of(mask, anchor, S)
+            if not count:
+                continue
+            states = plain_block(objective, ids, rows, anchor)[:count]
+            q_SV, p_SV = objective.target.lm_head(states).softmax(-1), p_TV[anchor : anchor + count]
+            weights = [math.exp(-i / config.decay_gamma) for i in range(count)]
+            if config.position_weights == "dpace":
+                right = [q[p.argmax()].item() for q, p in zip(q_SV, p_SV, strict=True)]
+                smooth = [(1 - config.dpace_alpha) * q + config.dpace_alpha for q in right]
+                prefix = torch.tensor(smooth, dtype=torch.float64).cumprod(0)
+                weights = [prefix[i:].sum() for i in range(count)]
+            for i, (p, q) in enumerate(zip(p_SV, q_SV, strict=True)):
+                divergence = (p * (p.log() - q.log())).sum()
+                if config.loss == "ce":
+                    divergence = -q[p.argmax()].log()
+                loss = loss + weights[i] * divergence
+                sums[f"acceptance_{i + 1}"] += torch.minimum(p, q).sum().item()
+                sums[f"agreement_{i + 1}"] += float(q.argmax() == p.argmax())
+                sums[f"count_{i + 1}"] += 1
+    return loss, sums
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss": "ce", "decay_gamma": 2.0},
+        {"position_weights": "dpace"},
+        {"position_weights": "dpace", "dpace_alpha": 0.1, "block_size": 6},
+    ],
+    ids=str,
+)
+def test_loss_sums_and_gradients_equal_the_plain_formula(options):
+    objective, batch = make_objective(**options), make_batch(MASKS)
+    assert_loss_and_gradients(objective, batch, *plain_loss(objective, batch))
+
+
+def test_dpace_weights_are_those_of_its_equations():
+    """w_i of q = (.5, .25, 1) with alpha 0: sums of the prefix products .5, .125, .125."""
+    q_AS = torch.tensor([[0.5, 0.25, 1.0], [0.5, 0.25, 9.0]], dtype=torch.float64)
+    counted_AS = torch.tensor([[True, True, True], [True, True, False]])
+    expected = torch.tensor([[0.75, 0.25, 0.125], [0.625, 0.125, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(dpace_weights(q_AS, counted_AS, 0.0), expected)
+    ones = dpace_weights(q_AS, counted_AS, 1.0)
+    assert ones.tolist() == [[3, 2, 1], [2, 1, 0]]
+
+
+def test_anchors_are_drawn_among_those_that_have_a_label():
+    batch = make_batch(MASKS)
+    counts_P, documents = block_lengths(batch, 3)
+    every = draw_anchors(counts_P, documents, 512, torch.Generator())
+    expected = [[2, 3, 4, 5, 6, 7, 10], [12 + place for place in (1, 5, 6, 7)], []]
+    assert [anchors.tolist() for anchors in every] == expected
+    assert counts_P[torch.cat(every)].tolist() == [3, 3, 3, 3, 2, 1, 1, 1, 3, 2, 1]
+    objective = make_objective(num_anchors=3)
+    assert objective.num_counted(batch) == 6
+    generator, losses = torch.Generator().manual_seed(1), set()
+    for _ in range(4):
+        drawn = draw_anchors(counts_P, documents, 3, generator)
+        for some, others in zip(drawn, every, strict=True):
+            assert set(some.tolist()) <= set(others.tolist()) and len(some) == min(3, len(others))
+            assert some.tolist() == sorted(some.tolist())
+        output = objective(batch, generator)
+        assert int(output.counted) == 6
+        losses.add(output.loss.item())
+    assert len(losses) > 1
+
+
+def test_a_batch_without_anchors_gives_zero_loss_and_the_same_sums():
+    objective = make_objective()
+    empty = objective(make_batch([[0] * 6, [1] + [0] * 5]), torch.Generator())
+    full = objective(make_batch(MASKS), torch.Generator())
+    assert empty.loss.item() == 0 and int(empty.counted) == 0
+    assert empty.sums.keys() == full.sums.keys()
+    empty.loss.backward()
+    for name, parameter in objective.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_training_makes_blocks_longer():
+    target = tiny_llama(layers=6, hidden=32, vocab=24)
+    objective = make_objective(target).float()
+    target.float()
+    batch, scores = make_batch([[0, 0] + [1] * 20] * 2), []
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
+    for _ in range(20):
+        output = objective(batch, torch.Generator())
+        (output.loss / output.counted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sums = {"loss": output.loss.item(), "count": output.counted.item()}
+        sums |= {name: value.item() for name, value in output.sums.items()}
+        scores.append(objective.summarize(sums)["score"])
+    assert scores[-1] > scores[0] + 0.5
+
+
+# -- decoding -----------------------------------------------------------------------------------
+
+
+class Checked(DFlashSource):
+    """Compares every distribution with that of a block computed anew from the whole text."""
+
+    def begin(self, features, tokens):
+        self.seen, self.expected = [], {}
+        super().begin(features, tokens)
+
+    def observe(self, features, next_tokens):
+        self.seen.append({layer: x.clone() for layer, x in features.items()})
+        super().observe(features, next_tokens)
+
+    def _logits(self, tree, rows):
+        logits_QV = super()._logits(tree, rows)
+        for logits_V, row in zip(logits_QV, rows, strict=True):
+            depth, size = tree.depths[row], self.draft.config.block_size - 1
+            key = tree.root_position, size * (depth // size + 1)
+            if key not in self.expected:
+                self.expected[key] = self.from_scratch(tree.tokens[0], *key)
+            torch.testing.assert_close(logits_V, self.expected[key][depth])
+        return logits_QV
+
+    def from_scratch(self, token, position, num_tokens):
+        taps = {layer: torch.cat([part[layer] for part in self.seen]) for layer in self.taps}
+        draft, feature_TH = self.draft, self.draft.feature(taps)
+        caches, anchor = [KeyValues() for _ in draft.layers], torch.tensor([token])
+        assert len(feature_TH) == position
+        return draft.logits(
+            draft.propose(anchor, num_tokens + 1, feature_TH, position=position, caches=caches)
+        )
+
+
+@pytest.mark.parametrize("way", WAYS + OTHER_WAYS, ids=way_name)
+def test_greedy_text_is_the_targets_and_every_draft_token_is_of_the_newest_block(way):
+    target = tiny_llama(layers=4, vocab=16).double()
+    source = Checked(make_head(target, "dflash", block_size=5).double())
+    engine = engine_for(target, source=source, num_stages=3, max_new_tokens=NEW_TOKENS, **way)
+    for prompt in PROMPTS[1:3]:
+        assert decode_exactly(engine, prompt).num_drafted > 0
+    assert len(source.expected) > 5
+
+
+def test_a_block_that_outlives_its_root_is_noticed(monkeypatch):
+    """Known-bad: what was drafted before a commit is offered after it."""
+    target = tiny_llama(layers=4, vocab=16)
+    monkeypatch.setattr(DFlashSource, "_keep_rows", lambda source, keep: None)
+    source = Checked(make_head(target, "dflash", block_size=5))
+    engine = engine_for(target, source=source, schedule="eagle", tree=CHAIN, num_stages=2)
+    with pytest.raises(AssertionError):
+        engine.decode(PROMPTS[2])
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"},
+        {"schedule": "eagle", "tree": SMALL},
+        {"schedule": "pruned_pp", "tree": SMALL},
+        {"schedule": "pipedec", "tree_width": 3},
+        {"schedule": "flowspec_continued"},
+        {"schedule": "pipeinfer"},
+    ],
+    ids=way_name,
+)
+def test_sampled_text_is_the_targets(way):
+    target = sampling_target()
+    draft = make_head(target, "dflash", block_size=5)
+    assert draft.target_vocab_size == VOCAB
+    assert_sampled_like_the_target(target, draft, **way)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, SMALL, TreeShape(kind="static")], ids=lambda s: s.label)
+def test_a_tree_takes_one_forward_pass(shape):
+    target = tiny_llama(layers=4, vocab=16)
+    source = DFlashSource(make_head(target, "dflash", block_size=6))
+    ids = PROMPTS[2]
+    taps = capture_hidden(target, torch.tensor([ids]), source.taps)
+    source.begin({layer: x[0] for layer, x in taps.items()}, [*ids, 5])
+    tree = TokenTree(5, len(ids))
+    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
+    assert source.grow_tree(tree, shape, by_score=True, sampling=sampling) > 2
+    assert source.num_forwards == 1
+    # Below any row of a depth the best token is the same.
+    best = {}
+    for row in range(len(tree)):
+        for child in tree.children(row)[:1]:
+            assert best.setdefault(tree.depths[row], tree.tokens[child]) == tree.tokens[child]

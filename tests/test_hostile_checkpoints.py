@@ -1,0 +1,189 @@
+"""Checkpoints and targets that say what their files do not hold: one line, nothing allocated."""
+
+import json
+import math
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_llama
+from safetensors.torch import load_file, save_file
+from tiny_drafts import make_draft, make_exit, make_head, make_module
+
+from pipedraft.inference.__main__ import DecodeOptions, describe
+from pipedraft.models.card import CardSource, License, render_card
+from pipedraft.models.draft import load_untied, read_description
+from pipedraft.models.target import load_target
+from pipedraft.pretrained import read_config
+
+VALUES = [-1, 0, 1, 7, 10**7, 10**12, 2**80, 0.5, 1e300, True, "x", "", None, [], {}, [7, "x"]]
+TRAINING = {
+    "data": {"tokens": 9, "sources": {"x": {"rows_kept": 1, "tokens": 9}}, "licenses": {"mit": 1}},
+    "metrics": {"score": 0.5},
+    "imported": {"from": "x"},
+}
+MAKERS = {
+    "spd": lambda target: make_module(target).float(),
+    "eagle": lambda target: make_head(target, "eagle"),
+    "eagle3": make_head,
+    "dflash": lambda target: make_head(target, "dflash"),
+    "ppsd": make_exit,
+    "flexspec": make_draft,
+}
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """What a file says must not be allocated before it is compared with what the file holds."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2 * 2**30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def assert_loads_or_refuses(load: Any, what: str) -> bool:
+    """True if it was refused."""
+    try:
+        load()
+    except ValueError as error:
+        line = str(error)
+        assert line.count("\n") == 0 and len(line) < 1500, (what, line)
+        return True
+    return False
+
+
+def places(description: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every object of a description and its keys."""
+    for key, value in description.items():
+        yield description, key
+        if isinstance(value, dict):
+            yield from places(value)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.usefixtures("little_memory")
+def test_no_value_in_a_checkpoints_description_is_believed(kind, tmp_path):
+    MAKERS[kind](tiny_llama(layers=4, vocab=32)).save(tmp_path)
+    path = tmp_path / "config.json"
+    whole = path.read_bytes()
+    refused = total = 0
+
+    def load() -> None:
+        describe(DecodeOptions(checkpoint=str(tmp_path), prompt="x"))
+        load_untied(tmp_path)
+
+    assert not assert_loads_or_refuses(load, kind)
+    for index in range(sum(1 for _ in places(json.loads(whole)))):
+        for value in VALUES:
+            description = json.loads(whole)
+            where, key = list(places(description))[index]
+            where[key] = value
+            path.write_text(json.dumps(description))
+            refused += assert_loads_or_refuses(load, f"{kind} {key} = {value!r}")
+            total += 1
+    assert total > 200 and refused > total / 2
+
+
+def test_no_value_in_the_record_of_a_training_is_believed(tmp_path):
+    make_head(tiny_llama(layers=4, vocab=32)).save(tmp_path, training=TRAINING)
+    path = tmp_path / "config.json"
+    whole, refused = path.read_bytes(), 0
+
+    def show() -> None:
+        render_card(CardSource(description=read_description(tmp_path), license=License()))
+
+    show()
+    for index in range(sum(1 for _ in places({"training": TRAINING}))):
+        for value in VALUES:
+            description = json.loads(whole)
+            where, key = list(places({"training": description["training"]}))[index]
+            (description if key == "training" else where)[key] = value
+            path.write_text(json.dumps(description))
+            refused += assert_loads_or_refuses(show, f"{key} = {value!r}")
+    assert refused > 60
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 10**6, b"null", b'"x"', b"NaN", b"", b"\xff", b'{"draft_type": []}', b" " * 2**23,
+     b'{"draft_type": "spd", "draft_type": "eagle3"}', b'{"a": ' * 10**5],
+)  # fmt: skip
+def test_a_description_is_an_object_of_bounded_size(content, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match="^checkpoint: "):
+        read_description(tmp_path)
+
+
+def change(tensors: dict[str, torch.Tensor], what: str) -> None:
+    name = next(name for name, value in tensors.items() if value.is_floating_point())
+    if what == "missing":
+        del tensors[name]
+    elif what == "unexpected":
+        tensors["more"] = torch.zeros(1)
+    elif what == "nan":
+        tensors[name].view(-1)[0] = math.nan
+    elif what == "infinite":
+        tensors[name].view(-1)[-1] = -math.inf
+    elif what == "shape":
+        tensors[name] = tensors[name][:-1].clone()
+    else:
+        tensors["draft_ids"][0] = {"negative id": -1, "id outside": 10**6}[what]
+
+
+@pytest.mark.parametrize(
+    "what", ["missing", "unexpected", "nan", "infinite", "shape", "negative id", "id outside"]
+)
+def test_weights_that_no_training_writes_are_refused(what, tmp_path):
+    make_head(tiny_llama(layers=4, vocab=32)).save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(path).items()}
+    change(tensors, what)
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"^checkpoint: .*model\.safetensors"):
+        load_untied(tmp_path)
+
+
+TARGET_VALUES = {
+    "num_hidden_layers": (10**9, 5, "x", -1),
+    "vocab_size": (10**12, 100, "x", 0),
+    "hidden_size": (10**9, 17, 0),
+    "intermediate_size": (10**9, -1),
+    "num_attention_heads": (0, 7, -1),
+    "num_key_value_heads": (0, 7),
+    "head_dim": (0, 10**6),
+    "rms_norm_eps": ("x", -1.0, 1e300),
+    "max_position_embeddings": ("x", 0, -5),
+    "hidden_act": ("nope", 5),
+    "rope_parameters": ("x", {"rope_type": "nope"}),
+    "dtype": ("nope",),
+    "eos_token_id": ("x", [1, "x"]),
+    "pad_token_id": (10**9,),
+    "tie_word_embeddings": ("x",),
+    "model_type": ([], "nope", None),
+}
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_no_value_in_a_targets_config_is_believed(tmp_path):
+    tiny_llama(layers=2, vocab=32).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    whole = json.loads(path.read_bytes())
+    load_target(str(tmp_path))
+    for key, values in TARGET_VALUES.items():
+        for value in values:
+            path.write_text(json.dumps(whole | {key: value}))
+            is_refused = assert_loads_or_refuses(
+                lambda: load_target(str(tmp_path)), f"{key} = {value!r}"
+            )
+            assert is_refused, f"{key} = {value!r} was taken"
+
+
+@pytest.mark.parametrize("content", [b"null", b"[]", b"[" * 10**5, b'{"model_type": ', b"\xff"])
+def test_a_targets_config_is_an_object(content, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match="^target: "):
+        read_config(str(tmp_path), None)

@@ -1,0 +1,183 @@
+"""Full disks and kills at any moment of a save: the old is there, whole, or the new."""
+
+import itertools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tiny_drafts import make_head
+from train_runs import assert_ends_as, start_runs
+
+from pipedraft import files
+from pipedraft.errors import Failure, storage_error
+from pipedraft.models.draft import load_untied
+from pipedraft.train import checkpoint
+
+SIZE = 200_000
+
+
+@contextmanager
+def little_disk(size: int) -> Iterator[None]:
+    """No file may grow beyond this: writing fails as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fill(folder: Path, version: int) -> None:
+    """Three files that say which version they are of."""
+    (folder / "config.json").write_text(json.dumps({"version": version}))
+    (folder / "part").write_bytes(bytes([version]) * SIZE)
+    save_file({"x": torch.full((SIZE // 4,), float(version))}, folder / "model.safetensors")
+
+
+def version_of(folder: Path) -> int:
+    """The one version of all files."""
+    version = json.loads((folder / "config.json").read_text())["version"]
+    assert (folder / "part").read_bytes() == bytes([version]) * SIZE
+    assert (load_file(folder / "model.safetensors")["x"] == version).all()
+    return version
+
+
+def write_file(place: Path, version: int) -> None:
+    files.write_atomically(place / "file", bytes([version]) * SIZE)
+
+
+def read_file(place: Path) -> int:
+    content = (place / "file").read_bytes()
+    assert content == content[:1] * SIZE
+    return content[0]
+
+
+def write_upload(place: Path, version: int) -> None:
+    files.write_folder(place / "out", lambda folder: fill(folder, version), replaces=True)
+
+
+def read_upload(place: Path) -> int:
+    return version_of(place / "out")
+
+
+def write_step(place: Path, version: int) -> None:
+    checkpoint.write_folder(
+        checkpoint.step_folder(place, version), lambda folder: fill(folder, version)
+    )
+    checkpoint.rotate(place, 2)
+
+
+def read_step(place: Path) -> int:
+    """As a resuming run does."""
+    checkpoint.tidy(place)
+    folder, damaged = checkpoint.newest_sound(place)
+    assert folder is not None and not damaged
+    return version_of(folder)
+
+
+def write_best(place: Path, version: int) -> None:
+    checkpoint.write_folder(place / "best", lambda folder: fill(folder, version))
+
+
+def read_best(place: Path) -> int:
+    checkpoint.tidy(place)
+    assert checkpoint.damage(place / "best") is None
+    return version_of(place / "best")
+
+
+SAVES: dict[str, tuple[Callable[[Path, int], None], Callable[[Path], int]]] = {
+    "file": (write_file, read_file),
+    "upload": (write_upload, read_upload),
+    "checkpoint": (write_step, read_step),
+    "best": (write_best, read_best),
+}
+by_every_save = pytest.mark.parametrize("write, read", SAVES.values(), ids=SAVES)
+
+
+@by_every_save
+def test_a_full_disk_leaves_what_was_there(write, read, tmp_path):
+    write(tmp_path, 1)
+    for size in (0, 5, 100, 4096, SIZE // 2, SIZE - 1):
+        with pytest.raises((OSError, SafetensorError, Failure)) as failed, little_disk(size):
+            write(tmp_path, 2)
+        assert storage_error(failed.value) is not None  # one line, status 1
+        assert read(tmp_path) == 1, size
+    write(tmp_path, 2)
+    assert read(tmp_path) == 2
+    left = [p.name for p in tmp_path.rglob("*") if ".partial" in p.name or ".replaced" in p.name]
+    assert not left
+
+
+def test_a_draft_is_saved_whole_or_the_fault_is_named(tmp_path):
+    draft = make_head(tiny_llama(layers=4, vocab=32))
+    for size in (0, 100, 5000):
+        with pytest.raises((OSError, SafetensorError)) as failed, little_disk(size):
+            draft.save(tmp_path)
+        assert storage_error(failed.value) is not None
+    draft.save(tmp_path)
+    load_untied(tmp_path)
+
+
+RUN = {"max_steps": 2, "save_every_steps": 1, "evaluation__every_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    methods = ("spd", "language_model")
+    world = tmp_path_factory.mktemp("world")
+    with start_runs(world, dict.fromkeys(methods, RUN), "deepspeed") as found:
+        yield found
+
+
+@pytest.mark.all
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("method", ["spd", "language_model"])
+def test_a_disk_that_is_full_at_any_file_of_a_run_loses_nothing(method, runs, tmp_path):
+    """Every file in turn is the first that does not fit, those of the data's cache included."""
+
+    def run(name: str, full_at: int) -> bool:
+        folder = tmp_path / name
+        changes = {"data__cache_dir": folder / "cache"}
+        return runs.run_on_disk(method, folder, full_at=full_at, changes=changes)
+
+    assert run("whole", 0)
+    for num_files in itertools.count():
+        is_untouched = run(f"{num_files}", num_files + 1)
+        assert is_untouched or run(f"{num_files}", 0)
+        assert_ends_as(tmp_path / f"{num_files}", tmp_path / "whole")
+        if is_untouched:
+            break
+        shutil.rmtree(tmp_path / f"{num_files}")
+    assert num_files > 30
+
+
+@by_every_save
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new(write, read, tmp_path):
+    """Fifty kills over the four kinds of save."""
+    numbers = random.Random(0)
+    write(tmp_path, 1)
+    last = 1
+    for _ in range(13):
+        child = os.fork()
+        if not child:  # saves until it is killed
+            for version in range(last + 1, 255):
+                write(tmp_path, version)
+            os._exit(0)
+        time.sleep(numbers.uniform(0.001, 0.04))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        version = read(tmp_path)
+        assert last <= version
+        last = min(version, 200)

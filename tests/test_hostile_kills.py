@@ -1,0 +1,122 @@
+"""SIGKILL at random moments of an upload and of a server: nothing is lost, and all goes on.
+
+Of saving: test_hostile_faults.py; of training: test_long_runs.py.
+"""
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import time
+from concurrent.futures import Future
+
+import pytest
+from command_processes import Process
+from conftest import byte_tokenizer, tiny_llama
+from decode_runs import greedy_reference
+from fork_server import forked, status_of
+from hub_runs import make_place, push, signed_in
+from safetensors.torch import load_file, save_file
+from serve_runs import decode, lm_draft
+
+from pipedraft.files import file_sha256
+
+MANY = pytest.param(13, marks=pytest.mark.all)
+
+
+@pytest.mark.parametrize("num_kills", [3, MANY])
+def test_an_upload_that_is_killed_leaves_one_of_the_two_heads_whole(
+    num_kills, tmp_path, monkeypatch
+):
+    place, numbers = make_place(tmp_path), random.Random(num_kills)
+    heads = ["spd", "again"]
+    shutil.copytree(place.draft, place.folder / "again")
+    tensors = load_file(place.draft / "model.safetensors")
+    more = {name: value + 0.1 * value.is_floating_point() for name, value in tensors.items()}
+    save_file(more, place.folder / "again" / "model.safetensors")
+    paths = {name: place.folder / name / "model.safetensors" for name in heads}
+    digests = {name: file_sha256(path) for name, path in paths.items()}
+    with signed_in(monkeypatch, tmp_path / "cache") as hub:
+        for name in 2 * heads:  # what the kills below may leave; then as they find it
+            before = hub.num_moments
+            assert push(place, monkeypatch, draft=name) == 0
+        moments = hub.num_moments - before
+        commits = {}
+        for sha, files in hub.repositories["user/name"].commits.items():
+            commits[sha] = {path: blob.content for path, blob in files.items()}
+        whole = list(commits.values())[-2:]
+        num_killed = 0
+        for index in range(num_kills):
+            draft = heads[index % 2]
+            pid, kill_at = Future[int](), hub.num_moments + numbers.randrange(1, moments)
+
+            def kill(number: int, pid: Future = pid, kill_at: int = kill_at) -> None:
+                if number == kill_at:
+                    os.kill(pid.result(), signal.SIGKILL)
+
+            hub.at_moment = kill
+            pid.set_result(forked(lambda: os._exit(push(place, monkeypatch, draft=draft))))  # noqa: B023
+            num_killed += status_of(pid.result()) == -signal.SIGKILL
+            hub.at_moment = lambda number: None
+            assert hub.repositories["user/name"].texts() in whole
+        assert num_killed > num_kills / 2
+        assert push(place, monkeypatch, draft="spd") == 0
+        assert hub.repositories["user/name"].texts() == whole[0]
+    assert {name: file_sha256(path) for name, path in paths.items()} == digests
+
+
+@pytest.mark.parametrize("num_kills", [1, MANY])
+def test_a_server_that_is_killed_again_and_again_gives_the_whole_sequence(
+    num_kills, parent, tmp_path
+):
+    model, numbers, size = tiny_llama(layers=3, vocab=300), random.Random(num_kills), 30
+    model.save_pretrained(tmp_path / "t")
+    byte_tokenizer().save_pretrained(tmp_path / "t")
+    words = ["serve", "--target", str(tmp_path / "t"), "--port"]
+    draft, tokens, allowed = lm_draft(model), list[int](), size
+    logits = draft.network.logits
+
+    def draft_until_the_next_kill(hidden_QH):
+        while len(tokens) >= allowed:
+            time.sleep(0.001)
+        return logits(hidden_QH)
+
+    draft.network.logits = draft_until_the_next_kill
+
+    def start(port: str = "0") -> tuple[Process, str]:
+        server = Process.start(parent, tmp_path, *words, port)
+        return server, server.wait_for(r"on 127\.0\.0\.1:(\d+) \(")[1]
+
+    async def scene():
+        nonlocal allowed
+        (server, port), num_killed = start(), 0
+        decoding = asyncio.create_task(
+            decode(
+                int(port),
+                [1, 2],
+                draft=draft,
+                max_new_tokens=size * (num_kills + 1),
+                on_token=tokens.append,
+                access={"give_up_s": 200.0},
+            )
+        )
+        while num_killed < num_kills and not decoding.done():
+            wanted = max(size * num_killed + numbers.randrange(size), len(tokens) + 1)
+            while len(tokens) < wanted and not decoding.done():
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(numbers.uniform(0, 0.02))
+            server.send(signal.SIGKILL)
+            assert server.finish()[0] == -signal.SIGKILL
+            num_killed += not decoding.done()
+            server, _ = await asyncio.to_thread(start, port)
+            allowed += size
+        outcome = await decoding
+        server.send(signal.SIGTERM)
+        assert server.finish()[0] == 0
+        return outcome, num_killed
+
+    outcome, num_killed = asyncio.run(scene())
+    assert num_killed == num_kills == outcome.num_reopened
+    expected = greedy_reference(model, [1, 2], size * (num_kills + 1))
+    assert outcome.result.token_ids == expected

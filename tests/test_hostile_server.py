@@ -1,0 +1,439 @@
+"""A server among clients that want it all, and clients among servers that lie."""
+
+import asyncio
+import random
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from decode_runs import greedy_reference
+from serve_runs import (
+    Raw,
+    RawConnection,
+    access_to,
+    decode,
+    lm_draft,
+    logged,
+    make_server,
+    make_target,
+    opening,
+    raw_serving,
+    run,
+    serving,
+)
+
+from pipedraft.errors import Failure
+from pipedraft.inference.__main__ import DecodeOptions
+from pipedraft.inference.remote_command import read_access, read_tokens
+from pipedraft.inference.transport import stream, wire
+from pipedraft.inference.transport.session_messages import (
+    REPLIES,
+    WELCOME,
+    Close,
+    Error,
+    Hello,
+    More,
+    Opened,
+    Result,
+    Stream,
+    Welcome,
+    prefix_hash,
+)
+from pipedraft.inference.transport.session_table import Pace, Refused, SessionTable
+from pipedraft.inference.transport.stream import Access
+from pipedraft.inference.transport.target_session import MAX_MORE, SharedTarget
+
+# -- many clients at once ---------------------------------------------------------------------
+
+NEW_TOKENS = 6
+
+
+async def honest(connection: RawConnection, token: str, prompt: list[int]) -> list[int]:
+    """The tokens that a polite client is streamed; it comes again when it is told to."""
+    while True:
+        raw = Raw(connection, authorization=f"Bearer {token}")
+        tokens: list[int] = []
+        with suppress(asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
+            await raw.send(Hello(), opening(prompt, max_new_tokens=NEW_TOKENS, streams=True))
+            await raw.call.read()
+            while len(tokens) < NEW_TOKENS:
+                data = await raw.call.read()
+                if data is connection.grpc.aio.EOF:
+                    break
+                reply = REPLIES.decode(data)
+                assert isinstance(reply, Opened | Result) and reply.token is not None
+                tokens.append(reply.token)
+        if len(tokens) == NEW_TOKENS:
+            with suppress(asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
+                await raw.send(Close(epoch=reply.epoch + 1, seq=1))
+            return tokens
+        code, text, metadata = await raw.end()
+        # The second: under load this side itself may take as long as the silent may.
+        assert code in ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED") and not tokens, (code, text)
+        await asyncio.sleep(int(metadata.get("retry-after-ms", 100)) / 1000)
+
+
+async def hostile(connection: RawConnection, number: int, over: asyncio.Event) -> None:
+    """Takes sessions, floods, sends nonsense or goes away, until all others have what they want."""
+    numbers = random.Random(number)
+    while not over.is_set():
+        raw = Raw(connection, authorization="Bearer evil")
+        with suppress(asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
+            prompt = [numbers.randrange(16)] * numbers.choice([1, 60])
+            await raw.send(Hello(), opening(prompt, streams=numbers.random() < 0.5))
+            kind = number % 5
+            if kind == 0:  # holds what it has, in silence
+                await asyncio.sleep(0.3)
+            elif kind == 1:  # floods
+                for _ in range(200):
+                    await raw.send(More(epoch=0, seq=1, count=256))
+            elif kind == 2:
+                await raw.send(numbers.randbytes(200))
+            elif kind == 3:
+                raw.call.cancel()
+            else:
+                nothing = {"base": 2, "prefix_hash": prefix_hash([1, 2]), "certain": []}
+                await raw.send(*(Stream(epoch=0, seq=seq, **nothing) for seq in range(1, 50)))
+        await asyncio.sleep(0.01)
+        raw.call.cancel()
+
+
+@pytest.mark.parametrize(
+    "num_clients, num_hostile", [(30, 5), pytest.param(200, 20, marks=pytest.mark.all)]
+)
+def test_honest_clients_get_their_own_sequences_among_hostile_ones(num_clients, num_hostile):
+    target = make_target()
+    numbers = random.Random(1)
+    prompts = [
+        [numbers.randrange(16) for _ in range(numbers.randrange(1, 30))]
+        for _ in range(num_clients - num_hostile)
+    ]
+    tokens = ("evil", *(f"honest{i}" for i in range(len(prompts))))
+    limits = {"sessions": 16, "client_sessions": 4, "idle_s": 0.5}
+
+    async def scene():
+        async with serving(target, tokens=tokens, **limits) as server:
+            over = asyncio.Event()
+            connections = [RawConnection(access_to(server.port)) for _ in range(num_clients)]
+            for connection in connections:
+                await connection.__aenter__()
+            enemies = [
+                asyncio.create_task(hostile(connection, number, over))
+                for number, connection in enumerate(connections[:num_hostile])
+            ]
+            found = await asyncio.gather(
+                *(
+                    honest(connection, token, prompt)
+                    for connection, token, prompt in zip(
+                        connections[num_hostile:], tokens[1:], prompts, strict=True
+                    )
+                )
+            )
+            over.set()
+            await asyncio.gather(*enemies)
+            for connection in connections:
+                await connection.__aexit__()
+            return found
+
+    found = run(scene())
+    for prompt, tokens_of_it in zip(prompts, found, strict=True):
+        assert tokens_of_it == greedy_reference(target, prompt, NEW_TOKENS)
+
+
+# -- limits, one by one -----------------------------------------------------------------------
+
+
+def make_table(**limits: Any) -> SessionTable:
+    server = make_server(make_target(), **limits)
+    return SessionTable(SharedTarget(server.target.model), server.limits, row_bytes=1)
+
+
+def test_one_client_cannot_have_all_sessions():
+    table = make_table(sessions=3, client_sessions=2)
+    for _ in range(2):
+        table.open(opening([1, 2]), 0.0, "a")
+    with pytest.raises(Refused, match="2 sessions of this client are open") as refused:
+        table.open(opening([1, 2]), 0.0, "a")
+    assert refused.value.retry_s
+    assert table.has_room
+    table.open(opening([1, 2]), 0.0, "b")
+    assert not table.has_room
+
+
+def test_a_refused_client_is_told_when_a_place_is_likely_free():
+    """Two places; sessions last 3 s, then stand for ever."""
+    table = make_table(sessions=2)
+
+    def told(now_s: float, client: str) -> float:
+        with pytest.raises(Refused, match="2 sessions are open; try again in about") as refused:
+            table.open(opening([1, 2]), now_s, client)
+        return refused.value.retry_s
+
+    for start_s in range(0, 300, 3):
+        held = [table.open(opening([1, 2]), float(start_s), "a") for _ in range(2)]
+        if start_s < 297:
+            for session in held:
+                session.seen_s = start_s + 3.0
+                table.drop(session)
+    assert [told(297.0, name) for name in "bcdb"] == pytest.approx([1.5, 3.0, 4.5, 4.5], rel=0.01)
+    assert told(300.1, "e") == pytest.approx(3 * 1.55, rel=0.01)  # c has come; b and d have not
+    assert told(900.0, "b") == pytest.approx(603 / 2)  # they do not end
+    assert told(99_999.0, "b") == table.limits.session_s
+
+
+def test_a_client_comes_again_when_it_was_told_to_and_not_beyond_its_patience(monkeypatch):
+    clock, waits = SimpleNamespace(s=0.0), []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        clock.s += seconds
+
+    monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: clock.s, sleep=sleep))
+    patience = stream.Patience(Access(server="127.0.0.1:1", give_up_s=60.0))
+    for retry in ("7000", "20000", "999999999"):
+        answer = SimpleNamespace(
+            code=lambda: SimpleNamespace(name="RESOURCE_EXHAUSTED"),
+            details=lambda: "full",
+            trailing_metadata=lambda retry=retry: [(wire.RETRY, retry)],
+        )
+        patience.wait(stream.Break.of(answer))
+    assert waits == [7.0, 20.0, 33.0]
+    with pytest.raises(Failure, match="could not be used for 60 s"):
+        sleep(0.1)
+        patience.wait(stream.Break.of(answer))
+
+
+@pytest.mark.parametrize("text", ["", "x", "-5", "1e9", "9" * 5000, "\u0661"])
+def test_metadata_that_is_no_number_is_none(text):
+    answer = SimpleNamespace(
+        code=lambda: SimpleNamespace(name="OK"),
+        details=lambda: "",
+        trailing_metadata=lambda: [(wire.RETRY, text), (wire.NUM_PASSES, text)],
+    )
+    assert stream.Break.of(answer) == stream.Break("OK", "")
+
+
+def test_waiting_for_a_turn_is_not_silence_and_owing_a_message_is():
+    table = make_table(idle_s=1.0)
+    waiting, silent, away = (table.open(opening([1, 2]), 0.0) for _ in range(3))
+    for session in (waiting, away):
+        session.core.receive(opening([1, 2], streams=True), 0.0)
+    for session in (waiting, silent):
+        session.stream = SimpleNamespace()
+    assert waiting.core.owes and away.core.owes and not silent.core.owes
+    for now_s in (0.9, 1.8, 2.7):
+        table.expire(now_s)
+    assert list(table.held.values()) == [waiting]
+    waiting.stream = None
+    assert [session for session, _ in table.expire(3.8)] == [waiting]
+
+
+def test_prompts_take_turns_by_client():
+    table = make_table()
+    greedy = [table.open(opening([1] * 50), float(i), "a") for i in range(3)]
+    late = table.open(opening([1] * 50), 9.0, "b")
+    for session in (*greedy, late):
+        session.core.receive(opening([1] * 50), 0.0)
+    order = []
+    while waiting := [s for s in (*greedy, late) if s not in order]:
+        order.append(min(waiting, key=table.turn))
+        table.prefilled[order[-1].client] += order[-1].core.num_prompt
+    assert order == [greedy[0], late, *greedy[1:]]
+    for _ in range(99):
+        table.expire(0.0)
+    assert not table.prefilled  # forgotten
+
+
+def test_a_stream_is_read_at_its_pace():
+    pace = Pace(10.0)
+    assert [pace.wait_s(0.0) for _ in range(10)] == [0.0] * 10
+    assert [round(pace.wait_s(0.0), 6) for _ in range(3)] == [0.1, 0.2, 0.3]
+    assert pace.wait_s(99.0) == 0.0
+
+
+def test_a_correction_is_asked_for_a_bounded_number_of_times():
+    class Rule:
+        name, needs_q = "tail_escape", True
+
+        def more(self, *_):
+            return SimpleNamespace()
+
+    core = make_table().open(opening([1, 2]), 0.0).core
+    core._rejected, core._rule = object(), Rule()
+    core._numbered = lambda kind, seq, **fields: kind
+    for _ in range(MAX_MORE):
+        core._more(More(epoch=0, seq=1, count=1))
+    with pytest.raises(ValueError, match="asked more than 16 times"):
+        core._more(More(epoch=0, seq=1, count=1))
+
+
+def test_health_tells_alive_from_ready_and_knows_no_other_service():
+    async def scene():
+        async with raw_serving(make_target(), sessions=1) as (server, connection):
+            check = connection.channel.unary_unary(f"/{wire.HEALTH}/Check")
+
+            async def ask(request: bytes) -> bytes | str:
+                try:
+                    return await check(request)
+                except connection.grpc.aio.AioRpcError as error:
+                    return error.code().name
+
+            before = [await ask(r) for r in (wire.LIVENESS, wire.READINESS, b"\x0a\x01x")]
+            raw = Raw(connection)
+            await raw.send(Hello(), opening([1, 2], streams=False))
+            await raw.read(2)
+            full = [await ask(r) for r in (wire.LIVENESS, wire.READINESS)]
+            server.table.is_draining = True
+            ending = await ask(wire.LIVENESS)
+            return before, full, ending
+
+    yes, no = wire.SERVING, wire.NOT_SERVING
+    assert run(scene()) == ([yes, yes, "NOT_FOUND"], [yes, no], no)
+
+
+def test_the_access_log_names_clients_and_says_nothing_that_opens_a_session(caplog):
+    async def scene():
+        async with raw_serving(make_target(), tokens=("a", "b")) as (_, connection):
+            await Raw(connection, authorization="Bearer c").end()
+            raw = Raw(connection, authorization="Bearer b")
+            await raw.send(Hello(), opening([1, 2], streams=False))
+            ticket = WELCOME.decode((await raw.read(2))[0]).ticket
+            await raw.send(Close(epoch=0, seq=1))
+            await raw.end()
+            return ticket.hex()
+
+    caplog.set_level("INFO", "pipedraft.inference.transport.server.access")
+    ticket = run(scene())
+    lines = logged(caplog)
+    assert any(line.endswith("refused: token missing or wrong") for line in lines)
+    assert any(line.startswith("token 2 opened ") for line in lines)
+    assert any(line.startswith("token 2 closed ") for line in lines)
+    assert not any(ticket[:17] in line for line in lines)
+
+
+# -- tokens -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", " ", "abc\n", "\u00fc", "a b", "a\x00", "x" * 5000])
+def test_what_is_no_token_is_refused_from_file_and_environment(text, tmp_path, monkeypatch):
+    monkeypatch.delenv("PIPEDRAFT_TOKEN", raising=False)
+    assert read_tokens(None) == ()
+    file = tmp_path / "token"
+    file.write_text(text)
+    if text != "abc\n":  # files end in a line break
+        with pytest.raises(ValueError, match="--token-file"):
+            read_tokens(file)
+    if "\x00" not in text:
+        monkeypatch.setenv("PIPEDRAFT_TOKEN", text)
+        with pytest.raises(ValueError, match=r"\$PIPEDRAFT_TOKEN holds no printable ASCII"):
+            read_tokens(None)
+
+
+def test_a_file_may_hold_the_tokens_of_several_clients_and_an_edge_has_one(tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("one\ntwo\n")
+    assert read_tokens(file) == ("one", "two")
+    with pytest.raises(ValueError, match="an edge has one token"):
+        read_access(DecodeOptions(server="127.0.0.1:1", status=True, token_file=file))
+    with pytest.raises(ValueError, match="is no regular file"):
+        read_tokens(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "server, more, warns",
+    [
+        ("127.0.0.1:1", {}, False),
+        ("[::1]:1", {}, False),
+        ("cloud.example:1", {}, True),
+        ("10.0.0.1:1", {}, True),
+        ("cloud.example:1", {"tls": True}, False),
+    ],
+)
+def test_a_token_crosses_no_network_in_plain_text_without_a_word(
+    server, more, warns, monkeypatch, capsys
+):
+    monkeypatch.setenv("PIPEDRAFT_TOKEN", "secret")
+    access = read_access(DecodeOptions(server=server, status=True, **more))
+    assert access.token == "secret"
+    said = capsys.readouterr().err
+    assert ("in plain text; give --tls" in said) is warns and "secret" not in said
+
+
+@pytest.mark.parametrize(
+    "server", ["http://host:5", "user@host:5", "host", ":5", "host:0", "host:99999", "a b:5", "::1"]
+)
+def test_a_server_is_host_and_port(server):
+    with pytest.raises(ValueError, match="give host:port"):
+        Access(server=server)
+
+
+# -- servers that lie -------------------------------------------------------------------------
+
+
+def opened(number: int = 0, **fields: Any) -> Opened:
+    known = {"token": 3, "vocab_size": 16, "max_positions": 64, "eos_token_ids": [], "anchor": ""}
+    return Opened(number=number, seq=0, epoch=0, **{**known, **fields})
+
+
+def verdict(number: int, **fields: Any) -> Result:
+    known = {"epoch": 0, "seq": 0, "length": 3, "token": 1, "held_s": 0.0, "forward_s": 0.0}
+    return Result(number=number, **{**known, **fields})
+
+
+LIES: dict[str, tuple[list[Any], str]] = {
+    "nothing": ([], "could not be used"),
+    "another number": ([opened(7)], "could not be used"),
+    "one number for ever": ([opened(), *[verdict(0)] * 400], "could not be used"),
+    "a token it has not": ([opened(token=99)], "token 99 is outside"),
+    "a token the draft has not": ([opened(token=99, vocab_size=2**20)], "token 99 is outside"),
+    "a verdict of nothing": ([opened(), verdict(1, token=None)], "says nothing new"),
+    "more than was drafted": ([opened(), verdict(1, length=9)], "a verdict on 9 tokens"),
+    "another epoch": ([opened(), verdict(1, epoch=5)], "a reply of epoch 5"),
+    "an error": ([opened(), Error(number=1, seq=0, epoch=0, text="\x1b[2Jno")], "server: "),
+}
+
+
+@pytest.mark.parametrize("replies, text", LIES.values(), ids=LIES)
+def test_a_server_that_lies_ends_the_output_in_time_and_in_words(replies, text, request):
+    target = make_target()
+    about = make_server(target)._about
+    grpc = wire.import_grpc()
+
+    async def describe(request, context):
+        return msgspec.msgpack.encode(about)
+
+    async def session(requests, context):
+        yield WELCOME.to_bytes(Welcome(b"t" * 24, next_seq=1))
+        for reply in replies:
+            yield REPLIES.to_bytes(reply)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(60)
+
+    async def scene():
+        server = grpc.aio.server()
+        methods = {
+            "Describe": grpc.unary_unary_rpc_method_handler(describe),
+            "Session": grpc.stream_stream_rpc_method_handler(session),
+        }
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(wire.SERVICE, methods)]
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        started = time.monotonic()
+        with pytest.raises((ValueError, Failure)) as ended:
+            # Short where nothing else can end it; what is said, a machine under load may say late.
+            times = {"answer_s": 0.3 if "could not" in text else 60.0}
+            times |= {"give_up_s": 1.0, "connect_s": 60.0}
+            way = {"schedule": "autoregressive"}
+            if "the draft has not" in request.node.callspec.id:
+                way = {"schedule": "flexspec", "draft": lm_draft(target)}
+            await decode(port, [1, 2], access=times, **way)
+        await server.stop(0)
+        return str(ended.value), time.monotonic() - started
+
+    said, took_s = run(scene())
+    assert text in said and took_s < 60

@@ -1,0 +1,146 @@
+"""Draft tokens that are looked up: the followers of contexts, and any output is the target's."""
+
+from collections import Counter
+
+import pytest
+import torch
+from conftest import tiny_llama
+from decode_runs import PROMPTS, SMALL, WAYS, engine_for, greedy_reference
+from tiny_drafts import make_head
+
+from pipedraft.inference.sources import make_source
+from pipedraft.inference.sources.lookup import (
+    ORDER,
+    LookupSource,
+    NGrams,
+    SuffixAutomaton,
+    beside,
+    estimate,
+)
+from pipedraft.models.lookup import LOOKUPS, make_lookup
+
+MORE = [
+    {"schedule": "spd"},
+    {"schedule": "spd", "tree_width": 3},
+    {"schedule": "ppsd"},
+    {"schedule": "pipeinfer"},
+    {"schedule": "ssd"},
+    {"schedule": "pipeinfer", "branches": 2},
+]
+KINDS = sorted(LOOKUPS)
+
+
+def counted(text, path, longest):
+    """Brute force: what followed each end of text and path in the text, shortest end first."""
+    whole, found = [*text, *path], []
+    for size in range(len(whole) + 1):
+        if longest is not None and size > longest:
+            break
+        context = whole[len(whole) - size :]
+        places = range(len(text) - size)
+        counts = Counter(text[i + size] for i in places if text[i : i + size] == context)
+        if not counts:
+            break
+        found.append(counts)
+    return found
+
+
+def texts(count):
+    generator = torch.Generator().manual_seed(3)
+    for index in range(count):
+        alphabet = 2 + index % 4
+        yield torch.randint(alphabet, (1 + index % 23,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("kind", [NGrams, SuffixAutomaton])
+def test_followers_are_those_of_a_brute_force_count(kind):
+    """The automaton merges contexts that always end together: it skips some, but invents none."""
+    for text in texts(120):
+        model = kind()
+        for token in text:
+            model.extend(token)
+        for path in ([], [0], [1, 0], [5]):
+            found = [dict(counts) for counts in model.contexts(path)]
+            expected = [dict(x) for x in counted(text, path, ORDER if kind is NGrams else None)]
+            if kind is NGrams:
+                assert found == expected, (text, path)
+                continue
+            merged = [x for i, x in enumerate(expected) if x not in expected[i + 1 :]]
+            assert found[-1:] == expected[-1:], (text, path)
+            assert all(x in expected for x in found), (text, path)
+            assert all(x in found for x in merged), (text, path)
+
+
+@pytest.mark.parametrize("kind", [NGrams, SuffixAutomaton])
+def test_the_estimate_is_a_distribution_that_knows_the_longest_context(kind):
+    model = kind()
+    for token in [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]:
+        model.extend(token)
+    p = estimate(model, [], 16)
+    assert float(p.sum()) == pytest.approx(1, abs=1e-6) and bool((p > 0).all())
+    assert int(p.argmax()) == 4  # after 1 2 3; after 2 3 alone 5 is as frequent
+    assert int(estimate(model, [4], 16).argmax()) == 9
+    assert float(estimate(kind(), [7], 16).max()) == pytest.approx(1 / 16)
+
+
+class Checked(LookupSource):
+    """Every distribution is the one of the text and the path now or when it was asked for."""
+
+    def _logits(self, tree, rows):
+        logits_RV = super()._logits(tree, rows)
+        assert torch.allclose(logits_RV.exp().sum(-1), torch.ones(len(rows)), atol=1e-5)
+        return logits_RV
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS + MORE, ids=str)
+def test_the_output_is_the_targets_under_every_schedule(kind, way):
+    target = tiny_llama(vocab=16)
+    source = Checked(make_lookup(kind, target))
+    prompt = PROMPTS[2] * 2
+    result = engine_for(target, source=source, num_stages=4, max_new_tokens=24, **way).decode(
+        prompt
+    )
+    assert result.token_ids == greedy_reference(target, prompt, 24)
+    assert result.num_drafted > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", ["eagle", "flowspec", "pipedec"])
+def test_sampled_output_is_plain_decodings_with_shared_noise(kind, schedule):
+    target = tiny_llama(vocab=16)
+    options = {"num_stages": 3, "max_new_tokens": 24, "temperature": 1.0, "verifier": "gumbel"}
+    plain = engine_for(target, schedule="autoregressive", **options).decode([3, 1, 4, 1])
+    draft = make_lookup(kind, target)
+    result = engine_for(target, draft=draft, schedule=schedule, **options).decode([3, 1, 4, 1])
+    assert result.token_ids == plain.token_ids
+
+
+def test_a_repeating_text_is_drafted_right_and_costs_nothing():
+    """A target that repeats itself is followed at the length of the chain."""
+    target = tiny_llama(vocab=16)
+    text = greedy_reference(target, [3], 60)
+    for kind in KINDS:
+        draft = make_lookup(kind, target)
+        engine = engine_for(target, draft=draft, schedule="eagle", num_stages=2, max_new_tokens=24)
+        result = engine.decode([3, *text])
+        assert engine.draft_cost == 0
+        assert result.mean_acceptance_length > 2, kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "way",
+    [way for way in WAYS if way.get("tree") is SMALL],
+    ids=str,
+)
+def test_a_branch_beside_a_trained_draft_adds_rows_and_changes_no_token(kind, way):
+    target = tiny_llama(vocab=16)
+    head = make_head(target)
+    prompt = [3, 1, 4, 1, 5] * 3
+    options = {"num_stages": 4, "max_new_tokens": 24, **way}
+    source = beside(make_source(head), kind)
+    result = engine_for(target, draft=head, source=source, **options).decode(prompt)
+    alone = engine_for(target, draft=head, **options).decode(prompt)
+    assert result.token_ids == alone.token_ids == greedy_reference(target, prompt, 24)
+    assert result.num_drafted != alone.num_drafted

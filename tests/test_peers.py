@@ -1,0 +1,360 @@
+"""Heads of others: what is imported computes what its own files say, and goes back unchanged."""
+
+# R rows of a text but its last token, H hidden, U draft vocabulary
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from command_runs import assert_one_line, call
+from conftest import tiny_llama, tiny_qwen3
+from decode_runs import CHAIN, engine_for, greedy_reference
+from peer_files import (
+    DRAFT_IDS,
+    IDS,
+    LAYERS,
+    LENGTH,
+    SIZES,
+    STEPS,
+    VOCABULARY,
+    command,
+    eagle3_files,
+    eagle_files,
+    save_target,
+    write,
+)
+from safetensors.torch import load_file
+from tiny_drafts import make_head, step_logits
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from pipedraft.models import load_draft
+from pipedraft.models.export import export
+from pipedraft.models.peers import import_head
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+# -- what the files say, computed from the papers' formulas ---------------------------------
+
+
+def steps_by_formula(target, config, weights):
+    """Logits [R, U] of every draft token of a chain at every row, with dense masks."""
+    is_first = "norm.weight" not in weights
+    inner = config.get("transformer_layer_config", config)
+    prefix = "midlayer." if any("midlayer" in name for name in weights) else "layers.0."
+    rows = LENGTH - 1
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**{k: v for k, v in inner.items() if k in SIZES}))
+
+    def norm(x, name):
+        return F.rms_norm(x, x.shape[-1:], weights[name + ".weight"], SIZES["rms_norm_eps"])
+
+    def project(x, name):
+        return F.linear(x, weights[name + ".weight"], weights.get(name + ".bias"))
+
+    def heads(x, part, turn):
+        x = project(x, f"{prefix}self_attn.{part}_proj").unflatten(-1, (-1, 8))
+        if f"{prefix}self_attn.{part}_norm.weight" in weights:
+            x = norm(x, f"{prefix}self_attn.{part}_norm")
+        x = x.transpose(0, 1)[None]
+        return x if turn is None else apply_rotary_pos_emb(x, x, *turn)[0]
+
+    hidden = target(input_ids=IDS[None], output_hidden_states=True).hidden_states
+    if is_first:
+        state = hidden[-1][0, :-1]
+    else:
+        parts = [hidden[layer][0, :-1] for layer in (2, 4, 5)]
+        if config.get("fc_norm"):
+            parts = [norm(x, f"fc_norm.{index}") for index, x in enumerate(parts)]
+        state = torch.cat(parts, -1)
+        state = norm(state, "input_norm") if config.get("norm_before_fc") else state
+        state = project(state, "fc")
+    tokens, keys, values, out = F.pad(IDS, (0, STEPS)), [], [], []
+    masks = [torch.ones(rows, rows, dtype=torch.bool).tril()]
+    masks += [torch.eye(rows, dtype=torch.bool)] * (STEPS - 1)
+    for step in range(STEPS):
+        embedded = target.get_input_embeddings()(tokens[step + 1 : step + 1 + rows])
+        if is_first:
+            residual = joined = project(torch.cat([embedded, state], -1), "fc")
+        else:
+            normed = norm(state, prefix + "hidden_norm")
+            residual = normed if config.get("norm_before_residual") else state
+            joined = torch.cat([norm(embedded, prefix + "input_layernorm"), normed], -1)
+        turn = rotary(joined, torch.arange(rows)[None] + step)
+        keys.append(heads(joined, "k", turn))
+        values.append(heads(joined, "v", None))
+        attended = F.scaled_dot_product_attention(
+            heads(joined, "q", turn),
+            torch.cat(keys, 2),
+            torch.cat(values, 2),
+            attn_mask=torch.cat(masks[: step + 1], 1),
+            enable_gqa=True,
+        )
+        mixed = residual + project(
+            attended[0].transpose(0, 1).flatten(1), f"{prefix}self_attn.o_proj"
+        )
+        y = norm(mixed, prefix + "post_attention_layernorm")
+        gate = F.silu(project(y, prefix + "mlp.gate_proj")) * project(y, prefix + "mlp.up_proj")
+        state = mixed + project(gate, prefix + "mlp.down_proj")
+        if is_first:
+            out.append(target.lm_head(state))
+        else:
+            read = norm(state, "norm")
+            state = read if config.get("norm_output") else state
+            out.append(project(read, "lm_head"))
+    return out
+
+
+QWEN = ("q_norm", "k_norm")
+HEADS = {
+    "safeailab_eagle3": lambda: eagle3_files("sglang"),
+    "sglang_full": lambda: eagle3_files("sglang", ids=torch.arange(VOCABULARY)),
+    "sglang_layers": lambda: eagle3_files(
+        "sglang", flags={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+    ),
+    "sglang_biases": lambda: eagle3_files("sglang", biases=True),
+    "speculators": lambda: eagle3_files("speculators"),
+    "before_residual": lambda: eagle3_files("speculators", flags={"norm_before_residual": True}),
+    "before_fc": lambda: eagle3_files("speculators", flags={"norm_before_fc": True}),
+    "eagle_3_1": lambda: eagle3_files("speculators", flags={"fc_norm": True, "norm_output": True}),
+    "qwen3": lambda: eagle3_files("speculators", norms=QWEN),
+    "eagle": eagle_files,
+    "eagle_no_bias": lambda: eagle_files(bias=False),
+    "eagle_biases": lambda: eagle_files(biases=True),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_imported_head_computes_what_its_files_say(tmp_path, target, name):
+    """Every logit of seven draft tokens; the file has the embedding, as most have."""
+    config, weights = HEADS[name]()
+    weights["embed_tokens.weight"] = target.get_input_embeddings().weight
+    pickled = name in ("eagle", "safeailab_eagle3")
+    source = write(tmp_path / "head", config, weights, pickled=pickled)
+    import_head(str(source), str(target.folder), tmp_path / "out")
+    head = load_draft(str(tmp_path / "out"), target)
+    expected = steps_by_formula(target, config, weights)
+    for step, (theirs, ours) in enumerate(
+        zip(expected, step_logits(target, head, IDS, STEPS), strict=True)
+    ):
+        rows = LENGTH - 1 - step
+        difference = (theirs - ours)[:rows].abs().max() / theirs.abs().max()
+        assert difference < 1e-5, (step, float(difference))
+    if "d2t" in weights:
+        assert torch.equal(head.draft_ids, DRAFT_IDS)
+    result = engine_for(
+        target, draft=head, schedule="eagle", tree=CHAIN, num_stages=2, max_new_tokens=12
+    ).decode([3, 1, 4])
+    assert result.token_ids == greedy_reference(target, [3, 1, 4], 12)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_imported_head_goes_back_as_it_came(tmp_path, target, name):
+    """Tensor by tensor; maps and the embedding are written where they were left out."""
+    config, weights = HEADS[name]()
+    layout = "speculators" if "speculators_model_type" in config else "sglang"
+    source = write(tmp_path / "head", config, weights)
+    import_head(str(source), str(target.folder), tmp_path / "ours")
+    export(tmp_path / "ours", layout, tmp_path / "back")
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() - weights.keys() <= {"d2t", "t2d", "embed_tokens.weight"}
+    for key, value in weights.items():
+        assert torch.equal(found[key], value), key
+    import_head(str(tmp_path / "back"), str(target.folder), tmp_path / "again")
+    for one in ("architecture", "layer", "target"):
+        first, second = (
+            json.loads((tmp_path / folder / "config.json").read_text())[one]
+            for folder in ("ours", "again")
+        )
+        assert first == second, one
+    first, second = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "again")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
+@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True, "query_key_norm": True}])
+def test_our_own_head_comes_back_from_its_export(tmp_path, make_target, options):
+    target = make_target(layers=LAYERS)
+    target.save_pretrained(tmp_path / "target")
+    head = make_head(target, **options)
+    object.__setattr__(head.reference, "name", str(tmp_path / "target"))
+    (tmp_path / "head").mkdir()
+    head.save(tmp_path / "head")
+    export(tmp_path / "head", "speculators", tmp_path / "out")
+    import_head(str(tmp_path / "out"), str(tmp_path / "target"), tmp_path / "again")
+    again = load_draft(str(tmp_path / "again"), target)
+    assert again.config == head.config and again.layer_config == head.layer_config
+    for key, value in head.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_a_window_is_as_wide_when_decoding(tmp_path, target, window):
+    """Draft tokens are those of a head without window whose old rows are out of sight."""
+    inner = {"layer_types": ["sliding_attention"], "sliding_window": window}
+    config, weights = eagle3_files("speculators", flags={"inner": inner})
+    source = write(tmp_path / "head", config, weights)
+    import_head(str(source), str(target.folder), tmp_path / "out")
+    head = load_draft(str(tmp_path / "out"), target)
+    assert head.window == window
+    seen = []
+    rows = type(head).rows
+
+    def spied(self, tokens_R, states_RH, *, positions_R, cache, visible_RC):
+        seen.append((positions_R, visible_RC))
+        return rows(
+            self, tokens_R, states_RH, positions_R=positions_R, cache=cache, visible_RC=visible_RC
+        )
+
+    type(head).rows = spied
+    try:
+        options = {"schedule": "eagle", "tree": CHAIN, "num_stages": 2, "max_new_tokens": 8}
+        result = engine_for(target, draft=head, **options).decode(IDS.tolist())
+    finally:
+        type(head).rows = rows
+    assert result.token_ids == greedy_reference(target, IDS.tolist(), 8)
+    positions, visible = seen[0]
+    assert visible.sum(1).tolist() == [min(int(p) + 1, window) for p in positions]
+    # A chain below the text: every row sees the last positions, its own included.
+    assert all(v.sum(1).tolist() == [min(int(x) + 1, window) for x in p] for p, v in seen[:3])
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+def edited(**changes):
+    return lambda config, weights: config.update(changes)
+
+
+def without(name):
+    return lambda config, weights: weights.pop(name)
+
+
+def replaced(name, value):
+    return lambda config, weights: weights.update({name: value})
+
+
+REFUSED = {
+    "two layers": ("sglang", edited(num_hidden_layers=2), ["num_hidden_layers", "2"]),
+    "activation": ("sglang", edited(hidden_act="gelu"), ["hidden_act", "'gelu'"]),
+    "raw logits": ("sglang", edited(norm_output=False), ["norm_output"]),
+    "other width": ("sglang", edited(target_hidden_size=64), ["target_hidden_size", "64"]),
+    "no features": (
+        "sglang",
+        edited(eagle_config={"use_aux_hidden_state": False}),
+        ["use_aux_hidden_state", "False"],
+    ),
+    "too deep": (
+        "speculators",
+        edited(eagle_aux_hidden_state_layer_ids=[1, 2, 99]),
+        ["layer_ids", "99", "8 layers"],
+    ),
+    "rope": (
+        "sglang",
+        edited(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        ["rope_parameters", "dynamic", "known types"],
+    ),
+    "huge": ("sglang", edited(intermediate_size=10**9), ["intermediate_size", "1000000000"]),
+    "no head": ("sglang", without("lm_head.weight"), ["draft_vocab_size", "22"]),
+    "no map": ("sglang", without("d2t"), ["lacks d2t", "22"]),
+    "map": ("sglang", replaced("d2t", torch.zeros(22).long() + 60), ["d2t", "60"]),
+    "other map": ("sglang", replaced("t2d", torch.ones(64).bool()), ["t2d", "64"]),
+    "missing": ("sglang", without("midlayer.mlp.up_proj.weight"), ["lacks", "mlp.up_proj"]),
+    "unknown": ("sglang", replaced("adapter.weight", torch.zeros(1)), ["tensor", "adapter.weight"]),
+    "nan": ("sglang", replaced("norm.weight", torch.full((32,), torch.nan)), ["norm.weight"]),
+    "embedding": (
+        "sglang",
+        replaced("embed_tokens.weight", torch.zeros(64, 32)),
+        ["embed_tokens.weight", "not the target's"],
+    ),
+    "family": (
+        "speculators",
+        lambda config, weights: config["transformer_layer_config"].update(model_type="gpt2"),
+        ["transformer_layer_config", "llama, qwen2, qwen3"],
+    ),
+    "typed": ("sglang", edited(norm_before_fc="yes"), ["config.json", "norm_before_fc"]),
+    "output bias": (
+        "sglang",
+        replaced("midlayer.self_attn.o_proj.bias", torch.zeros(32)),
+        ["tensor", "o_proj.bias"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_expressed_is_refused_by_name(tmp_path, target, name, monkeypatch, capfd):
+    layout, change, words = REFUSED[name]
+    config, weights = eagle3_files(layout)
+    change(config, weights)
+    source = write(tmp_path / "head", config, weights)
+    status = call("models", command(source, target, tmp_path / "out"), monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["--from", *words])
+    assert not (tmp_path / "out").exists()
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"fc.weight": Evil()}, ["damaged or holds more than tensors"]),
+        ([1, 2], ["holds a list"]),
+        ({"fc.weight": 3}, ["'fc.weight'", "no plain tensor"]),
+        ({"fc.weight": torch.zeros(1).expand(10**9)}, ["'fc.weight'", "no plain tensor"]),
+        ({}, ["no head that is known"]),
+        (None, ["damaged"]),
+    ],
+    ids=["code", "list", "number", "expanded", "empty", "noise"],
+)
+def test_pickled_files_are_read_as_tensors_or_refused(
+    tmp_path, target, content, words, monkeypatch, capfd
+):
+    source = tmp_path / "head.pt"
+    torch.save(content, source)
+    if content is None:
+        source.write_bytes(b"\x80\x02noise")
+    status = call("models", command(source, target, tmp_path / "out"), monkeypatch)
+    out, error = capfd.readouterr()
+    assert "ran" not in out
+    assert_one_line(status, out, error, ["--from", *words])
+
+
+def test_a_folder_without_a_head_and_a_file_in_several_are_refused(
+    tmp_path, target, monkeypatch, capfd
+):
+    (tmp_path / "empty").mkdir()
+    status = call("models", command(tmp_path / "empty", target, tmp_path / "out"), monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["--from", "no weights", "give"])
+    two = tmp_path / "two"
+    two.mkdir()
+    for name in ("a.pt", "b.pt"):
+        torch.save({}, two / name)
+    status = call("models", command(two, target, tmp_path / "out"), monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["--from", "2 files", "b.pt", "give one"])
+    missing = tmp_path / "nowhere"
+    status = call("models", command(missing, target, tmp_path / "out"), monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["--from", "nowhere", "user/name"])
+
+
+def test_the_command_prints_how_to_decode_and_the_refusal_of_a_peers_folder_names_it(
+    tmp_path, target, monkeypatch, capfd
+):
+    source = write(tmp_path / "head", *eagle_files())
+    arguments = ["--checkpoint", str(source), "--target", str(target.folder), "--prompt", "a"]
+    status = call("inference", arguments, monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["checkpoint", "pipedraft models import --from"])
+    assert call("models", command(source, target, tmp_path / "out"), monkeypatch) == 0
+    assert "pipedraft.inference --checkpoint" in capfd.readouterr().out.splitlines()[-1]
+    assert "imported from" in (tmp_path / "out" / "README.md").read_text()
+    shutil.rmtree(tmp_path / "out")

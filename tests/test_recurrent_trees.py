@@ -1,0 +1,107 @@
+"""Token trees on a target with recurrent layers: each row starts from the state of its parent."""
+
+from functools import cache
+
+import pytest
+import torch
+from decode_runs import (
+    PROMPTS,
+    WAYS,
+    decode_exactly,
+    engine_for,
+    friendly_module,
+    greedy_reference,
+    plain_text,
+    simulate,
+    simulated_texts,
+    way_name,
+)
+from inline_ranks import decode_both
+from staged_targets import continue_the_row_before, random_ids, tiny
+from tiny_drafts import make_head
+
+from pipedraft.models.target import Keep, Segment, StagedTarget
+
+LAYERED = [
+    {"schedule": "spd", "tree_width": 2},
+    {"schedule": "spd", "tree_width": 2, "timing": "output_states"},
+    {"schedule": "ppsd", "tree_width": 2},
+    {"schedule": "pipeinfer", "draft_tokens": 4, "branches": 3},
+    {"schedule": "pipeinfer", "branches": 2, "restart": True},
+    {"schedule": "ssd", "draft_tokens": 3},
+]
+TREES = [way for way in WAYS if getattr(way.get("tree"), "kind", "dynamic") != "chain"] + LAYERED
+LENGTH = 12
+
+
+@cache
+def plain_texts():
+    target, options = tiny("qwen3_5"), {"temperature": 1.0, "verifier": "gumbel"}
+    return [plain_text(target, p, max_new_tokens=LENGTH, **options) for p in PROMPTS]
+
+
+def sampled_texts(way):
+    return simulated_texts(tiny("qwen3_5"), LENGTH, temperature=1.0, verifier="gumbel", **way)
+
+
+@pytest.mark.parametrize(
+    "acceptance", [0.6, *(pytest.param(rate, marks=pytest.mark.all) for rate in (0.0, 1.0))]
+)
+@pytest.mark.parametrize("way", TREES, ids=way_name)
+def test_greedy_text_is_transformers(way, acceptance):
+    """Segments are pruned to one row and to none."""
+    simulate(tiny("qwen3_5"), PROMPTS[2], acceptance, max_new_tokens=LENGTH, **way)
+
+
+@pytest.mark.parametrize("way", TREES, ids=way_name)
+def test_sampled_text_is_plain_decodings(way):
+    assert sampled_texts(way) == plain_texts()
+
+
+def test_the_texts_notice_a_row_that_continues_another_branch(monkeypatch):
+    continue_the_row_before(monkeypatch)
+    target = tiny("qwen3_5")
+    with pytest.raises(AssertionError):
+        for prompt in PROMPTS:
+            simulate(target, prompt, 0.6, max_new_tokens=LENGTH, **LAYERED[0])
+    assert sampled_texts(LAYERED[0]) != plain_texts()
+
+
+@pytest.mark.parametrize("kind", ["spd", "eagle3"])
+def test_trained_drafts_read_the_states_of_branches(kind):
+    target = tiny("qwen3_5")
+    if kind == "spd":
+        draft = friendly_module(target, num_stages=4, num_layers=1)
+        ways = [{"schedule": "spd", "tree_width": width} for width in (4, "auto")]
+    else:
+        draft, ways = make_head(target, kind), WAYS[1:8:2]
+    for way in ways:
+        engine = engine_for(target, draft=draft, num_stages=4, max_new_tokens=LENGTH, **way)
+        result = decode_exactly(engine, PROMPTS[2], greedy_reference(target, PROMPTS[2], LENGTH))
+        assert result.num_drafted > result.num_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stages_of_a_cluster_keep_the_states_of_branches(temperature):
+    target = tiny("qwen3_5")
+    draft = friendly_module(target, num_stages=4, num_layers=1)
+    way = {"schedule": "spd", "num_stages": 4, "tree_width": 4, "temperature": temperature}
+    decode_both(target, PROMPTS[1:3], draft=draft, **way)
+
+
+def test_siblings_pass_a_recurrent_layer_as_one_batch():
+    (stage,) = StagedTarget(tiny("qwen3_5"), 1).stages
+    stage.prefill(random_ids(5), torch.arange(5))
+    calls = []
+    layer = stage.layers[0]
+    hook = layer.register_forward_hook(lambda _, inputs, out: calls.append(tuple(out.shape[:2])))
+    root_and_four = torch.eye(5, dtype=torch.bool)
+    root_and_four[:, 0] = True
+    positions = torch.tensor([5, 6, 6, 6, 6])
+    stage.forward(Segment(positions, root_and_four, ids=random_ids(5)))
+    hook.remove()
+    assert calls == [(1, 1), (4, 1)]
+    held = stage.cache.num_bytes
+    stage.keep(Keep((0, 3), 1))
+    assert (stage.num_committed, stage.num_speculative) == (6, 1)
+    assert stage.cache.num_bytes < held

@@ -1,0 +1,182 @@
+"""Targets whose weights go from the files to where they stay: no process holds them all."""
+
+import ctypes
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import tiny_llama
+from fork_server import forked, status_of
+from safetensors.torch import load_file, save_file
+from staged_targets import FAMILIES, tiny
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pipedraft.models import target_part
+from pipedraft.models.target import load_target
+from pipedraft.models.target_part import load_target_part
+from pipedraft.train.launch import shard_target
+
+ENDS = {"has_embedding": True, "has_head": True}
+WEIGHTS = "model.safetensors"
+
+
+@contextmanager
+def rank_of(world: int, local: int, rank: int, monkeypatch) -> Iterator[SimpleNamespace]:
+    """One of the processes of some nodes, whose collective calls do nothing."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield SimpleNamespace(device=torch.device("cpu"), num_processes=world)
+    finally:
+        dist.destroy_process_group()
+
+
+# -- equality -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "qwen3_moe", "qwen3_5"])
+def test_a_part_reads_its_own_tensors_alone_and_is_equal(name, tmp_path, monkeypatch):
+    tiny(name).save_pretrained(tmp_path, max_shard_size="20KB")
+    read, open_weights = set(), target_part.open_weights
+
+    def noted(*arguments: Any) -> Any:
+        file = open_weights(*arguments)
+        return SimpleNamespace(get_slice=lambda key: read.add(key) or file.get_slice(key))
+
+    monkeypatch.setattr(target_part, "open_weights", noted)
+    whole = load_target(str(tmp_path)).state_dict()
+    part = load_target_part(str(tmp_path), layers=[1, 2], **ENDS)
+    for key, weight in part.state_dict().items():
+        assert weight.is_meta == bool(re.search(r"layers\.[03]\.", key)), key
+        assert weight.is_meta or torch.equal(weight, whole[key]), key
+    assert not any(re.search(r"layers\.[03]\.", key) for key in read)
+    assert len(read) == len({key for key in read if "layers." in key}) + 3 - ("tied" in name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_processes_read_parts_that_make_up_the_layers(name, tmp_path, monkeypatch):
+    """Two nodes of three processes, which no number of rows or experts is a multiple of."""
+    tiny(name).save_pretrained(tmp_path)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads of torch do not outlive a fork
+
+    def read_part(rank: int) -> None:
+        with rank_of(6, 3, rank, monkeypatch) as accelerator:
+            target = load_target_part(str(tmp_path), layers=[3], **ENDS)
+            shard_target(target, accelerator)
+            state = target.state_dict()
+            assert all(isinstance(x, DTensor) == (".layers." in key) for key, x in state.items())
+            own = {
+                k: x.to_local() if isinstance(x, DTensor) else x.clone() for k, x in state.items()
+            }
+            save_file(own, tmp_path / f"{rank}.part")
+
+    # Processes, because torch remembers the place of a process among the others.
+    started = [forked(partial(read_part, rank)) for rank in range(3, 6)]
+    assert [status_of(process) for process in started] == [0, 0, 0]
+    parts = [load_file(tmp_path / f"{rank}.part") for rank in range(3, 6)]
+    for key, weight in load_target(str(tmp_path)).state_dict().items():
+        found = [part[key] for part in parts]
+        assert torch.equal(torch.cat(found) if ".layers." in key else found[0], weight), key
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+Change = Callable[[dict[str, torch.Tensor]], Any]
+BROKEN: dict[str, tuple[Change, str]] = {
+    "missing": (lambda x: x.pop("model.layers.1.mlp.up_proj.weight"), "1 tensors missing"),
+    "unexpected": (lambda x: x.update(more=torch.zeros(1)), "1 tensors unexpected"),
+    "shape": (
+        lambda x: x.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(5, 7)}),
+        "1 tensors of another shape",
+    ),
+    "nan": (lambda x: x["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan), "NaN"),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_sharded_targets_refuse_what_whole_ones_refuse(change, tmp_path, monkeypatch):
+    tiny("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    BROKEN[change][0](tensors)
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    refused = pytest.raises(ValueError, match=BROKEN[change][1])
+    with rank_of(2, 2, 0, monkeypatch) as accelerator, refused:
+        shard_target(load_target_part(str(tmp_path), layers=[], **ENDS), accelerator)
+
+
+def test_an_expert_too_few_is_refused(tmp_path):
+    tiny("mixtral").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    del tensors[next(key for key in tensors if "layers.1." in key and ".experts.2.w1." in key)]
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 tensors of another shape \(model.layers.1.mlp.exp"):
+        load_target_part(str(tmp_path), layers=[1], **ENDS)
+
+
+# -- memory ---------------------------------------------------------------------------------
+
+
+def private_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def growth_of(work: Callable[[], Any], file: Path) -> int:
+    """Most bytes of its own, pages of mapped files left out, that a process needs for ``work``."""
+
+    def measure() -> None:
+        ctypes.CDLL(None).malloc_trim(0)  # what others have freed would be used again unseen
+        before, done, peak = private_bytes(), threading.Event(), [0]
+
+        def watch() -> None:
+            while not done.wait(0.001):
+                peak[0] = max(peak[0], private_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        kept = work()
+        done.set()
+        watcher.join()
+        file.write_text(str(max(peak[0], private_bytes()) - before))
+        del kept
+
+    assert status_of(forked(measure)) == 0
+    return int(file.read_text())
+
+
+def test_a_process_holds_its_part_and_about_a_layer(tmp_path, monkeypatch):
+    """What is elsewhere is on the meta device here: a GPU's memory is not the host's."""
+    model = tiny_llama(layers=12, hidden=640, vocab=64)
+    layer, whole = (sum(p.nbytes for p in x.parameters()) for x in (model.model.layers[0], model))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)  # else a loaded tensor may be the file's
+    folder = str(tmp_path)
+
+    def sharded() -> Any:
+        with rank_of(6, 6, 1, monkeypatch) as accelerator:
+            shard_target(target := load_target_part(folder, layers=[], **ENDS), accelerator)
+            return target
+
+    grown = {
+        "host": growth_of(lambda: load_target(folder), tmp_path / "bytes"),
+        "device": growth_of(lambda: load_target(folder, device="meta"), tmp_path / "bytes"),
+        "sharded": growth_of(sharded, tmp_path / "bytes"),
+        "stage": growth_of(
+            lambda: load_target_part(folder, layers=[0, 1], has_embedding=True, has_head=False),
+            tmp_path / "bytes",
+        ),
+    }
+    assert grown["host"] > 0.9 * whole  # else nothing is measured
+    assert grown["device"] < layer
+    assert grown["sharded"] < whole / 6 + layer
+    assert grown["stage"] < 3 * layer

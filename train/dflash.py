@@ -1,0 +1,151 @@
+"""Training of the DFlash head: blocks at random anchors, the loss of every masked row."""
+
+# B batch, T positions, P = B T, A anchors, S draft tokens of a block, M rows that count
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipedraft.data_recipes.batch import document_lengths
+from pipedraft.models.dflash import DFlash, DFlashConfig
+from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.layers import LayerConfig, document_slices
+from pipedraft.train.eagle3 import chain_lengths
+from pipedraft.train.losses import Measure
+from pipedraft.train.objective import ChainObjective, DivergenceConfig, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
+    """The head and its loss."""
+
+    num_anchors: int = 512
+    """Blocks of a document in one step, at most; their anchors are drawn anew every time."""
+    position_weights: Literal["decay", "dpace"] = "decay"
+    """Factors of the loss within a block. decay: exp(-i / decay_gamma) of draft token i, from 0.
+    dpace: D-PACE's, by how far the block is right already."""
+    decay_gamma: float = 7.0
+    """The paper's: 7 for blocks of 16, 5 for 10, 4 for 8."""
+    dpace_alpha: float = 0.5
+    """D-PACE's smoothing: 1 weighs all rows of a block by what follows them alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_anchors < 1:
+            raise ValueError(f"model.num_anchors: {self.num_anchors} is below 1; 512 is usual")
+        if not 0 < self.decay_gamma < float("inf"):
+            raise ValueError(
+                f"model.decay_gamma: {self.decay_gamma} is not in (0, inf); 7 is the paper's"
+            )
+        if not 0 <= self.dpace_alpha <= 1:
+            raise ValueError(
+                f"model.dpace_alpha: {self.dpace_alpha} is not in [0, 1]; 0.5 is the paper's"
+            )
+
+
+def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
+    """Rows that count in a block at every position, int64 [P] on the host, and the documents.
+
+    An anchor and its labels are of one turn, as when text is decoded, whose anchor is never a token
+    of the prompt.
+    """
+    mask_BT = batch["loss_mask"]
+    lengths = document_lengths(batch) or [mask_BT.shape[1]] * len(mask_BT)
+    # Row t of a chain begins with the token at t + 1, which is the anchor here.
+    counts_BT = F.pad(chain_lengths(mask_BT, num_steps), (1, 0))[:, :-1]
+    return counts_BT.flatten().cpu(), document_slices(lengths)
+
+
+def draw_anchors(
+    counts_P: Tensor, documents: Sequence[slice], most: int, generator: torch.Generator
+) -> list[Tensor]:
+    """Ascending anchors of each document: those with a row that counts, or ``most`` of them."""
+    anchors = []
+    for rows in documents:
+        found = rows.start + counts_P[rows].nonzero()[:, 0]
+        if len(found) > most:
+            drawn = torch.randperm(len(found), generator=generator)[:most]
+            found = found[drawn].sort().values
+        anchors.append(found)
+    return anchors
+
+
+def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tensor:
+    """D-PACE (arXiv:2605.18810): w_i = sum_{j >= i} prod_{k <= j} ((1 - alpha) q_k + alpha), AS.
+
+    q_k is the draft's probability of the label of row k; rows that do not count are left out.
+    """
+    smooth_AS = ((1 - alpha) * correct_AS + alpha).where(counted_AS, 1.0)
+    prefix_AS = smooth_AS.cumprod(-1) * counted_AS
+    return prefix_AS.flip(-1).cumsum(-1).flip(-1)
+
+
+class DFlashObjective(ChainObjective):
+    """sum over anchors and draft tokens i of w_i KL(target || row i of the block).
+
+    The mean that the loop takes is over the anchors, each of which has at least one row that
+    counts. The paper's loss is the cross-entropy with the token of the text: ``loss: ce`` is that,
+    where the target wrote the text greedily.
+    """
+
+    draft_class: ClassVar[type[Draft]] = DFlash
+    noted: ClassVar[tuple[str, ...]] = ("loss", "position_weights", "decay_gamma")
+
+    config: DFlashTrainConfig
+    draft: DFlash
+
+    @classmethod
+    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> DFlash:
+        """The draft, its fused layers and mask token chosen by the target."""
+        known = {f.name: getattr(config, f.name) for f in fields(DFlashConfig)}
+        sizes = (int(reference.fingerprint[name]) for name in ("num_layers", "vocab_size"))
+        return DFlash(DFlashConfig(**known).for_target(*sizes), layer, reference)
+
+    @property
+    def num_steps(self) -> int:
+        return self.config.block_size - 1
+
+    def num_counted(self, batch: dict[str, Tensor]) -> int:
+        counts_P, documents = block_lengths(batch, self.num_steps)
+        return sum(
+            min(self.config.num_anchors, int((counts_P[rows] > 0).sum())) for rows in documents
+        )
+
+    def forward(
+        self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
+    ) -> LossOutput:
+        """Loss of one batch; training and evaluation are the same."""
+        ids_BT = batch["input_ids"]
+        counts_P, documents = block_lengths(batch, self.num_steps)
+        anchors = draw_anchors(counts_P, documents, self.config.num_anchors, generator)
+        # On the host, where all sizes are known without waiting for the device.
+        anchors_A1, steps_S = torch.cat(anchors)[:, None], torch.arange(self.num_steps)
+        counted_AS = steps_S < counts_P[anchors_A1]
+        place_M = counted_AS.flatten().nonzero()[:, 0]
+        step_M, label_M = place_M % self.num_steps, (anchors_A1 + 1 + steps_S).flatten()[place_M]
+        place_M, step_M, label_M, counted_AS = (
+            x.to(ids_BT.device) for x in (place_M, step_M, label_M, counted_AS)
+        )
+        taps = self.hidden(batch)
+        states_ASH = self.draft(taps, ids_BT, anchors, document_lengths(batch))
+        states_MH = states_ASH.flatten(0, 1).index_select(0, place_M)
+        if self.config.position_weights == "dpace":
+            # The draft's probability of the label, known only after a pass of the LM head.
+            with torch.no_grad():
+                hard = self.distil_labels(states_MH, label_M, taps, measure=Measure(kind="ce"))
+            correct_AS = hard.divergence_M.new_zeros(counted_AS.numel())
+            correct_AS = correct_AS.index_copy(0, place_M, (-hard.divergence_M).exp())
+            weights_AS = dpace_weights(
+                correct_AS.view_as(counted_AS), counted_AS, self.config.dpace_alpha
+            )
+            weights_M = weights_AS.flatten()[place_M]
+        else:
+            weights_M = (-step_M.double() / self.config.decay_gamma).exp()
+        result = self.distil_labels(
+            states_MH, label_M, taps, measure=self.measure, weights_M=weights_M
+        )
+        return self.by_step(result, step_M, counted_AS.sum(0))
