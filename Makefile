@@ -45,14 +45,17 @@ lint: venv
 
 # A file's tests share what its fixtures made, so a file is one worker's; see tests/conftest.py.
 TESTS := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# What failed is run once more, alone, and has to pass then: a fault fails twice, and what only a
+# crowded machine makes fail is printed as such instead of hiding among the others.
+AGAIN = { test $$? -eq 1 && echo "once more, alone:" && $(BIN)/pytest -v --lf --lfnf=none; }
 
 test test-all fuzz quickstart: export HF_HUB_OFFLINE = 1
 
 test: venv lint
-	$(TESTS) -m "not all and not gpu"
+	$(TESTS) -m "not all and not gpu" || $(AGAIN)
 
 test-all: venv lint
-	$(TESTS) -m "not gpu"
+	$(TESTS) -m "not gpu" || $(AGAIN)
 
 MINUTES ?= 5
 FUZZ_OUT ?= out/fuzz

@@ -1,9 +1,10 @@
 """Targets whose weights go from the files to where they stay: no process holds them all."""
 
-import ctypes
+import multiprocessing
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from staged_targets import FAMILIES, tiny
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedModel
 
 from pipedraft.models import target_part
 from pipedraft.models.target import load_target
@@ -132,50 +134,50 @@ def private_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def growth_of(work: Callable[[], Any], file: Path) -> int:
+def growth_of(work: Callable[..., Any], *arguments: Any) -> int:
     """Most bytes of its own, pages of mapped files left out, that a process needs for ``work``."""
+    before, done, peak = private_bytes(), threading.Event(), [0]
 
-    def measure() -> None:
-        ctypes.CDLL(None).malloc_trim(0)  # what others have freed would be used again unseen
-        before, done, peak = private_bytes(), threading.Event(), [0]
+    def watch() -> None:
+        while not done.wait(0.001):
+            peak[0] = max(peak[0], private_bytes())
 
-        def watch() -> None:
-            while not done.wait(0.001):
-                peak[0] = max(peak[0], private_bytes())
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        kept = work()
-        done.set()
-        watcher.join()
-        file.write_text(str(max(peak[0], private_bytes()) - before))
-        del kept
-
-    assert status_of(forked(measure)) == 0
-    return int(file.read_text())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    kept = work(*arguments)
+    done.set()
+    watcher.join()
+    grown = max(peak[0], private_bytes()) - before
+    del kept
+    return grown
 
 
-def test_a_process_holds_its_part_and_about_a_layer(tmp_path, monkeypatch):
+def load_sharded(folder: str) -> PreTrainedModel:
+    with pytest.MonkeyPatch.context() as patch, rank_of(6, 6, 1, patch) as accelerator:
+        shard_target(target := load_target_part(folder, layers=[], **ENDS), accelerator)
+        return target
+
+
+def test_a_process_holds_its_part_and_about_a_layer(tmp_path):
     """What is elsewhere is on the meta device here: a GPU's memory is not the host's."""
     model = tiny_llama(layers=12, hidden=640, vocab=64)
     layer, whole = (sum(p.nbytes for p in x.parameters()) for x in (model.model.layers[0], model))
     model.to(torch.bfloat16).save_pretrained(tmp_path)  # else a loaded tensor may be the file's
     folder = str(tmp_path)
 
-    def sharded() -> Any:
-        with rank_of(6, 6, 1, monkeypatch) as accelerator:
-            shard_target(target := load_target_part(folder, layers=[], **ENDS), accelerator)
-            return target
-
-    grown = {
-        "host": growth_of(lambda: load_target(folder), tmp_path / "bytes"),
-        "device": growth_of(lambda: load_target(folder, device="meta"), tmp_path / "bytes"),
-        "sharded": growth_of(sharded, tmp_path / "bytes"),
-        "stage": growth_of(
-            lambda: load_target_part(folder, layers=[0, 1], has_embedding=True, has_head=False),
-            tmp_path / "bytes",
-        ),
+    first_layers = partial(load_target_part, layers=[0, 1], has_embedding=True, has_head=False)
+    loads = {
+        "host": load_target,
+        "device": partial(load_target, device="meta"),
+        "sharded": load_sharded,
+        "stage": first_layers,
     }
+    # New processes: what other tests have freed in this one would be used again unseen.
+    fresh = multiprocessing.get_context("forkserver")
+    fresh.set_forkserver_preload([load_target.__module__, shard_target.__module__])
+    with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as processes:
+        growths = {name: processes.submit(growth_of, load, folder) for name, load in loads.items()}
+        grown = {name: growth.result(timeout=300) for name, growth in growths.items()}
     assert grown["host"] > 0.9 * whole  # else nothing is measured
     assert grown["device"] < layer
     assert grown["sharded"] < whole / 6 + layer
