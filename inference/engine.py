@@ -17,7 +17,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget, check_draft
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.result import DecodeResult, Observer
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPD
@@ -140,6 +140,7 @@ class Engine:
         *,
         prompt_index: int = 0,
         on_token: Callable[[int], None] | None = None,
+        observer: Observer | None = None,
     ) -> DecodeResult:
         """Decode one prompt to its end.
 
@@ -147,6 +148,7 @@ class Engine:
             prompt_ids: token ids, chat template applied.
             prompt_index: part of the key of the random numbers.
             on_token: called with each new token as soon as it is certain.
+            observer: told of tokens and steps; may end the sequence.
 
         Raises:
             ValueError: the prompt is empty or does not fit the target's positions.
@@ -159,7 +161,7 @@ class Engine:
                 f"{self.target.max_positions} positions; shorten it"
             )
         try:
-            session = Session(self, prompt_ids, prompt_index, on_token)
+            session = Session(self, prompt_ids, prompt_index, on_token, observer)
             self.config.schedule.run(session)
             return session.finish()
         except BaseException:
@@ -176,9 +178,11 @@ class Session:
         prompt_ids: list[int],
         prompt_index: int,
         on_token: Callable[[int], None] | None,
+        observer: Observer | None,
     ) -> None:
         config = engine.config
-        self.engine, self.config, self.on_token = engine, config, on_token
+        self.engine, self.config = engine, config
+        self.on_token, self.observer = on_token, observer
         self.pipeline = engine.pipeline
         self.pipeline.open(config, prompt_index)
         self.started = self.pipeline.now()
@@ -350,6 +354,8 @@ class Session:
                 step prunes it, so that processes may begin with it before.
         """
         returned = self.pipeline.tick(self._ahead() if ahead else None)
+        if self.observer is not None:
+            self.observer.step(self.pipeline.last_rows)
         if not self.pipeline.is_link:
             self.clock.step(
                 self.pipeline.last_rows, draft_forwards=self.pending_forwards, overlap=overlap
@@ -393,7 +399,7 @@ class Session:
             if accepted is not None:
                 self.result.count_test(self.round_length, accepted)
             self.round_length += 1
-            self._emit(token)
+            self._emit(token, accepted)
         if not hit or self.done:
             self._end_round(accepted)
         if self.source is not None and not self.done:
@@ -477,7 +483,7 @@ class Session:
         tree.num_injected = int(self.pipeline.knows_root)
         return tree
 
-    def _emit(self, token: int) -> None:
+    def _emit(self, token: int, accepted: bool | None = None) -> None:
         self.result.emit(
             token,
             self.pipeline.now() - self.started,
@@ -487,3 +493,5 @@ class Session:
         )
         if self.on_token is not None:
             self.on_token(token)
+        if self.observer is not None and self.observer.token(token, bool(accepted)):
+            self.result.stop_reason = self.result.stop_reason or "stopped"

@@ -82,17 +82,19 @@ class ServerOptions(Options):
                 raise ValueError(f"{flag_name(name)}: the target is on {where}; leave it out")
 
 
-def read_tokens(file: Path | None) -> tuple[str, ...]:
+def read_tokens(
+    file: Path | None, *, option: str = "--token-file", variable: str = TOKEN_VARIABLE
+) -> tuple[str, ...]:
     """From the file, a line each, or the environment; never from the command line, which others
     can list.
 
     Raises:
         ValueError: what is there is no token, as a secret that was not filled in.
     """
-    place, text = f"${TOKEN_VARIABLE}", os.environ.get(TOKEN_VARIABLE)
+    place, text = f"${variable}", os.environ.get(variable)
     if file is not None:
-        place = f"--token-file: {str(file)!r}"
-        text = read_text(file, "--token-file", MAX_TOKEN_BYTES).strip()
+        place = f"{option}: {str(file)!r}"
+        text = read_text(file, option, MAX_TOKEN_BYTES).strip()
     if text is None:
         return ()
     tokens = tuple(text.split("\n"))

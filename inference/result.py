@@ -1,6 +1,6 @@
 """What one decoded prompt reports. Counts are stored; every ratio is computed from them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -27,6 +27,24 @@ def stop_reason(
     return "max_length" if length >= limit else ""
 
 
+class Observer:
+    """Told of a sequence on its way, by the thread that decodes it."""
+
+    def token(self, token: int, is_drafted: bool) -> bool:
+        """A token is certain.
+
+        Args:
+            is_drafted: a draft token that the target accepted, not the target's own.
+
+        Returns:
+            True to end the sequence with it.
+        """
+        return False
+
+    def step(self, rows: Sequence[int]) -> None:
+        """A pipeline step is over, in which each stage processed so many rows."""
+
+
 @dataclass
 class DecodeResult:
     """One prompt, decoded by one schedule.
@@ -40,7 +58,7 @@ class DecodeResult:
     """Every new token: the one drawn from the prefill first, the EOS token last if one came."""
     text: str
     stop_reason: str
-    """"eos", "max_new_tokens" or "max_length"."""
+    """"eos", "max_new_tokens" or "max_length"; "stopped" by an ``Observer``."""
     num_stages: int
     num_steps: int = 0
     """K: elapsed pipeline steps (one step = one stage time), idle and rejecting ones included."""

@@ -31,13 +31,30 @@ a second one does not wait. docs/serving.md explains the protocol and every erro
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecurityOptions(Options):
-    """who may connect"""
+class ListenOptions(Options):
+    """where it listens, and how"""
 
+    host: str = "127.0.0.1"
+    """address; 127.0.0.1 is this machine alone"""
+    port: int = 50051
+    """0: any free one"""
     tls_cert: Path | None = option(None, metavar="FILE")
     """PEM chain; default: plain text"""
     tls_key: Path | None = option(None, metavar="FILE")
     """its private key, PEM"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port: {self.port} is no port; give 0 to 65535")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert: it goes with --tls-key; give both or neither")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecurityOptions(ListenOptions):
+    """who may connect"""
+
     token_file: Path | None = option(None, metavar="FILE")
     """clients must send a line of it; default: $PIPEDRAFT_TOKEN, or none"""
 
@@ -91,20 +108,12 @@ class ServeOptions(SecurityOptions, LimitOptions, PlaceOptions):
 
     target: str
     """folder or Hub id"""
-    host: str = "127.0.0.1"
-    """address; 127.0.0.1 is this machine alone"""
-    port: int = 50051
-    """0: any free one"""
     access_log: bool = False
     """a line on stderr for each session, refusal and end, with the client's address"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.limits()  # refuses what it cannot hold
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"--port: {self.port} is no port; give 0 to 65535")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert: it goes with --tls-key; give both or neither")
 
 
 build_parser = ServeOptions.parser

@@ -5,7 +5,6 @@ pass ends share the next one, so nobody waits for a batch to fill.
 """
 
 import asyncio
-import hmac
 import logging
 import time
 import traceback
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from pipedraft.inference.transport import ServerLimits, wire
+from pipedraft.inference.transport import ServerLimits, find_token, wire
 from pipedraft.inference.transport.session_messages import (
     HELLO,
     PROTOCOL,
@@ -399,9 +398,8 @@ class Server:
         if not self.security.tokens:
             return address
         given = str(dict(context.invocation_metadata()).get("authorization", "")).encode()
-        # All are compared, so that the time says nothing of which.
-        same = [hmac.compare_digest(given, f"Bearer {t}".encode()) for t in self.security.tokens]
-        if not any(same):
+        number = find_token(given, self.security.tokens)
+        if number is None:
             access.warning("%s refused: token missing or wrong", address)
             await self._refuse(
                 context,
@@ -410,7 +408,7 @@ class Server:
                     "token: missing or wrong; set PIPEDRAFT_TOKEN to the server's",
                 ),
             )
-        return f"token {same.index(True) + 1}" if len(same) > 1 else address
+        return f"token {number + 1}" if len(self.security.tokens) > 1 else address
 
     async def _refuse(self, context: wire.Untyped, refusal: Refused) -> NoReturn:
         access.info("%s ended: %s, %s", context.peer(), refusal.code, refusal)
