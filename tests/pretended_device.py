@@ -247,7 +247,12 @@ def _held(x: Any) -> Any:
 
 
 def _run(func, args, kwargs) -> Any:
-    """The CPU's kernel; of flash attention it has another one with fewer arguments."""
+    """The CPU's kernel; of flash attention it has another one with fewer arguments, and products
+    of another dtype than their factors it does not have."""
+    if func in (aten.mm.dtype, aten.addmm.dtype_out) and args[0].device == CPU:
+        *factors, dtype = args
+        own = getattr(aten, func.__name__.partition(".")[0])
+        return own(*(x.to(dtype) for x in factors), **kwargs)
     if func is aten._scaled_dot_product_flash_attention.default:
         query, keys, values = (x.contiguous() for x in args[:3])
         is_causal, scale = args[4], kwargs.get("scale")
@@ -296,7 +301,8 @@ class _Calls(TorchFunctionMode):
             args = (args[0], _listed(args[1], args[0].place), *args[2:])
         if kwargs.get("device") is not None:
             kwargs["device"] = _device(kwargs["device"])
-        if name in MATRIX_PRODUCTS and torch.is_autocast_enabled("cuda"):
+        is_cast = torch.is_autocast_enabled("cuda") and "out_dtype" not in kwargs
+        if name in MATRIX_PRODUCTS and is_cast:
             args, kwargs = tree_map(_autocast, (args, kwargs))
         if func is F.scaled_dot_product_attention and torch.is_autocast_enabled("cuda"):
             args, kwargs = tree_map(_autocast, (args, kwargs))

@@ -3,7 +3,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pretended_device import Pretended, pretended_cuda
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from pipedraft.train import losses
+from pipedraft.train.log import flop_counter
 from pipedraft.train.losses import Measure, chunked_distillation
 
 torch.set_num_threads(1)
@@ -242,3 +248,99 @@ def test_rows_that_do_not_match_are_refused():
     (hidden, head, teacher_hidden, teacher_head), _ = make_inputs()
     with pytest.raises(ValueError, match="^teacher_hidden: 10 rows for 11"):
         chunked_distillation(hidden, head, teacher_hidden[:10], teacher_head)
+
+
+# -- on a GPU ---------------------------------------------------------------------------------
+
+PRODUCTS_PER_S, BYTES_PER_S = 650e12, 2.6e12
+"""Of an H100: FLOPs in bfloat16, and bytes of its memory, as far as programs reach them."""
+CUDA = torch.device("cuda", 0)
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that operations read and write, but for factors and results of products."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        given = [x for x in args if isinstance(x, Tensor)]
+        if name in ("mm", "addmm"):  # what a product adds to is read and written besides
+            self.bytes += sum(2 * x.nbytes for x in given[:-2])
+        elif name in ("gather", "index_select"):
+            self.bytes += 2 * made.nbytes
+        elif not func.is_view and name != "empty_like":
+            written = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+            self.bytes += sum(x.nbytes for x in [*given, *written])
+        return made
+
+
+def times_s(U, V, **options) -> tuple[float, float]:
+    """Of the products and of all else, of 8,192 rows with the hidden size of an 8B model."""
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return Pretended(torch.empty(shape, dtype=dtype, device="meta"), CUDA)
+
+    hidden, head, teacher, teacher_head = (empty(n, 4096) for n in (8192, U, 8192, V))
+    ids = None if U == V else empty(U, dtype=torch.int64)
+    with pretended_cuda(), Traffic() as found, flop_counter() as flops:
+        inputs = (hidden.requires_grad_(), head.requires_grad_(), teacher, teacher_head)
+        chunked_distillation(*inputs, teacher_rows_U=ids, **options)
+    assert flops.get_total_flops() == 2 * 8192 * 4096 * (V + 3 * U)
+    return flops.get_total_flops() / PRODUCTS_PER_S, found.bytes / BYTES_PER_S
+
+
+SIZES = [(32_000, 32_000), (32_000, 128_256), (128_256, 128_256), (248_320, 248_320)]
+
+
+@pytest.mark.parametrize(("U", "V"), SIZES)
+def test_all_that_is_no_product_takes_less_time_than_the_products(U, V):
+    products_s, others_s = times_s(U, V)
+    assert 0 < others_s <= products_s
+
+
+def test_rows_of_a_fixed_number_would_take_longer():
+    """Known-bad: 512 rows at a time whatever the vocabulary."""
+    products_s, others_s = times_s(248_320, 248_320, chunk_rows=512)
+    assert others_s > products_s
+
+
+def test_the_vocabulary_decides_how_many_rows_have_logits_together(monkeypatch):
+    inputs, _ = make_inputs(M=40, V=16)
+    sizes, right = [], losses._softmax
+    monkeypatch.setattr(losses, "_softmax", lambda x: sizes.append(len(x)) or right(x))
+    for chunk_bytes, max_rows, expected in ((16 * 8 * 10, 99, 10), (1, 99, 1), (10**6, 25, 25)):
+        monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(losses, "MAX_ROWS", max_rows)
+        sizes.clear()
+        chunked_distillation(*inputs)
+        assert max(sizes) == expected and sum(sizes) == 2 * 40
+
+
+def rounded_parts(total, left, right):
+    total += (left @ right).to(total.dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_the_heads_gradient_in_bfloat16_is_rounded_once(device, monkeypatch):
+    """However many chunks it is the sum of. Known-bad: each chunk's part is rounded, too."""
+    inputs, _ = make_inputs(M=256, H=32, V=100)
+    x, head, *teacher = ((y.detach() / 4).bfloat16() for y in inputs)
+
+    def gradient(rows) -> tuple[Tensor, Tensor]:
+        """And what it is without any rounding."""
+        factors, add = [], losses._add_product
+        with pretended_cuda(), monkeypatch.context() as patch:
+            patch.setattr(losses, "_add_product", lambda *x: factors.append(x[1:]) or add(*x))
+            moved = [y.clone().to(device).requires_grad_() for y in (x, head)]
+            rest = [y.to(device) for y in teacher]
+            chunked_distillation(*moved, *rest, chunk_rows=rows).loss.backward()
+            exact = sum(left.cpu().double() @ right.cpu().double() for left, right in factors)
+            return moved[1].grad.cpu(), exact
+
+    for rows in (256, 2):
+        found, exact = gradient(rows)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, exact.float().bfloat16())
+    monkeypatch.setattr(losses, "_add_product", rounded_parts)
+    assert not torch.equal(found, gradient(2)[0])

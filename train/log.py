@@ -135,6 +135,9 @@ def flop_counter() -> FlopCounterMode:
     def linear(x: Shape, weight: Shape, *rest: object, **more: object) -> int:
         return 2 * prod(x) * weight[0]
 
+    def add_product(total: Shape, left: Shape, right: Shape, *rest: object, **more: object) -> int:
+        return 2 * prod(left) * right[-1]
+
     def attention(query: Shape, key: Shape, value: Shape, *rest: object, **more: object) -> int:
         return sdpa_flop_count(query, key, value)
 
@@ -143,8 +146,9 @@ def flop_counter() -> FlopCounterMode:
     ) -> int:
         return sdpa_backward_flop_count(grad, query, key, value)
 
-    aten = torch.ops.aten  # torch has no formula for what only CPUs run
+    aten = torch.ops.aten  # torch has no formula for what only CPUs run, nor for a given out_dtype
     formulas: dict[object, Callable[..., int]] = {
+        aten.addmm: add_product,
         torch.ops.mkldnn._linear_pointwise: linear,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,

@@ -19,8 +19,12 @@ from torch.autograd.function import once_differentiable
 Divergence = Literal["kl", "tv", "lk", "lk_hybrid", "ce", "rkl", "jsd", "topk_kl"]
 SOFT_LABELS = ("kl", "lk_hybrid", "ce", "topk_kl")
 """Their gradient has a part q minus labels."""
-CHUNK_ROWS = 512
-"""Rows whose logits exist at the same time."""
+CHUNK_BYTES = 1 << 30
+"""Of a chunk's logits over the target's vocabulary; three such tensors exist at the same time.
+
+The gradient of the head is read and written once a chunk: with the 1,081 rows of 248,320 tokens
+that takes a GPU a quarter of the time of the products, with MAX_ROWS half of that."""
+MAX_ROWS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,7 @@ def chunked_distillation(
     teacher_index_M: Tensor | None = None,
     teacher_rows_U: Tensor | None = None,
     weights_M: Tensor | None = None,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
 ) -> DistillationLoss:
     """Distil the target's distribution p into the draft's q, summed over rows.
 
@@ -87,10 +91,10 @@ def chunked_distillation(
     topk_kl: kl with the top_k most likely tokens of p', renormalized, for p'
     Deviation: SpecForge takes w from the mean a of a batch, here as in speculators each row's own.
 
-    Products run in the dtype of the inputs (autocast's, when enabled), everything else and the
-    gradient of the head in float32 (float64 for float64 inputs). Largest memory: a few
-    [chunk_rows, V] float32 tensors, and the [U, H] gradient of all rows and that of one chunk,
-    which are skipped for a frozen head.
+    Products run in the dtype of the inputs (autocast's, when enabled), everything else in float32
+    (float64 for float64 inputs), in which the products for the gradient of the head add up, too:
+    it is rounded to the head's dtype once, at the end. Largest memory: three [chunk_rows, V]
+    float32 tensors and that [U, H] gradient, which a frozen head does not have.
 
     Args:
         hidden_MH: what the draft's head is applied to; counted rows only.
@@ -101,7 +105,8 @@ def chunked_distillation(
             share its softmax. Without it the rows are the same ones, L = M.
         teacher_rows_U: target id of every draft token, without repeats; needed if U < V.
         weights_M: factor of each row in the loss; the metrics are not weighted.
-        chunk_rows: rows at a time; the result does not depend on it beyond rounding.
+        chunk_rows: rows at a time, by default those that CHUNK_BYTES hold; the result does not
+            depend on it beyond rounding.
 
     Raises:
         ValueError: unknown kind, or shapes that do not fit together.
@@ -159,7 +164,11 @@ class _Distillation(torch.autograd.Function):
         M, L = len(hidden_MH), len(teacher_x_LH)
         exact = torch.promote_types(hidden_MH.dtype, torch.float32)
         needs_hidden, needs_head = (differentiable and x for x in ctx.needs_input_grad[:2])
-        dhidden_MH, dhead_UH = torch.empty_like(hidden_MH) if needs_hidden else None, None
+        dhidden_MH = torch.empty_like(hidden_MH) if needs_hidden else None
+        dhead_UH = torch.zeros_like(head_weight_UH, dtype=exact) if needs_head else None
+        if chunk_rows is None:
+            fitting = CHUNK_BYTES // (exact.itemsize * len(teacher_head_VH))
+            chunk_rows = min(max(1, fitting), MAX_ROWS)
         if weights_M is None:
             weights_M = hidden_MH.new_ones(M, dtype=exact)
         weights_M = weights_M.to(exact, copy=True)
@@ -167,34 +176,28 @@ class _Distillation(torch.autograd.Function):
         draft_3M = hidden_MH.new_zeros(3, M, dtype=exact)
         for first, stop, blocks in _chunks(M, L, index_M, chunk_rows):
             # The teacher's distribution once, for every row of the draft that is compared with it.
-            logits_CV = F.linear(teacher_x_LH[first:stop], teacher_head_VH).to(exact)
+            logits_CV = _logits(teacher_x_LH[first:stop], teacher_head_VH, exact)
             p_CU, target_3L[:, first:stop] = _restrict(logits_CV, rows_U)
             for rows in blocks:
-                # Logits become their gradient in place, which saves a tensor [C, U].
                 x_CH = x_MH[rows]
-                dlogits_CU = F.linear(x_CH, head_UH).to(exact)
                 chosen = rows if index_M is None else index_M[rows]
-                draft_3M[:, rows] = _compare(
-                    dlogits_CU,
+                dlogits_CU, draft_3M[:, rows] = _compare(
+                    _logits(x_CH, head_UH, exact),
                     _take(p_CU, chosen, first),
                     target_3L[:, chosen],
                     rows_U,
                     measure,
+                    x_CH.dtype,
                 )
                 if measure.drops_outside and rows_U is not None:
                     weights_M[rows] *= torch.isin(target_3L[2, chosen], rows_U.to(exact))
-                dlogits_CU = dlogits_CU.to(x_CH.dtype)
                 # Multiplied out at once, so that backward needs no logits, only a factor.
                 if needs_hidden:
                     dx_CH = F.linear(dlogits_CU, head_UH.t())
                     dhidden_MH[rows] = dx_CH * weights_M[rows, None]
                 if needs_head:
                     x_CH = (x_CH * weights_M[rows, None]).to(x_CH.dtype)
-                    part_UH = F.linear(dlogits_CU.t(), x_CH.t()).to(exact)
-                    # Not zeros at first: the sum is to have the memory order of its parts.
-                    dhead_UH = part_UH if dhead_UH is None else dhead_UH.add_(part_UH)
-        if needs_head and dhead_UH is None:
-            dhead_UH = torch.zeros_like(head_weight_UH, dtype=exact)
+                    _add_product(dhead_UH, dlogits_CU.t(), x_CH)
         ctx.gradients = dhidden_MH, dhead_UH
         rows_4M = _rates(target_3L if index_M is None else target_3L[:, index_M], draft_3M)
         ctx.mark_non_differentiable(rows_4M)
@@ -215,6 +218,22 @@ def _for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device_type):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(device_type)) for x in tensors)
+
+
+def _logits(x_CH: Tensor, head_VH: Tensor, exact: torch.dtype) -> Tensor:
+    """In ``exact``; a GPU, which adds up in it, does not round them before."""
+    if x_CH.is_cuda and x_CH.dtype != exact:
+        return torch.mm(x_CH, head_VH.t(), out_dtype=exact)
+    return F.linear(x_CH, head_VH).to(exact)
+
+
+def _add_product(total_UH: Tensor, left_UC: Tensor, right_CH: Tensor) -> None:
+    """total += left right, without rounding the product to the dtype of its factors."""
+    exact = total_UH.dtype
+    if total_UH.is_cuda and left_UC.dtype != exact:
+        torch.addmm(total_UH, left_UC, right_CH, out_dtype=exact, out=total_UH)
+    else:
+        total_UH.addmm_(left_UC.to(exact), right_CH.to(exact))
 
 
 def _chunks(
@@ -247,13 +266,13 @@ def _restrict(logits_CV: Tensor, rows_U: Tensor | None) -> tuple[Tensor, Tensor]
         target_3C: sum_u p log p, probability of the draft vocabulary, and the most likely token of
             the whole one: ids are exact in float32.
     """
-    logits_CU = logits_CV if rows_U is None else logits_CV.index_select(-1, rows_U)
-    p_CU, log_z_C, top_C = _softmax(logits_CU)
-    inside_C = torch.ones_like(log_z_C)
+    p_CU, log_z_C, top_C = _softmax(logits_CV)
+    logits_CU, inside_C = logits_CV, torch.ones_like(log_z_C)
     # What the draft cannot say counts against it: the most likely token may be outside.
     if rows_U is not None:
-        top_C = logits_CV.argmax(-1)
-        inside_C = (log_z_C - logits_CV.logsumexp(-1)).exp_().clamp_max_(1)
+        whole_log_z_C, logits_CU = log_z_C, logits_CV.index_select(-1, rows_U)
+        p_CU, log_z_C, _ = _softmax(logits_CU)
+        inside_C = (log_z_C - whole_log_z_C).exp_().clamp_max_(1)
     negentropy_C = logits_CU.mul_(p_CU).sum(-1) - log_z_C
     return p_CU, torch.stack([negentropy_C, inside_C, top_C.to(log_z_C.dtype)])
 
@@ -264,56 +283,57 @@ def _compare(
     target_3C: Tensor,
     rows_U: Tensor | None,
     measure: Measure,
-) -> Tensor:
-    """Turns the draft's logits into the gradient of the loss with respect to them, in place.
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the loss with respect to the draft's logits, whose memory this consumes.
 
     That is, for labels l: q - l. tv, with m = [q < p]: q (q . m - m). lk: that of tv / a. For
     others, with g the gradient with respect to q: q (g - q . g).
 
     Args:
         target_3C: as ``_restrict`` gives it.
+        dtype: of the gradient.
 
     Returns:
+        gradient_CU.
         draft_3C: loss, sum_u min(p, q) with p over the whole vocabulary, most likely target id.
     """
-    # q first, since the logits are overwritten.
     kind, (negentropy_C, inside_C, _) = measure.kind, target_3C
     q_CU, log_z_C, top_C = _softmax(draft_CU)
-    whole_CU = p_CU if rows_U is None else p_CU * inside_C[:, None]
-    overlap_C = torch.minimum(whole_CU, q_CU).sum(-1)
-    loss_C, labels_CU = 1 - overlap_C, p_CU
+    labels_CU = p_CU
     if kind in ("ce", "topk_kl"):
         labels_CU, negentropy_C = _most_likely(p_CU, 1 if kind == "ce" else measure.top_k)
+    # What needs logits comes first: later other things take their memory.
     if kind in SOFT_LABELS:
         # log q itself is never made, only its sum with the labels.
         divergence_C = negentropy_C + log_z_C - draft_CU.mul_(labels_CU).sum(-1)
     elif kind in ("rkl", "jsd"):
-        log_q_CU, log_p_CU = draft_CU - log_z_C[:, None], _above_zero(p_CU).log()
+        log_q_CU, log_p_CU = draft_CU.sub_(log_z_C[:, None]), _above_zero(p_CU).log()
         if kind == "jsd":
             log_m_CU = _above_zero((p_CU + q_CU) / 2).log()
             slope_CU, rest_C = (log_q_CU - log_m_CU) / 2, (p_CU * (log_p_CU - log_m_CU)).sum(-1) / 2
         else:
             slope_CU, rest_C = log_q_CU - log_p_CU, torch.zeros_like(log_z_C)
         mean_C = (q_CU * slope_CU).sum(-1)
-        torch.mul(q_CU, slope_CU - mean_C[:, None], out=draft_CU)
-        loss_C = mean_C + rest_C
-    # The gradient takes the place of the logits, by the formulas above.
+        gradient_CU, loss_C = slope_CU.sub_(mean_C[:, None]).mul_(q_CU), mean_C + rest_C
+    whole_CU = p_CU if rows_U is None else p_CU * inside_C[:, None]
+    overlap_C = torch.minimum(whole_CU, q_CU, out=draft_CU).sum(-1)
     if kind in ("tv", "lk", "lk_hybrid"):
-        torch.lt(q_CU, whole_CU, out=draft_CU).mul_(q_CU)
-        capped_C1 = draft_CU.sum(-1, keepdim=True)
-        draft_CU.neg_().addcmul_(q_CU, capped_C1)
+        loss_C, gradient_CU = 1 - overlap_C, torch.lt(q_CU, whole_CU, out=draft_CU).mul_(q_CU)
+        capped_C1 = gradient_CU.sum(-1, keepdim=True)
+        gradient_CU.neg_().addcmul_(q_CU, capped_C1)
         if kind == "lk":
             loss_C = -_above_zero(overlap_C).log()
-            draft_CU /= _above_zero(overlap_C)[:, None]
+            gradient_CU /= _above_zero(overlap_C)[:, None]
         elif kind == "lk_hybrid":
             share_C = (-measure.eta * overlap_C).exp()
             loss_C = share_C * divergence_C + (1 - share_C) * loss_C
-            draft_CU.lerp_(q_CU - p_CU, share_C[:, None])
+            gradient_CU.lerp_(q_CU - p_CU, share_C[:, None])
     elif kind in SOFT_LABELS:
-        loss_C = divergence_C
-        torch.sub(q_CU, labels_CU, out=draft_CU)
+        gradient_CU, loss_C = torch.empty_like(q_CU, dtype=dtype), divergence_C
+        torch.sub(q_CU, labels_CU, out=gradient_CU)
     top_C = top_C if rows_U is None else rows_U[top_C]
-    return torch.stack([loss_C, overlap_C, top_C.to(log_z_C.dtype)])
+    return gradient_CU.to(dtype), torch.stack([loss_C, overlap_C, top_C.to(log_z_C.dtype)])
 
 
 def _most_likely(p_CU: Tensor, count: int) -> tuple[Tensor, Tensor]:
