@@ -171,7 +171,8 @@ def measure_batches(options: argparse.Namespace) -> list[dict[str, float]]:
                 one.logits(stage.forward(segment).hidden)
 
         def together(staged=staged, stages=stages, segments=segments) -> None:
-            staged[0].logits(torch.cat(forward_together(stages, segments)))
+            parts = forward_together(stages, segments)
+            staged[0].logits(torch.cat([part.hidden for part in parts if part.hidden is not None]))
 
         seconds: dict[str, list[float]] = {"apart": [], "together": []}
         for _ in range(12):

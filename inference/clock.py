@@ -70,7 +70,11 @@ class VirtualClock:
         """Stage time relative to that of one row; 0 for an idle stage."""
         return 1.0 + self.cost.row * (num_rows - 1) if num_rows else 0.0
 
-    def _between(self, rows: Sequence[int]) -> float:
+    def between(self, further: float) -> float:
+        """Part of a step in which no stage computes, with so many rows after the first in each."""
+        return self._between([1 + further] * self.num_stages)
+
+    def _between(self, rows: Sequence[float]) -> float:
         """Part of a step in which no stage computes: hops and the verification."""
         cost, n = self.cost, self.num_stages
         further = [max(r - 1, 0) for r in rows]
@@ -131,7 +135,7 @@ class VirtualClock:
         else:
             self.log.append([1, *event])
 
-    def duration(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> float:
+    def duration(self, rows: Sequence[int], *, draft_forwards: float, overlap: bool) -> float:
         """Of a pipeline step.
 
         Args:
@@ -151,6 +155,10 @@ class VirtualClock:
             shared += self.cost.sharing * (bool(draft) and any(rows))
             busy = max(draft, *stages) * shared
         return busy + self._between(rows)
+
+    def drafts_pay(self) -> bool:
+        """Drafting is worth its time, where the budget is automatic."""
+        return True
 
     def hidden_forwards(self) -> int:
         """Draft forwards that take no longer than a step of one row; at least 1.

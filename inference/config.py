@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
@@ -169,6 +169,20 @@ def check_temperature(value: float) -> None:
         raise ValueError(
             f"temperature: {value} is out of range; give 0 (greedy) or {MIN_TEMPERATURE:g} to "
             f"{MAX_TEMPERATURE:g}"
+        )
+
+
+def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
+    """
+    Raises:
+        ValueError: the prompt is empty or does not fit the target's positions.
+    """
+    if not prompt_ids:
+        raise ValueError("prompt: empty; give at least one token of text")
+    if len(prompt_ids) >= max_positions:
+        raise ValueError(
+            f"prompt: {len(prompt_ids)} tokens leave no room in the target's {max_positions} "
+            "positions; shorten it"
         )
 
 

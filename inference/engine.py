@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.budget import MOST_ROWS, Budget, RowCosts
-from pipedraft.inference.clock import VirtualClock
-from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.config import DecodeConfig, check_prompt
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget, check_draft
 from pipedraft.inference.pipelines.local import LocalPipeline
@@ -153,13 +152,7 @@ class Engine:
         Raises:
             ValueError: the prompt is empty or does not fit the target's positions.
         """
-        if not prompt_ids:
-            raise ValueError("prompt: empty; give at least one token of text")
-        if len(prompt_ids) >= self.target.max_positions:
-            raise ValueError(
-                f"prompt: {len(prompt_ids)} tokens leave no room in the target's "
-                f"{self.target.max_positions} positions; shorten it"
-            )
+        check_prompt(prompt_ids, self.target.max_positions)
         try:
             session = Session(self, prompt_ids, prompt_index, on_token, observer)
             self.config.schedule.run(session)
@@ -187,17 +180,17 @@ class Session:
         self.pipeline.open(config, prompt_index)
         self.started = self.pipeline.now()
         self.random = KeyedRandom(config.seed, prompt_index)
+        rule = (config.rule, config.temperature, self.random)
         self.verifier = make_verifier(
-            config.rule,
-            config.temperature,
-            self.random,
+            *rule,
             filters=config.filters,
             payload_tokens=config.payload_tokens,
             tail_samples=config.tail_samples,
         )
         self.sampling = Sampling(self.verifier)
         self.source = engine.make_source()
-        self.clock = VirtualClock(config.cost, engine.target.boundaries, engine.draft_cost)
+        settings = (config.cost, engine.target.boundaries, engine.draft_cost)
+        self.clock = self.pipeline.make_clock(*settings)
         self.result = DecodeResult(
             prompt_ids=list(prompt_ids),
             token_ids=[],
@@ -252,6 +245,8 @@ class Session:
 
     def grow_layer(self, width: Budget) -> None:
         """Let the draft add up to ``width`` tokens below the deepest rows, from what is known."""
+        if not self.drafts_pay(width):
+            return
         most = MOST_ROWS if width == "auto" else width
         with self.drafting():
             self.drafter.grow_layer(
@@ -267,6 +262,8 @@ class Session:
             costs: by which the size of a tree is chosen.
             by_score: the best draft tokens enter first, else level by level.
         """
+        if not self.drafts_pay("auto" if shape.is_auto else 1):
+            return
         sampling = self._round_sampling(costs if shape.is_auto else None)
         with self.drafting():
             self.drafter.grow_tree(self.tree, shape, by_score=by_score, sampling=sampling)
@@ -286,17 +283,16 @@ class Session:
             num_tokens: rows that one pass continues, and draft tokens that it adds.
             max_rows: draft tokens that all of them add.
         """
+        if not self.drafts_pay(num_tokens):
+            return
         sampling = self.step_sampling(num_tokens)
         width = math.ceil(max_rows / num_forwards) if num_tokens == "auto" else num_tokens
         with self.drafting():
-            self.drafter.expand_tree(
-                self.tree,
-                num_forwards,
-                width,
-                max_rows,
-                by_score=by_score,
-                sampling=sampling,
-            )
+            where = (self.tree, num_forwards, width, max_rows)
+            self.drafter.expand_tree(*where, by_score=by_score, sampling=sampling)
+
+    def drafts_pay(self, budget: Budget) -> bool:
+        return budget != "auto" or self.clock.drafts_pay()
 
     def verdict_waits(self) -> bool:
         """Rows are back before they are due, and the draft keeps them waiting."""

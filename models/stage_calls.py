@@ -13,7 +13,7 @@ attention runs sequence by sequence over its own keys.
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -176,20 +176,20 @@ def lend_graphs(stage: "Stage") -> StageGraphs:
 
 def can_run_together(stage: "Stage") -> bool:
     """Attention must be torch's, on a CPU or without recorded graphs, and nothing recurrent."""
-    if stage.cache.recurrent_layers or stage.graphs is not None:
+    if stage.cache.recurrent_layers or stage.graphs is not None or stage.is_bitwise:
         return False
     return stage.layers[0].self_attn.config._attn_implementation == "sdpa"
 
 
 @torch.inference_mode()
-def forward_together(stages: Sequence["Stage"], segments: Sequence[Segment]) -> list[Tensor]:
+def forward_together(
+    stages: Sequence["Stage"], segments: Sequence[Segment], taps: Collection[int] = ()
+) -> list[Segment]:
     """What ``Stage.forward`` computes for each, to rounding; rows are appended as speculative.
 
     Args:
         stages: of the same layers of the same model, with caches of their own.
-
-    Returns:
-        Hidden states [l, H] of each segment after the last layer.
+        taps: of all segments.
     """
     first = stages[0]
     assert all(stage.layers[0] is first.layers[0] for stage in stages), "one model's stages"
@@ -213,8 +213,11 @@ def forward_together(stages: Sequence["Stage"], segments: Sequence[Segment]) -> 
     apart = _Apart(caches, sizes)
     # Never read; without a mask transformers would ask for a causal one.
     unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
+    collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
     with apart:
-        for layer, kind in zip(first.layers, first.kinds, strict=True):
+        for index, (layer, kind) in enumerate(
+            zip(first.layers, first.kinds, strict=True), start=first.start + 1
+        ):
             apart.masks = masks[kind]
             hidden_1RH = layer(
                 hidden_1RH,
@@ -222,9 +225,21 @@ def forward_together(stages: Sequence["Stage"], segments: Sequence[Segment]) -> 
                 position_embeddings=rotary,
                 past_key_values=apart,
             )
+            if index in taps:
+                collected[index] = hidden_1RH[0].split(sizes)
     for cache in caches:
         cache.advance(committed=False)
-    return list(hidden_1RH[0].split(sizes))
+    return [
+        replace(
+            segment,
+            ids=None,
+            hidden=hidden_lH,
+            taps={**segment.taps, **{layer: parts[place] for layer, parts in collected.items()}},
+        )
+        for place, (segment, hidden_lH) in enumerate(
+            zip(segments, hidden_1RH[0].split(sizes), strict=True)
+        )
+    ]
 
 
 class _Apart(TorchFunctionMode):

@@ -50,7 +50,7 @@ def test_rows_of_several_texts_are_what_each_gives_alone(name):
         for index, (staged, ids) in enumerate(zip(apart, rows, strict=True)):
             (stage,) = staged.stages
             expected = stage.forward(segment_of(staged, ids)).hidden
-            torch.testing.assert_close(hidden[index], expected, atol=2e-4, rtol=2e-4)
+            torch.testing.assert_close(hidden[index].hidden, expected, atol=2e-4, rtol=2e-4)
             num_kept = turn % stage.num_speculative + 1
             for one in (stage, stages[index]):
                 one.keep(Keep(tuple(range(num_kept)), 2 * num_kept // 3))
@@ -65,8 +65,8 @@ def test_attention_that_mixed_the_texts_would_be_noticed():
     segments = [segment_of(one, [3, 1]) for one in staged]
     right_rows = forward_together([one.stages[0] for one in staged], segments)
     wrong_rows = forward_together([one.stages[0] for one in wrong], segments)
-    torch.testing.assert_close(right_rows[0], wrong_rows[0])
-    assert (right_rows[1] - wrong_rows[1]).abs().max() > 0.1
+    torch.testing.assert_close(right_rows[0].hidden, wrong_rows[0].hidden)
+    assert (right_rows[1].hidden - wrong_rows[1].hidden).abs().max() > 0.1
 
 
 def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.verify import Verifier, Walk
 from pipedraft.models.target import Keep, Segment
 
@@ -97,6 +98,12 @@ class Pipeline(ABC):
     @abstractmethod
     def keep(self, keep: Keep) -> Mapping[int, Tensor]:
         """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
+
+    def make_clock(
+        self, cost: CostModel, boundaries: Sequence[int], draft_forward: float
+    ) -> VirtualClock:
+        """Of one sequence."""
+        return VirtualClock(cost, boundaries, draft_forward)
 
     def now(self) -> float:
         """Seconds; differences count."""

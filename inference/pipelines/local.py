@@ -1,6 +1,8 @@
 """A pipelined target in one process: stages step together, one segment each."""
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned, pick_rows
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.verify import Verifier
+from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
 
 
@@ -45,16 +48,23 @@ class FeatureStore:
 class LocalPipeline(Pipeline):
     """All stages of a target in this process; one ``tick`` is one pipeline step."""
 
-    def __init__(self, target: StagedTarget) -> None:
+    def __init__(self, target: StagedTarget, timeline: Timeline | None = None) -> None:
         self.target = target
-        self.timeline = Timeline("one process", device=target.device)
-        self.taps: tuple[int, ...] = ()
+        self.timeline = timeline or Timeline("one process", device=target.device)
+        self.is_prefilling = False
+        """Waiting segments are rows of the prompt: committed by each stage that they leave."""
+        self.error: Exception | None = None
+        """Of a step in which this sequence's own rows failed."""
         self._num_expected = 0
-        self._features = FeatureStore(())
-        self._verifier: Verifier | None = None
+        self._restart((), None)
+
+    def _restart(self, taps: tuple[int, ...], verifier: Verifier | None) -> None:
+        self.taps, self._verifier = taps, verifier
+        self._features = FeatureStore(taps)
         self._entrance: deque[Segment] = deque()
-        self._waiting: list[Segment | None] = [None] * target.num_stages
-        self.last_rows: list[int] = [0] * target.num_stages
+        self._waiting: list[Segment | None] = [None] * self.num_stages
+        self._returned: Returned | None = None
+        self.last_rows: list[int] = [0] * self.num_stages
         """Rows that each stage processed in the last tick."""
 
     @property
@@ -69,10 +79,7 @@ class LocalPipeline(Pipeline):
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
         """Commit a prompt; returns the target's next token and the tapped hidden states [P, H]."""
-        self.taps, self._verifier = taps, verifier
-        self._features = FeatureStore(taps)
-        self._entrance.clear()
-        self._waiting = [None] * self.num_stages
+        self._restart(taps, verifier)
         self.target.reserve(len(input_ids) + self._num_expected)
         logits_V, features = self.target.prefill(input_ids, taps)
         last = torch.tensor([len(input_ids) - 1])
@@ -97,26 +104,18 @@ class LocalPipeline(Pipeline):
         Args:
             ahead: nothing can be done about it before the verdict here.
         """
-        returned = None
-        if self._entrance:
-            self._waiting[0] = self._entrance.popleft()
-        deeper = [layer for layer in self.taps if layer > 0]
-        for index in reversed(range(self.num_stages)):
-            segment, self._waiting[index] = self._waiting[index], None
-            self.last_rows[index] = 0 if segment is None else segment.num_rows
-            if segment is None:
-                continue
-            with self.timeline.span("stage", segment.num_rows):
-                output = self.target.stages[index].forward(segment, deeper)
-            start, end = self.target.boundaries[index : index + 2]
-            for layer in deeper:
-                if start < layer <= end:
-                    self._features.append(layer, output.taps[layer])
-            if index == self.num_stages - 1:
-                returned = self._judge(output)
-            else:
-                self._waiting[index + 1] = output
-        return returned
+        step_together([self])
+        return self.take_returned()
+
+    def take_returned(self) -> Returned | None:
+        """What left the last stage in the step that has just been made.
+
+        Raises:
+            Exception: what this sequence's rows failed with.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._returned
 
     def keep(self, keep: Keep) -> dict[int, Tensor]:
         """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
@@ -129,9 +128,96 @@ class LocalPipeline(Pipeline):
             stage.keep(keep)
         return self._features.keep(keep)
 
+    # -- one step ---------------------------------------------------------------------------
+
+    @property
+    def next_rows(self) -> list[int]:
+        """Rows that each stage will process in the next step."""
+        first = self._entrance[0] if self._entrance else None
+        return [0 if s is None else s.num_rows for s in (first, *self._waiting[1:])]
+
+    def begin_step(self) -> None:
+        self.last_rows, self._returned = self.next_rows, None
+        if self._entrance:
+            self._waiting[0] = self._entrance.popleft()
+
+    def run_alone(self, index: int, segment: Segment) -> Segment:
+        """A segment of this sequence through a stage."""
+        stage, taps = self.target.stages[index], self._deeper
+        if not self.is_prefilling:
+            return stage.forward(segment, taps)
+        entering = segment.hidden if segment.ids is None else segment.ids
+        assert entering is not None
+        hidden_lH, collected = stage.prefill(entering, segment.positions, taps)
+        return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
+
+    def leave_stage(self, index: int, output: Segment) -> None:
+        start, end = self.target.boundaries[index : index + 2]
+        for layer in self._deeper:
+            if start < layer <= end:
+                self._features.append(layer, output.taps[layer])
+        if index == self.num_stages - 1:
+            self._returned = self._judge(output)
+        else:
+            self._waiting[index + 1] = output
+
+    @property
+    def _deeper(self) -> list[int]:
+        return [layer for layer in self.taps if layer > 0]
+
     def _judge(self, segment: Segment) -> Returned:
         assert segment.hidden is not None and self._verifier is not None
         with self.timeline.span("verify", segment.num_rows):
+            if self.is_prefilling:  # only the last row's are of use
+                return Returned(segment.num_rows, self.target.logits(segment.hidden[-1:]))
             logits_RV = self.target.logits(segment.hidden)
             verdicts = self._verifier.judge(logits_RV, segment.positions)
         return Returned(segment.num_rows, verdicts)
+
+
+def step_together(pipelines: Sequence[LocalPipeline]) -> None:
+    """One step of several sequences: every stage runs what waits at its input, of all of them.
+
+    Each has stages and caches of its own of the same layers of the same model. Rows of several
+    sequences are one forward pass where ``can_run_together``, else one pass after the other. A
+    sequence whose rows fail has its ``error``, and nothing of the others is touched.
+    """
+    for pipeline in pipelines:
+        pipeline.begin_step()
+    for index in reversed(range(pipelines[0].num_stages if pipelines else 0)):
+        pairs = []
+        for pipeline in pipelines:
+            segment, pipeline._waiting[index] = pipeline._waiting[index], None
+            if segment is not None and pipeline.error is None:
+                pairs.append((pipeline, segment))
+        together = [pair for pair in pairs if can_run_together(pair[0].target.stages[index])]
+        if len(together) > 1 and _run_together(index, together):
+            pairs = [pair for pair in pairs if pair not in together]
+        for pipeline, segment in pairs:
+            try:
+                with pipeline.timeline.span("stage", segment.num_rows):
+                    output = pipeline.run_alone(index, segment)
+                pipeline.leave_stage(index, output)
+            except Exception as error:
+                pipeline.error = error
+
+
+def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) -> bool:
+    """False: it failed, and every cache is as it was before."""
+    stages = [pipeline.target.stages[index] for pipeline, _ in pairs]
+    segments = [segment for _, segment in pairs]
+    taps = {layer for pipeline, _ in pairs for layer in pipeline._deeper}
+    timeline = pairs[0][0].timeline
+    try:
+        with timeline.span("stage", sum(segment.num_rows for segment in segments)):
+            outputs = forward_together(stages, segments, taps)
+    except Exception:  # each alone then, so that the one whose rows fail is found
+        return False
+    for (pipeline, segment), stage, output in zip(pairs, stages, outputs, strict=True):
+        try:
+            if pipeline.is_prefilling:
+                stage.keep(Keep(tuple(range(segment.num_rows)), segment.num_rows))
+            pipeline.leave_stage(index, output)
+        except Exception as error:
+            pipeline.error = error
+    return True

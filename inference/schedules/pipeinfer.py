@@ -117,7 +117,8 @@ class PipeInfer(Schedule):
             tree = session.tree
             is_idle = tree.num_injected == len(tree)
             has_room = len(tree) < (self.max_in_flight or math.inf)
-            if is_idle and has_room and not gate.left:
+            pays = session.drafts_pay(self.draft_tokens)
+            if is_idle and has_room and pays and not gate.left:
                 if not self.restart:
                     leaf = _deepest(tree, range(len(tree)))
                 shift = successive * self.recovery - empty * self.decay

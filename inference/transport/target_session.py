@@ -475,8 +475,9 @@ def run_together(sessions: Sequence[TargetSession]) -> None:
         segments = [session._segment for session in rows if session._segment is not None]
         parts = forward_together([session._stage for session in rows], segments)
         with torch.inference_mode():
-            computed_RV = rows[0]._staged.logits(torch.cat(parts))
-        sizes = [len(part) for part in parts]
+            hidden = [part.hidden for part in parts if part.hidden is not None]
+            computed_RV = rows[0]._staged.logits(torch.cat(hidden))
+        sizes = [part.num_rows for part in parts]
         for session, part_RV in zip(rows, computed_RV.split(sizes), strict=True):
             # A view would keep the logits of all sessions for as long as one of them needs its own.
             session._computed_RV = part_RV.clone()

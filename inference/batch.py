@@ -1,0 +1,440 @@
+"""Several sequences in one pipeline: they join and leave at any step, and share every step.
+
+    batch = BatchEngine(target, tokenizer, config, draft)
+    with batch.running():                      # steps on a thread of its own
+        handle = batch.submit(prompt_ids, on_token=print)
+        result = handle.future.result()
+
+or without ``running``: ``while batch.step(): pass``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from pipedraft.inference.batch_clock import BatchClock
+from pipedraft.inference.config import DecodeConfig, check_prompt
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.local import step_together
+from pipedraft.inference.pipelines.shared import SharedPipeline, cache_rows
+from pipedraft.inference.result import DecodeResult, Observer
+from pipedraft.inference.schedules.base import check_at_least
+from pipedraft.inference.sources.base import DraftSource
+from pipedraft.inference.timeline import Timeline
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What sequences may take together; requests beyond it wait, first come first served."""
+
+    sequences: int = 32
+    rows: int = 512
+    """Of one stage in one step; sequences that do not fit wait for the next one. A single
+    sequence's may be more."""
+    prompt_rows: int = 64
+    """Of a prompt that enter at one step."""
+    kv_bytes: int | None = None
+    """Of the keys and values of all sequences, at their full length; None: no limit."""
+    waiting: int = 1024
+    """Requests."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "sequences", "rows", "prompt_rows", "kv_bytes", "waiting")
+
+
+@dataclass(eq=False)
+class Handle:
+    """A request and what has become of it."""
+
+    prompt_ids: list[int]
+    config: DecodeConfig
+    prompt_index: int
+    on_token: Callable[[int], None] | None
+    observer: Observer | None
+    source: DraftSource | None
+    kv_bytes: int
+    submitted: float
+    """On the virtual clock."""
+    future: Future[DecodeResult] = field(default_factory=Future)
+    """The result, or what the sequence failed with; CancelledError after ``cancel``."""
+    token_ids: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    """On the virtual clock, each token's at the end of its step."""
+    is_cancelled: bool = False
+
+
+class _Sequence:
+    """A request that decodes, on a thread that runs only while ``resume`` waits for it."""
+
+    def __init__(self, batch: BatchEngine, handle: Handle) -> None:
+        self.handle = handle
+        self.last_step = self.rests_until = -1
+        self.phase: int | None = None
+        """Of the steps at which its tokens enter, if it decodes plainly."""
+        self.has_ended = False
+        self._ends_with: BaseException | None = None
+        """Raised in the sequence's thread when it goes on."""
+        self._clock = batch.clock
+        self._go, self._waits = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._waits.acquire()
+        self._outcome: DecodeResult | BaseException | None = None
+        engine = batch.engine_for(handle, self._wait)
+        assert isinstance(engine.pipeline, SharedPipeline)
+        self.pipeline = engine.pipeline
+        self._thread = threading.Thread(target=self._decode, args=[engine], daemon=True)
+        self._thread.start()
+
+    def resume(self) -> None:
+        """Let it go on until it waits for the next step, or has ended."""
+        self._go.release()
+        self._waits.acquire()
+        if self.has_ended:
+            self._thread.join()
+
+    def end(self, error: BaseException) -> None:
+        """Let it end with an error, unless it has ended."""
+        if not self.has_ended:
+            self._ends_with = error
+            self.resume()
+
+    def tell(self) -> None:
+        """Give the outcome to whoever asked for it."""
+        if isinstance(self._outcome, DecodeResult):
+            self.handle.future.set_result(self._outcome)
+        else:
+            self.handle.future.set_exception(self._outcome)
+
+    def _wait(self) -> None:
+        self._waits.release()
+        self._go.acquire()
+        if self._ends_with is not None:
+            raise self._ends_with
+
+    def _decode(self, engine: Engine) -> None:
+        handle = self.handle
+        self._go.acquire()
+        try:
+            self._outcome = engine.decode(
+                handle.prompt_ids,
+                prompt_index=handle.prompt_index,
+                on_token=self._emit,
+                observer=handle.observer,
+            )
+        except BaseException as error:
+            self._outcome = error.with_traceback(None)  # its frames hold the caches
+        self.has_ended = True
+        self._waits.release()
+
+    def _emit(self, token: int) -> None:
+        handle = self.handle
+        is_first = not handle.token_ids
+        handle.token_ids.append(token)
+        self.pipeline.num_emitted += 1
+        self._clock.emitted(self.pipeline, handle.token_times, is_first=is_first)
+        if handle.on_token is not None:
+            handle.on_token(token)
+
+
+class BatchEngine:
+    """Decodes many prompts at once; each output is the one that ``Engine`` decodes alone.
+
+    Every sequence runs its own schedule, with its own settings, seed, token tree and caches, as on
+    a pipeline of its own. Where it waits for a step it is stopped; when all of them wait, one step
+    of every stage is made for all. Exactly one thread runs at any time, so outputs, steps and
+    virtual times are the same in every run that submits at the same steps.
+
+    ``submit`` and ``cancel`` may be called from any thread. ``on_token``, the observer and the
+    callbacks of a handle's future are called from the batch's threads and hold up every sequence:
+    they must not block (an event loop: ``loop.call_soon_threadsafe``). An error in them ends their
+    sequence alone, as does one in its rows, its draft or its schedule.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        tokenizer: Any,
+        config: DecodeConfig,
+        draft: Any | None = None,
+        *,
+        limits: Limits | None = None,
+        drafts_together: bool = False,
+    ) -> None:
+        """
+        Args:
+            target: causal LM as returned by ``load_target``.
+            config: of requests without one; its stages and its cost model hold for all.
+            drafts_together: the virtual clock's; see ``batch_clock``.
+
+        Raises:
+            ValueError: as of ``Engine``.
+        """
+        self.target, self.tokenizer, self.draft = target, tokenizer, draft
+        self.limits = limits or Limits()
+        # A draft may say where the target is cut, and plain sequences are cut there, too.
+        boundaries = tuple(getattr(draft, "boundaries", None) or config.boundaries)
+        self.config = replace(config, boundaries=boundaries)
+        engine = Engine(target, tokenizer, self.config, draft)
+        self.config = replace(self.config, boundaries=tuple(engine.target.boundaries))
+        draft_cost = 0.0 if draft is None else draft.relative_cost(engine.target)
+        if config.cost.draft_forward is not None:
+            draft_cost = config.cost.draft_forward
+        self.clock = BatchClock(
+            config.cost, self.config.boundaries, draft_cost, drafts_together=drafts_together
+        )
+        self.timeline = Timeline("one process", device=target.device)
+        self.last_rows: list[list[int]] = []
+        """Of each sequence that took part in the last step, rows in each stage."""
+        self._row_bytes = _row_bytes(target)
+        self._max_positions = engine.target.max_positions
+        self._live: list[_Sequence] = []
+        self._queue: deque[Handle] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_ids: list[int],
+        config: DecodeConfig | None = None,
+        *,
+        prompt_index: int = 0,
+        on_token: Callable[[int], None] | None = None,
+        observer: Observer | None = None,
+        source: DraftSource | None = None,
+    ) -> Handle:
+        """Queue a prompt; it joins at the next step with room for it.
+
+        Args:
+            config: as ``Engine``'s; the stages must be this pipeline's.
+            prompt_index, on_token, observer: as of ``Engine.decode``.
+            source: draft tokens of this sequence instead of the draft's.
+
+        Raises:
+            ValueError: the prompt does not fit, or the settings do not fit the draft or the stages.
+            QueueFull: too many wait.
+            RuntimeError: the batch is closed.
+        """
+        config = config or self.config
+        if config.num_stages != self.config.num_stages:
+            raise ValueError(
+                f"num_stages: {config.num_stages}, but this pipeline has "
+                f"{self.config.num_stages} stages; leave it out"
+            )
+        config = replace(config, boundaries=self.config.boundaries, cost=self.config.cost)
+        check_prompt(prompt_ids, self._max_positions)
+        kv_bytes = (
+            cache_rows(len(prompt_ids), config.max_new_tokens, self._max_positions)
+            * self._row_bytes
+        )
+        if self.limits.kv_bytes is not None and kv_bytes > self.limits.kv_bytes:
+            raise ValueError(
+                f"prompt: {len(prompt_ids)} tokens and {config.max_new_tokens} new ones need "
+                f"{kv_bytes} bytes of keys and values, of {self.limits.kv_bytes} for all; shorten "
+                "it or lower max_new_tokens"
+            )
+        handle = Handle(
+            list(prompt_ids),
+            config,
+            prompt_index,
+            on_token,
+            observer,
+            source,
+            kv_bytes,
+            self.clock.time,
+        )
+        self.engine_for(handle, lambda: None)  # refuses what cannot be decoded
+        with self._changed:
+            if self._is_closing:
+                raise RuntimeError("the batch is closed; make another one")
+            if len(self._queue) >= self.limits.waiting:
+                raise QueueFull(f"{len(self._queue)} requests wait, as many as may; try later")
+            self._queue.append(handle)
+            self._changed.notify_all()
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """End a sequence where it is; a request that has ended already is left alone."""
+        with self._changed:
+            handle.is_cancelled = True
+            if handle in self._queue:
+                self._queue.remove(handle)
+                handle.future.cancel()
+            self._changed.notify_all()
+
+    def engine_for(self, handle: Handle, wait: Any) -> Engine:
+        def connect(staged: Any) -> SharedPipeline:
+            return SharedPipeline(
+                staged,
+                timeline=self.timeline,
+                clock=self.clock,
+                wait=wait,
+                prompt_rows=min(self.limits.prompt_rows, self.limits.rows),
+            )
+
+        return Engine(
+            self.target,
+            self.tokenizer,
+            handle.config,
+            self.draft,
+            source=handle.source,
+            connect=connect,
+        )
+
+    # -- steps ------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[BatchEngine]:
+        """Make steps on a thread of its own until the end of the block, which closes the batch."""
+        thread = threading.Thread(target=self._run, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._close_queue()
+            thread.join()
+            self.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                if not self.step():
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._queue or self._is_closing)
+        except BaseException as error:  # whoever waits for a result must hear of it
+            self.close(error)
+            raise
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End every sequence and refuse new ones; not while ``running``, which does it.
+
+        Args:
+            error: what the sequences end with.
+        """
+        self._close_queue()
+        for sequence in self._live:
+            sequence.end(error or CancelledError())
+        self._end_those_done()
+        self.clock.settle()
+
+    def _close_queue(self) -> None:
+        with self._changed:
+            self._is_closing = True
+            while self._queue:
+                self._queue.popleft().future.cancel()
+            self._changed.notify_all()
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Let requests join, and make one step for all; False: there is nothing to do."""
+        self._admit()
+        self._end_those_done()
+        for sequence in self._live:
+            if sequence.handle.is_cancelled:
+                sequence.end(CancelledError())
+        self._end_those_done()
+        if not self._live:
+            self.clock.settle()
+            return False
+        sequences = self._taking_part()
+        pipelines = [sequence.pipeline for sequence in sequences]
+        self.clock.begin_step(pipelines)
+        for sequence in self._live:
+            if sequence.pipeline.num_waiting_forwards:
+                self.clock.drafted(sequence.pipeline.num_waiting_forwards, beside=True)
+                sequence.pipeline.num_waiting_forwards = 0
+        step_together(pipelines)
+        self.last_rows = [pipeline.last_rows for pipeline in pipelines]
+        for sequence in sequences:
+            sequence.last_step = self.clock.num_steps
+            sequence.resume()
+        self._end_those_done()
+        return True
+
+    def _admit(self) -> None:
+        """First come first served: a request that does not fit holds back those behind it."""
+        while True:
+            with self._changed:
+                if not self._queue or len(self._live) >= self.limits.sequences:
+                    return
+                used = sum(sequence.handle.kv_bytes for sequence in self._live)
+                if self.limits.kv_bytes and used + self._queue[0].kv_bytes > self.limits.kv_bytes:
+                    return
+                handle = self._queue.popleft()
+                if not handle.future.set_running_or_notify_cancel():
+                    continue
+            try:
+                self._live.append(_Sequence(self, handle))
+            except Exception as error:
+                handle.future.set_exception(error)
+                continue
+            self._live[-1].resume()
+
+    def _taking_part(self) -> list[_Sequence]:
+        """Sequences of the next step: those that took part longest ago first, decoding first.
+
+        A sequence that is left out stands still with all of its rows, so that its own steps are
+        the same as alone. One that has drafted while its rows waited sits out a step.
+        """
+        step = self.clock.num_steps
+        totals = [0] * self.clock.num_stages
+        chosen: list[_Sequence] = []
+        by_turn = sorted(self._live, key=lambda one: (one.last_step, one.pipeline.is_prefilling))
+        for sequence in by_turn:
+            if sequence.pipeline.num_waiting_forwards or not self._is_due(sequence, step):
+                continue
+            rows = zip(totals, sequence.pipeline.next_rows, strict=True)
+            sums = [total + more for total, more in rows]
+            if chosen and max(sums) > self.limits.rows:
+                continue
+            totals = sums
+            chosen.append(sequence)
+        return chosen
+
+    def _is_due(self, sequence: _Sequence, step: int) -> bool:
+        """Spread those that begin to decode over the stages: n places, the emptiest first."""
+        n = self.clock.num_stages
+        if sequence.phase is None and not sequence.pipeline.is_prefilling:
+            taken = [other.phase for other in self._live]
+            sequence.phase = min(
+                range(n), key=lambda phase: (taken.count(phase), (phase - step) % n)
+            )
+            sequence.rests_until = step + (sequence.phase - step) % n
+            self.clock.live.append(sequence.pipeline)
+        return step >= sequence.rests_until or len(self._live) == 1
+
+    def _end_those_done(self) -> None:
+        ended = [sequence for sequence in self._live if sequence.has_ended]
+        self._live = [sequence for sequence in self._live if not sequence.has_ended]
+        for sequence in ended:
+            if sequence.pipeline in self.clock.live:
+                self.clock.live.remove(sequence.pipeline)
+            sequence.tell()
+
+
+def _row_bytes(target: Any) -> int:
+    """Keys and values of one token in all layers."""
+    config = target.get_decoder().config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * size * target.dtype.itemsize

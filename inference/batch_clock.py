@@ -1,0 +1,187 @@
+"""Virtual time of the steps that several sequences share, and how much to speculate in them.
+
+Rows of all sequences in a stage take the time of one segment of as many rows. Drafts run on one
+device: one after the other, as this program runs them, or as one forward of all sequences' rows
+(``drafts_together``). Drafting beside a step makes it longer only where it takes longer than the
+stages; a sequence that drafts while its rows wait sits a step out, and the others go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from pipedraft.inference.budget import LONGEST, RowCosts
+from pipedraft.inference.clock import CostModel, VirtualClock
+
+if TYPE_CHECKING:
+    from pipedraft.inference.pipelines.shared import SharedPipeline
+
+MEMORY = 0.995
+"""Weight of what was measured before, at every step."""
+PRIOR_STEPS = 32.0
+"""Steps for which a sequence that drafts is taken to emit ``PRIOR_LENGTH`` / n tokens each."""
+PRIOR_LENGTH = 2.0
+
+
+class BatchClock:
+    """T of shared steps; a step is priced when all sequences have said what they drafted in it."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        boundaries: Sequence[int],
+        draft_forward: float,
+        *,
+        drafts_together: bool = False,
+    ) -> None:
+        self.drafts_together = drafts_together
+        self.num_steps = 0
+        self.num_tokens = 0
+        """Emitted by all sequences, the first of each not counted."""
+        self.live: list[SharedPipeline] = []
+        """The sequences that decode: none whose prompt is on its way."""
+        self._stages = VirtualClock(cost, boundaries, draft_forward)
+        self._rows = [0] * self._stages.num_stages
+        self._beside: list[int] = []
+        """Forwards of each sequence that drafted beside the step."""
+        self._after = 0
+        self._is_open = False
+        self._unpriced: list[list[float]] = []
+        self._tokens, self._steps = PRIOR_STEPS * PRIOR_LENGTH / self.num_stages, PRIOR_STEPS
+        """Tokens and steps of sequences that drafted, the latest ones weighing most."""
+        self._per_step = 1.0
+        """Rows of one of them in a stage."""
+        self._chosen: frozenset[SharedPipeline] = frozenset()
+
+    @property
+    def num_stages(self) -> int:
+        return self._stages.num_stages
+
+    @property
+    def time(self) -> float:
+        """T: in target passes of one token, up to the last priced step."""
+        return self._stages.time
+
+    # -- what happens -----------------------------------------------------------------------
+
+    def begin_step(self, pipelines: Iterable[SharedPipeline]) -> None:
+        """Price the step before, and open one in which these sequences take part."""
+        self.settle()
+        taking_part = list(pipelines)
+        columns = zip(*(pipeline.next_rows for pipeline in taking_part), strict=True)
+        self._rows = [sum(rows) for rows in columns] or [0] * self.num_stages
+        self._is_open = True
+        self.num_steps += bool(taking_part)
+        drafting = [pipeline for pipeline in taking_part if pipeline in self._chosen]
+        self._tokens *= MEMORY
+        self._steps = self._steps * MEMORY + len(drafting)
+        for pipeline in drafting:
+            rows = sum(pipeline.next_rows) / self.num_stages
+            self._per_step += (1 - MEMORY) * (rows - self._per_step)
+        self._choose()
+
+    def drafted(self, num_forwards: int, *, beside: bool) -> None:
+        """A sequence has drafted beside the open step, or after it."""
+        if beside and num_forwards:
+            self._beside.append(num_forwards)
+        elif num_forwards:
+            self._after += num_forwards
+
+    def emitted(self, pipeline: SharedPipeline, times: list[float], *, is_first: bool) -> None:
+        """A sequence has a token at the end of the open step, whose time goes to its list."""
+        self.num_tokens += not is_first
+        self._tokens += not is_first and pipeline in self._chosen
+        self._unpriced.append(times)
+
+    def settle(self) -> None:
+        """Price the open step."""
+        stages, cost = self._stages, self._stages.cost
+        if self._is_open:
+            forwards: float = sum(self._beside)
+            if self.drafts_together and self._beside:
+                forwards = max(self._beside) * (1 + cost.row * (len(self._beside) - 1))
+            if any(self._rows):
+                time = stages.duration(self._rows, draft_forwards=forwards, overlap=True)
+            else:
+                time = forwards * stages.draft_forward
+            stages.time += time + self._after * stages.draft_forward
+        for times in self._unpriced:
+            times.append(stages.time)
+        self._beside, self._after, self._unpriced, self._is_open = [], 0, [], False
+
+    # -- how much to speculate --------------------------------------------------------------
+
+    def drafts_pay(self, pipeline: SharedPipeline) -> bool:
+        """This sequence is among those that draft; the others decode plainly in this step."""
+        return pipeline in self._chosen
+
+    def rate(self, num_drafting: int) -> float:
+        """Tokens per time that are expected if so many of the live sequences draft."""
+        stages, n = self._stages, self.num_stages
+        num_plain = len(self.live) - num_drafting
+        rows = max(1.0, (num_drafting * self._per_step + num_plain / n))
+        busy = max(stages.shares) * (1 + stages.cost.row * (rows - 1))
+        forwards = float(num_drafting)
+        if self.drafts_together and num_drafting:
+            forwards = 1 + stages.cost.row * (num_drafting - 1)
+        further = max(0.0, rows - 1)
+        time = max(busy, forwards * stages.draft_forward) + stages.between(further)
+        return (num_drafting * self._tokens / self._steps + num_plain / n) / time
+
+    def _choose(self) -> None:
+        """As many draft as make the most tokens per time: those with the fewest tokens so far."""
+        best = max(range(len(self.live) + 1), key=self.rate)
+        order = sorted(self.live, key=lambda pipeline: pipeline.num_emitted)
+        self._chosen = frozenset(order[:best])
+
+    def costs(self, row: float) -> RowCosts:
+        """What a draft token of one sequence is weighed against: the tokens of all of them.
+
+        Args:
+            row: time that it adds to a step if all segments are equally long. The longest stage
+                sets the time; the more sequences, the less the sums of their rows differ.
+        """
+        factor = 1 + (LONGEST - 1) / math.sqrt(max(1, len(self.live)))
+        rate = self.rate(len(self._chosen))
+        return RowCosts(tokens=rate, time=1.0, row=factor * row, is_first_free=len(self.live) <= 1)
+
+    @property
+    def row_price(self) -> float:
+        return self._stages.row_price
+
+
+class SequenceClock(VirtualClock):
+    """K and T of one sequence as if it were alone; what it drafts goes to the shared clock, too."""
+
+    def __init__(
+        self,
+        batch: BatchClock,
+        pipeline: SharedPipeline,
+        cost: CostModel,
+        boundaries: Sequence[int],
+        draft_forward: float,
+    ) -> None:
+        super().__init__(cost, boundaries, draft_forward)
+        self.batch, self.pipeline = batch, pipeline
+
+    def step(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> None:
+        super().step(rows, draft_forwards=draft_forwards, overlap=overlap)
+        self.batch.drafted(draft_forwards, beside=overlap)
+
+    def serial_draft(self, forwards: int) -> None:
+        super().serial_draft(forwards)
+        self.pipeline.num_waiting_forwards += forwards
+
+    def drafts_pay(self) -> bool:
+        return self.batch.drafts_pay(self.pipeline)
+
+    def step_costs(self, num_tokens: int) -> RowCosts:
+        return self.batch.costs(self.batch.row_price)
+
+    def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
+        """Alone in the pipeline as on a clock of its own; else each row is paid by everybody."""
+        if len(self.batch.live) <= 1:
+            return super().round_costs(num_segments, num_forwards)
+        return self.batch.costs(self.num_stages * self.batch.row_price)

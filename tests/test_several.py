@@ -1,0 +1,378 @@
+"""Several sequences in one pipeline: each output is the one decoded alone, whatever shares it."""
+
+import random
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+from conftest import tiny_mistral
+from decode_runs import SMALL, PlainTokenizer, SimulatedSource, attentive_llama, friendly_module
+from tiny_drafts import make_exit, make_head, noisy_copy
+
+from pipedraft.inference.batch import BatchEngine, Limits, QueueFull
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines import local
+from pipedraft.inference.result import Observer
+from pipedraft.inference.verify import KeyedRandom
+from pipedraft.models import stage_calls
+
+PLAIN = {"schedule": "autoregressive"}
+WAYS = {
+    "module": [
+        {"schedule": "spd"},
+        {"schedule": "spd", "tree_width": 4},
+        {"schedule": "spd", "tree_width": "auto"},
+        {"schedule": "spd", "timing": "output_states"},
+    ],
+    "head": [
+        {"schedule": "eagle", "tree": SMALL},
+        {"schedule": "naive_pp", "tree": "chain:3"},
+        {"schedule": "naive_pp", "tree": "dynamic:3:3:auto"},
+        {"schedule": "pruned_pp", "tree": SMALL},
+        {"schedule": "pipedec", "tree_width": 4},
+        {"schedule": "flowspec", "tree": SMALL},
+        {"schedule": "flowspec_continued"},
+        {"schedule": "flowspec_continued", "step_tokens": "auto"},
+        {"schedule": "ssd", "draft_tokens": 3},
+    ],
+    "exit": [{"schedule": "ppsd"}, {"schedule": "ppsd", "tree_width": 3}],
+    "language model": [
+        {"schedule": "pipeinfer"},
+        {"schedule": "pipeinfer", "draft_tokens": "auto", "branches": 2},
+    ],
+}
+"""Every schedule that decodes on a pipeline, by the draft that it can use."""
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A target and its drafts."""
+    target = attentive_llama(1.0)
+    drafts = {
+        "module": friendly_module(target),
+        "head": make_head(target),
+        "exit": make_exit(target),
+        "language model": noisy_copy(target),
+    }
+    return target, drafts
+
+
+def requests(rng, ways, num_stages, count):
+    """Prompts and settings of so many sequences."""
+    for index in range(count):
+        prompt = [rng.randrange(64) for _ in range(rng.choice([1, 3, 9, 30]))]
+        settings = rng.choice([PLAIN, *ways]) if index >= len(ways) else ways[index]
+        config = DecodeConfig.of(
+            **settings,
+            num_stages=num_stages,
+            max_new_tokens=rng.randrange(1, 24),
+            temperature=float(index % 2),
+            seed=rng.randrange(3),
+        )
+        yield prompt, config, rng.randrange(3)
+
+
+def decode_several(target, draft, num_stages, asked, *, rng=None, **limits):
+    """Handles of requests that join at random steps."""
+    config = DecodeConfig.of(**PLAIN, num_stages=num_stages)
+    limits = Limits(**{"prompt_rows": 7, **limits})
+    batch = BatchEngine(target, PlainTokenizer(), config, draft, limits=limits)
+    handles = []
+    for prompt, settings, index in asked:
+        handles.append(batch.submit(prompt, settings, prompt_index=index))
+        for _ in range(rng.randrange(5) if rng else 0):
+            batch.step()
+    while batch.step():
+        pass
+    return batch, handles
+
+
+def decode_alone(target, draft, handle):
+    engine = Engine(target, PlainTokenizer(), handle.config, draft)
+    return engine.decode(handle.prompt_ids, prompt_index=handle.prompt_index)
+
+
+def check_as_alone(target, draft, handles) -> int:
+    """How many sequences are other ones than alone."""
+    wrong = 0
+    for handle in handles:
+        alone, found = decode_alone(target, draft, handle), handle.future.result(0)
+        assert found.token_ids == handle.token_ids
+        wrong += found.token_ids != alone.token_ids
+    return wrong
+
+
+def stages_of(draft) -> int:
+    return getattr(draft, "num_stages", None) or 3
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_sequences_that_come_and_go_decode_what_each_does_alone(world, kind):
+    target, draft, rng = world[0], world[1][kind], random.Random(kind)
+    asked = list(requests(rng, WAYS[kind], stages_of(draft), max(8, len(WAYS[kind]))))
+    batch, handles = decode_several(target, draft, stages_of(draft), asked, rng=rng)
+    assert check_as_alone(target, draft, handles) == 0
+    assert batch.clock.num_tokens == sum(h.future.result().num_tokens for h in handles)
+    assert batch.clock.num_steps < sum(h.future.result().num_steps for h in handles)
+    assert all(len(h.token_times) == len(h.token_ids) for h in handles)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("kind", WAYS)
+def test_many_sequences_decode_what_each_does_alone(world, kind):
+    target, draft, rng = world[0], world[1][kind], random.Random(7)
+    asked = list(requests(rng, WAYS[kind], stages_of(draft), 125))
+    limits = {"sequences": 8, "rows": 40}
+    _, handles = decode_several(target, draft, stages_of(draft), asked, rng=rng, **limits)
+    assert check_as_alone(target, draft, handles) == 0
+
+
+def test_a_sequence_takes_the_steps_that_it_takes_alone(world):
+    """With a fixed budget: being left out of a step stops it with all of its rows."""
+    target, drafts = world
+    config = DecodeConfig.of("spd", num_stages=4, max_new_tokens=20)
+    asked = [([index, 3], config, 0) for index in range(6)]
+    _, handles = decode_several(target, drafts["module"], 4, asked, rows=2)
+    for handle in handles:
+        alone, found = decode_alone(target, drafts["module"], handle), handle.future.result()
+        assert (found.num_steps, found.round_lengths) == (alone.num_steps, alone.round_lengths)
+
+
+def test_sliding_windows_and_recorded_bits_decode_as_alone(world):
+    target = tiny_mistral(sliding_window=8)
+    configs = [DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=12, bitwise=b) for b in (0, 1)]
+    asked = [([index, *range(20)], config, 0) for index, config in enumerate(configs * 2)]
+    _, handles = decode_several(target, None, 2, asked)
+    assert check_as_alone(target, None, handles) == 0
+
+
+# -- mutants --------------------------------------------------------------------------------
+
+
+def swap_rows(monkeypatch):
+    """The first row of two caches changes places after a pass over both."""
+
+    def mutant(stages, segments, taps=()):
+        outputs = stage_calls.forward_together(stages, segments, taps)
+        one, other = (stage.cache._keys for stage in stages[:2])
+        for layer in one:
+            row = one[layer][:, :, 0].clone()
+            one[layer][:, :, 0] = other[layer][:, :, 0]
+            other[layer][:, :, 0] = row
+        return outputs
+
+    monkeypatch.setattr(local, "forward_together", mutant)
+
+
+def share_seed(monkeypatch):
+    monkeypatch.setattr(
+        "pipedraft.inference.engine.KeyedRandom", lambda seed, index: KeyedRandom(0, 0)
+    )
+
+
+def see_everything(monkeypatch):
+    def mutant(visible, positions, window, dtype):
+        return right(torch.ones_like(visible), positions, window, dtype)
+
+    right = stage_calls.additive_mask
+    monkeypatch.setattr(stage_calls, "additive_mask", mutant)
+
+
+@pytest.mark.parametrize("mutate", [swap_rows, share_seed, see_everything])
+def test_sequences_that_mix_are_noticed(world, mutate, monkeypatch):
+    target, draft, rng = world[0], world[1]["head"], random.Random(2)
+    asked = list(requests(rng, WAYS["head"], 3, 8))
+    with monkeypatch.context() as patched:
+        mutate(patched)
+        _, handles = decode_several(target, draft, 3, asked)
+    assert check_as_alone(target, draft, handles) > 1
+
+
+# -- one alone ------------------------------------------------------------------------------
+
+
+class OutsideVocabulary(SimulatedSource):
+    """Its fourth layer of draft tokens is no token of the target."""
+
+    def add_children(self, tree, leaf, width):
+        if self.num_forwards == 4:
+            return tree.add(leaf, 10**6, -1.0)
+        return super().add_children(tree, leaf, width)
+
+
+class FailingSource(SimulatedSource):
+    def grow_layer(self, tree, features, **options):
+        if self.num_forwards == 4:
+            raise OSError("the draft is gone")
+        return super().grow_layer(tree, features, **options)
+
+
+def fail_at_third(handle):
+    def on_token(token):
+        if len(handle[0].token_ids) == 3:
+            raise OSError("the reader is gone")
+
+    return on_token
+
+
+@pytest.mark.parametrize("fault", ["rows", "draft", "reader", "cancelled"])
+def test_a_sequence_that_fails_ends_alone(llama, fault):
+    config = DecodeConfig.of("spd", num_stages=4, max_new_tokens=16)
+    batch = BatchEngine(llama, PlainTokenizer(), DecodeConfig.of(**PLAIN, num_stages=4))
+    made = {"rows": OutsideVocabulary, "draft": FailingSource}.get(fault, SimulatedSource)
+    own: list = []
+    handles = []
+    for index in range(4):
+        kind = made if index == 1 else SimulatedSource
+        on_token = fail_at_third(own) if (fault, index) == ("reader", 1) else None
+        source = kind(llama, [index], 0.8, 20)
+        handles.append(batch.submit([index], config, source=source, on_token=on_token))
+        own += handles[1:2]
+    for _ in range(6):
+        batch.step()
+    if fault == "cancelled":
+        batch.cancel(handles[1])
+    while batch.step():
+        pass
+    assert 1 <= len(handles[1].token_ids) < 16
+    expected = {"rows": IndexError, "cancelled": CancelledError}.get(fault, OSError)
+    with pytest.raises(expected):
+        handles[1].future.result(0)
+    for handle in (handles[0], *handles[2:]):
+        engine = Engine(
+            llama, PlainTokenizer(), DecodeConfig.of(**PLAIN, num_stages=4, max_new_tokens=16)
+        )
+        assert handle.future.result(0).token_ids == engine.decode(handle.prompt_ids).token_ids
+    assert batch.num_live == 0 and not batch.clock.live
+
+
+def test_a_reader_ends_its_text(llama):
+    config = DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=16)
+    tokens: list[int] = []
+    batch = BatchEngine(llama, PlainTokenizer(), config)
+
+    class EndsAtFourth(Observer):
+        def token(self, token, is_drafted):
+            tokens.append(token)
+            return len(tokens) == 4
+
+    ended = batch.submit([5], observer=EndsAtFourth())
+    other = batch.submit([6])
+    while batch.step():
+        pass
+    result = ended.future.result(0)
+    assert (result.stop_reason, result.token_ids) == ("stopped", tokens) and len(tokens) == 4
+    assert result.token_ids == decode_alone(llama, None, ended).token_ids[:4]
+    assert len(other.future.result(0).token_ids) == 16
+
+
+# -- limits ---------------------------------------------------------------------------------
+
+
+def test_rows_sequences_and_bytes_stay_within_their_limits(world):
+    target, draft = world[0], world[1]["head"]
+    config = DecodeConfig.of("flowspec_continued", num_stages=3, max_new_tokens=10)
+    one = 2 * 4 * 2 * 8 * 4 * 128  # keys and values, layers, heads, their size, float32, rows
+    limits = Limits(sequences=5, rows=12, prompt_rows=4, kv_bytes=3 * one + one // 2)
+    batch = BatchEngine(target, PlainTokenizer(), config, draft, limits=limits)
+    handles = [batch.submit([index] * 9) for index in range(8)]
+    most = 0
+    while batch.step():
+        totals = [sum(rows) for rows in zip(*batch.last_rows, strict=True)]
+        assert max(totals) <= 12 or len(batch.last_rows) == 1
+        caches = [s.cache for one in batch._live for s in one.pipeline.target.stages]
+        assert sum(cache.num_bytes for cache in caches) <= limits.kv_bytes
+        most = max(most, batch.num_live)
+    assert most == 3
+    firsts = [handle.token_times[0] for handle in handles]
+    assert firsts == sorted(firsts)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        batch.submit([1], DecodeConfig.of(**PLAIN, num_stages=3, max_new_tokens=400))
+
+
+def test_requests_beyond_the_queue_and_for_other_stages_are_refused(llama):
+    config = DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=3)
+    limits = Limits(sequences=1, waiting=2)
+    batch = BatchEngine(llama, PlainTokenizer(), config, limits=limits)
+    handles = [batch.submit([index]) for index in range(2)]
+    with pytest.raises(QueueFull):
+        batch.submit([3])
+    batch.cancel(handles[1])
+    assert handles[1].future.cancelled()
+    with pytest.raises(ValueError, match="num_stages"):
+        batch.submit([3], DecodeConfig.of(**PLAIN, num_stages=4))
+    with pytest.raises(ValueError, match="draft"):
+        batch.submit([3], DecodeConfig.of("spd", num_stages=2))
+    with pytest.raises(ValueError, match="empty"):
+        batch.submit([])
+    while batch.step():
+        pass
+    assert len(handles[0].future.result(0).token_ids) == 3
+
+
+def test_others_decode_while_a_prompt_enters(llama):
+    config = DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=12)
+    batch = BatchEngine(llama, PlainTokenizer(), config, limits=Limits(prompt_rows=5))
+    first = batch.submit([1])
+    for _ in range(4):
+        batch.step()
+    before = len(first.token_ids)
+    second = batch.submit(list(range(40)))
+    most = 0
+    while not second.token_ids:
+        batch.step()
+        most = max(most, *(max(rows) for rows in batch.last_rows))
+    assert most == 5 and len(first.token_ids) >= before + 3
+    while batch.step():
+        pass
+    assert check_as_alone(llama, None, [first, second]) == 0
+
+
+# -- threads --------------------------------------------------------------------------------
+
+
+def test_requests_come_from_any_thread_and_closing_ends_the_rest(llama):
+    before = threading.active_count()
+    config = DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=12)
+    batch = BatchEngine(llama, PlainTokenizer(), config, limits=Limits(sequences=2))
+    handles: list = []
+    with batch.running():
+        threads = [
+            threading.Thread(target=lambda i=i: handles.append(batch.submit([i]))) for i in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        for handle in list(handles):
+            handle.future.result(30)
+        endless = [
+            batch.submit([7], DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=500))
+            for _ in range(3)
+        ]
+        while not endless[0].token_ids:
+            pass
+    assert check_as_alone(llama, None, handles) == 0
+    for handle in endless:
+        with pytest.raises(CancelledError):
+            handle.future.result(0)
+    with pytest.raises(RuntimeError, match="closed"):
+        batch.submit([1])
+    assert threading.active_count() == before
+
+
+def test_a_failing_step_is_told_to_everybody(llama, monkeypatch):
+    config = DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=12)
+    batch = BatchEngine(llama, PlainTokenizer(), config)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def fail(pipelines):
+        raise OSError("no memory")
+
+    monkeypatch.setattr("pipedraft.inference.batch.step_together", fail)
+    with batch.running():
+        handle = batch.submit([1])
+        with pytest.raises(OSError, match="no memory"):
+            handle.future.result(30)
