@@ -1,5 +1,6 @@
 """Two processes under every launcher configuration train the run of one process."""
 
+import json
 import os
 import pickle
 import shutil
@@ -48,6 +49,14 @@ def alone(runs, tmp_path_factory) -> dict[str, Path]:
         status = runs.run(method, folders[method], changes={"accumulation": 2})
         assert status == 0, said(folders[method])
     return folders
+
+
+@pytest.fixture(scope="module")
+def alone_bf16(runs, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("alone") / "bf16"
+    changes = {"precision": "bf16", "accumulation": 2}
+    assert runs.run("ppsd", folder, changes=changes) == 0, said(folder)
+    return folder
 
 
 def launcher_environment(name: str) -> dict[str, str]:
@@ -108,19 +117,26 @@ def test_a_target_in_parts_is_the_same_target(runs, alone, tmp_path, name):
     assert_same_run(folder, alone["spd"])
 
 
-@pytest.mark.parametrize(("name", "relative"), [("fsdp2", 5e-3), ("zero2", 2e-2)])
-def test_two_processes_in_bfloat16_train_the_run_of_one(runs, tmp_path, name, relative):
-    """FSDP computes in bfloat16 from float32 weights, as one process does; DeepSpeed's weights are
-    bfloat16 themselves."""
-    alone, folder, bf16 = tmp_path / "alone", tmp_path / "ppsd", {"precision": "bf16"}
-    assert runs.run("ppsd", alone, changes={**bf16, "accumulation": 2}) == 0, said(alone)
+@pytest.mark.parametrize(
+    "name", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.all), "zero3"]
+)
+def test_two_processes_in_bfloat16_train_the_run_of_one(runs, alone_bf16, tmp_path, name):
+    """DDP and FSDP compute in bfloat16 from float32 weights, as one process does; DeepSpeed's
+    weights are bfloat16 themselves. All add gradients up, and count, in float32."""
+    folder, dtypes, is_half = tmp_path / "ppsd", tmp_path / "dtypes", name.startswith("zero")
     environment = launcher_environment(name) | {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    assert runs.together("ppsd", folder, environment, changes=bf16) == [0, 0], said(folder)
-    losses = [[x["loss"] for x in logged(place) if "loss" in x] for place in (folder, alone)]
+    options = {"changes": {"precision": "bf16"}, "jobs": {0: {"dtypes": str(dtypes)}}}
+    assert runs.together("ppsd", folder, environment, **options) == [0, 0], said(folder)
+    losses = [[x["loss"] for x in logged(place) if "loss" in x] for place in (folder, alone_bf16)]
     assert len(losses[0]) == 4
+    relative = {"ddp": 1e-3, "fsdp2": 5e-3}.get(name, 2e-2)
     assert losses[0] == pytest.approx(losses[1], rel=relative)
-    dtypes = {weight.dtype for weight in weights(folder / "best").values()}
-    assert (torch.bfloat16 in dtypes) == (name == "zero2")
+    found = json.loads(dtypes.read_text())
+    exact = ["torch.float32"]
+    assert found.pop("weights") == (["torch.bfloat16"] if is_half else exact)
+    assert found == dict.fromkeys(("loss and metrics", "gradients", "optimizer"), exact)
+    saved = {weight.dtype for weight in weights(folder / "best").values()}
+    assert (torch.bfloat16 in saved) == is_half
 
 
 class Touch:

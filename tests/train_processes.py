@@ -5,12 +5,15 @@ A job of the fork server is a run: its arguments, and what is to happen to it.
 
 import contextlib
 import importlib
+import json
 import os
 import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import accelerate.tracking  # noqa: F401
@@ -116,6 +119,51 @@ def send_in_step(step: int, numbers: list[int]) -> None:
     loop.Accelerator.backward, loop.Trainer.optimize = signalled, remember
 
 
+def note_dtypes(path: str) -> None:
+    """Write what a step computes, sends and keeps in: {what: dtypes}."""
+    found: dict[str, set[str]] = defaultdict(set)
+    in_backward: list[bool] = []
+    add_sums, optimize, backward = loop.add_sums, loop.Trainer.optimize, loop.Accelerator.backward
+
+    def note(what: str, values: Iterable[Any]) -> None:
+        tensors = [x for x in values if torch.is_tensor(x) and x.is_floating_point()]
+        found[what] |= {str(x.dtype) for x in tensors if what != "gradients" or x.numel() > 1}
+
+    def noted_sums(sums: Any, output: Any, **options: Any) -> None:
+        note("loss and metrics", (output.loss, *output.sums.values()))
+        add_sums(sums, output, **options)
+
+    def sent(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            if in_backward:
+                note("gradients", (*arguments, *options.values()))
+            return reduce(*arguments, **options)
+
+        return noted
+
+    def noted_backward(self: Any, loss: Any) -> None:
+        in_backward.append(True)
+        backward(self, loss)
+        in_backward.clear()
+        for module in self._models:  # DDP and FSDP send theirs in C++, as they are in the end
+            note("gradients", (x.grad for x in module.parameters()))
+
+    def noted_step(self: Any, window: Any) -> Any:
+        values = optimize(self, window)
+        for optimizer in self.optimizers:
+            own = getattr(optimizer.optimizer, "optimizer", optimizer)  # DeepSpeed's is around it
+            note("optimizer", (x for group in own.param_groups for x in group["params"]))
+            note("optimizer", (x for state in own.state.values() for x in state.values()))
+        note("weights", self.module.parameters())
+        Path(path).write_text(json.dumps({what: sorted(x) for what, x in found.items()}))
+        return values
+
+    for name in ("all_reduce", "reduce_scatter_tensor"):
+        setattr(torch.distributed, name, sent(getattr(torch.distributed, name)))
+    loop.add_sums, loop.Accelerator.backward = noted_sums, noted_backward
+    loop.Trainer.optimize = noted_step
+
+
 def run(job: dict[str, Any]) -> NoReturn:
     """What `python -m pipedraft.train` does, in a process that is to end."""
     write_to(job["log"])
@@ -125,6 +173,8 @@ def run(job: dict[str, Any]) -> NoReturn:
     disk = FullDisk(job["folder"], job["full_at"]) if "full_at" in job else None
     if "signals" in job:
         send_in_step(job["step"], job["signals"])
+    if "dtypes" in job:
+        note_dtypes(job["dtypes"])
     if job.get("without_checksums"):
         checkpoint.damage = lambda folder: None
     status = 1
