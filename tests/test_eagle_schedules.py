@@ -149,7 +149,7 @@ def test_one_batch_costs_n_steps_a_round():
 @pytest.mark.parametrize("micro_batches", [1, 3, 5, None])
 def test_naive_micro_batches_cost_n_plus_m_minus_1_steps_a_round(micro_batches):
     shape = TreeShape(depth=6, top_k=2, num_tokens=12)
-    result = bernoulli("naive_pp", tree=shape, micro_batches=micro_batches)
+    result = bernoulli("naive_pp", length=120, tree=shape, micro_batches=micro_batches)
     steps = 4 + (micro_batches or 5) - 1
     assert result.num_steps == steps * len(result.round_lengths)
 
