@@ -23,6 +23,11 @@ COMMANDS = {
         "decode one prompt, text streamed as it is accepted",
         'pipedraft inference --checkpoint out/spd --prompt "Write a haiku."',
     ),
+    "serve": (
+        "inference/serving",
+        "an OpenAI-compatible HTTP server with metrics and a page to chat on",
+        "pipedraft serve --checkpoint assets/heads/spd_n4 --port 8000",
+    ),
     "data": (
         "data_recipes",
         "conversations or texts to token ids and loss masks, with a report",
@@ -75,7 +80,8 @@ def main() -> None:
         print(f"error: command: {name!r} is unknown; {fix}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"pipedraft {name}", *arguments]
-    runpy.run_module(f"pipedraft.{folders[name]}", run_name="__main__", alter_sys=True)
+    module = folders[name].replace("/", ".")
+    runpy.run_module(f"pipedraft.{module}", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def module_name(folder: str) -> str:
     """What ``python -m`` runs for a folder, or for a file, of the package."""
-    is_folder = (Path(__file__).parent / folder).is_dir()
-    return f"pipedraft.{folder}.__main__" if is_folder else f"pipedraft.{folder}"
+    is_folder, module = (Path(__file__).parent / folder).is_dir(), folder.replace("/", ".")
+    return f"pipedraft.{module}.__main__" if is_folder else f"pipedraft.{module}"
 
 
 def copy_actions(source: Any, into: argparse.ArgumentParser) -> None:

@@ -115,7 +115,7 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
     engine = load_engine(options, cluster, options.decode_settings(), traces=traces)
     stream = Stream(engine.tokenizer)
     result = engine.decode(encode(engine.tokenizer, text, options.raw), on_token=stream)
-    stream.finish(result.text)
+    stream.finish_line(result.text)
     if not options.quiet:
         where = "one process" if cluster is None else "these processes"
         print_figures(engine.config, result, where)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import product
@@ -248,28 +248,45 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
         yield cluster
 
 
-class Stream:
-    """Prints text as tokens arrive, only up to the last complete character."""
+class TextStream:
+    """Makes text of tokens as they arrive, only up to the last complete character."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self.tokenizer, self.printed = tokenizer, 0
+        self.tokenizer, self.length = tokenizer, 0
         self.ids: list[int] = []
 
-    def __call__(self, token: int) -> None:
+    def add(self, token: int) -> str:
+        """The text that this token makes certain."""
         self.ids.append(token)
         text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            sys.stdout.write(text[self.printed :])
-            sys.stdout.flush()
-            self.printed = len(text)
+        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self.finish(text)
 
-    def finish(self, text: str) -> None:
-        """Print what was held back, an incomplete last character included."""
-        print(text[self.printed :])
+    def finish(self, text: str) -> str:
+        """What is left of the whole text, an incomplete last character included."""
+        first, self.length = self.length, len(text)
+        return text[first:]
+
+
+class Stream(TextStream):
+    """Prints what it makes."""
+
+    def __call__(self, token: int) -> None:
+        sys.stdout.write(self.add(token))
+        sys.stdout.flush()
+
+    def finish_line(self, text: str) -> None:
+        """Print what was held back."""
+        print(self.finish(text))
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str, raw: bool) -> list[int]:
     if raw or tokenizer.chat_template is None:
         return tokenizer(text).input_ids
-    rendered = render_chat(tokenizer, [{"role": "user", "content": text}])
-    return tokenizer(rendered, add_special_tokens=False).input_ids
+    return encode_chat(tokenizer, [{"role": "user", "content": text}])
+
+
+def encode_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
+) -> list[int]:
+    """Token ids of a conversation up to the beginning of the assistant's next turn."""
+    return tokenizer(render_chat(tokenizer, messages), add_special_tokens=False).input_ids

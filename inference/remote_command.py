@@ -214,7 +214,7 @@ def run(options: "DecodeOptions") -> None:
         network = None if draft is None else draft.network
         engine = Engine(pipeline.target, tokenizer, config, network, connect=lambda _: pipeline)
         result = engine.decode(encode(tokenizer, text, options.raw), on_token=stream)
-    stream.finish(result.text)
+    stream.finish_line(result.text)
     if not options.quiet:
         print_figures(name, result, pipeline)
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY
 
+from pipedraft.__main__ import COMMANDS
 from pipedraft.options import Options
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -82,8 +83,10 @@ def make_command(page: str, line: int, text: str) -> Command:
     words, is_abridged = complete(words)
     head, module, arguments = [], "", words[1:]
     if launcher == "pipedraft":
-        module, arguments = f"pipedraft.{words[1]}", words[2:]
-        module = {"pipedraft.data": "pipedraft.data_recipes"}.get(module, module)
+        arguments = words[2:]
+        folders = {name: folder for name, (folder, _, _) in COMMANDS.items()}
+        folder = folders.get(words[1], words[1])
+        module = f"pipedraft.{folder.replace('/', '.')}"
     elif launcher == "python" and words[1] == "-m":
         module, arguments = words[2], words[3:]
     elif launcher == "python":

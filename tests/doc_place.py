@@ -57,6 +57,8 @@ def runner_of(command: Command) -> str:
         return "test_peers.py"  # which makes heads as others write them
     if command.page.startswith("adding_"):
         return "test_doc_examples.py"  # on a copy that has the code of the page
+    if command.module == "pipedraft.inference.serving":
+        return "test_serve_http.py"  # which starts such servers
     if command.module.startswith("docs/images/"):
         return "test_docs.py"  # which compares the pictures
     is_served = any(word.startswith("127.0.0.1:") for word in words)

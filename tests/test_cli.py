@@ -443,7 +443,7 @@ def test_the_stream_prints_whole_characters_only_and_all_of_them(text, capsys):
         stream(token)
         printed += capsys.readouterr().out
         assert text.startswith(printed)
-    stream.finish(text)
+    stream.finish_line(text)
     assert printed + capsys.readouterr().out == text + "\n"
 
 
@@ -453,7 +453,7 @@ def test_the_stream_prints_a_text_that_ends_inside_a_character(capsys):
     for token in ids:
         stream(token)
     text = ByteTokenizer().decode(ids, True)
-    stream.finish(text)
+    stream.finish_line(text)
     assert capsys.readouterr().out == text + "\n"
 
 
@@ -465,5 +465,5 @@ def test_random_tokens_stream_to_their_decoded_text(capsys):
         for token in ids:
             stream(token)
         text = ByteTokenizer().decode(ids, True)
-        stream.finish(text)
+        stream.finish_line(text)
         assert capsys.readouterr().out == text + "\n"

@@ -132,7 +132,7 @@ def test_the_package_itself_imports_without_torch() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["doctor", "models", "data_recipes", "inference"]
+    ["doctor", "models", "data_recipes", "inference", "inference.serving"]
     + ["eval", *(f"eval {name}" for name in ("compare", "replay", "report", "table"))],
 )
 def test_help_comes_without_torch(command: str) -> None:
@@ -168,7 +168,8 @@ def test_the_wheel_holds_the_package_and_runs_from_another_directory(tmp_path: P
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         archive.extractall(tmp_path / "site")
-    templates = [path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.jinja")]
+    found = [path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.*")]
+    templates = [path for path in found if path.suffix in (".jinja", ".html")]
     assert held == {f"pipedraft/{label(path)}" for path in [*SOURCES, *templates]} and templates
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

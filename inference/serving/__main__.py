@@ -1,0 +1,134 @@
+"""Serve a target and its draft over HTTP, as OpenAI's clients know it, with a page to chat on."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from pipedraft.errors import leave_at_interrupts, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
+from pipedraft.inference.arguments import backend_of
+from pipedraft.inference.engine_options import EngineOptions, load_engine
+from pipedraft.inference.remote_command import is_loopback, read_tokens
+from pipedraft.inference.serving import HttpLimits
+from pipedraft.inference.transport.serve import ListenOptions
+from pipedraft.options import Options, option
+
+LIMITS = HttpLimits()
+KEY_VARIABLE = "PIPEDRAFT_API_KEY"
+EXAMPLE = """example:
+  pipedraft serve --checkpoint assets/heads/spd_n4 --tree-width 4
+  curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
+      -d '{"messages": [{"role": "user", "content": "How many legs do 12 cats have?"}]}'
+
+  pipedraft serve --target assets/target --schedule autoregressive --port 0
+  PIPEDRAFT_API_KEY=... pipedraft serve --checkpoint out/spd --host 0.0.0.0 \\
+      --tls-cert server.pem --tls-key server.key
+  pipedraft serve --checkpoint out/spd --backend process --processes 4
+
+The first line on stdout says where it listens; a browser shows a page there. SIGTERM and Ctrl-C let
+open requests end (--grace-s); a second one does not wait. docs/openai_server.md has the rest.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions(ListenOptions):
+    """who may connect"""
+
+    port: int = 8000
+    """0: any free one"""
+    api_key_file: Path | None = option(None, metavar="FILE")
+    """clients must send a line of it as their API key; default: $PIPEDRAFT_API_KEY, or none"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions(Options):
+    """limits"""
+
+    max_waiting: int = option(LIMITS.waiting, metavar="N", least=1)
+    """sequences in the queue; further requests get status 429"""
+    max_client_sequences: int = option(LIMITS.client_sequences, metavar="N", least=1)
+    """open at once of one client: of a key where --api-key-file has several, else of an address"""
+    max_choices: int = option(LIMITS.choices, metavar="N", least=1)
+    """sequences of one request"""
+    max_prompt_tokens: int = option(LIMITS.prompt_tokens, metavar="N", least=1)
+    """of one sequence"""
+    max_new_tokens: int = option(LIMITS.new_tokens, metavar="N", least=1)
+    """of one sequence; also where a request says nothing"""
+    max_body_kb: int = option(LIMITS.body_bytes // 2**10, metavar="N", least=1)
+    """of one request, in KiB"""
+    request_s: float = option(LIMITS.request_s, metavar="S")
+    """for one answer, its wait in the queue included"""
+    grace_s: float = option(LIMITS.grace_s, metavar="S")
+    """for open requests when told to end"""
+
+    def limits(self) -> HttpLimits:
+        return HttpLimits(
+            waiting=self.max_waiting,
+            client_sequences=self.max_client_sequences,
+            choices=self.max_choices,
+            prompt_tokens=self.max_prompt_tokens,
+            new_tokens=self.max_new_tokens,
+            body_bytes=self.max_body_kb * 2**10,
+            request_s=self.request_s,
+            grace_s=self.grace_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(HttpOptions, LimitOptions, EngineOptions):
+    """Serve a target and its draft over HTTP, as OpenAI's clients know it."""
+
+    PROG: ClassVar[str] = "pipedraft serve"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    model_name: str | None = None
+    """as clients call it; default: the last part of the checkpoint's name, or the target's"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.limits()  # refuses what it cannot hold
+
+    @property
+    def name(self) -> str:
+        parts = (self.checkpoint, self.draft_model, self.target)
+        return self.model_name or Path(next(filter(None, parts), "")).resolve().name
+
+
+build_parser = ServeOptions.parser
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """``words``: of the command line; None: this process's."""
+    options = ServeOptions.read(sys.argv[1:] if words is None else words)
+    keys = read_tokens(options.api_key_file, option="--api-key-file", variable=KEY_VARIABLE)
+    try:
+        from pipedraft.inference.serving import listen
+    except ImportError as error:
+        if (error.name or "").startswith("pipedraft"):
+            raise
+        raise ValueError(
+            f"{error.name}: not installed, and the server needs it; pip install 'pipedraft[serve]'"
+        ) from error
+    with backend_of(options) as cluster:
+        if cluster is not None and not cluster.is_controller:
+            cluster.serve()
+            return
+        with listen.open_socket(options) as socket:
+            # Requests bring a temperature of their own: a rule for sampling is one for them.
+            engine = load_engine(options, cluster, options.engine_settings() | {"temperature": 1.0})
+            if not is_loopback(options.host) and (options.tls_cert is None or not keys):
+                print(
+                    f"warning: --host {options.host} is reached from other machines; give "
+                    "--tls-cert, --tls-key and --api-key-file",
+                    file=sys.stderr,
+                )
+            listen.run(engine, options, keys, socket)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,435 @@
+"""The HTTP server: OpenAI's paths, health, metrics and the page."""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import math
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from logging import getLogger
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import StarletteHTTPException
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from pipedraft.chat_templates import ChatRefused, TemplateLimit
+from pipedraft.inference.arguments import encode_chat
+from pipedraft.inference.serving import HttpLimits
+from pipedraft.inference.serving.answers import Answer
+from pipedraft.inference.serving.choice import Choice, Piece
+from pipedraft.inference.serving.decoder import Decoder
+from pipedraft.inference.serving.metrics import Metrics
+from pipedraft.inference.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Json,
+    Request,
+    RequestError,
+    parse,
+)
+from pipedraft.inference.transport import find_token
+
+log = getLogger(__name__)
+Send: TypeAlias = Callable[[Any], Awaitable[None]]
+PAGE = Path(__file__).with_name("page.html").read_text()
+MAX_RETRY_S = 120
+NOT_AGAIN = {"x-should-retry": "false"}
+"""Tells OpenAI's clients not to ask the same again by themselves."""
+
+
+def page_policy(page: str) -> str:
+    """Content-Security-Policy: the page's own script and style, by hash, and this server alone."""
+    parts = {}
+    for tag in ("script", "style"):
+        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        parts[tag] = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{parts['script']}'; style-src "
+        f"'sha256-{parts['style']}'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+PAGE_HEADERS = {
+    "content-security-policy": page_policy(PAGE),
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+class Service:
+    """What the paths share: the decoder, the limits, and who is served."""
+
+    def __init__(
+        self, decoder: Decoder, *, name: str, limits: HttpLimits, keys: Sequence[str] = ()
+    ) -> None:
+        """
+        Args:
+            name: of the model, as clients call it.
+            keys: one of which clients send; (): none is asked for.
+        """
+        self.decoder, self.name, self.limits, self.keys = decoder, name, limits, keys
+        self.engine = decoder.engine
+        self.metrics = Metrics(name)
+        self.created = int(time.time())
+        self.is_draining = False
+        self.num_open = 0
+        """Requests that are answered now."""
+        self.num_answered = 0
+        self.end: Callable[[], object] = lambda: None
+        """As a signal; called from any thread."""
+        self._open: set[Choice] = set()
+        self._of_client: Counter[str] = Counter()
+
+    def describe(self) -> str:
+        config, keys = self.decoder.base, len(self.keys)
+        said = {0: "no API key", 1: "with API key"}.get(keys, "with API keys")
+        return f"{config.schedule.name}, n = {self.engine.target.num_stages}, {said}"
+
+    # -- who may ask, and what --------------------------------------------------------------
+
+    def client_of(self, request: HttpRequest) -> str:
+        """The number of the key where there are several, else the address.
+
+        Raises:
+            RequestError: no key, or a wrong one.
+        """
+        address = request.client.host if request.client else ""
+        if not self.keys:
+            return address
+        given = request.headers.get("authorization", "").encode("latin-1")
+        number = find_token(given, self.keys)
+        if number is None:
+            raise RequestError(
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return f"key {number + 1}" if len(self.keys) > 1 else address
+
+    async def read_body(self, request: HttpRequest) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # A page elsewhere can send other types from a visitor's browser without being asked.
+            raise RequestError(
+                f"content-type: {kind[:64]!r}; send application/json", status=415, param=None
+            )
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.limits.body_bytes:
+                        raise RequestError(
+                            f"the body has more than {self.limits.body_bytes} bytes",
+                            status=413,
+                            headers={"connection": "close"},
+                        )
+        except TimeoutError as error:
+            said = f"the body took more than {self.limits.body_s:g} s"
+            raise RequestError(said, status=408, headers=NOT_AGAIN) from error
+        return bytes(body)
+
+    def prompts_of(self, asked: Request) -> list[list[int]]:
+        """Token ids of each prompt."""
+        tokenizer = self.engine.tokenizer
+        if isinstance(asked, ChatRequest):
+            if tokenizer.chat_template is None:
+                raise RequestError(
+                    "messages: this model has no chat template; use /v1/completions",
+                    param="messages",
+                )
+            try:
+                prompts = [encode_chat(tokenizer, [turn.turn() for turn in asked.messages])]
+            except (ChatRefused, TemplateLimit) as error:
+                raise RequestError(f"messages: {error}", param="messages") from error
+            param = "messages"
+        else:
+            assert isinstance(asked, CompletionRequest)
+            param, given = "prompt", asked.prompts()
+            prompts = [tokenizer(p).input_ids if isinstance(p, str) else p for p in given]
+        for prompt in prompts:
+            self._check(prompt, param)
+        return prompts
+
+    def _check(self, prompt: list[int], param: str) -> None:
+        most = min(self.limits.prompt_tokens, self.engine.target.max_positions - 1)
+        if not 0 < len(prompt) <= most:
+            raise RequestError(
+                f"{param}: {len(prompt)} tokens; give 1 to {most}",
+                param=param,
+                code="context_length_exceeded" if prompt else "invalid_value",
+            )
+        size = self.engine.target.vocab_size
+        if max(prompt) >= size:
+            raise RequestError(
+                f"{param}: {max(prompt)} is no token; give 0 to {size - 1}", param=param
+            )
+
+    def choices_of(self, asked: Request, tell: Callable[[Piece], None]) -> list[Choice]:
+        """Those of every prompt, each with its own seed.
+
+        Raises:
+            RequestError: a value that the model or the limits do not permit.
+        """
+        if asked.model not in (None, self.name):
+            raise RequestError(
+                f"model: {str(asked.model)[:128]!r} is not here; this is {self.name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        most, wanted = self.limits.new_tokens, asked.longest()
+        if wanted is not None and wanted > most:
+            raise RequestError(f"max_tokens: {wanted}; give at most {most}", param="max_tokens")
+        prompts = self.prompts_of(asked)
+        if len(prompts) * asked.n > self.limits.choices:
+            raise RequestError(
+                f"n: {len(prompts) * asked.n} outputs; ask for at most {self.limits.choices}",
+                param="n",
+            )
+        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
+        return [
+            Choice(
+                index=index,
+                prompt_ids=prompts[index // asked.n],
+                config=asked.config(
+                    self.decoder.base, seed=seed + index % asked.n, new_tokens=wanted or most
+                ),
+                stop_strings=asked.stop_strings,
+                tokenizer=self.engine.tokenizer,
+                metrics=self.metrics,
+                tell=tell,
+            )
+            for index in range(len(prompts) * asked.n)
+        ]
+
+    # -- answering --------------------------------------------------------------------------
+
+    async def answer(self, request: HttpRequest, kind: type[Request]) -> Response:
+        client = self.client_of(request)
+        asked = parse(await self.read_body(request), kind)
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+
+        def tell(piece: Piece) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and all clients with it
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        choices = self.choices_of(asked, tell)
+        admitted = self._admitted(client, choices)
+        answer = Answer(asked, self.name, choices, pieces)
+        if asked.stream:
+            admitted.__enter__()
+            return EventStream(self, request, answer, admitted)
+        with admitted:
+            if await self.until_gone(request.receive, answer.whole()):
+                return JsonResponse(answer.body())
+        return Response(status_code=499)  # nobody is there to read it
+
+    @contextlib.contextmanager
+    def _admitted(self, client: str, choices: list[Choice]) -> Iterator[None]:
+        """The choices are decoded inside; at the end those that still are end."""
+        if self.is_draining:
+            raise RequestError(
+                "the server is about to end", status=503, headers={"retry-after": "5"}
+            )
+        if self.decoder.failure is not None:
+            raise RequestError("the pipeline has failed", status=503, headers=NOT_AGAIN)
+        count, decoder = len(choices), self.decoder
+        waiting = decoder.num_waiting + decoder.num_running + count - decoder.capacity
+        if waiting > self.limits.waiting:
+            raise self._busy(f"{decoder.num_waiting} sequences wait")
+        if self._of_client[client] + count > self.limits.client_sequences:
+            raise self._busy(f"{self._of_client[client]} sequences of this client are open")
+        self._of_client[client] += count
+        self._open.update(choices)
+        self.num_open += 1
+        for choice in choices:
+            decoder.submit(choice)
+        try:
+            yield
+        finally:
+            for choice in choices:
+                if not choice.has_ended:
+                    decoder.cancel(choice)
+            self.num_open -= 1
+            self.num_answered += 1
+            self._open.difference_update(choices)
+            self._of_client[client] -= count
+            self._of_client += Counter()  # forgets clients without one
+
+    def _busy(self, said: str) -> RequestError:
+        retry_s = min(max(math.ceil(self.decoder.wait_s), 1), MAX_RETRY_S)
+        return RequestError(
+            f"{said}; come again in {retry_s} s",
+            status=429,
+            code="rate_limit_exceeded",
+            headers={"retry-after": str(retry_s)},
+        )
+
+    async def until_gone(
+        self, receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]
+    ) -> bool:
+        """Do the work of an answer; False: its reader left before it was done.
+
+        Raises:
+            RequestError: it took too long, or the sequence failed.
+        """
+
+        async def left() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(left())]
+        try:
+            done, _ = await asyncio.wait(
+                tasks, timeout=self.limits.request_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if tasks[0] in done:
+                tasks[0].result()
+                return True
+            if done:
+                return False
+        finally:
+            for task in tasks:
+                task.cancel()
+        said = f"no answer within {self.limits.request_s:g} s; ask for fewer tokens"
+        raise RequestError(said, status=504, code="timeout", headers=NOT_AGAIN)
+
+    # -- its end ----------------------------------------------------------------------------
+
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Refuse new requests and let the open ones end, for ``grace_s``; then end them."""
+        self.is_draining = True
+        until_s = time.monotonic() + self.limits.grace_s
+        while self.num_open and not hurry.is_set() and time.monotonic() < until_s:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(hurry.wait(), 0.05)
+        for choice in list(self._open):
+            self.decoder.cancel(choice)
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def __init__(self, content: object, status: int = 200, **options: Any) -> None:
+        super().__init__(msgspec.json.encode(content), status, **options)
+        self.headers["x-content-type-options"] = "nosniff"
+
+
+class EventStream(Response):
+    """Server-sent events; the choices end with it, however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, service: Service, request: HttpRequest, answer: Answer, admitted: Any):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.service, self.request, self.answer, self.admitted = service, request, answer, admitted
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.push(self.admitted)
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            try:
+                await self.service.until_gone(receive, self._send_all(send))
+            except RequestError as error:
+                if not self.answer.is_blocked:  # by a reader that does not read
+                    await self._send(send, error.to_dict())
+                    await send({"type": "http.response.body", "body": b""})
+
+    async def _send_all(self, send: Send) -> None:
+        async for chunk in self.answer.chunks():
+            await self._send(send, chunk)
+        await self._send(send, None)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send(self, send: Send, chunk: Json | None) -> None:
+        """None: the word that ends a stream."""
+        text = b"[DONE]" if chunk is None else msgspec.json.encode(chunk)
+        self.answer.is_blocked = True
+        await send(
+            {"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": True}
+        )
+        self.answer.is_blocked = False
+
+
+def make_app(service: Service) -> FastAPI:
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(RequestError)
+    async def refuse(request: HttpRequest, error: RequestError) -> Response:
+        service.metrics.refused(error.status)
+        return JsonResponse(error.to_dict(), error.status, headers=error.headers)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refuse_path(request: HttpRequest, error: StarletteHTTPException) -> Response:
+        said = f"{request.method} {request.url.path[:128]}: {error.detail}"
+        return await refuse(request, RequestError(said, status=error.status_code))
+
+    @app.exception_handler(Exception)
+    async def fail(request: HttpRequest, error: Exception) -> Response:
+        return await refuse(
+            request, RequestError("the server failed; its log says why", status=500)
+        )
+
+    @app.post(ChatRequest.PATH)
+    async def chat(request: HttpRequest) -> Response:
+        return await service.answer(request, ChatRequest)
+
+    @app.post(CompletionRequest.PATH)
+    async def complete(request: HttpRequest) -> Response:
+        return await service.answer(request, CompletionRequest)
+
+    def about() -> Json:
+        config = service.decoder.base
+        return {
+            "id": service.name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "pipedraft",
+            "max_model_len": service.engine.target.max_positions,
+            "schedule": config.schedule.name,
+            "num_stages": service.engine.target.num_stages,
+        }
+
+    @app.get("/v1/models")
+    async def models(request: HttpRequest) -> Response:
+        service.client_of(request)
+        return JsonResponse({"object": "list", "data": [about()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: HttpRequest, name: str) -> Response:
+        service.client_of(request)
+        if name != service.name:
+            said = f"model: {name[:128]!r} is not here; this is {service.name!r}"
+            raise RequestError(said, status=404, param="model", code="model_not_found")
+        return JsonResponse(about())
+
+    @app.get("/health")
+    async def health() -> Response:
+        states = {"draining": service.is_draining, "failed": service.decoder.failure is not None}
+        bad = [name for name, holds in states.items() if holds]
+        return JsonResponse({"status": bad[-1] if bad else "ok"}, 503 if bad else 200)
+
+    @app.get("/metrics")
+    async def metrics(request: HttpRequest) -> Response:
+        service.client_of(request)
+        return Response(service.metrics.page(service.decoder), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/")
+    async def page() -> Response:
+        return Response(PAGE, media_type="text/html", headers=PAGE_HEADERS)
+
+    return app

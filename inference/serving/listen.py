@@ -1,0 +1,123 @@
+"""From an engine to a listening server, and to its end by signals."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from pipedraft.errors import Failure
+from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.serving.app import Service, make_app
+from pipedraft.inference.serving.decoder import Decoder
+
+if TYPE_CHECKING:
+    from pipedraft.inference.engine import Engine
+    from pipedraft.inference.serving.__main__ import HttpOptions, ServeOptions
+
+LEAVE_S = 2
+"""For answers to leave once nothing is decoded any more."""
+
+
+def open_socket(options: "HttpOptions") -> socket.socket:
+    """Before anything is loaded, so that bad values are refused at once.
+
+    Raises:
+        ValueError: the port cannot be had, or the certificate cannot be used.
+    """
+    if options.tls_cert is not None and options.tls_key is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(options.tls_cert, options.tls_key, password=lambda: "")
+        except OSError as error:
+            raise ValueError(
+                f"--tls-cert: {str(options.tls_cert)!r} cannot be used with --tls-key ({error}); "
+                "give PEM files of a certificate and its key"
+            ) from error
+    address = (options.host, options.port)
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server(address, family=family, backlog=128)
+    except OSError as error:
+        raise ValueError(
+            f"--port: {options.host}:{options.port} cannot be listened on ({error.strerror}); give "
+            "another --host or --port, or 0 for any free port"
+        ) from error
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to ``serve``."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_server(service: Service, **options: object) -> HttpServer:
+    """``options``: more of uvicorn's."""
+    config = uvicorn.Config(
+        make_app(service),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=service.limits.connections,
+        timeout_graceful_shutdown=LEAVE_S,
+        **options,  # type: ignore[arg-type]
+    )
+    return HttpServer(config)
+
+
+def run(
+    engine: "Engine", options: "ServeOptions", keys: Sequence[str], listener: socket.socket
+) -> None:
+    decoder = Decoder(engine)
+    service = Service(decoder, name=options.name, limits=options.limits(), keys=keys)
+    files = {}
+    if options.tls_cert is not None:
+        files = {"ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}
+    server = http_server(service, **files)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    print(
+        f"serving {options.name} on {'https' if files else 'http'}://{host}:"
+        f"{listener.getsockname()[1]} ({service.describe()})",
+        flush=True,
+    )
+    asyncio.run(serve(server, service, listener))
+    print(f"ended: {service.num_answered} requests answered", flush=True)
+    if decoder.failure is not None:
+        raise Failure(f"the pipeline has failed: {decoder.failure}")
+
+
+async def serve(server: HttpServer, service: Service, listener: socket.socket) -> None:
+    """Until a signal, or until the pipeline has failed; a second signal does not wait."""
+    loop, ended, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def end() -> None:
+        (hurry if ended.is_set() else ended).set()
+
+    def end_from_elsewhere() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(end)
+
+    service.end = service.decoder.on_failure = end_from_elsewhere
+    is_alone = isinstance(service.engine.pipeline, LocalPipeline)  # else ranks end by signals
+    if is_alone and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, end)
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    waiting = asyncio.create_task(ended.wait())
+    await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    await service.drain(hurry)
+    server.should_exit = True
+    await running
+    service.decoder.close()

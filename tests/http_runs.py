@@ -1,0 +1,154 @@
+"""The HTTP server on 127.0.0.1, with clients, for tests: everything ends with the ``with``."""
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from conftest import byte_tokenizer, tiny_llama
+from openai import OpenAI
+
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.serving import HttpLimits
+from pipedraft.inference.serving.app import Service
+from pipedraft.inference.serving.decoder import Decoder
+from pipedraft.inference.serving.listen import http_server, serve
+from pipedraft.models.language_model import LanguageModelDraft
+
+WAIT_S = 120
+"""For anything to happen; the machine may be busy."""
+VOCABULARY = 94
+"""Printable ASCII, a token each."""
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
+PROMPT = "Hello"
+LENGTH = 24
+
+
+def make_engine() -> Engine:
+    """With a draft that is often right; two of these share nothing."""
+    target, noisy = (tiny_llama(layers=4, vocab=VOCABULARY) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    for weight in noisy.parameters():
+        weight.add_(torch.randn(weight.shape, generator=generator) * 0.01)
+    config = DecodeConfig.of("pipedec", num_stages=2, tree_width=2, temperature=1.0)
+    draft = LanguageModelDraft(noisy, noisy)
+    return Engine(target, byte_tokenizer(TEMPLATE), config, draft)
+
+
+def alone(engine: Engine, prompt: str, **settings: Any) -> DecodeResult:
+    """What ``Engine.decode`` makes of a prompt by itself."""
+    base = engine.config
+    engine.config = replace(base, **{"max_new_tokens": LENGTH, **settings})
+    try:
+        return engine.decode(engine.tokenizer(prompt).input_ids)
+    finally:
+        engine.config = base
+
+
+@dataclass
+class Held:
+    """The pipeline stands still before each step, until it is let go on."""
+
+    go: threading.Event
+    arrived: threading.Event
+
+    def release(self) -> None:
+        self.go.set()
+
+
+@dataclass
+class Place:
+    """A server that listens."""
+
+    service: Service
+    port: int
+    thread: threading.Thread
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
+
+    def hold(self) -> Held:
+        held = Held(threading.Event(), threading.Event())
+        pipeline = self.service.engine.pipeline
+        tick = pipeline.tick
+
+        def waiting_tick(ahead: Any = None) -> Any:
+            held.arrived.set()
+            assert held.go.wait(WAIT_S)
+            return tick(ahead)
+
+        pipeline.tick = waiting_tick  # type: ignore[method-assign]
+        return held
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> "Told":
+        """One request by a client without manners."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        try:
+            raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            kind = {} if raw is None else {"content-type": "application/json"}
+            sent = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, raw, kind | sent)
+            answer = connection.getresponse()
+            return Told(answer.status, dict(answer.getheaders()), answer.read())
+        finally:
+            connection.close()
+
+    def chat(self, **fields: Any) -> "Told":
+        body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": LENGTH, **fields}
+        return self.ask("POST", "/v1/chat/completions", body)
+
+
+@dataclass
+class Told:
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < until_s, "it never came"
+        time.sleep(0.005)
+
+
+@contextmanager
+def serving(engine: Engine, *, keys: tuple[str, ...] = (), **limits: Any) -> Iterator[Place]:
+    service = Service(
+        Decoder(engine),
+        name="tiny",
+        limits=HttpLimits(**{"grace_s": 5.0, "request_s": WAIT_S, **limits}),
+        keys=keys,
+    )
+    server = http_server(service)
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(
+        target=lambda: asyncio.run(serve(server, service, listener)), daemon=True
+    )
+    thread.start()
+    place = Place(service, listener.getsockname()[1], thread)
+    wait_until(lambda: server.started)
+    try:
+        yield place
+    finally:
+        service.end()
+        service.end()  # does not wait
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "the server did not end"
