@@ -202,6 +202,8 @@ class Session:
         self.round_length = 0
         self.pending_forwards = 0
         taps = self.source.taps if self.source else ()
+        if observer is not None:
+            observer.start()
         token, features = self.pipeline.prefill(torch.tensor(prompt_ids), taps, self.verifier)
         if self.source is not None:
             self.source.begin(features, [*prompt_ids, token])

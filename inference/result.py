@@ -30,6 +30,9 @@ def stop_reason(
 class Observer:
     """Told of a sequence on its way, by the thread that decodes it."""
 
+    def start(self) -> None:
+        """Its prompt is computed next."""
+
     def token(self, token: int, is_drafted: bool) -> bool:
         """A token is certain.
 

@@ -11,16 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from conftest import byte_tokenizer, tiny_llama
 from openai import OpenAI
 
+from pipedraft.inference import batch
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.local import step_together
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.app import Service
-from pipedraft.inference.serving.decoder import Decoder
+from pipedraft.inference.serving.decoder import SharedDecoder, TurnDecoder
 from pipedraft.inference.serving.listen import http_server, serve
 from pipedraft.models.language_model import LanguageModelDraft
 
@@ -80,18 +83,22 @@ class Place:
     def client(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
 
-    def hold(self) -> Held:
+    @contextmanager
+    def held(self) -> Iterator[Held]:
+        """No step is made until ``release``, or the end."""
         held = Held(threading.Event(), threading.Event())
-        pipeline = self.service.engine.pipeline
-        tick = pipeline.tick
 
-        def waiting_tick(ahead: Any = None) -> Any:
+        def waiting_step(pipelines: Any) -> None:
             held.arrived.set()
             assert held.go.wait(WAIT_S)
-            return tick(ahead)
+            step_together(pipelines)
 
-        pipeline.tick = waiting_tick  # type: ignore[method-assign]
-        return held
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch, "step_together", waiting_step)
+            try:
+                yield held
+            finally:
+                held.release()
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> "Told":
         """One request by a client without manners."""
@@ -130,13 +137,13 @@ def wait_until(is_so: Callable[[], object]) -> None:
 
 
 @contextmanager
-def serving(engine: Engine, *, keys: tuple[str, ...] = (), **limits: Any) -> Iterator[Place]:
-    service = Service(
-        Decoder(engine),
-        name="tiny",
-        limits=HttpLimits(**{"grace_s": 5.0, "request_s": WAIT_S, **limits}),
-        keys=keys,
-    )
+def serving(
+    engine: Engine, *, keys: tuple[str, ...] = (), in_turn: bool = False, **options: Any
+) -> Iterator[Place]:
+    """``in_turn``: as on ranks."""
+    limits = HttpLimits(**{"grace_s": 5.0, "request_s": WAIT_S, **options})
+    decoder = TurnDecoder(engine) if in_turn else SharedDecoder(engine, limits)
+    service = Service(decoder, name="tiny", limits=limits, keys=keys)
     server = http_server(service)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(

@@ -1,6 +1,7 @@
 """`pipedraft serve`: OpenAI's own client, clients without manners, and what the server says."""
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -15,6 +16,7 @@ from command_processes import Process
 from http_runs import LENGTH, PROMPT, WAIT_S, Place, alone, make_engine, serving, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.serving.requests import ChatRequest, CompletionRequest, parse
 
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -367,8 +369,8 @@ def in_background(work) -> tuple[threading.Thread, list]:
 
 
 def test_a_full_queue_says_when_to_come_again():
-    with serving(make_engine(), waiting=1) as place:
-        held, decoder = place.hold(), place.service.decoder
+    with serving(make_engine(), sequences=1, waiting=1) as place, place.held() as held:
+        decoder = place.service.decoder
         waiting = [in_background(place.chat)]
         wait_until(held.arrived.is_set)
         waiting.append(in_background(place.chat))
@@ -381,6 +383,29 @@ def test_a_full_queue_says_when_to_come_again():
             thread.join(WAIT_S)
             assert found[0].status == 200
         assert place.chat().status == 200
+
+
+def test_many_at_once_each_get_what_they_would_alone(place, reference):
+    asked = [SAMPLINGS[index % 3] | {"seed": index, "max_tokens": 6 + index} for index in range(12)]
+    work = [in_background(lambda fields=fields: place.chat(**fields)) for fields in asked]
+    for (thread, found), fields in zip(work, asked, strict=True):
+        thread.join(WAIT_S)
+        length = fields.pop("max_tokens")
+        expected = alone(reference, AS_PROMPT, max_new_tokens=length, **fields)
+        assert found[0].json["choices"][0]["message"]["content"] == expected.text
+        figures = found[0].json["metrics"]["speculative_decoding"]
+        assert figures["num_accepted_draft_tokens"] == expected.num_accepted
+
+
+def test_in_turn_as_on_ranks_outputs_are_the_same_and_those_who_left_are_skipped(reference):
+    expected = alone(reference, AS_PROMPT, seed=5).text
+    with serving(make_engine(), in_turn=True) as place:
+        told = place.chat(seed=5, n=2)
+        assert told.json["choices"][0]["message"]["content"] == expected
+        place.chat(stream=True, stop=expected[3])
+        with contextlib.closing(open_request(place, n=8)):
+            wait_until(lambda: place.service.decoder.num_waiting > 0)
+        assert place.chat(seed=5).json["choices"][0]["message"]["content"] == expected
 
 
 def open_request(place: Place, **fields) -> socket.socket:
@@ -397,8 +422,8 @@ def open_request(place: Place, **fields) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reader_that_leaves_ends_its_sequence_alone(stream):
-    with serving(make_engine()) as place:
-        held, service = place.hold(), place.service
+    with serving(make_engine(), sequences=1) as place, place.held() as held:
+        service = place.service
         running = open_request(place, stream=stream)
         wait_until(held.arrived.is_set)
         waiting = open_request(place, stream=stream)
@@ -415,41 +440,54 @@ def test_a_reader_that_leaves_ends_its_sequence_alone(stream):
         page = place.ask("GET", "/metrics").content.decode()
         ended = 'pipedraft:request_success_total{finished_reason="%s",model_name="tiny"} %s'
         assert ended % ("abort", "2.0") in page and ended % ("length", "1.0") in page
-        # The one on its way ended at its next token.
-        assert f'pipedraft:generation_tokens_total{{model_name="tiny"}} {LENGTH + 2}.0' in page
+        assert f'pipedraft:generation_tokens_total{{model_name="tiny"}} {LENGTH}.0' in page
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_takes_too_long_is_ended(stream):
     with serving(make_engine(), request_s=0.3) as place:
-        held = place.hold()
-        told = place.chat(stream=stream)
-        if stream:
-            assert told.status == 200 and b'"code":"timeout"' in told.content
-        else:
-            assert told.status == 504 and told.json["error"]["code"] == "timeout"
-            assert told.headers["x-should-retry"] == "false"
-        wait_until(lambda: place.service.num_open == 0)
-        held.release()
+        with place.held():
+            told = place.chat(stream=stream)
+            if stream:
+                assert told.status == 200 and b'"code":"timeout"' in told.content
+            else:
+                assert told.status == 504 and told.json["error"]["code"] == "timeout"
+                assert told.headers["x-should-retry"] == "false"
+            wait_until(lambda: place.service.num_open == 0)
         wait_until(lambda: place.service.decoder.num_running == 0)
 
 
 def test_a_sequence_that_fails_takes_no_other_with_it(monkeypatch):
-    with serving(make_engine()) as place:
-        decode, engine = place.service.engine.decode, place.service.engine
-        monkeypatch.setattr(engine, "decode", lambda *_, **__: 1 / 0)
-        told = place.chat()
-        assert told.status == 500 and told.json["error"]["type"] == "server_error"
-        assert b"division" not in told.content
-        assert b'"server_error"' in place.chat(stream=True).content
-        monkeypatch.setattr(engine, "decode", decode)
-        assert place.chat().status == 200
+    decode = Engine.decode
+
+    def failing(self, prompt_ids, **options):
+        if len(prompt_ids) == 1:
+            raise ZeroDivisionError("a defect")
+        return decode(self, prompt_ids, **options)
+
+    monkeypatch.setattr(Engine, "decode", failing)
+    with serving(make_engine()) as place, place.held() as held:
+        other = in_background(place.chat)
+        wait_until(held.arrived.is_set)
+        bad = {"prompt": "x", "max_tokens": 4}
+        told = [in_background(lambda: place.ask("POST", "/v1/completions", bad)) for _ in range(2)]
+        streamed = in_background(
+            lambda: place.ask("POST", "/v1/completions", bad | {"stream": True})
+        )
+        wait_until(lambda: place.service.num_open == 4)
+        held.release()
+        for thread, found in (*told, streamed, other):
+            thread.join(WAIT_S)
+            assert b"defect" not in found[0].content
+        assert {found[0].status for _, found in told} == {500}
+        assert told[0][1][0].json["error"]["type"] == "server_error"
+        assert b'"server_error"' in streamed[1][0].content
+        assert other[1][0].status == 200 == place.chat().status
 
 
 @pytest.mark.parametrize("hurries", [False, True])
 def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(hurries):
-    with serving(make_engine(), grace_s=WAIT_S) as place:
-        held = place.hold()
+    with serving(make_engine(), grace_s=WAIT_S) as place, place.held() as held:
         thread, found = in_background(place.chat)
         wait_until(held.arrived.is_set)
         place.service.end()
@@ -459,7 +497,7 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(hurries):
         assert place.ask("GET", "/health").status == 503
         if hurries:
             place.service.end()
-            wait_until(lambda: place.service.num_open == 0 or found or held.release())
+            wait_until(lambda: place.service.is_ending)
         held.release()
         thread.join(WAIT_S)
         place.thread.join(WAIT_S)

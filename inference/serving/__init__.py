@@ -7,6 +7,10 @@ from dataclasses import dataclass
 class HttpLimits:
     """What the server allows its clients."""
 
+    sequences: int = 16
+    """Decoded at once."""
+    cache_bytes: int = 4 * 2**30
+    """Keys and values of all of these at their longest."""
     waiting: int = 64
     """Sequences in the queue; further requests are told when to come again."""
     client_sequences: int = 32
@@ -27,5 +31,5 @@ class HttpLimits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 < value <= 2**31:
-                raise ValueError(f"{name}: {value}; give a number above 0 and up to {2**31}")
+            if not 0 < value <= 2.0**62:
+                raise ValueError(f"{name}: {value}; give a number above 0 and up to {2.0**62:g}")

@@ -49,6 +49,10 @@ class HttpOptions(ListenOptions):
 class LimitOptions(Options):
     """limits"""
 
+    max_sequences: int = option(LIMITS.sequences, metavar="N", least=1)
+    """decoded at once, in one process and without --beside; else one is"""
+    max_cache_mb: int = option(LIMITS.cache_bytes // 2**20, metavar="N", least=1)
+    """keys and values of all of these at their longest, in MiB"""
     max_waiting: int = option(LIMITS.waiting, metavar="N", least=1)
     """sequences in the queue; further requests get status 429"""
     max_client_sequences: int = option(LIMITS.client_sequences, metavar="N", least=1)
@@ -68,6 +72,8 @@ class LimitOptions(Options):
 
     def limits(self) -> HttpLimits:
         return HttpLimits(
+            sequences=self.max_sequences,
+            cache_bytes=self.max_cache_mb * 2**20,
             waiting=self.max_waiting,
             client_sequences=self.max_client_sequences,
             choices=self.max_choices,

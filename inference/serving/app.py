@@ -80,7 +80,7 @@ class Service:
         self.engine = decoder.engine
         self.metrics = Metrics(name)
         self.created = int(time.time())
-        self.is_draining = False
+        self.is_draining = self.is_ending = False
         self.num_open = 0
         """Requests that are answered now."""
         self.num_answered = 0
@@ -254,9 +254,8 @@ class Service:
         self._of_client[client] += count
         self._open.update(choices)
         self.num_open += 1
-        for choice in choices:
-            decoder.submit(choice)
         try:
+            self._submit(choices)
             yield
         finally:
             for choice in choices:
@@ -267,6 +266,15 @@ class Service:
             self._open.difference_update(choices)
             self._of_client[client] -= count
             self._of_client += Counter()  # forgets clients without one
+
+    def _submit(self, choices: list[Choice]) -> None:
+        try:
+            for choice in choices:
+                self.decoder.submit(choice)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        except RuntimeError as error:
+            raise RequestError("the pipeline has failed", status=503, headers=NOT_AGAIN) from error
 
     def _busy(self, said: str) -> RequestError:
         retry_s = min(max(math.ceil(self.decoder.wait_s), 1), MAX_RETRY_S)
@@ -315,6 +323,7 @@ class Service:
         while self.num_open and not hurry.is_set() and time.monotonic() < until_s:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(hurry.wait(), 0.05)
+        self.is_ending = True
         for choice in list(self._open):
             self.decoder.cancel(choice)
 

@@ -43,12 +43,14 @@ class Choice(Observer):
     """Called by the thread that decodes."""
     text: str = ""
     result: DecodeResult | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     is_cancelled: bool = False
     """Ends at the next token; set from any thread."""
     is_stopped: bool = False
     """By a stop string."""
     has_ended: bool = False
+    handle: Any = None
+    """The decoder's."""
     _shown: int = 0
     """Characters of ``text`` that were told."""
     _steps: list[Sequence[int]] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Choice(Observer):
 
     def start(self) -> None:
         self.started_s = self.step_s = time.monotonic()
-        self.metrics.queued(self.started_s - self.submitted_s)
+        self.metrics.started(len(self.prompt_ids), self.started_s - self.submitted_s)
 
     def step(self, rows: Sequence[int]) -> None:
         now_s = time.monotonic()
@@ -74,9 +76,9 @@ class Choice(Observer):
         now_s = time.monotonic()
         if math.isnan(self.first_s):
             self.first_s = self.step_s = now_s
-            self.metrics.began(now_s - self.submitted_s)
+            self.metrics.first_token(now_s - self.submitted_s)
         else:
-            self.metrics.continued(now_s - self.last_s)
+            self.metrics.next_token(now_s - self.last_s)
         self.last_s = now_s
         self.text += self.stream.add(token)
         self._cut()
@@ -84,7 +86,7 @@ class Choice(Observer):
         self._tell(shown, is_drafted=is_drafted)
         return self.is_stopped or self.is_cancelled
 
-    def end(self, result: DecodeResult | None, error: Exception | None = None) -> None:
+    def end(self, result: DecodeResult | None, error: BaseException | None = None) -> None:
         """Nothing follows; without a result it was cancelled before its time, or has failed."""
         self.result, self.error = result, error
         if result is not None and not self.is_stopped:

@@ -1,105 +1,165 @@
-"""Decodes the sequences of all clients, one after the other, in a thread of its own."""
+"""What decodes the sequences of all clients: the narrow seam between requests and the engine."""
 
-import threading
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from logging import getLogger
 
-import torch
-
+from pipedraft.inference.batch import BatchEngine, Limits
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.choice import Choice
+from pipedraft.models.target import StagedTarget
 
 log = getLogger(__name__)
 USUAL_S = 1.0
 """Time of a sequence before one has been decoded."""
 
 
-class Decoder:
-    """The seam to the engine: a choice goes in by ``submit`` and is told of tokens and its end."""
+class Decoder(ABC):
+    """A choice goes in by ``submit`` and is told of its tokens and its end, by other threads."""
 
-    capacity = 1
-    """Sequences on their way at once."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.base = engine, engine.config
-        self.failure: BaseException | None = None
-        """Why nothing is decoded any more; in one process only the sequence of a fault ends."""
+    def __init__(self, engine: Engine, capacity: int) -> None:
+        """``capacity``: sequences on their way at once."""
+        self.engine, self.capacity = engine, capacity
+        self.base = engine.config
+        self.failure: Exception | None = None
+        """Why nothing is decoded any more."""
         self.on_failure: Callable[[], object] = lambda: None
-        """Called when nothing is decoded any more."""
         self._usual_s = USUAL_S
-        self._waiting: deque[Choice] = deque()
-        self._running: Choice | None = None
-        self._changed = threading.Condition()
-        self._is_closed = False
-        # A new thread has its own number of threads to compute with.
-        self._num_threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._work, name="decoder", daemon=True)
-        self._thread.start()
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    @abstractmethod
+    def num_waiting(self) -> int: ...
 
     @property
-    def num_running(self) -> int:
-        return int(self._running is not None)
+    @abstractmethod
+    def num_running(self) -> int: ...
 
     @property
     def wait_s(self) -> float:
         """Until a sequence that came now would begin, by what others took."""
-        return self._usual_s * (self.num_waiting + self.num_running) / self.capacity
+        return self._usual_s * (self.num_waiting + 1) / self.capacity
 
     def submit(self, choice: Choice) -> None:
-        with self._changed:
-            self._waiting.append(choice)
-            self._changed.notify()
+        """
+        Raises:
+            ValueError: what the engine does not decode.
+            RuntimeError: nothing is decoded any more.
+        """
+        self._begin(choice).add_done_callback(partial(self._end, choice))
 
     def cancel(self, choice: Choice) -> None:
-        """End it at its next token, or before it begins."""
+        """End it where it is, or before it begins."""
         choice.is_cancelled = True
-        with self._changed:
-            was_waiting = choice in self._waiting
-            if was_waiting:
-                self._waiting.remove(choice)
-        if was_waiting:
+        self._cancel(choice)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything."""
+
+    @abstractmethod
+    def _begin(self, choice: Choice) -> "Future[DecodeResult]": ...
+
+    @abstractmethod
+    def _cancel(self, choice: Choice) -> None: ...
+
+    def _end(self, choice: Choice, future: "Future[DecodeResult]") -> None:
+        error = CancelledError() if future.cancelled() else future.exception()
+        if error is None:
+            result = future.result()
+            self._usual_s += 0.2 * (choice.last_s - choice.started_s - self._usual_s)
+            choice.end(result)
+        elif isinstance(error, CancelledError):
             choice.end(None)
+        else:
+            log.error("a sequence ended", exc_info=error)
+            choice.end(None, error)
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """End everything; what is on its way at its next token."""
-        with self._changed:
-            self._is_closed = True
-            left = [*self._waiting, *filter(None, [self._running])]
-            self._changed.notify()
-        for choice in left:
-            self.cancel(choice)
-        self._thread.join(timeout_s)
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self.on_failure()
 
-    def _work(self) -> None:
-        torch.set_num_threads(self._num_threads)
-        while True:
-            with self._changed:
-                while not (self._waiting or self._is_closed):
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                choice = self._running = self._waiting.popleft()
-            self._decode(choice)
 
-    def _decode(self, choice: Choice) -> None:
-        choice.start()
-        result, failure = None, self.failure
+class SharedDecoder(Decoder):
+    """Sequences share the pipeline's steps; one that fails ends alone."""
+
+    def __init__(self, engine: Engine, limits: HttpLimits) -> None:
+        super().__init__(engine, limits.sequences)
+        shared = Limits(
+            sequences=limits.sequences,
+            kv_bytes=limits.cache_bytes,
+            waiting=limits.waiting + limits.sequences,
+        )
+        assert isinstance(engine.target, StagedTarget)
+        target = engine.target.model
+        self.batch = BatchEngine(
+            target, engine.tokenizer, engine.config, engine.draft, limits=shared
+        )
+        self._running = self.batch.running()
+        self._running.__enter__()
+
+    @property
+    def num_waiting(self) -> int:
+        return self.batch.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self.batch.num_live
+
+    def close(self) -> None:
+        self._running.__exit__(None, None, None)
+
+    def _begin(self, choice: Choice) -> "Future[DecodeResult]":
         try:
-            if failure is None:
-                self.engine.config = choice.config
-                result = self.engine.decode(choice.prompt_ids, observer=choice)
+            choice.handle = self.batch.submit(choice.prompt_ids, choice.config, observer=choice)
+        except RuntimeError as error:
+            self._fail(error)
+            raise
+        return choice.handle.future
+
+    def _cancel(self, choice: Choice) -> None:
+        if choice.handle is not None:
+            self.batch.cancel(choice.handle)
+
+
+class TurnDecoder(Decoder):
+    """One sequence after the other, for a pipeline of several processes."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, 1)
+        self._pool = ThreadPoolExecutor(1)
+        self._open: set[Future[DecodeResult]] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._open) - self.num_running
+
+    @property
+    def num_running(self) -> int:
+        return sum(future.running() for future in list(self._open))
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _begin(self, choice: Choice) -> "Future[DecodeResult]":
+        choice.handle = future = self._pool.submit(self._decode, choice)
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+    def _cancel(self, choice: Choice) -> None:
+        if choice.handle is not None:
+            choice.handle.cancel()  # where it has not begun; else it ends at its next token
+
+    def _decode(self, choice: Choice) -> DecodeResult:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            self.engine.config = choice.config
+            return self.engine.decode(choice.prompt_ids, observer=choice)
         except Exception as error:
-            log.exception("a sequence ended")
-            failure = error
-            if not isinstance(self.engine.pipeline, LocalPipeline):
-                self.failure = error
-                self.on_failure()
-        self._running = None
-        choice.end(result, failure if isinstance(failure, Exception) else None)
-        self._usual_s += 0.2 * (choice.last_s - choice.started_s - self._usual_s) if result else 0.0
+            self._fail(error)  # the ranks may stand anywhere
+            raise

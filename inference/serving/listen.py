@@ -14,7 +14,7 @@ import uvicorn
 from pipedraft.errors import Failure
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.serving.app import Service, make_app
-from pipedraft.inference.serving.decoder import Decoder
+from pipedraft.inference.serving.decoder import SharedDecoder, TurnDecoder
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine
@@ -79,8 +79,10 @@ def http_server(service: Service, **options: object) -> HttpServer:
 def run(
     engine: "Engine", options: "ServeOptions", keys: Sequence[str], listener: socket.socket
 ) -> None:
-    decoder = Decoder(engine)
-    service = Service(decoder, name=options.name, limits=options.limits(), keys=keys)
+    is_shared = isinstance(engine.pipeline, LocalPipeline) and options.beside is None
+    limits = options.limits()
+    decoder = SharedDecoder(engine, limits) if is_shared else TurnDecoder(engine)
+    service = Service(decoder, name=options.name, limits=limits, keys=keys)
     files = {}
     if options.tls_cert is not None:
         files = {"ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}

@@ -73,16 +73,20 @@ class Metrics:
         made = kind(f"pipedraft:{name}", text, ["model_name"], registry=self._registry, **options)
         return made.labels(self._model)
 
-    def queued(self, seconds: float) -> None:
-        self._queue.observe(seconds)
+    def started(self, num_prompt_tokens: int, queue_s: float) -> None:
+        self._prompt.inc(num_prompt_tokens)
+        self._queue.observe(queue_s)
 
     def stepped(self, seconds: float) -> None:
+        self._steps.inc()
         self._step.observe(seconds)
 
-    def began(self, seconds: float) -> None:
+    def first_token(self, seconds: float) -> None:
+        self._tokens.inc()
         self._first.observe(seconds)
 
-    def continued(self, seconds: float) -> None:
+    def next_token(self, seconds: float) -> None:
+        self._tokens.inc()
         self._between.observe(seconds)
 
     def refused(self, status: int) -> None:
@@ -93,12 +97,9 @@ class Metrics:
         result = choice.result
         if result is None:
             return
-        self._prompt.inc(len(result.prompt_ids))
-        self._tokens.inc(len(result.token_ids))
         self._rounds.inc(len(result.round_lengths))
         self._tested.inc(result.num_tested)
         self._accepted.inc(result.num_accepted)
-        self._steps.inc(result.num_steps)
         self._whole.observe(choice.last_s - choice.submitted_s)
         if result.num_tokens:
             self._mean_between.observe((choice.last_s - choice.first_s) / result.num_tokens)

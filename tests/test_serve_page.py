@@ -1,0 +1,98 @@
+"""The page of `pipedraft serve` in a headless browser."""
+
+import json
+
+import pytest
+from browser_runs import BROWSER, Browser, browsing
+from http_runs import alone, make_engine, serving
+
+pytestmark = [
+    pytest.mark.all,
+    pytest.mark.skipif(BROWSER is None, reason="no browser that could be asked"),
+]
+HOSTILE = "<img/src=x/onerror=window.hacked=1><script>window.hacked=1</script>"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with browsing(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def place():
+    with serving(make_engine()) as made:
+        yield made
+
+
+def ask(browser: Browser, text: str) -> None:
+    browser.type(text)
+    browser.wait_until("document.getElementById('send').textContent === 'Send' && !waiting.length")
+
+
+def texts(browser: Browser, selector: str) -> list[str]:
+    return browser.evaluate(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map(part => part.textContent)"
+    )
+
+
+def test_a_typed_message_streams_an_answer_colored_by_who_made_it(browser, place):
+    browser.open(f"{place.url}/", width=1000, height=700)
+    browser.wait_until("document.getElementById('about').textContent")
+    assert texts(browser, "#about") == ["tiny · pipedec · 2 stages"]
+    browser.evaluate("document.getElementById('most').value = 24")
+    ask(browser, "Hello")
+    expected = alone(make_engine(), "user:Hello;", temperature=0.0)
+    assert texts(browser, ".turn.user") == ["Hello"]
+    assert texts(browser, ".turn.assistant") == [expected.text]
+    assert len(texts(browser, ".assistant .draft")) == expected.num_accepted > 0
+    assert len(texts(browser, ".assistant .target")) == 24 - expected.num_accepted > 0
+    assert texts(browser, "#length") == [f"{expected.equivalent_acceptance_length:.2f}"]
+    assert texts(browser, "#count") == [str(expected.num_steps)]
+    assert len(texts(browser, "#steps ol")) == expected.num_steps
+    assert len(texts(browser, "#steps ol:first-child li")) == 2
+    colors = "getComputedStyle(document.querySelector('.assistant .{}')).backgroundColor"
+    assert len({browser.evaluate(colors.format(kind)) for kind in ("draft", "target")}) == 2
+
+
+def test_hostile_text_stays_text_and_an_error_is_said(browser, place):
+    browser.open(f"{place.url}/", width=1000, height=700)
+    ask(browser, HOSTILE)
+    assert texts(browser, ".turn.user") == [HOSTILE]
+    assert browser.evaluate("document.images.length + document.scripts.length") == 1
+    assert browser.evaluate("window.hacked") is None
+    ask(browser, "two words")  # no token of this vocabulary
+    assert len(texts(browser, "[role=alert]")) == 1
+    assert "is no token" in texts(browser, "[role=alert]")[0]
+    ask(browser, "again")
+    assert len(texts(browser, ".turn.assistant:not(.error)")) == 2
+
+
+def test_an_answer_can_be_stopped(browser, place):
+    browser.open(f"{place.url}/", width=1000, height=700)
+    with place.held() as held:
+        browser.type("Hello")
+        browser.wait_until("document.getElementById('send').textContent === 'Stop'")
+        assert held.arrived.wait(60)
+        browser.evaluate("document.getElementById('send').click()")
+        browser.wait_until("document.getElementById('send').textContent === 'Send'")
+    assert texts(browser, "[role=alert]") == ["stopped"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone_nothing_sticks_out(browser, place, scheme):
+    browser.open(f"{place.url}/", width=360, height=640, scheme=scheme)
+    ask(browser, "x" * 200)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 360
+    assert browser.evaluate("document.getElementById('send').getBoundingClientRect().right") <= 360
+    assert browser.evaluate("document.querySelector('form').getBoundingClientRect().bottom") <= 640
+    light = browser.evaluate("getComputedStyle(document.body).color") == "rgb(27, 31, 39)"
+    assert light == (scheme == "light")
+
+
+def test_the_policy_stops_nothing_of_the_page_itself(browser, place):
+    browser.events.clear()
+    browser.open(f"{place.url}/", width=1000, height=700)
+    ask(browser, "Hello")
+    kinds = ("Log.entryAdded", "Runtime.exceptionThrown")
+    assert [event for event in browser.events if event["method"] in kinds] == []
