@@ -139,6 +139,9 @@ class EvaluationOptions(ScoreOptions, BackendOptions, FilterOptions, ScheduleOpt
     dtype: Dtype = "float32"
     """of target and draft; float32, for which greedy output is exact; auto: on a GPU as the target
     is stored"""
+    bitwise: bool = False
+    """the target computes each row as plain decoding would, to the last bit, and outputs are
+    compared with plain decoding's instead of those of transformers; slower"""
     no_lossless: bool = False
     """leave out the comparison of greedy outputs with transformers, and the acceptance by entropy:
     what takes the whole target once more"""

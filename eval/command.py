@@ -97,7 +97,7 @@ def _spec(
         title="Evaluation",
         target=target,
         rows=rows,
-        run={"verifier": options.verifier} | options.filters,
+        run={"verifier": options.verifier, "bitwise": options.bitwise} | options.filters,
         drafts={name: place for name, (place, _) in drafts.items()},
         benchmarks=list(options.benchmarks),
         data_dir=options.data_dir,

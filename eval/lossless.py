@@ -140,15 +140,11 @@ class LosslessCheck:
         return LosslessRecord(**(vars(self) | {"margins": margins, "ties": ties}))
 
 
-def check_sampled(
-    turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]", dtype: torch.dtype
-) -> LosslessCheck | None:
-    """Compare sampled outputs with plain decoding's, drawn with the same noise.
+def check_equal(turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]") -> LosslessCheck:
+    """Compare outputs with plain decoding's, drawn with the same noise.
 
-    None in half precision: rounding may turn a draw, and nothing would say that it did.
+    Not in half precision without --bitwise: rounding may turn a draw, and nothing would say so.
     """
-    if dtype != torch.float32:
-        return None
     expected = {(turn.conversation, turn.turn): turn.result.token_ids for turn in plain}
     outputs = {(turn.conversation, turn.turn): turn.result.token_ids for turn in turns}
     wrong = sum(tokens != expected[turn] for turn, tokens in outputs.items())

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipedraft.eval.lossless import (
     GreedyReference,
     LosslessCheck,
-    check_sampled,
+    check_equal,
     output_entropies,
 )
 from pipedraft.eval.metrics import (
@@ -403,21 +403,21 @@ class Evaluation:
         parts = {}
         for name, prompts in self.benchmarks.items():
             repeats, reports = zip(*(once[name] for once in passes), strict=True)
-            records = self._with_entropies(repeats[0], method, f"{_described(method)} {name}")
+            where = f"{_described(method)} {name}"
+            records = self._with_entropies(repeats[0], method, where)
             if self.scorer is not None:
                 records = self.scorer.score_records(
-                    records,
-                    description=f"{_described(method)} {name} scores",
-                    progress=self.progress,
+                    records, description=f"{where} scores", progress=self.progress
                 )
-            check = None
-            if self.reference is not None and config.temperature == 0:
+            check, is_greedy, has_reference = None, not config.temperature, bool(self.reference)
+            repeats_draws = config.bitwise or (has_reference and self.target.dtype.itemsize >= 4)
+            if has_reference and is_greedy and not (config.bitwise and name in plain):
                 reference = references.setdefault(
                     config.max_new_tokens, self._greedy_reference(config.max_new_tokens)
                 )
                 check = reference.check([record.result for record in records])
-            elif self.reference is not None and config.rule == "gumbel" and name in plain:
-                check = check_sampled(records, plain[name].records, self.target.dtype)
+            elif repeats_draws and (is_greedy or config.rule == "gumbel") and name in plain:
+                check = check_equal(records, plain[name].records)
             parts[name] = _Decoded(
                 repeats=[records, *repeats[1:]],
                 lossless=check,

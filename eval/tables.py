@@ -29,8 +29,9 @@ LEGEND = """\
   in this process (prefill excluded), the latter against the autoregressive row. The three
   measures are different things and must not be compared with each other.
 - **lossless** turns whose greedy output equals that of `transformers`, of turns checked; at T > 0,
-  by the rule gumbel, that of plain decoding with the same seed. It is exact for a target in
-  float32; in half precision near-ties may fall differently, and sampled outputs are not compared.
+  by the rule gumbel, and with --bitwise that of plain decoding with the same seed. It is exact for
+  a target in float32 and with --bitwise; in half precision without, near-ties may fall differently,
+  and sampled outputs are not compared.
 """
 SCORE_LEGEND = """\
 - **score** share of right answers with its 95 % Wilson interval: last number (GSM8K), or the

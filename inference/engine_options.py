@@ -138,10 +138,6 @@ def load_engine(
         boundaries=choice.boundaries,
         **settings,
     )
-    if config.bitwise and cluster is not None:
-        raise ValueError(
-            "--bitwise: true with --backend process, whose stages have no such passes; leave it out"
-        )
     tokenizer = load_tokenizer(choice.target, revision=choice.revision)
     device = place_of(options, cluster)
     dtype = resolve_dtype(options.dtype, device, choice.target, choice.revision)

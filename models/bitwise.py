@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ROWS = 16
 """Of every product."""
+PROMPT_ROWS = 512
+"""Of a chunk of the prompt, in every pipeline: whole chunks have one shape without padding."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """Without experts, whose products have as many rows as choose them, and recurrent layers."""
 

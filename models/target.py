@@ -355,7 +355,11 @@ class StagedTarget:
                 stage.cache.reserve(num_rows + stage_calls.MAX_ROWS, stage.device)
 
     def prefill(
-        self, input_ids: Tensor, taps: Collection[int] = (), *, chunk_rows: int = 512
+        self,
+        input_ids: Tensor,
+        taps: Collection[int] = (),
+        *,
+        chunk_rows: int = bitwise.PROMPT_ROWS,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Forget everything and commit a prompt.
 

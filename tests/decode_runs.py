@@ -15,6 +15,7 @@ from tiny_drafts import make_module
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.draws import probabilities
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import DraftSource, add_best
 from pipedraft.inference.sources.row_cache import RowCache
@@ -51,8 +52,9 @@ class PlainTokenizer:
         return " ".join(map(str, ids))
 
 
-def engine_for(target, *, draft=None, source=None, **options) -> Engine:
-    return Engine(target, PlainTokenizer(), DecodeConfig.of(**options), draft, source=source)
+def engine_for(target, *, draft=None, source=None, connect=LocalPipeline, **options) -> Engine:
+    config = DecodeConfig.of(**options)
+    return Engine(target, PlainTokenizer(), config, draft, source=source, connect=connect)
 
 
 # -- targets and drafts ---------------------------------------------------------------------

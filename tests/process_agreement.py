@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS HALF
 
-HALF (0 or 1): which half of the ways to decode with an EAGLE head.
+HALF: which half of the ways to decode with an EAGLE head, 0 or 1; bitwise: a few ways, in bfloat16.
 """
 
 import json
@@ -10,8 +10,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import torch
 from conftest import tiny_llama
-from decode_runs import PROMPTS, PlainTokenizer, friendly_module
+from decode_runs import PROMPTS, PlainTokenizer, friendly_module, plain_text
 from decode_runs import WAYS as EAGLE_WAYS
 from tiny_drafts import make_head
 
@@ -31,18 +32,21 @@ def main() -> None:
             cluster.serve()
             return
         name = str(folder / "t")
-        tiny_llama(layers=4, vocab=16).save_pretrained(name)
-        part = cluster.load_target(name, revision=None, num_stages=2)
-        print(json.dumps(compare(cluster, part, name)))
+        is_bitwise = sys.argv[3] == "bitwise"
+        sizes = {"hidden": 64, "vocab": 1000} if is_bitwise else {"vocab": 16}
+        tiny_llama(layers=4, **sizes).save_pretrained(name)
+        dtype = torch.bfloat16 if is_bitwise else torch.float32
+        part = cluster.load_target(name, revision=None, num_stages=2, dtype=dtype)
+        print(json.dumps(compare(cluster, part, name, is_bitwise)))
 
 
-def compare(cluster, part, name):
+def compare(cluster, part, name, is_bitwise):
     from pipedraft.models.target import load_target
 
-    whole = load_target(name)
-    head = make_head(whole)
+    whole = load_target(name, dtype=part.dtype)
+    head = make_head(whole).to(part.dtype)
     head.attach(whole)
-    module = friendly_module(whole, num_stages=2, num_layers=1)
+    module = friendly_module(whole, num_stages=2, num_layers=1).to(part.dtype)
     ways = [({"schedule": "autoregressive"}, None), ({"schedule": "spd"}, module)]
     ways += [({"schedule": "spd", "tree_width": 3, "temperature": 1.0, "top_p": 0.8}, module)]
     sampled = {"schedule": "spd", "temperature": 1.0}
@@ -54,10 +58,13 @@ def compare(cluster, part, name):
     eagle = {"schedule": "eagle", "temperature": 1.0}
     rules += [(eagle | {"tree": "chain:4", "verifier": "block"}, head)]
     rules += [(eagle | {"tree": "dynamic:3:3:8", "verifier": "recursive"}, head)]
-    ways += rules + [(way, head) for way in EAGLE_WAYS[int(sys.argv[3]) :: 2]]
+    if is_bitwise:
+        ways = ways[:2] + [(EAGLE_WAYS[0], head)]
+    else:
+        ways += rules + [(way, head) for way in EAGLE_WAYS[int(sys.argv[3]) :: 2]]
     different, compared = [], Counter()
     for way, draft in ways:
-        config = DecodeConfig.of(num_stages=2, max_new_tokens=NEW_TOKENS, **way)
+        config = DecodeConfig.of(num_stages=2, max_new_tokens=NEW_TOKENS, bitwise=is_bitwise, **way)
         engines = [
             Engine(whole, PlainTokenizer(), config, draft),
             Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect),
@@ -65,6 +72,9 @@ def compare(cluster, part, name):
         for prompt in PROMPTS[1::2]:
             compared[config.rule if "verifier" in way else "greedy"] += 1
             local, other = (engine.decode(prompt) for engine in engines)
+            if is_bitwise:
+                plain = plain_text(whole, prompt, max_new_tokens=NEW_TOKENS, bitwise=True)
+                assert local.token_ids == plain
             names = ("token_ids", "num_steps", "position_tests")
             if any(getattr(local, name) != getattr(other, name) for name in names):
                 different.append([str(way), prompt])

@@ -12,15 +12,20 @@ from decode_runs import (
     plain_text,
     way_name,
 )
+from inline_ranks import connect_inline
 from staged_targets import chain_segment, tiny
 from tiny_drafts import make_exit
 
+from pipedraft.inference.filters import Filters
+from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.verify import RULES, KeyedRandom
 from pipedraft.models import bitwise
 from pipedraft.models.stage_cache import Keep, Segment
 from pipedraft.models.target import StagedTarget
 
 TOKENS = 24
 PROMPT = PROMPTS[2]
+PLAIN = {"schedule": "autoregressive", "bitwise": True}
 SPD_WAYS = [{"schedule": "spd"}, {"schedule": "spd", "tree_width": 3}]
 
 
@@ -45,6 +50,27 @@ def test_text_in_bfloat16_is_that_of_plain_decoding(target, way, temperature):
     options = {"bitwise": True, "temperature": temperature, "verifier": "match", "seed": 3}
     expected = plain_text(target, PROMPT, max_new_tokens=TOKENS, **options)
     assert decode(target, PROMPT, expected, way, **options) == expected
+
+
+@pytest.mark.parametrize("way", [SPD_WAYS[1], WAYS[0]], ids=way_name)
+def test_processes_have_the_text_of_plain_decoding_in_one(target, way):
+    expected = plain_text(target, PROMPT, max_new_tokens=TOKENS, bitwise=True)
+    found = decode(target, PROMPT, expected, way, bitwise=True, connect=connect_inline)
+    assert found == expected
+
+
+def test_the_rows_of_a_prompt_have_the_same_bits_in_processes(target):
+    """Known-bad: as many chunks as stages, of other sizes than in one process."""
+    found = []
+    for connect in (LocalPipeline, connect_inline):
+        for is_on in (True, False):
+            options = {"num_stages": 4, "max_new_tokens": TOKENS, "bitwise": is_on}
+            engine = engine_for(target, schedule="autoregressive", connect=connect, **options)
+            engine.pipeline.open(engine.config, 0)
+            verifier = RULES["match"](0.0, KeyedRandom(0, 0), filters=Filters())
+            _, taps = engine.pipeline.prefill(torch.arange(200), (4,), verifier)
+            found.append(taps[4])
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[1], found[3])
 
 
 def test_without_it_some_texts_differ(target):
@@ -103,6 +129,8 @@ def forward(target: StagedTarget, segment: Segment) -> torch.Tensor:
 
 def test_a_target_without_one_shape_is_refused():
     for name in ("mixtral", "qwen3_5"):
-        with pytest.raises(ValueError, match=f"bitwise: targets of model_type '{name}"):
-            StagedTarget(tiny(name), 2).set_bitwise(True)
+        for connect in (LocalPipeline, connect_inline):
+            engine = engine_for(tiny(name), num_stages=2, connect=connect, **PLAIN)
+            with pytest.raises(ValueError, match=f"bitwise: targets of model_type '{name}"):
+                engine.decode(PROMPT)
     StagedTarget(tiny(bitwise.FAMILIES[0]), 2).set_bitwise(True)

@@ -4,6 +4,7 @@ The stub replays the target's greedy text and counts steps as a draft that emits
 round would; end-to-end tests with the real engine are elsewhere.
 """
 
+import copy
 import json
 
 import eval_runs
@@ -68,6 +69,21 @@ def test_sampled_outputs_are_compared_with_plain_decodings(
     assert [check.checked for check in checks] == [0, 3]
     assert checks[1].mismatches == 3 * is_wrong
     assert {entry.verifier for entry in entries} == {"gumbel"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bitwise_outputs_are_compared_with_plain_decodings_in_half_precision(
+    temperature, target, tokenizer, engine, monkeypatch
+) -> None:
+    monkeypatch.setattr(StubEngine, "wrong_last_token", True)
+    half = copy.deepcopy(target).to(torch.bfloat16)
+    settings = {"temperature": temperature, "tree_width": 4}
+    for is_bitwise in (True, False):
+        method = make_method(bitwise=is_bitwise, **settings)
+        entries = compare(half, tokenizer, [method], lossless=False)
+        (found,) = [e.lossless for e in entries if (e.benchmark, e.method) == ("two", "spd")]
+        expected = LosslessRecord(checked=3, mismatches=3)
+        assert found == (expected if is_bitwise else LosslessRecord(checked=0, mismatches=0))
 
 
 def test_second_turn_answers_the_generated_text(target, tokenizer, engine) -> None:
@@ -245,6 +261,16 @@ def test_command_writes_every_file_and_prints_the_table(folders, engine, capsys)
     assert len(manifest["tokenizer"]["sha256"]) == 64
     assert AUTOREGRESSIVE in (folders.out / "report.md").read_text()
     assert AUTOREGRESSIVE in capsys.readouterr().out
+
+
+def test_bitwise_of_the_command_is_every_methods(folders, engine) -> None:
+    words = ["--limit", "1", "--bitwise", "--dtype", "bfloat16"]
+    assert status(command(folders, *words)) == 0
+    assert all(config.bitwise for config, *_ in engine.log) and engine.log
+    checks = [
+        run["lossless"] for run in json.loads((folders.out / "results.json").read_text())["runs"]
+    ]
+    assert [check["checked"] for check in checks] == [1, 1] and "noise" not in checks[1]
 
 
 def test_runs_of_the_command_are_compared_by_its_subcommand(folders, engine, capsys) -> None:

@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned, pick_rows
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport.codec import (
@@ -29,6 +30,7 @@ from pipedraft.inference.transport.codec import (
 )
 from pipedraft.inference.transport.ranks import Inbox, Outbox
 from pipedraft.inference.verify import Verifier
+from pipedraft.models.bitwise import PROMPT_ROWS
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
 
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 512
@@ -90,7 +92,7 @@ class ProcessPipeline(Pipeline):
         """Rows that each stage processed in the last step of the lock-step pipeline."""
         self.runs_ahead = True
         """Begins with a draft token before the verdict that it depends on is here."""
-        self._sequence = 0
+        self._sequence, self._is_bitwise = 0, False
         self._forget()
 
     def _forget(self) -> None:
@@ -106,6 +108,10 @@ class ProcessPipeline(Pipeline):
     @property
     def num_stages(self) -> int:
         return self.target.num_stages
+
+    def open(self, config: DecodeConfig, prompt_index: int) -> None:
+        self._is_bitwise = config.bitwise
+        self.target.set_bitwise(config.bitwise)  # refuses a target here, not in another process
 
     # -- prompt -----------------------------------------------------------------------------
 
@@ -130,9 +136,11 @@ class ProcessPipeline(Pipeline):
             rule=verifier.name,
             seed=verifier.random.seed,
             prompt=verifier.random.prompt,
+            is_bitwise=self._is_bitwise,
         )
         even = -(-len(input_ids) // self.num_stages)
-        size = min(max(even, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
+        # Rows of the prompt have the same bits in chunks of the same size alone.
+        size = PROMPT_ROWS if self._is_bitwise else min(max(even, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
         chunks = input_ids.split(size)
         parts: dict[int, list[Tensor]] = {layer: [] for layer in taps}
         first_sequence = self._sequence

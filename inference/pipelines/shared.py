@@ -14,12 +14,10 @@ from pipedraft.inference.pipelines import Ahead, Returned
 from pipedraft.inference.pipelines.local import FeatureStore, LocalPipeline
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.verify import Verifier
+from pipedraft.models.bitwise import PROMPT_ROWS
 from pipedraft.models.stage_cache import MIN_CAPACITY
 from pipedraft.models.stage_calls import MAX_ROWS
 from pipedraft.models.target import Segment, StagedTarget
-
-BITWISE_ROWS = 512
-"""Of a prompt's chunk where a row's last bits count: those of ``StagedTarget.prefill``."""
 
 
 class SharedPipeline(LocalPipeline):
@@ -53,7 +51,7 @@ class SharedPipeline(LocalPipeline):
     def open(self, config: DecodeConfig, prompt_index: int) -> None:
         super().open(config, prompt_index)
         if config.bitwise:
-            self.prompt_rows = BITWISE_ROWS
+            self.prompt_rows = PROMPT_ROWS
 
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier

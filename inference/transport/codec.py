@@ -329,6 +329,8 @@ class Prefill(StageMessage, tag="prefill"):
     rule: RuleName
     seed: Int64
     prompt: Count
+    is_bitwise: bool = False
+    """Rows are computed as plain decoding would."""
 
     def __post_init__(self) -> None:
         check_rows("rows", self.rows, 1 if self.rows.dtype == torch.int64 else 2)

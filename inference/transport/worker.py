@@ -101,6 +101,7 @@ class StageWorker:
     def _prefill(self, prefill: Prefill) -> None:
         if prefill.first_position == 0:
             self.stage.reset()
+            self.target.set_bitwise(prefill.is_bitwise)
             start, end = self.stage.start, self.stage.end
             self._taps = tuple(layer for layer in prefill.taps if start < layer <= end)
             random = KeyedRandom(prefill.seed, prefill.prompt)
