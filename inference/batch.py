@@ -72,6 +72,8 @@ class Handle:
     token_ids: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     """On the virtual clock, each token's at the end of its step."""
+    times_alone: list[float] = field(default_factory=list)
+    """The same for the sequence alone in the pipeline."""
     is_cancelled: bool = False
 
 
@@ -143,6 +145,7 @@ class _Sequence:
         is_first = not handle.token_ids
         handle.token_ids.append(token)
         self.pipeline.num_emitted += 1
+        handle.times_alone.append(self.pipeline.time_alone)
         self._clock.emitted(self.pipeline, handle.token_times, is_first=is_first)
         if handle.on_token is not None:
             handle.on_token(token)
@@ -361,9 +364,9 @@ class BatchEngine:
         pipelines = [sequence.pipeline for sequence in sequences]
         self.clock.begin_step(pipelines)
         for sequence in self._live:
-            if sequence.pipeline.num_waiting_forwards:
-                self.clock.drafted(sequence.pipeline.num_waiting_forwards, beside=True)
-                sequence.pipeline.num_waiting_forwards = 0
+            fit = min(sequence.pipeline.num_waiting_forwards, self.clock.forwards_beside)
+            self.clock.drafted(fit, beside=True)
+            sequence.pipeline.num_waiting_forwards -= fit
         step_together(pipelines)
         self.last_rows = [pipeline.last_rows for pipeline in pipelines]
         for sequence in sequences:
@@ -395,7 +398,8 @@ class BatchEngine:
         """Sequences of the next step: those that took part longest ago first, decoding first.
 
         A sequence that is left out stands still with all of its rows, so that its own steps are
-        the same as alone. One that has drafted while its rows waited sits out a step.
+        the same as alone. One that has drafted while its rows waited sits out as many
+        steps as that takes.
         """
         step = self.clock.num_steps
         totals = [0] * self.clock.num_stages
@@ -428,8 +432,7 @@ class BatchEngine:
         ended = [sequence for sequence in self._live if sequence.has_ended]
         self._live = [sequence for sequence in self._live if not sequence.has_ended]
         for sequence in ended:
-            if sequence.pipeline in self.clock.live:
-                self.clock.live.remove(sequence.pipeline)
+            self.clock.leave(sequence.pipeline)
             sequence.tell()
 
 

@@ -3,12 +3,13 @@
 Rows of all sequences in a stage take the time of one segment of as many rows. Drafts run on one
 device: one after the other, as this program runs them, or as one forward of all sequences' rows
 (``drafts_together``). Drafting beside a step makes it longer only where it takes longer than the
-stages; a sequence that drafts while its rows wait sits a step out, and the others go on.
+stages; a sequence that drafts while its rows wait sits steps out, and the others go on.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,14 @@ from pipedraft.inference.clock import CostModel, VirtualClock
 if TYPE_CHECKING:
     from pipedraft.inference.pipelines.shared import SharedPipeline
 
-MEMORY = 0.995
+MEMORY = 0.99
 """Weight of what was measured before, at every step."""
-PRIOR_STEPS = 32.0
-"""Steps for which a sequence that drafts is taken to emit ``PRIOR_LENGTH`` / n tokens each."""
+PRIOR_STEPS = 64.0
+"""Steps for which a sequence that drafts is taken to emit ``PRIOR_LENGTH`` / n tokens each; they
+count for more as what was measured is forgotten, so that drafting is tried again."""
 PRIOR_LENGTH = 2.0
+SWITCH = 1.02
+"""Gain in the rate for which the number of drafting sequences changes."""
 
 
 class BatchClock:
@@ -49,15 +53,23 @@ class BatchClock:
         self._after = 0
         self._is_open = False
         self._unpriced: list[list[float]] = []
-        self._tokens, self._steps = PRIOR_STEPS * PRIOR_LENGTH / self.num_stages, PRIOR_STEPS
+        self._tokens = self._steps = 0.0
         """Tokens and steps of sequences that drafted, the latest ones weighing most."""
+        self._before: deque[frozenset[SharedPipeline]] = deque(maxlen=self.num_stages)
+        """Who drafted in the last n steps: a draft token needs n steps to come back."""
         self._per_step = 1.0
         """Rows of one of them in a stage."""
-        self._chosen: frozenset[SharedPipeline] = frozenset()
+        self.drafting: frozenset[SharedPipeline] = frozenset()
+        """Those that draft where their budgets are automatic."""
 
     @property
     def num_stages(self) -> int:
         return self._stages.num_stages
+
+    @property
+    def forwards_beside(self) -> int:
+        """Of one sequence that drafts while its rows wait."""
+        return self._stages.hidden_forwards()
 
     @property
     def time(self) -> float:
@@ -74,10 +86,11 @@ class BatchClock:
         self._rows = [sum(rows) for rows in columns] or [0] * self.num_stages
         self._is_open = True
         self.num_steps += bool(taking_part)
-        drafting = [pipeline for pipeline in taking_part if pipeline in self._chosen]
+        self._before.append(self.drafting)
+        drafted = [pipeline for pipeline in taking_part if pipeline in self._before[0]]
         self._tokens *= MEMORY
-        self._steps = self._steps * MEMORY + len(drafting)
-        for pipeline in drafting:
+        self._steps = self._steps * MEMORY + len(drafted)
+        for pipeline in drafted:
             rows = sum(pipeline.next_rows) / self.num_stages
             self._per_step += (1 - MEMORY) * (rows - self._per_step)
         self._choose()
@@ -92,8 +105,14 @@ class BatchClock:
     def emitted(self, pipeline: SharedPipeline, times: list[float], *, is_first: bool) -> None:
         """A sequence has a token at the end of the open step, whose time goes to its list."""
         self.num_tokens += not is_first
-        self._tokens += not is_first and pipeline in self._chosen
+        self._tokens += not is_first and pipeline in self._before[0]
         self._unpriced.append(times)
+
+    def leave(self, pipeline: SharedPipeline) -> None:
+        """A sequence has ended; nothing here keeps its caches."""
+        self.live = [other for other in self.live if other is not pipeline]
+        self.drafting -= {pipeline}
+        self._before = deque((drafted - {pipeline} for drafted in self._before), self.num_stages)
 
     def settle(self) -> None:
         """Price the open step."""
@@ -115,7 +134,7 @@ class BatchClock:
 
     def drafts_pay(self, pipeline: SharedPipeline) -> bool:
         """This sequence is among those that draft; the others decode plainly in this step."""
-        return pipeline in self._chosen
+        return pipeline in self.drafting
 
     def rate(self, num_drafting: int) -> float:
         """Tokens per time that are expected if so many of the live sequences draft."""
@@ -128,13 +147,23 @@ class BatchClock:
             forwards = 1 + stages.cost.row * (num_drafting - 1)
         further = max(0.0, rows - 1)
         time = max(busy, forwards * stages.draft_forward) + stages.between(further)
-        return (num_drafting * self._tokens / self._steps + num_plain / n) / time
+        known = self._tokens + PRIOR_STEPS * PRIOR_LENGTH / n
+        tokens = known / (self._steps + PRIOR_STEPS)
+        return (num_drafting * tokens + num_plain / n) / time
 
     def _choose(self) -> None:
-        """As many draft as make the most tokens per time: those with the fewest tokens so far."""
+        """As many draft as make the most tokens per time.
+
+        Those that begin are the ones with the fewest tokens so far, and those that stop have most.
+        """
+        drafting = [pipeline for pipeline in self.live if pipeline in self.drafting]
         best = max(range(len(self.live) + 1), key=self.rate)
-        order = sorted(self.live, key=lambda pipeline: pipeline.num_emitted)
-        self._chosen = frozenset(order[:best])
+        if self.rate(best) < SWITCH * self.rate(len(drafting)):
+            best = len(drafting)
+        drafting.sort(key=lambda pipeline: pipeline.num_emitted)
+        others = [pipeline for pipeline in self.live if pipeline not in self.drafting]
+        others.sort(key=lambda pipeline: pipeline.num_emitted)
+        self.drafting = frozenset((drafting + others)[:best])
 
     def costs(self, row: float) -> RowCosts:
         """What a draft token of one sequence is weighed against: the tokens of all of them.
@@ -144,8 +173,18 @@ class BatchClock:
                 sets the time; the more sequences, the less the sums of their rows differ.
         """
         factor = 1 + (LONGEST - 1) / math.sqrt(max(1, len(self.live)))
-        rate = self.rate(len(self._chosen))
-        return RowCosts(tokens=rate, time=1.0, row=factor * row, is_first_free=len(self.live) <= 1)
+        rate = self.rate(len(self.drafting))
+        return RowCosts(tokens=rate, time=1.0, row=factor * row)
+
+    def hidden_forwards(self, alone: int) -> int:
+        """Draft forwards of one sequence that fit beside a step, of those that fit for one alone.
+
+        The sequences that draft share the draft's device.
+        """
+        num_drafting = max(1, len(self.live))
+        if self.drafts_together:
+            return max(1, int(alone / (1 + self._stages.cost.row * (num_drafting - 1))))
+        return max(1, alone // num_drafting)
 
     @property
     def row_price(self) -> float:
@@ -176,6 +215,9 @@ class SequenceClock(VirtualClock):
 
     def drafts_pay(self) -> bool:
         return self.batch.drafts_pay(self.pipeline)
+
+    def hidden_forwards(self) -> int:
+        return self.batch.hidden_forwards(super().hidden_forwards())
 
     def step_costs(self, num_tokens: int) -> RowCosts:
         return self.batch.costs(self.batch.row_price)

@@ -27,8 +27,6 @@ class RowCosts:
     """In this time."""
     row: float
     """Time that each of them adds."""
-    is_first_free: bool = True
-    """The first row of a segment adds nothing: another stage takes as long for a row."""
 
 
 def rows_that_pay(scores: Sequence[float], costs: RowCosts) -> int:

@@ -1,16 +1,22 @@
 """Several sequences in one pipeline: each output is the one decoded alone, whatever shares it."""
 
+import gc
 import random
+import statistics
 import threading
+import weakref
 from concurrent.futures import CancelledError
 
 import pytest
 import torch
 from conftest import tiny_mistral
 from decode_runs import SMALL, PlainTokenizer, SimulatedSource, attentive_llama, friendly_module
+from staged_targets import tiny
 from tiny_drafts import make_exit, make_head, noisy_copy
 
 from pipedraft.inference.batch import BatchEngine, Limits, QueueFull
+from pipedraft.inference.batch_clock import BatchClock
+from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines import local
@@ -140,9 +146,11 @@ def test_a_sequence_takes_the_steps_that_it_takes_alone(world):
         assert (found.num_steps, found.round_lengths) == (alone.num_steps, alone.round_lengths)
 
 
-def test_sliding_windows_and_recorded_bits_decode_as_alone(world):
-    target = tiny_mistral(sliding_window=8)
-    configs = [DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=12, bitwise=b) for b in (0, 1)]
+@pytest.mark.parametrize("name", ["sliding", "qwen3_5"])
+def test_windows_and_recurrent_layers_decode_as_alone(name):
+    target = tiny_mistral(sliding_window=8) if name == "sliding" else tiny(name)
+    options = [{"bitwise": name == "sliding"}, {"temperature": 1.0}]
+    configs = [DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=12, **o) for o in options]
     asked = [([index, *range(20)], config, 0) for index, config in enumerate(configs * 2)]
     _, handles = decode_several(target, None, 2, asked)
     assert check_as_alone(target, None, handles) == 0
@@ -328,6 +336,83 @@ def test_others_decode_while_a_prompt_enters(llama):
     while batch.step():
         pass
     assert check_as_alone(llama, None, [first, second]) == 0
+
+
+def test_what_has_ended_keeps_no_caches(llama):
+    config = DecodeConfig.of("spd", num_stages=2, max_new_tokens=6, tree_width="auto")
+    batch = BatchEngine(llama, PlainTokenizer(), DecodeConfig.of(**PLAIN, num_stages=2))
+    for index in range(3):
+        batch.submit([index], config, source=SimulatedSource(llama, [index], 0.8, 8))
+    batch.step()
+    caches = [weakref.ref(s.cache) for one in batch._live for s in one.pipeline.target.stages]
+    while batch.step():
+        pass
+    gc.collect()
+    assert len(caches) == 6 and not any(cache() for cache in caches)
+
+
+# -- the clock ------------------------------------------------------------------------------
+
+
+def simulated_batch(target, acceptance, *, count, temperature=0.0, **cost):
+    """A batch of sequences whose draft tokens are right so often; budgets are automatic."""
+    config = DecodeConfig.of(
+        "spd", num_stages=4, max_new_tokens=60, tree_width="auto", cost=CostModel(**cost)
+    )
+    plain = DecodeConfig.of(**PLAIN, num_stages=4, cost=config.cost)
+    batch = BatchEngine(target, PlainTokenizer(), plain)
+    for index in range(count):
+        source = SimulatedSource(target, [index], acceptance, 60)
+        source.add_children = lambda tree, leaf, width, source=source: SimulatedSource.add_children(
+            source, tree, leaf, 1
+        )
+        batch.submit([index], config, source=source)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "cost", "most"),
+    [
+        (0.9, {"row": 0.01, "draft_forward": 0.01}, 8),
+        (0.0, {"row": 0.05, "draft_forward": 0.01}, 0),  # never right
+        (0.9, {"row": 0.01, "draft_forward": 4.0}, 0),  # slower than the whole target
+        (0.9, {"row": 0.01, "draft_forward": 0.125}, 2),  # two forwards fit beside a step
+    ],
+)
+def test_as_many_sequences_draft_as_pay(llama, acceptance, cost, most):
+    batch = simulated_batch(llama, acceptance, count=8, **cost)
+    drafting = []
+    while batch.step():
+        drafting.append(len(batch.clock.drafting) if batch.num_live == 8 else None)
+    known = [count for count in drafting if count is not None][-10:]
+    assert statistics.median(known) == most
+
+
+def test_plain_sequences_are_spread_over_the_stages(llama):
+    """Then no stage has more than one row, and four sequences take the time of one."""
+    cost = CostModel(row=0.5, link=0.25)
+    config = DecodeConfig.of(**PLAIN, num_stages=4, max_new_tokens=20, cost=cost)
+    batch = BatchEngine(llama, PlainTokenizer(), config)
+    handles = [batch.submit([index]) for index in range(4)]
+    rows = []
+    while batch.step():
+        rows.append([sum(column) for column in zip(*batch.last_rows, strict=True)])
+    assert max(map(max, rows[8:])) == 1
+    for handle in handles:
+        *_, before, last = handle.token_times
+        assert last - before == pytest.approx(4 * (0.25 + 0.25))
+        assert handle.times_alone[-1] == pytest.approx(19 * 4 * 0.5)
+
+
+@pytest.mark.parametrize(("together", "time"), [(False, 3 * 0.4), (True, 0.4 * (1 + 2 * 0.5))])
+def test_drafts_of_several_sequences_share_a_device(together, time):
+    cost = CostModel(row=0.5)
+    clock = BatchClock(cost, (0, 2, 4), 0.4, drafts_together=together)
+    clock.begin_step([])
+    for _ in range(3):
+        clock.drafted(1, beside=True)
+    clock.settle()
+    assert clock.time == pytest.approx(time)
 
 
 # -- threads --------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class SharedPipeline(LocalPipeline):
         self.num_emitted = 0
         self.num_waiting_forwards = 0
         """Of the draft since the last step, while this sequence's rows wait."""
+        self._own_clock: SequenceClock | None = None
         self._wait = wait
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:
@@ -83,7 +84,13 @@ class SharedPipeline(LocalPipeline):
     def make_clock(
         self, cost: CostModel, boundaries: Sequence[int], draft_forward: float
     ) -> SequenceClock:
-        return SequenceClock(self.clock, self, cost, boundaries, draft_forward)
+        self._own_clock = SequenceClock(self.clock, self, cost, boundaries, draft_forward)
+        return self._own_clock
+
+    @property
+    def time_alone(self) -> float:
+        """T of the steps of this sequence, as if it were alone."""
+        return self._own_clock.time if self._own_clock else 0.0
 
 
 def cache_rows(num_prompt: int, num_new: int, max_positions: int) -> int:

@@ -56,12 +56,14 @@ class Sampling:
     def worth(self, tree: TokenTree, scores: Sequence[float]) -> int:
         """How many of the best new draft tokens are added.
 
+        The first row of a segment costs nothing: another stage takes as long for a row.
+
         Args:
             scores: cumulative, descending.
         """
         if self.costs is None:
             return len(scores)
-        free = int(self.costs.is_first_free and len(tree) == tree.num_injected)
+        free = int(len(tree) == tree.num_injected)
         return min(len(scores), free + rows_that_pay(scores[free:], self.costs))
 
 
