@@ -10,12 +10,14 @@ from pipedraft.data_recipes.__main__ import main as data_main
 from pipedraft.errors import run_command
 from pipedraft.eval.__main__ import main as eval_main
 from pipedraft.inference.__main__ import main as inference_main
+from pipedraft.inference.serving.__main__ import main as serve_main
 from pipedraft.models.__main__ import main as models_main
 from pipedraft.train.__main__ import main as train_main
 
 MAINS: dict[str, Callable[[], None]] = {
     "train": train_main,
     "inference": inference_main,
+    "serve": serve_main,
     "eval": eval_main,
     "models": models_main,
     "data_recipes": data_main,

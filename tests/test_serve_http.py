@@ -7,12 +7,17 @@ import json
 import re
 import signal
 import socket
+import ssl
+import subprocess
+import sys
 import threading
+import urllib.request
 from itertools import accumulate
 
 import openai
 import pytest
 from command_processes import Process
+from command_runs import assert_one_line, call
 from http_runs import LENGTH, PROMPT, WAIT_S, Place, alone, make_engine, serving, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -339,7 +344,7 @@ def test_a_prompt_is_a_text_or_ids_but_no_mixture():
 
 
 def test_keys_guard_everything_that_tells_of_the_model():
-    with serving(make_engine(), keys=("first", "second"), client_sequences=2) as place:
+    with serving(make_engine(), keys=("first", "second"), max_client_sequences=2) as place:
         for path in ("/v1/models", "/v1/models/tiny", "/metrics"):
             for sent in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}):
                 told = place.ask("GET", path, **sent)
@@ -369,7 +374,7 @@ def in_background(work) -> tuple[threading.Thread, list]:
 
 
 def test_a_full_queue_says_when_to_come_again():
-    with serving(make_engine(), sequences=1, waiting=1) as place, place.held() as held:
+    with serving(make_engine(), max_sequences=1, max_waiting=1) as place, place.held() as held:
         decoder = place.service.decoder
         waiting = [in_background(place.chat)]
         wait_until(held.arrived.is_set)
@@ -422,7 +427,7 @@ def open_request(place: Place, **fields) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reader_that_leaves_ends_its_sequence_alone(stream):
-    with serving(make_engine(), sequences=1) as place, place.held() as held:
+    with serving(make_engine(), max_sequences=1) as place, place.held() as held:
         service = place.service
         running = open_request(place, stream=stream)
         wait_until(held.arrived.is_set)
@@ -546,6 +551,73 @@ def test_the_command_serves_a_checkpoint_until_a_signal(command, repository):
     status, out, err = process.finish()
     assert (status, err) == (0, "") and "spd, n = 4, with API key" in out
     assert out.endswith("ended: 2 requests answered\n")
+
+
+@pytest.mark.all
+def test_the_command_decodes_on_ranks(repository):
+    words = (
+        "-m pipedraft.inference.serving --checkpoint assets/heads/spd_n4 --tree-width 4 --port 0"
+    )
+    ranks = ["--backend", "process", "--processes", "4"]
+    process = subprocess.Popen(
+        [sys.executable, *words.split(), *ranks],
+        cwd=repository,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        port = re.search(r":(\d+) ", process.stdout.readline())[1]
+        assert ask_at(port).choices[0].message.content == "There are 12 cats and "
+        told = ask_at(port, max_tokens=64, stop=" so ")
+        assert told.choices[0].message.content.endswith("There are 12 cats,")
+        assert told.metrics["speculative_decoding"]["num_stages"] == 4
+        assert ask_at(port).choices[0].message.content == "There are 12 cats and "
+    finally:
+        process.terminate()
+        process.wait(WAIT_S)
+        process.stdout.close()
+
+
+def test_with_a_certificate_it_speaks_tls(command, repository, tmp_path):
+    make = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    )
+    subprocess.run(make.split(), cwd=tmp_path, check=True, capture_output=True)
+    target = str(repository / "assets" / "target")
+    _, port = command("--target", target, "--tls-cert", "cert.pem", "--tls-key", "key.pem")
+    trusted = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+    with urllib.request.urlopen(
+        f"https://127.0.0.1:{port}/v1/models", context=trusted, timeout=WAIT_S
+    ) as answer:
+        assert json.load(answer)["data"][0]["id"] == "target"
+
+
+BAD = [
+    ([], ["--checkpoint", "missing", "--target"]),
+    (["--port", "70000"], ["--port", "70000", "0 to 65535"]),
+    (["--host", "192.0.2.1"], ["--port", "192.0.2.1:0", "give another"]),
+    (["--tls-cert", "a.pem"], ["--tls-cert", "--tls-key", "both"]),
+    (["--tls-cert", "a.pem", "--tls-key", "a.pem"], ["--tls-cert", "a.pem", "PEM"]),
+    (["--api-key-file", "a.pem"], ["--api-key-file", "a.pem", "write one"]),
+    (["--api-key-file", "none"], ["--api-key-file", "none", "another file"]),
+    (["--max-waiting", "0"], ["--max-waiting", "0", "at least 1"]),
+    (["--request-s", "nan"], ["--request-s", "nan", "float"]),
+    (["--temperature", "1"], ["--temperature", "unknown"]),
+    (["--target", "nowhere"], ["target", "nowhere", "existing folder"]),
+    (["--target", "nowhere", "--schedule", "spdd"], ["schedule", "'spdd'"]),
+]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: " ".join(case[0]))
+def test_bad_options_are_one_line_with_option_value_and_fix(case, tmp_path, monkeypatch, capfd):
+    words, expected = case
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.pem").write_text("no key, no certificate\n")
+    status = call("serve", ["--port", "0", *words], monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), expected)
 
 
 # -- metrics and the page ----------------------------------------------------------------------

@@ -2,34 +2,30 @@
 
 from dataclasses import dataclass
 
+from pipedraft.options import Options, option
+
 
 @dataclass(frozen=True, kw_only=True)
-class HttpLimits:
-    """What the server allows its clients."""
+class HttpLimits(Options):
+    """limits"""
 
-    sequences: int = 16
-    """Decoded at once."""
-    cache_bytes: int = 4 * 2**30
-    """Keys and values of all of these at their longest."""
-    waiting: int = 64
-    """Sequences in the queue; further requests are told when to come again."""
-    client_sequences: int = 32
-    """Of one client, waiting or decoded: of a key where there are several, else of an address."""
-    choices: int = 8
-    """Sequences of one request."""
-    prompt_tokens: int = 4096
-    new_tokens: int = 1024
-    """Of one sequence."""
-    body_bytes: int = 2**20
-    body_s: float = 20.0
-    """For a request's body to arrive."""
-    request_s: float = 300.0
-    """For an answer, the wait in the queue and a slow reader included."""
-    grace_s: float = 30.0
-    """For open requests once the server is told to end."""
-    connections: int = 1024
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 < value <= 2.0**62:
-                raise ValueError(f"{name}: {value}; give a number above 0 and up to {2.0**62:g}")
+    max_sequences: int = option(16, metavar="N", least=1)
+    """decoded at once, in one process and without --beside; else one is"""
+    max_cache_mb: int = option(4096, metavar="N", least=1)
+    """keys and values of all of these at their longest, in MiB"""
+    max_waiting: int = option(64, metavar="N", least=1)
+    """sequences in the queue; further requests get status 429"""
+    max_client_sequences: int = option(32, metavar="N", least=1)
+    """open at once of one client: of a key where --api-key-file has several, else of an address"""
+    max_choices: int = option(8, metavar="N", least=1)
+    """sequences of one request"""
+    max_prompt_tokens: int = option(4096, metavar="N", least=1)
+    """of one sequence"""
+    max_new_tokens: int = option(1024, metavar="N", least=1)
+    """of one sequence; also where a request says nothing"""
+    max_body_kb: int = option(1024, metavar="N", least=1)
+    """of one request, in KiB"""
+    request_s: float = option(300.0, metavar="S", least=0.001)
+    """for one answer, its wait in the queue and a slow reader included"""
+    grace_s: float = option(30.0, metavar="S", least=0.001)
+    """for open requests when told to end"""

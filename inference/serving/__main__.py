@@ -16,9 +16,8 @@ from pipedraft.inference.engine_options import EngineOptions, load_engine
 from pipedraft.inference.remote_command import is_loopback, read_tokens
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.transport.serve import ListenOptions
-from pipedraft.options import Options, option
+from pipedraft.options import option
 
-LIMITS = HttpLimits()
 KEY_VARIABLE = "PIPEDRAFT_API_KEY"
 EXAMPLE = """example:
   pipedraft serve --checkpoint assets/heads/spd_n4 --tree-width 4
@@ -46,47 +45,7 @@ class HttpOptions(ListenOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitOptions(Options):
-    """limits"""
-
-    max_sequences: int = option(LIMITS.sequences, metavar="N", least=1)
-    """decoded at once, in one process and without --beside; else one is"""
-    max_cache_mb: int = option(LIMITS.cache_bytes // 2**20, metavar="N", least=1)
-    """keys and values of all of these at their longest, in MiB"""
-    max_waiting: int = option(LIMITS.waiting, metavar="N", least=1)
-    """sequences in the queue; further requests get status 429"""
-    max_client_sequences: int = option(LIMITS.client_sequences, metavar="N", least=1)
-    """open at once of one client: of a key where --api-key-file has several, else of an address"""
-    max_choices: int = option(LIMITS.choices, metavar="N", least=1)
-    """sequences of one request"""
-    max_prompt_tokens: int = option(LIMITS.prompt_tokens, metavar="N", least=1)
-    """of one sequence"""
-    max_new_tokens: int = option(LIMITS.new_tokens, metavar="N", least=1)
-    """of one sequence; also where a request says nothing"""
-    max_body_kb: int = option(LIMITS.body_bytes // 2**10, metavar="N", least=1)
-    """of one request, in KiB"""
-    request_s: float = option(LIMITS.request_s, metavar="S")
-    """for one answer, its wait in the queue included"""
-    grace_s: float = option(LIMITS.grace_s, metavar="S")
-    """for open requests when told to end"""
-
-    def limits(self) -> HttpLimits:
-        return HttpLimits(
-            sequences=self.max_sequences,
-            cache_bytes=self.max_cache_mb * 2**20,
-            waiting=self.max_waiting,
-            client_sequences=self.max_client_sequences,
-            choices=self.max_choices,
-            prompt_tokens=self.max_prompt_tokens,
-            new_tokens=self.max_new_tokens,
-            body_bytes=self.max_body_kb * 2**10,
-            request_s=self.request_s,
-            grace_s=self.grace_s,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions(HttpOptions, LimitOptions, EngineOptions):
+class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
     """Serve a target and its draft over HTTP, as OpenAI's clients know it."""
 
     PROG: ClassVar[str] = "pipedraft serve"
@@ -94,10 +53,6 @@ class ServeOptions(HttpOptions, LimitOptions, EngineOptions):
 
     model_name: str | None = None
     """as clients call it; default: the last part of the checkpoint's name, or the target's"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.limits()  # refuses what it cannot hold
 
     @property
     def name(self) -> str:

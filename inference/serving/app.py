@@ -41,6 +41,8 @@ log = getLogger(__name__)
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
 PAGE = Path(__file__).with_name("page.html").read_text()
 MAX_RETRY_S = 120
+BODY_S = 20.0
+"""For a request's body to arrive."""
 NOT_AGAIN = {"x-should-retry": "false"}
 """Tells OpenAI's clients not to ask the same again by themselves."""
 
@@ -125,17 +127,17 @@ class Service:
             )
         body = bytearray()
         try:
-            async with asyncio.timeout(self.limits.body_s):
+            async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
                     body += part
-                    if len(body) > self.limits.body_bytes:
+                    if len(body) > self.limits.max_body_kb * 2**10:
                         raise RequestError(
-                            f"the body has more than {self.limits.body_bytes} bytes",
+                            f"the body has more than {self.limits.max_body_kb * 2**10} bytes",
                             status=413,
                             headers={"connection": "close"},
                         )
         except TimeoutError as error:
-            said = f"the body took more than {self.limits.body_s:g} s"
+            said = f"the body took more than {BODY_S:g} s"
             raise RequestError(said, status=408, headers=NOT_AGAIN) from error
         return bytes(body)
 
@@ -162,7 +164,7 @@ class Service:
         return prompts
 
     def _check(self, prompt: list[int], param: str) -> None:
-        most = min(self.limits.prompt_tokens, self.engine.target.max_positions - 1)
+        most = min(self.limits.max_prompt_tokens, self.engine.target.max_positions - 1)
         if not 0 < len(prompt) <= most:
             raise RequestError(
                 f"{param}: {len(prompt)} tokens; give 1 to {most}",
@@ -188,13 +190,13 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        most, wanted = self.limits.new_tokens, asked.longest()
+        most, wanted = self.limits.max_new_tokens, asked.longest()
         if wanted is not None and wanted > most:
             raise RequestError(f"max_tokens: {wanted}; give at most {most}", param="max_tokens")
         prompts = self.prompts_of(asked)
-        if len(prompts) * asked.n > self.limits.choices:
+        if len(prompts) * asked.n > self.limits.max_choices:
             raise RequestError(
-                f"n: {len(prompts) * asked.n} outputs; ask for at most {self.limits.choices}",
+                f"n: {len(prompts) * asked.n} outputs; ask for at most {self.limits.max_choices}",
                 param="n",
             )
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
@@ -247,9 +249,9 @@ class Service:
             raise RequestError("the pipeline has failed", status=503, headers=NOT_AGAIN)
         count, decoder = len(choices), self.decoder
         waiting = decoder.num_waiting + decoder.num_running + count - decoder.capacity
-        if waiting > self.limits.waiting:
+        if waiting > self.limits.max_waiting:
             raise self._busy(f"{decoder.num_waiting} sequences wait")
-        if self._of_client[client] + count > self.limits.client_sequences:
+        if self._of_client[client] + count > self.limits.max_client_sequences:
             raise self._busy(f"{self._of_client[client]} sequences of this client are open")
         self._of_client[client] += count
         self._open.update(choices)

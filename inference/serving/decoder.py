@@ -87,11 +87,11 @@ class SharedDecoder(Decoder):
     """Sequences share the pipeline's steps; one that fails ends alone."""
 
     def __init__(self, engine: Engine, limits: HttpLimits) -> None:
-        super().__init__(engine, limits.sequences)
+        super().__init__(engine, limits.max_sequences)
         shared = Limits(
-            sequences=limits.sequences,
-            kv_bytes=limits.cache_bytes,
-            waiting=limits.waiting + limits.sequences,
+            sequences=limits.max_sequences,
+            kv_bytes=limits.max_cache_mb * 2**20,
+            waiting=limits.max_waiting + limits.max_sequences,
         )
         assert isinstance(engine.target, StagedTarget)
         target = engine.target.model

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine
     from pipedraft.inference.serving.__main__ import HttpOptions, ServeOptions
 
+MAX_CONNECTIONS = 1024
 LEAVE_S = 2
 """For answers to leave once nothing is decoded any more."""
 
@@ -69,7 +70,7 @@ def http_server(service: Service, **options: object) -> HttpServer:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=service.limits.connections,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=LEAVE_S,
         **options,  # type: ignore[arg-type]
     )
@@ -80,9 +81,8 @@ def run(
     engine: "Engine", options: "ServeOptions", keys: Sequence[str], listener: socket.socket
 ) -> None:
     is_shared = isinstance(engine.pipeline, LocalPipeline) and options.beside is None
-    limits = options.limits()
-    decoder = SharedDecoder(engine, limits) if is_shared else TurnDecoder(engine)
-    service = Service(decoder, name=options.name, limits=limits, keys=keys)
+    decoder = SharedDecoder(engine, options) if is_shared else TurnDecoder(engine)
+    service = Service(decoder, name=options.name, limits=options, keys=keys)
     files = {}
     if options.tls_cert is not None:
         files = {"ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}
