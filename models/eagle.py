@@ -4,22 +4,23 @@ Row t of a sequence joins the embedding of token t + 1 with the hidden state of 
 yields the hidden state of position t + 1, whose logits are those of token t + 2. The first state of
 a row is made of the target's own; below it the head's output is fed back, one row per draft token.
 
-This file holds what EAGLE-1 (arXiv:2401.15077) and EAGLE-3 share, and EAGLE-1 itself.
+This file holds what EAGLE-1 (arXiv:2401.15077), EAGLE-3 and MTP layers share, and EAGLE-1 itself.
 """
 
 # ... any leading axes, B batch, T positions, R rows of a decode call, P cached rows, H hidden
-# N query heads, J key heads, D head size, U draft vocabulary
+# N query heads, J key heads, D head size, U draft vocabulary, M rows of one step of training
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.layers import (
     DecoderLayer,
@@ -81,7 +82,10 @@ class EagleHead(Draft):
     def project(
         self, embedding_H: Tensor, state_H: Tensor, cos_D: Tensor, sin_D: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows [..., H] -> residual [..., H], query [..., N, D], keys and values [..., J, D]."""
+        """Rows [..., H] -> residual, query [..., N, D], keys and values [..., J, D].
+
+        The residual is [..., H], or whatever else of each row ``finish`` needs.
+        """
 
     @abstractmethod
     def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
@@ -110,6 +114,79 @@ class EagleHead(Draft):
             return self.finish(residual_BRH, attended_BRND)
 
         return self.compute(advance, states_BRH)
+
+    def unroll(
+        self,
+        feature_BTH: Tensor,
+        ids_BT: Tensor,
+        rows: Sequence[Tensor],
+        lengths: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """Training-time test: hidden states of decoding at all rows, draft token after draft token.
+
+        Step i continues row t from its own state of step i - 1 (step 0: from the feature) with the
+        sequence's token t + 1 + i, as if all draft tokens before had been accepted, at rotary
+        position t + i; see `ttt_attention` for what it sees.
+
+        Args:
+            rows: at each step, rows b T + t whose state is wanted; a prefix of those before.
+            lengths: of the documents in a packed row [1, T].
+
+        Returns:
+            One [M, H] per step, in the order of its rows. The states of step i are those of the
+            position t + 1 + i, whose logits are of token t + 2 + i.
+        """
+        B, T, _ = feature_BTH.shape
+        # After its end a sequence has no rows of any step: any token will do there.
+        tokens = F.pad(ids_BT, (0, len(rows)))
+        positions_T = positions_of(T, lengths, ids_BT.device)
+
+        def advance(
+            step: int, state_MH: Tensor, keys: list[Tensor], values: list[Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            rows_M = rows[step]
+            turn = self.rotary.of_heads(positions_T + step, feature_BTH.dtype)
+            token_P = tokens[:, 1 + step : 1 + step + T].flatten()
+            turn_P = [x_TD.expand(B, *x_TD.shape).flatten(0, 1) for x_TD in turn]
+            if step:  # only rows that count are continued; no such row sees the others' keys
+                token_P, *turn_P = (x.index_select(0, rows_M) for x in (token_P, *turn_P))
+            residual, *heads = self.project(self.embed(token_P), state_MH, *turn_P)
+            if step:
+                zeros = [x.new_zeros(B * T, *x.shape[1:]) for x in heads]
+                heads = [x.index_put((rows_M,), y) for x, y in zip(zeros, heads, strict=True)]
+            else:
+                residual = residual.index_select(0, rows_M)
+            query, key, value = (x.unflatten(0, (B, T)).transpose(1, 2) for x in heads)
+            attended_BNTD = ttt_attention(query, [*keys, key], [*values, value], lengths)
+            attended_PND = attended_BNTD.transpose(1, 2).flatten(0, 1)
+            return self.finish(residual, attended_PND.index_select(0, rows_M)), key, value
+
+        return self.repeat(advance, feature_BTH.flatten(0, 1), [len(rows_M) for rows_M in rows])
+
+    def repeat(
+        self,
+        advance: Callable[[int, Tensor, list[Tensor], list[Tensor]], tuple[Tensor, Tensor, Tensor]],
+        state_MH: Tensor,
+        counts: Sequence[int],
+    ) -> list[Tensor]:
+        """States of every step of ``unroll``.
+
+        Args:
+            advance: a step's number, the states that it continues, and keys and values of all
+                steps before -> its states, keys and values. Step i sees those of step 0 causally
+                and its own row's later ones.
+            counts: rows of each step.
+        """
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        states: list[Tensor] = []
+        for step, count in enumerate(counts):
+            state_MH = state_MH[:count] if step else state_MH
+            state_MH, key, value = self.compute(advance, step, state_MH, keys[:], values[:])
+            keys.append(key)
+            values.append(value)
+            states.append(state_MH)
+        return states
 
     def step(
         self,
@@ -151,6 +228,49 @@ class EagleHead(Draft):
         return self.finish(residual_RH, attended_RND)
 
 
+class TiedHead(EagleHead):
+    """Base of the heads that read the target's state after its final norm, and use its LM head.
+
+    A subclass's configuration has ``num_target_layers``.
+    """
+
+    fc: nn.Linear
+    """[embedding; state] -> H."""
+
+    def __init__(self, config: Any, layer: LayerConfig, reference: TargetReference) -> None:
+        super().__init__(config, layer, reference)
+        self.rotary = RotaryEmbedding(layer)
+        vocabulary = reference.fingerprint["vocab_size"]
+        self.register_buffer("draft_ids", torch.arange(vocabulary), persistent=False)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.config.num_target_layers,)
+
+    def attach(self, target: PreTrainedModel) -> None:
+        super().attach(target)
+        self._norm, self._head = [target.get_decoder().norm], [target.get_output_embeddings()]
+
+    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
+        with torch.no_grad():
+            return self._norm[0](taps[self.config.num_target_layers])
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The target's LM head [V, H]."""
+        return self._head[0].weight
+
+    def logits(self, state_H: Tensor) -> Tensor:
+        return F.linear(state_H, self.head_weight)
+
+    @torch.no_grad()
+    def pass_state_on(self) -> None:
+        """fc starts by passing the state on, behind a little of the embedding."""
+        hidden = self.layer_config.hidden_size
+        self.fc.weight.normal_(std=0.1 * hidden**-0.5)
+        self.fc.weight[:, hidden:] += torch.eye(hidden)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig:
     """Architecture of the EAGLE-1 head."""
@@ -167,7 +287,7 @@ class EagleConfig:
         return 1
 
 
-class Eagle(EagleHead):
+class Eagle(TiedHead):
     """EAGLE-1: regresses the target's final hidden state; the target's own LM head reads it.
 
     z_t = fc([embed(x_{t+1}); f_t])  (2H -> H, bias);  f'_{t+1} = layer(z)_t  without input norm;
@@ -185,33 +305,16 @@ class Eagle(EagleHead):
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
         self.layer = DecoderLayer(layer)
         self.layer.input_layernorm = nn.Identity()
-        self.rotary = RotaryEmbedding(layer)
-        vocabulary = reference.fingerprint["vocab_size"]
-        self.register_buffer("draft_ids", torch.arange(vocabulary), persistent=False)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return (self.config.num_target_layers,)
-
-    def attach(self, target: PreTrainedModel) -> None:
-        super().attach(target)
-        self._norm, self._head = [target.get_decoder().norm], [target.get_output_embeddings()]
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
         """fc starts by passing the state on, so that f'_{t+1} starts near f_t."""
         assert draft_ids is None, "EAGLE-1 reads its logits off the target's LM head"
         self.attach(target)
-        hidden = self.layer_config.hidden_size
-        self.fc.weight.normal_(std=0.1 * hidden**-0.5)
-        self.fc.weight[:, hidden:] += torch.eye(hidden)
+        self.pass_state_on()
         if self.config.fc_bias:
             self.fc.bias.zero_()
         initialize_matrices(self.layer, 1)
-
-    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
-        with torch.no_grad():
-            return self._norm[0](taps[self.config.num_target_layers])
 
     def project(
         self, embedding_H: Tensor, state_H: Tensor, cos_D: Tensor, sin_D: Tensor
@@ -223,11 +326,3 @@ class Eagle(EagleHead):
 
     def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
         return self.layer.finish(residual_H, attended_ND)
-
-    @property
-    def head_weight(self) -> Tensor:
-        """The target's LM head [V, H]."""
-        return self._head[0].weight
-
-    def logits(self, state_H: Tensor) -> Tensor:
-        return F.linear(state_H, self.head_weight)

@@ -179,20 +179,8 @@ class Eagle3(EagleHead):
         rows: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Training-time test: hidden states of decoding at all rows, draft token after draft token.
-
-        Step i continues row t from its own state of step i - 1 (step 0: from the feature) with the
-        sequence's token t + 1 + i, at rotary position t + i; see `ttt_attention` for what it sees.
-        The projections are linear in [norm(embedding); norm(state)], so the embedding's half is
-        computed once per token instead of once per step.
-
-        Args:
-            rows: at each step, rows b T + t whose state is wanted; a prefix of those before.
-            lengths: of the documents in a packed row [1, T].
-
-        Returns:
-            One [M, H] per step, in the order of its rows. The states of step i are those of the
-            position t + 1 + i, whose logits are of token t + 2 + i.
+        """The base's, faster: the projections are linear in [norm(embedding); norm(state)], so the
+        embedding's half is computed once per token instead of once per step.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         B, T, H = feature_BTH.shape
@@ -233,19 +221,7 @@ class Eagle3(EagleHead):
             residual_MH = residual_MH if step else residual_MH.index_select(0, rows_M)
             return self.finish(residual_MH, attended_MND), key_BJTD, value_BJTD
 
-        # Keys of all steps stay: step i sees those of step 0 causally and its own row's later ones.
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        state_MH, states = feature_BTH.flatten(0, 1), []
-        for step, rows_M in enumerate(rows):
-            state_MH = state_MH[: len(rows_M)] if step else state_MH
-            state_MH, key_BJTD, value_BJTD = self.compute(
-                advance, step, state_MH, keys[:], values[:]
-            )
-            keys.append(key_BJTD)
-            values.append(value_BJTD)
-            states.append(state_MH)
-        return states
+        return self.repeat(advance, feature_BTH.flatten(0, 1), [len(rows_M) for rows_M in rows])
 
     def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
         layer = self.midlayer

@@ -19,7 +19,6 @@ from pipedraft.train.eagle import (
     EagleTrainConfig,
     chain_rows,
     feature_noise,
-    unroll,
 )
 from pipedraft.train.loop import make_optimizers
 
@@ -85,13 +84,14 @@ def test_training_states_equal_decoding_states_at_every_depth(make_target):
     head = make_head(target)
     ids_T, features_TH = text_of(target, head)
     trained_RH = head.causal_rows(ids_T[None, 1:], features_TH[None, :-1])[0]
-    unrolled = unroll(head, ids_T[None], features_TH[None, :-1], 4)
+    every_R = torch.arange(LENGTH - 1)
+    unrolled = head.unroll(features_TH[None, :-1], ids_T[None], [every_R] * 4)
     for row in range(LENGTH - 1):
         depth = min(4, LENGTH - 1 - row)
         decoded = decode_chain(head, ids_T, features_TH, row, depth)
         assert torch.allclose(trained_RH[row], decoded[0], atol=1e-10), row
         for step, state in enumerate(decoded):
-            assert torch.allclose(unrolled[step][0, row], state, atol=1e-10), (row, step)
+            assert torch.allclose(unrolled[step][row], state, atol=1e-10), (row, step)
 
 
 def test_the_first_state_is_the_formula_of_the_paper():

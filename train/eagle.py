@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.draft import Draft
-from pipedraft.models.eagle import Eagle, EagleConfig, EagleHead
-from pipedraft.models.layers import positions_of
+from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.train.losses import chunked_distillation
 from pipedraft.train.objective import DraftObjective, LossOutput, acceptance_length
 
@@ -84,41 +82,6 @@ def row_lengths(lengths: list[int] | None) -> list[int] | None:
     return [*lengths[:-1], lengths[-1] - 1] if lengths[-1] > 1 else lengths[:-1]
 
 
-@torch.no_grad()
-def unroll(
-    draft: EagleHead,
-    ids_BT: Tensor,
-    states_BRH: Tensor,
-    depth: int,
-    lengths: list[int] | None = None,
-) -> list[Tensor]:
-    """Hidden states after 1 .. depth draft tokens below every row, [B, R, H] each, as in decoding.
-
-    The tokens of the sequence stand in for the draft tokens, as if all before had been accepted.
-    Draft token i of row t sees the rows up to t made of the target's hidden states, and the draft
-    tokens 1 .. i of its own row.
-
-    Args:
-        lengths: rows of each document in a packed row.
-    """
-    R = states_BRH.shape[1]
-    tokens, positions_R = F.pad(ids_BT, (0, depth)), positions_of(R, lengths, ids_BT.device)
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    out = []
-    # Every step feeds back its own hidden states, and moves all rows on by one token.
-    for step in range(depth):
-        turn = draft.rotary.of_heads(positions_R + step, states_BRH.dtype)
-        embedded_BRH = draft.embed(tokens[:, step + 1 : step + 1 + R])
-        residual_BRH, query, key, value = draft.project(embedded_BRH, states_BRH, *turn)
-        keys.append(key.transpose(1, 2))
-        values.append(value.transpose(1, 2))
-        attended_BNRD = ttt_attention(query.transpose(1, 2), keys, values, lengths)
-        states_BRH = draft.finish(residual_BRH, attended_BNRD.transpose(1, 2))
-        out.append(states_BRH)
-    return out
-
-
 class EagleObjective(DraftObjective):
     """SmoothL1(f', f) + w * KL(target || draft), f' and f being hidden states of the next one.
 
@@ -176,16 +139,18 @@ class EagleObjective(DraftObjective):
     ) -> dict[str, Tensor]:
         """Sums of draft tokens 2 .. depth, each over the rows whose chain stays inside the turn."""
         ids_BT, lengths = batch["input_ids"], row_lengths(document_lengths(batch))
+        every_M = torch.arange(ids_BT.numel() - len(ids_BT), device=ids_BT.device)
         # On CUDA this attention has no float32 kernel; training can do without the attention.
-        with torch.autocast("cuda", torch.bfloat16) if ids_BT.is_cuda else nullcontext():
-            unrolled = unroll(self.draft, ids_BT, features_BTH[:, :-1], depth, lengths)
+        autocast = torch.autocast("cuda", torch.bfloat16) if ids_BT.is_cuda else nullcontext()
+        with torch.no_grad(), autocast:
+            unrolled = self.draft.unroll(features_BTH[:, :-1], ids_BT, [every_M] * depth, lengths)
         padded = F.pad(features_BTH, (0, 0, 0, depth))
         num_rows, head_VH = features_BTH.shape[1] - 1, self.draft.head_weight
         sums: dict[str, Tensor] = {}
         for step in range(2, depth + 1):
             counted_BR = chain_rows(batch["loss_mask"], step)
             wanted_MH = padded[:, step : step + num_rows][counted_BR]
-            drafted_MH = unrolled[step - 1][counted_BR].to(wanted_MH.dtype)
+            drafted_MH = unrolled[step - 1][counted_BR.flatten()].to(wanted_MH.dtype)
             result = chunked_distillation(drafted_MH, head_VH, wanted_MH, head_VH)
             found = {"count": counted_BR.sum(), **result.sums()}
             sums |= {f"{name}_{step}": value for name, value in found.items()}
