@@ -29,7 +29,8 @@ EXAMPLE = """example:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(Options):
-    """make a checkpoint of a head in the layout of SafeAILab, SGLang, vLLM or SPD's authors"""
+    """make a checkpoint of a head in the layout of SafeAILab, SGLang, vLLM or SPD's authors, or of
+    the MTP layer that a target ships with"""
 
     PROG: ClassVar[str] = "pipedraft models import"
     EXAMPLE: ClassVar[str] = EXAMPLE
@@ -73,7 +74,7 @@ class PushOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Options):
-    """write an EAGLE head as SGLang or vLLM load it, and how to launch them"""
+    """write a head as SGLang or vLLM load it, and how to launch them"""
 
     PROG: ClassVar[str] = "pipedraft models export"
     EXAMPLE: ClassVar[str] = EXAMPLE

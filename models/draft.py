@@ -35,6 +35,7 @@ DRAFTS = {
     "ppsd": "pipedraft.models.ppsd:PPSD",
     "eagle": "pipedraft.models.eagle:Eagle",
     "eagle3": "pipedraft.models.eagle3:Eagle3",
+    "mtp": "pipedraft.models.mtp:MTP",
     "dflash": "pipedraft.models.dflash:DFlash",
     "flexspec": "pipedraft.models.flexspec:FlexSpec",
 }

@@ -1,7 +1,7 @@
 """Heads in the layouts that serving engines load.
 
 ``sglang`` is the layout of the authors (`LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`, and
-`DFlashDraftModel`, which vLLM loads as well):
+`DFlashDraftModel`, which vLLM loads as well; of an MTP layer the target's own, `mtp.*`):
 
     python -m sglang.launch_server --model-path TARGET --dtype bfloat16 \\
       --speculative-algorithm EAGLE3 --speculative-draft-model-path OUT \\
@@ -43,6 +43,8 @@ from pipedraft.models.draft import (
 from pipedraft.models.eagle import Eagle
 from pipedraft.models.eagle3 import Eagle3
 from pipedraft.models.fingerprint import weights_hash
+from pipedraft.models.mtp import MTP
+from pipedraft.models.peer_files import MTP_PREFIX
 from pipedraft.pretrained import open_weights, read_config, weight_files
 
 Layout = Literal["sglang", "speculators"]
@@ -52,7 +54,7 @@ Config = dict[str, object]
 CHAIN_LENGTH = 5
 """Draft tokens in a row that the launch lines and vLLM's configuration ask for."""
 
-HEADS: dict[str, type[Draft]] = {"eagle": Eagle, "eagle3": Eagle3, "dflash": DFlash}
+HEADS: dict[str, type[Draft]] = {"eagle": Eagle, "eagle3": Eagle3, "mtp": MTP, "dflash": DFlash}
 
 ORIGIN_FILE = "pipedraft.json"
 
@@ -88,28 +90,28 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
     description = read_description(folder)
     kind = description["draft_type"]
     if kind not in HEADS or (kind != Eagle3.draft_type and layout != "sglang"):
-        known = "eagle, eagle3 and dflash" if layout == "sglang" else "eagle3"
+        known = "eagle, eagle3, mtp and dflash" if layout == "sglang" else "eagle3"
         raise ValueError(
             f"--checkpoint: {folder} holds a draft of type {kind!r}; the layout {layout} is for "
             f"{known} heads, give a checkpoint of one"
         )
     head = HEADS[kind].load(folder, description)
-    assert isinstance(head, Eagle | Eagle3 | DFlash)
+    assert isinstance(head, Eagle | Eagle3 | MTP | DFlash)
     if layout == "sglang" and target is not None:
         head.reference.check_fingerprint(read_target(target, None).fingerprint)
-    if isinstance(head, Eagle):
+    name, revision = (target, None) if target else (head.reference.name, head.reference.revision)
+    if isinstance(head, MTP):
+        config, weights = mtp_parts(head, read_target(name, revision))
+    elif isinstance(head, Eagle):
         config, weights = eagle_config(head), eagle_weights(head)
     elif isinstance(head, DFlash):
         config, weights = dflash_config(head), head.state_dict()
     elif layout == "sglang":
         config, weights = sglang_config(head), sglang_weights(head)
     else:
-        name, revision = (
-            (target, None) if target else (head.reference.name, head.reference.revision)
-        )
         found = read_target(name, revision)
         head.reference.check_fingerprint(found.fingerprint)
-        config = speculators_config(head, name, found.architectures)
+        config = speculators_config(head, name, found.config.get("architectures", []))
         weights = speculators_weights(head, found.embedding_VH)
 
     if target is not None:
@@ -171,6 +173,12 @@ def launch_line(layout: Layout, target: str, out: Path | str, kind: str = "eagle
     )
     if kind == DFlash.draft_type:  # its block is as long as its configuration says
         return line
+    if kind == MTP.draft_type:  # a chain: the target's recurrent layers take no tree there
+        line = line.replace(f" {kind.upper()} ", " NEXTN ")
+        return (
+            f"{line} --speculative-num-steps {CHAIN_LENGTH} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {CHAIN_LENGTH + 1}"
+        )
     return (
         f"{line} --speculative-num-steps {CHAIN_LENGTH} --speculative-eagle-topk 8 "
         "--speculative-num-draft-tokens 32"
@@ -303,6 +311,24 @@ def eagle_weights(head: Eagle) -> dict[str, Tensor]:
     }
 
 
+def mtp_parts(head: MTP, found: "TargetFiles") -> tuple[Config, dict[str, Tensor]]:
+    """The target's config.json, its embedding and LM head, and the layer as it has it.
+
+    Engines read the folder as they read the target's own when they look for its MTP layer.
+    """
+    if not head.config.native:
+        raise ValueError(
+            "--format: 'sglang' has no place for an MTP layer that is not the target's own; "
+            "give a checkpoint that began with pipedraft models import --from TARGET"
+        )
+    head.reference.check_fingerprint(found.fingerprint)
+    config = dict(found.config)
+    sizes = dict(config.get("text_config", config)) | {"mtp_num_hidden_layers": 1}
+    config |= {"text_config": sizes} if "text_config" in config else sizes
+    own = {MTP_PREFIX + name: value for name, value in head.state_dict().items()}
+    return config, own | found.weights
+
+
 def dflash_config(head: DFlash) -> Config:
     """config.json of the authors' layout of DFlash; their layer number is of a layer's output."""
     layers, last = head.config.feature_layers, head.config.num_target_layers
@@ -361,11 +387,24 @@ def _layer_config(head: Draft) -> Config:
 class TargetFiles:
     """What an export or an import needs of a target's folder."""
 
-    architectures: list[str]
-    embedding_VH: Tensor
-    norm_H: Tensor
-    head_VH: Tensor
+    config: Config
+    """config.json."""
+    weights: dict[str, Tensor]
+    """By the target's names: embedding, final norm, and an LM head that is not tied."""
     fingerprint: dict[str, int | str]
+
+    @property
+    def embedding_VH(self) -> Tensor:
+        return [*self.weights.values()][0]
+
+    @property
+    def norm_H(self) -> Tensor:
+        return [*self.weights.values()][1]
+
+    @property
+    def head_VH(self) -> Tensor:
+        """A tied one is the embedding."""
+        return [*self.weights.values(), self.embedding_VH][2]
 
 
 def read_target(name: str, revision: str | None) -> TargetFiles:
@@ -397,6 +436,4 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
         "num_layers": sizes["num_hidden_layers"],
         "hash": weights_hash(weights),
     }
-    # A tied head is the embedding.
-    embedding_VH, norm_H, head_VH = (weights + weights[:1])[:3]
-    return TargetFiles(config.get("architectures", []), embedding_VH, norm_H, head_VH, fingerprint)
+    return TargetFiles(config, dict(zip(keys, weights, strict=True)), fingerprint)

@@ -10,7 +10,7 @@ sequences, packed or not, and over cached rows.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Self
 
@@ -65,6 +65,16 @@ class LayerConfig:
             has_query_key_norm=config.model_type.startswith(("qwen3", "qwen3_5")),
             has_attention_bias=config.model_type == "qwen2",
         )
+
+    @classmethod
+    def of_target_layer(cls, config: PreTrainedConfig) -> "LayerConfig":
+        """``from_target``, rotating no more of a head than the target does."""
+        layer = cls.from_target(config)
+        partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
+        if partial == 1.0:
+            return layer
+        rope = layer.rope_parameters | {"partial_rotary_factor": partial}
+        return replace(layer, rope_parameters=rope)
 
     @property
     def rotary_size(self) -> int:

@@ -4,7 +4,8 @@ Pickled files are opened with ``weights_only=True``: tensors and plain values, n
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from pipedraft.pretrained import hub_link, read_config
 MAX_BYTES = 2**36
 """Of one file of weights; larger ones are no draft."""
 PICKLED = (".bin", ".pt", ".pth")
+
+MTP_PREFIX = "mtp."
+"""Of the names of the MTP layer in a target's files."""
 
 Weights = dict[str, Tensor]
 Settings = dict[str, Any]
@@ -37,7 +41,7 @@ def place_of(name: str, revision: str | None) -> Path:
 
 
 def read_head(name: str, place: Path) -> tuple[Settings, Weights]:
-    """Configuration and weights of a folder or a file."""
+    """Configuration and weights of a folder or a file; of a target its MTP layer alone."""
     folder = place if place.is_dir() else place.parent
     files = [place]
     if place.is_dir():
@@ -52,6 +56,7 @@ def read_head(name: str, place: Path) -> tuple[Settings, Weights]:
         )
     config: Settings = {}
     weights: Weights = {}
+    prefix = _prefix(name, files)
     for file in files:
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"--from: {str(file)!r} has more than {MAX_BYTES} bytes; no head does")
@@ -60,7 +65,7 @@ def read_head(name: str, place: Path) -> tuple[Settings, Weights]:
             state = content.get("state_dict", content)
             config = content.get("config", {}) if state is not content else {}
         else:
-            state = _open(file)
+            state = _open(file, prefix)
         if not isinstance(state, Mapping) or not isinstance(config, dict):
             raise ValueError(f"--from: {str(file)!r} holds no named tensors; give a head's weights")
         for key, value in state.items():
@@ -72,10 +77,38 @@ def read_head(name: str, place: Path) -> tuple[Settings, Weights]:
     return config, weights
 
 
-def _open(file: Path) -> Weights:
+def _prefix(name: str, files: list[Path]) -> str:
+    """What the names of the wanted tensors begin with.
+
+    Raises:
+        ValueError: MTP layers in the names of DeepSeek and GLM.
+    """
+    keys = {key for file in files if file.suffix not in PICKLED for key in _names(file)}
+    foreign = sorted(key for key in keys if key.endswith(".eh_proj.weight"))
+    if foreign:
+        raise ValueError(
+            f"--from: {name!r} has {foreign[0]}, an MTP layer as DeepSeek's and GLM's, with "
+            "experts; only dense ones of Qwen3.5 (mtp.*) can be expressed here"
+        )
+    return MTP_PREFIX if any(key.startswith(MTP_PREFIX) for key in keys) else ""
+
+
+def _names(file: Path) -> list[str]:
+    with _opened(file) as tensors:
+        return list(tensors.keys())
+
+
+def _open(file: Path, prefix: str) -> Weights:
+    with _opened(file) as tensors:
+        keys = [key for key in tensors.keys() if key.startswith(prefix)]  # noqa: SIM118
+        return {key: tensors.get_tensor(key) for key in keys}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
     try:
         with safe_open(file, framework="pt") as tensors:
-            return {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118
+            yield tensors
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--from: {str(file)!r} is damaged ({error}); copy it again") from error
 

@@ -6,6 +6,7 @@ What a folder holds is told by its tensors and its config.json:
     EAGLE-3              SafeAILab's and SGLang's (SpecForge writes it): midlayer.*
     EAGLE-3              vLLM's, of the package speculators: layers.0.*, speculators_model_type
     DFlash               the authors', also as SGLang and vLLM load it: hidden_norm, layers.*
+    MTP                  of a target itself, Qwen3.5: mtp.*
     SPD                  the authors' .pt files, versions 10 and 11
 
 Every setting is either expressed in ours or refused by its name and value; so is every tensor. The
@@ -33,7 +34,8 @@ from pipedraft.models.eagle3 import Eagle3, Eagle3Config, default_feature_layers
 from pipedraft.models.export import TargetFiles, read_target
 from pipedraft.models.hub import model_card
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.peer_files import Settings, Weights, place_of, read_head
+from pipedraft.models.mtp import MTP, native_parts
+from pipedraft.models.peer_files import MTP_PREFIX, Settings, Weights, place_of, read_head
 from pipedraft.models.spd import SPD, SPDConfig
 from pipedraft.pretrained import explained, load_config
 
@@ -56,6 +58,7 @@ class Peer:
     """What the user gave."""
     config: Settings
     weights: Weights
+    revision: str | None = None
 
     def refuse(self, key: str, value: object, fix: str) -> ValueError:
         return ValueError(f"--from: {self.name!r} has {key} {value!r}; {fix}")
@@ -98,15 +101,18 @@ def import_head(
         ValueError: an unknown layout, a setting or tensor that cannot be expressed, another target.
     """
     place = place_of(name, revision)
-    peer = Peer(name, *read_head(name, place))
+    peer = Peer(name, *read_head(name, place), revision)
     found = read_target(target, None)
     reference = TargetReference(name=target, fingerprint=found.fingerprint)
     if any(key.startswith("spec_layers.") for key in peer.weights):
         draft: Draft = _spd(peer, found, reference)
+    elif any(key.startswith(MTP_PREFIX) for key in peer.weights):
+        draft = _mtp(peer, found, reference)
     elif "fc.weight" not in peer.weights:
         raise ValueError(
-            f"--from: {name!r} holds no head that is known (no fc.weight, no spec_layers); known: "
-            "EAGLE-1, EAGLE-3 of SafeAILab, SGLang and speculators, DFlash, SPD's .pt"
+            f"--from: {name!r} holds no head that is known (no fc.weight, no spec_layers, "
+            "no mtp.*); known: EAGLE-1, EAGLE-3 of SafeAILab, SGLang and speculators, DFlash, "
+            "SPD's .pt, the MTP layer of a Qwen3.5"
         )
     elif "hidden_norm.weight" in peer.weights:
         draft = _dflash(peer, found, reference)
@@ -172,6 +178,20 @@ def _eagle(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle:
     )
     weights = {key.replace("layers.0.", "layer."): value for key, value in peer.weights.items()}
     return _fill(peer, Eagle(config, layer, reference), weights, found)
+
+
+def _mtp(peer: Peer, found: TargetFiles, reference: TargetReference) -> MTP:
+    """Beside its MTP layer a target has all its other weights, and an export has some of them."""
+    settings = load_config(reference.name, None).get_text_config()
+    if settings.model_type != "qwen3_5_text":
+        raise ValueError(
+            f"--target: {reference.name!r} is a {settings.model_type}; MTP layers are known of "
+            "qwen3_5 alone, dense ones; train another head for it"
+        )
+    if peer.name != reference.name:
+        reference.check_fingerprint(read_target(peer.name, peer.revision).fingerprint)
+    weights = {key.removeprefix(MTP_PREFIX): value for key, value in peer.weights.items()}
+    return _fill(peer, MTP(*native_parts(settings), reference), weights, found)
 
 
 class _Blocks(msgspec.Struct, forbid_unknown_fields=True):
@@ -397,11 +417,7 @@ def _spd(peer: Peer, found: TargetFiles, reference: TargetReference) -> SPD:
     )
     # The modules are Qwen3's decoder layers of the target's sizes, whatever its family.
     settings = load_config(reference.name, None).get_text_config()
-    layer = LayerConfig.from_target(settings)
-    partial = settings.rope_parameters.get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        rope = layer.rope_parameters | {"partial_rotary_factor": partial}
-        layer = replace(layer, rope_parameters=rope)
+    layer = LayerConfig.of_target_layer(settings)
     layer = replace(layer, has_query_key_norm=True, has_attention_bias=False)
     weights = {}
     for key, value in peer.weights.items():

@@ -17,6 +17,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ppsd": {"model__num_stages": 2, **ROWS},
     "eagle": ROWS,
     "eagle3": ROWS,
+    "mtp": ROWS,
     "dflash": ROWS,
     "flexspec": ROWS,
 }
@@ -48,7 +49,7 @@ def dump(world: World, out: Path | None, monkeypatch, *options: str, **changes: 
     """The command, for all heads."""
     changes = METHODS["spd"] | changes
     arguments = world.arguments("spd", world.folder / "run", **changes)
-    for method in ("ppsd", "eagle", "eagle3", "dflash", "flexspec"):
+    for method in ("ppsd", "eagle", "eagle3", "mtp", "dflash", "flexspec"):
         if not (world.folder / f"{method}.yaml").exists():
             write_config(world, method, world.folder / f"{method}.yaml")
         arguments += ["--also", str(world.folder / f"{method}.yaml")]

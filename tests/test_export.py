@@ -317,7 +317,7 @@ def test_a_tied_target_in_shards_is_recognized(tmp_path):
     found = read_target(str(tmp_path), None)
     assert found.fingerprint == target_fingerprint(target)
     assert torch.equal(found.embedding_VH, target.model.embed_tokens.weight)
-    assert found.architectures == ["LlamaForCausalLM"]
+    assert found.config["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_a_target_without_weights_is_refused_by_name(tmp_path, monkeypatch, capfd):

@@ -30,6 +30,7 @@ MAKERS = {
     "spd": lambda target: make_module(target).float(),
     "eagle": lambda target: make_head(target, "eagle"),
     "eagle3": make_head,
+    "mtp": lambda target: make_head(target, "mtp"),
     "dflash": lambda target: make_head(target, "dflash"),
     "ppsd": make_exit,
     "flexspec": make_draft,

@@ -27,6 +27,7 @@ from pipedraft.train.eagle import EagleObjective, EagleTrainConfig, feature_nois
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
 from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
+from pipedraft.train.mtp import MTPObjective, MTPTrainConfig
 from pipedraft.train.ppsd import PPSDObjective, PPSDTrainConfig
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 
@@ -41,6 +42,7 @@ DRAFTS = {
     "ppsd": (PPSDObjective, PPSDTrainConfig(num_layers=2)),
     "eagle": (EagleObjective, EagleTrainConfig(noise=0.0)),
     "eagle3": (Eagle3Objective, Eagle3TrainConfig(num_steps=4)),
+    "mtp": (MTPObjective, MTPTrainConfig(num_steps=4)),
     "dflash": (DFlashObjective, DFlashTrainConfig(num_layers=2, block_size=5)),
     "flexspec": (FlexSpecObjective, FlexSpecTrainConfig(stem_layers=1, feature_source="self")),
 }
@@ -330,15 +332,16 @@ def test_attention_across_documents_is_caught_in_the_draft(name, monkeypatch):
             f"pipedraft.models.{module}.causal_attention",
             lambda query, keys, values, lengths: attend(query, keys, values),
         )
-    from pipedraft.models import dflash, eagle3
+    from pipedraft.models import dflash, eagle, eagle3
 
     monkeypatch.setattr(
         dflash, "document_slices", lambda lengths: [slice(0, sum(lengths))] * len(lengths)
     )
     ttt = eagle3.ttt_attention
-    monkeypatch.setattr(
-        eagle3, "ttt_attention", lambda query, keys, values, lengths: ttt(query, keys, values)
-    )
+    for module in (eagle, eagle3):
+        monkeypatch.setattr(
+            module, "ttt_attention", lambda query, keys, values, lengths: ttt(query, keys, values)
+        )
     if name in LANGUAGE_MODELS:
         decoder = objective.model.model
         forward = decoder.forward

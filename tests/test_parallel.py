@@ -24,6 +24,7 @@ CHANGES = {
     "ppsd": COMMON | {"model__num_stages": 2, "model__num_layers": 1},
     "eagle": COMMON,
     "eagle3": COMMON | {"model__draft_vocab_size": 60},
+    "mtp": COMMON,
     "dflash": COMMON | {"model__num_anchors": 4},
     "flexspec": COMMON | {"model__feature_source": "self"},
     "language_model": COMMON,

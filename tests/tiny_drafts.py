@@ -13,6 +13,7 @@ from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.layers import KeyValues, LayerConfig
+from pipedraft.models.mtp import MTP, MTPConfig, native_parts
 from pipedraft.models.ppsd import PPSD, PPSDConfig
 from pipedraft.models.spd import SPD, SPDConfig
 from pipedraft.models.target import capture_hidden, target_fingerprint
@@ -40,6 +41,11 @@ def make_head(target, kind="eagle3", **options):
         head = DFlash(small.for_target(num_layers, vocabulary), layer, reference)
     elif kind == "eagle":
         head = Eagle(EagleConfig(num_target_layers=num_layers, **options), layer, reference)
+    elif kind == "mtp":
+        config = MTPConfig(num_target_layers=num_layers)
+        if target.config.model_type.startswith("qwen3_5"):
+            config, layer = native_parts(target.config)
+        head = MTP(replace(config, **options), layer, reference)
     else:
         config = Eagle3Config(**options).for_target(num_layers)
         head = Eagle3(config, layer, reference)

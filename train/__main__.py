@@ -42,6 +42,7 @@ from pipedraft.train.launch import (
     shard_target,
 )
 from pipedraft.train.loop import Trainer
+from pipedraft.train.mtp import MTPObjective, MTPTrainConfig
 from pipedraft.train.plan import Plan
 from pipedraft.train.ppsd import PPSDObjective, PPSDTrainConfig
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
@@ -68,6 +69,7 @@ def registry() -> "dict[str, tuple[type, Any]]":
         "ppsd": (PPSDTrainConfig, PPSDObjective),
         "eagle": (EagleTrainConfig, EagleObjective),
         "eagle3": (Eagle3TrainConfig, Eagle3Objective),
+        "mtp": (MTPTrainConfig, MTPObjective),
         "dflash": (DFlashTrainConfig, DFlashObjective),
         "flexspec": (FlexSpecTrainConfig, FlexSpecObjective),
         "language_model": (LanguageModelConfig, LanguageModelObjective),

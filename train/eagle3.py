@@ -1,4 +1,4 @@
-"""Training of the EAGLE-3 head by training-time test: the loss of every draft token of a chain."""
+"""Training by training-time test, the loss of every draft token of a chain: the EAGLE-3 head."""
 
 # B batch, T positions, H hidden, M rows of one step or of all of them, S steps
 
@@ -14,12 +14,13 @@ from pipedraft.models import cpu
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.layers import LayerConfig
+from pipedraft.models.mtp import MTP
 from pipedraft.train.objective import ChainObjective, DivergenceConfig, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3TrainConfig(Eagle3Config, DivergenceConfig):
-    """The head and its loss."""
+class UnrolledConfig(DivergenceConfig):
+    """The loss of a head that is trained on chains of its own states."""
 
     num_steps: int = 7
     """Draft tokens of a chain that are trained, the authors' 7."""
@@ -30,13 +31,21 @@ class Eagle3TrainConfig(Eagle3Config, DivergenceConfig):
     speculators, specforge: x_{t+1+i}, or x_{t+i}, is an assistant token, as in those packages."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.num_steps < 1:
             raise ValueError(f"model.num_steps: {self.num_steps} is below 1; the paper's is 7")
         if not 0 < self.step_decay <= 1:
             raise ValueError(
                 f"model.step_decay: {self.step_decay} is outside (0, 1]; the paper's is 0.8"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
+    """The head and its loss."""
+
+    def __post_init__(self) -> None:
+        Eagle3Config.__post_init__(self)
+        UnrolledConfig.__post_init__(self)
         if self.sliding_window is not None:
             raise ValueError(
                 f"model.sliding_window: {self.sliding_window}; such heads are imported and run, "
@@ -71,7 +80,7 @@ def counted_steps(loss_mask_BT: Tensor, num_steps: int, rows: str) -> Tensor:
     return torch.stack(fed, -1) & last_T1
 
 
-class Eagle3Objective(ChainObjective):
+class UnrolledObjective(ChainObjective):
     """sum_i step_decay^i KL(target || draft of step i), summed over the rows that count at step i.
 
     The mean that the loop takes is over the rows of step 0 (``num_counted``), so that a text counts
@@ -79,18 +88,9 @@ class Eagle3Objective(ChainObjective):
     the cross-entropy: KL differs from it by the target's entropy, which the draft cannot change.
     """
 
-    draft_class: ClassVar[type[Draft]] = Eagle3
     noted: ClassVar[tuple[str, ...]] = ("loss", "num_steps", "step_decay")
-
-    config: Eagle3TrainConfig
-    draft: Eagle3
-
-    @classmethod
-    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle3:
-        """The draft, its fused layers chosen by the target's depth."""
-        known = {f.name: getattr(config, f.name) for f in fields(Eagle3Config)}
-        depth = int(reference.fingerprint["num_layers"])
-        return Eagle3(Eagle3Config(**known).for_target(depth), layer, reference)
+    config: UnrolledConfig
+    draft: Eagle3 | MTP
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(counted_steps(batch["loss_mask"], 1, self.config.rows).sum())
@@ -129,3 +129,18 @@ class Eagle3Objective(ChainObjective):
             weights_M=self.config.step_decay ** step_M.double(),
         )
         return self.by_step(result, step_M, counts_S)
+
+
+class Eagle3Objective(UnrolledObjective):
+    """Training-time test of an EAGLE-3 head."""
+
+    draft_class: ClassVar[type[Draft]] = Eagle3
+    config: Eagle3TrainConfig
+    draft: Eagle3
+
+    @classmethod
+    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle3:
+        """The draft, its fused layers chosen by the target's depth."""
+        known = {f.name: getattr(config, f.name) for f in fields(Eagle3Config)}
+        depth = int(reference.fingerprint["num_layers"])
+        return Eagle3(Eagle3Config(**known).for_target(depth), layer, reference)

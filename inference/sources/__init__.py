@@ -27,6 +27,7 @@ def make_source(draft: Any, timing: str = "input_states") -> DraftSource:
         "ppsd": PPSDSource,
         "eagle": EagleSource,
         "eagle3": EagleSource,
+        "mtp": EagleSource,
         "dflash": DFlashSource,
         "flexspec": FlexSpecSource,
         "language_model": language_model_source,

@@ -1,0 +1,338 @@
+"""MTP layers that targets ship with: in, out, what they compute, decoding and fine-tuning them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from command_runs import assert_one_line, call
+from decode_runs import (
+    CHAIN,
+    NEW_TOKENS,
+    PROMPTS,
+    SMALL,
+    WAYS,
+    assert_sampled_like_the_target,
+    decode_exactly,
+    engine_for,
+    greedy_reference,
+    sampling_target,
+    way_name,
+)
+from safetensors.torch import load_file, save_file
+from staged_targets import tiny
+from tiny_drafts import make_head, step_logits
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5TextRotaryEmbedding,
+)
+
+from pipedraft.data_recipes.batch import collate
+from pipedraft.models.draft import load_draft
+from pipedraft.models.export import export, launch_line
+from pipedraft.models.mtp import MTP
+from pipedraft.models.peers import import_head
+from pipedraft.models.target import load_target
+from pipedraft.train.mtp import MTPObjective, MTPTrainConfig
+
+STEPS, LENGTH = 4, 10
+IDS = torch.randint(61, (LENGTH,), generator=torch.Generator().manual_seed(6))
+OTHER_WAYS = [{"schedule": "pipeinfer"}, {"schedule": "ssd", "draft_tokens": 3}]
+
+
+def mtp_weights(target):
+    """As a checkpoint of this family has them."""
+    layer = Qwen3_5DecoderLayer(target.config, target.config.layer_types.index("full_attention"))
+    hidden = target.config.hidden_size
+    shapes = {f"layers.0.{name}": tuple(x.shape) for name, x in layer.state_dict().items()}
+    shapes |= {"fc.weight": (hidden, 2 * hidden), "norm.weight": (hidden,)}
+    shapes |= {f"pre_fc_norm_{name}.weight": (hidden,) for name in ("embedding", "hidden")}
+    generator = torch.Generator().manual_seed(4)
+    return {
+        f"mtp.{name}": torch.randn(shape, generator=generator) * 0.7 / shape[-1] ** 0.5
+        for name, shape in shapes.items()
+    }
+
+
+def write_target(folder, target, weights):
+    """The target's folder with further tensors, in two files as large ones are."""
+    target.save_pretrained(folder)
+    main = folder / "model.safetensors"
+    own = load_file(main)
+    save_file(own, folder / "model-1.safetensors", metadata={"format": "pt"})
+    main.unlink()
+    files = dict.fromkeys(own, "model-1.safetensors")
+    if weights:
+        save_file(weights, folder / "model-2.safetensors", metadata={"format": "pt"})
+        files |= dict.fromkeys(weights, "model-2.safetensors")
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A target with its MTP layer, and a checkpoint of that."""
+    folder = tmp_path_factory.mktemp("native")
+    weights = mtp_weights(tiny("qwen3_5"))
+    path = write_target(folder / "target", tiny("qwen3_5"), weights)
+    import_head(str(path), str(path), folder / "mtp")
+    target = load_target(str(path))
+    head = load_draft(str(folder / "mtp"), target)
+    return SimpleNamespace(folder=folder, path=path, weights=weights, target=target, head=head)
+
+
+# -- what it computes -----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def logits_by_formula(target, weights, row, depth):
+    """Logits of 1 .. depth draft tokens below a row, by transformers' own decoder layer."""
+    config = target.config
+    layer = Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))
+    of_layer = {n.removeprefix("mtp.layers.0."): x for n, x in weights.items() if ".layers." in n}
+    layer.load_state_dict(of_layer)
+
+    def norm(x, name):
+        weight = 1 + weights[f"mtp.{name}.weight"]
+        return x * (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * weight
+
+    raw = {}
+    hook = target.model.norm.register_forward_hook(lambda *call: raw.update(last=call[2]))
+    target(input_ids=IDS[None])
+    hook.remove()
+    states, out = raw["last"][0, : row + 1], []
+    for step in range(depth):
+        embedded = target.get_input_embeddings()(IDS[1 : row + 2 + step])
+        normed = norm(embedded, "pre_fc_norm_embedding"), norm(states, "pre_fc_norm_hidden")
+        x = F.linear(torch.cat(normed, -1), weights["mtp.fc.weight"])[None]
+        positions = torch.arange(x.shape[1])[None]
+        hidden = layer(
+            x,
+            position_embeddings=Qwen3_5TextRotaryEmbedding(config)(x, positions),
+            attention_mask=torch.full((len(states),) * 2, -torch.inf).triu(1)[None, None],
+        )
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        states = torch.cat([states, norm(hidden[0, -1:], "norm")])
+        out.append(target.lm_head(states[-1]))
+    return out
+
+
+def test_an_imported_layer_computes_what_transformers_layer_says(place):
+    ours = step_logits(place.target, place.head, IDS, STEPS)
+    for row in (0, 3, LENGTH - STEPS - 1):
+        for step, theirs in enumerate(logits_by_formula(place.target, place.weights, row, STEPS)):
+            assert (ours[step][row] - theirs).abs().max() < 1e-5 * theirs.abs().max(), (row, step)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3", "llama"])
+def test_the_states_of_training_are_those_of_decoding(family):
+    target = tiny(family)
+    head = make_head(target, "mtp")
+    assert head.config.native == (family == "qwen3_5")
+    taps = {head.taps[0]: torch.empty(0)}
+    hook = target.model.norm.register_forward_hook(
+        lambda module, inputs, out: taps.update({head.taps[0]: inputs[0]})
+    )
+    target(input_ids=torch.stack([IDS, IDS.flip(0)]))
+    hook.remove()
+    rows = torch.tensor([t for t in range(2 * LENGTH) if t % LENGTH < LENGTH - STEPS])
+    ids_BT = torch.stack([IDS, IDS.flip(0)])
+    unrolled = head.unroll(head.feature(taps), ids_BT, [rows] * STEPS)
+    for text, ids_T in enumerate(ids_BT):
+        decoded = step_logits(target, head, ids_T, STEPS)
+        for step in range(STEPS):
+            ours = head.logits(unrolled[step]).view(2, -1, 61)[text]
+            torch.testing.assert_close(ours, decoded[step][: len(ours)], rtol=1e-4, atol=1e-4)
+
+
+# -- files ----------------------------------------------------------------------------------
+
+
+def test_a_layer_goes_back_as_it_came(place, tmp_path):
+    files = export(place.folder / "mtp", "sglang", tmp_path / "back")
+    assert tmp_path / "back" / "model.safetensors" in files
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    ours = {name: x for name, x in found.items() if name.startswith("mtp.")}
+    assert ours.keys() == place.weights.keys()
+    assert all(torch.equal(x, place.weights[name]) for name, x in ours.items())
+    ends = found.keys() - ours.keys()
+    assert ends == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    own = json.loads((place.path / "config.json").read_text())
+    assert config == own | {"mtp_num_hidden_layers": 1}
+    import_head(str(tmp_path / "back"), str(place.path), tmp_path / "again")
+    first, second = (
+        load_file(folder / "model.safetensors")
+        for folder in (place.folder / "mtp", tmp_path / "again")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    line = launch_line("sglang", "T", "OUT", "mtp")
+    assert "--speculative-algorithm NEXTN --speculative-draft-model-path OUT" in line
+
+
+def other_target(folder):
+    model = tiny("qwen3_5")
+    other = type(model)(model.config)
+    other.load_state_dict(model.state_dict())
+    other.model.norm.weight.data.add_(0.5)
+    return write_target(folder / "other", other, {})
+
+
+def without(name):
+    return lambda weights: weights.pop(name)
+
+
+REFUSED = {
+    "none": (lambda weights: weights.clear(), ["no mtp.*", "no head"]),
+    "missing": (without("mtp.layers.0.self_attn.k_norm.weight"), ["lacks", "k_norm"]),
+    "shape": (
+        lambda weights: weights.update({"mtp.fc.weight": torch.zeros(32, 32)}),
+        ["fc.weight", "(32, 32)", "(32, 64)"],
+    ),
+    "two layers": (
+        lambda weights: weights.update({"mtp.layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}),
+        ["tensor", "layers.1.mlp.up_proj"],
+    ),
+    "experts": (
+        lambda weights: weights.update({"mtp.layers.0.mlp.gate.weight": torch.zeros(4, 32)}),
+        ["tensor", "mlp.gate.weight"],
+    ),
+    "not finite": (lambda weights: weights["mtp.norm.weight"].fill_(torch.nan), ["norm", "NaN"]),
+    "GLM": (
+        lambda weights: weights.update({"model.layers.4.eh_proj.weight": torch.zeros(32, 64)}),
+        ["model.layers.4.eh_proj.weight", "DeepSeek"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_expressed_is_refused_by_name(place, tmp_path, name, monkeypatch, capfd):
+    change, words = REFUSED[name]
+    weights = {key: x.clone() for key, x in place.weights.items()}
+    change(weights)
+    source = str(write_target(tmp_path / "source", tiny("qwen3_5"), weights))
+    words_of_command = ["import", "--from", source, "--target", source, "--out", "out"]
+    monkeypatch.chdir(tmp_path)
+    capfd.readouterr()
+    status = call("models", words_of_command, monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["--from", *words])
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_target_is_refused(place, tmp_path, monkeypatch, capfd):
+    llama = str(write_target(tmp_path / "llama", tiny("llama"), {}))
+    for target, words in (
+        (llama, ["--target", "is a llama", "qwen3_5"]),
+        (str(other_target(tmp_path)), ["target: does not match", "other"]),
+    ):
+        words_of_command = ["import", "--from", str(place.path), "--target", target]
+        capfd.readouterr()
+        status = call("models", [*words_of_command, "--out", str(tmp_path / "out")], monkeypatch)
+        assert_one_line(status, *capfd.readouterr(), words)
+
+
+def test_a_layer_of_another_form_has_no_layout(tmp_path):
+    make_head(tiny("llama"), "mtp").save(tmp_path)
+    path = write_target(tmp_path / "target", tiny("llama"), {})
+    with pytest.raises(ValueError, match="not the target's own; give a checkpoint"):
+        export(tmp_path, "sglang", tmp_path / "out", target=str(path))
+    with pytest.raises(ValueError, match="'mtp'; the layout speculators is for eagle3"):
+        export(tmp_path, "speculators", tmp_path / "out", target=str(path))
+
+
+# -- decoding -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS + OTHER_WAYS, ids=way_name)
+def test_greedy_text_is_the_targets(way, place):
+    engine = engine_for(
+        place.target, draft=place.head, num_stages=2, max_new_tokens=NEW_TOKENS, **way
+    )
+    expected = greedy_reference(place.target, PROMPTS[2], NEW_TOKENS)
+    assert decode_exactly(engine, PROMPTS[2], expected).num_drafted > 0
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"},
+        {"schedule": "eagle", "tree": SMALL},
+        {"schedule": "pipedec", "tree_width": 3},
+        {"schedule": "flowspec_continued"},
+        *OTHER_WAYS,
+        *(
+            pytest.param({"schedule": name, "tree": SMALL}, marks=pytest.mark.all)
+            for name in ("naive_pp", "pruned_pp", "flowspec")
+        ),
+    ],
+    ids=way_name,
+)
+def test_sampled_text_is_the_targets(way):
+    target = sampling_target()
+    assert_sampled_like_the_target(target, make_head(target, "mtp"), **way)
+
+
+# -- fine-tuning ----------------------------------------------------------------------------
+
+
+def make_objective(target, **options) -> MTPObjective:
+    config = MTPTrainConfig(**options)
+    MTPObjective.check(config, target)
+    data = SimpleNamespace(report=SimpleNamespace(to_dict=dict))
+    return MTPObjective(config, target, target_name="tiny", revision=None, data=data)
+
+
+def test_a_layer_is_fine_tuned_and_goes_back_into_its_target(place, tmp_path):
+    objective = make_objective(place.target, init_from=str(place.folder / "mtp"), loss="ce")
+    draft = objective.draft.requires_grad_(True)
+    for name, value in place.head.state_dict().items():
+        assert torch.equal(draft.state_dict()[name], value)
+    ids = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(2)).tolist()
+    batch = collate([{"input_ids": row, "loss_mask": [0] * 2 + [1] * 22} for row in ids], 0)
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
+    losses, scores = [], []
+    for _ in range(15):
+        output = objective(batch, torch.Generator())
+        (output.loss / output.counted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sums = {"loss": output.loss.item(), "count": output.counted.item()}
+        sums |= {name: value.item() for name, value in output.sums.items()}
+        losses.append(output.loss.item())
+        scores.append(objective.summarize(sums)["score"])
+    assert losses[-1] < 0.5 * losses[0] and scores[-1] > scores[0] + 0.3
+    (tmp_path / "tuned").mkdir()
+    draft.save(tmp_path / "tuned")
+    export(tmp_path / "tuned", "sglang", tmp_path / "out", target=str(place.path))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    changed = [name for name, x in place.weights.items() if not torch.equal(x, found[name])]
+    assert changed == [*place.weights]
+
+
+def test_the_loss_of_a_later_token_decays(place):
+    """Doubling the decay of two steps moves the loss by what the second is worth."""
+    batch = collate([{"input_ids": IDS.tolist(), "loss_mask": [1] * LENGTH}], 0)
+    first, half, whole = (
+        make_objective(place.target, init_from=str(place.folder / "mtp"), **options)(
+            batch, torch.Generator()
+        ).loss.item()
+        for options in ({"num_steps": 1}, {"step_decay": 0.5}, {"step_decay": 1.0})
+    )
+    second = make_objective(
+        place.target, init_from=str(place.folder / "mtp"), num_steps=2, step_decay=1.0
+    )(batch, torch.Generator()).loss.item()
+    third = whole - second
+    assert half == pytest.approx(first + (second - first) / 2 + third / 4, rel=1e-5)
+
+
+def test_a_start_that_is_no_layer_of_this_target_is_refused(place, tmp_path):
+    make_head(tiny("llama"), "eagle").save(tmp_path)
+    with pytest.raises(ValueError, match="init_from: .* of type 'eagle'; give one of type 'mtp'"):
+        make_objective(place.target, init_from=str(tmp_path))
+    other = load_target(str(other_target(tmp_path)))
+    with pytest.raises(ValueError, match="target: does not match this draft"):
+        make_objective(other, init_from=str(place.folder / "mtp"))
+    assert isinstance(place.head, MTP)
