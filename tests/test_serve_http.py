@@ -340,6 +340,15 @@ def test_a_prompt_is_a_text_or_ids_but_no_mixture():
     assert asked.top_k == -1 and asked.longest() is None
 
 
+def test_a_client_that_leaves_inside_its_body_is_no_fault(place, caplog):
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", place.port), timeout=WAIT_S) as connection:
+        connection.sendall(head.encode() + b"Content-Length: 100\r\n\r\n{")
+    left = 'pipedraft:request_refused_total{model_name="tiny",status="499"} 1.0'
+    wait_until(lambda: left in place.ask("GET", "/metrics").content.decode())
+    assert caplog.records == []
+
+
 # -- keys, queue, time, end --------------------------------------------------------------------
 
 

@@ -128,8 +128,13 @@ class Service:
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
-                async for part in request.stream():
-                    body += part
+                is_more = True
+                while is_more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestError("the client left", status=499)
+                    body += message.get("body", b"")
+                    is_more = message.get("more_body", False)
                     if len(body) > self.limits.max_body_kb * 2**10:
                         raise RequestError(
                             f"the body has more than {self.limits.max_body_kb * 2**10} bytes",
