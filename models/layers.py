@@ -54,7 +54,7 @@ class LayerConfig:
         }
         return cls(
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=intermediate_size(config),
             num_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
             head_size=getattr(config, "head_dim", None)
@@ -83,6 +83,14 @@ class LayerConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def intermediate_size(config: PreTrainedConfig) -> int:
+    """Of a target's MLP; of one that has experts alone, of all that work for a token."""
+    if (size := getattr(config, "intermediate_size", None)) is not None:
+        return int(size)
+    chosen = config.num_experts_per_tok * config.moe_intermediate_size
+    return int(chosen + config.shared_expert_intermediate_size)
 
 
 class RotaryEmbedding(nn.Module):

@@ -48,6 +48,15 @@ FAMILIES = {
         **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
     "qwen3_5": lambda: hf.Qwen3_5TextConfig(**SIZES, head_dim=16, **LINEAR_SIZES),
+    "qwen3_5_moe": lambda: hf.Qwen3_5MoeTextConfig(
+        **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+        **LINEAR_SIZES,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
 }
 _MODELS: dict[tuple[str, str], hf.PreTrainedModel] = {}
 
@@ -71,7 +80,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-
 
 
 def tolerance(name: str) -> float:
-    return 5e-5 if name == "qwen3_5" else 1e-5
+    return 5e-5 if name.startswith("qwen3_5") else 1e-5
 
 
 def random_ids(num: int, seed: int = 1) -> torch.Tensor:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from train_runs import World
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3_5MoeTextConfig
 
 from pipedraft.errors import run_command
 from pipedraft.train.__main__ import main, methods, registry, take_plan
@@ -77,16 +77,22 @@ def test_checkpointing_is_seen(world, tmp_path):
     assert less < 0.8 * plain
 
 
-def test_a_plan_is_near_the_peaks_of_whole_steps(repository):
+DENSE = {"intermediate_size": 2048}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+EXPERTS |= {"shared_expert_intermediate_size": 128, "head_dim": 128}
+
+
+@pytest.mark.parametrize(("family", "own"), [(LlamaConfig, DENSE), (Qwen3_5MoeTextConfig, EXPERTS)])
+def test_a_plan_is_near_the_peaks_of_whole_steps(repository, family, own):
     """The draft's weights, gradients and buckets, its optimizer, and the target's own forward."""
     compare = runpy.run_path(str(repository / "benchmarks" / "plan_peaks.py"))["compare"]
-    target = LlamaConfig(
+    target = family(
         vocab_size=4000,
         hidden_size=512,
-        intermediate_size=2048,
         num_hidden_layers=4,
         num_attention_heads=4,
         dtype=torch.bfloat16,
+        **own,
     )
     for plan, counted in compare("spd", target, 128):
         assert plan == pytest.approx(counted, rel=0.15)

@@ -308,7 +308,7 @@ def test_it_starts_as_the_target_goes_on(world, tmp_path):
     torch.testing.assert_close(draft(taps), taps[3])
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_5"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_5", "qwen3_5_moe"])
 def test_it_starts_random_where_the_targets_layers_are_of_another_kind(name):
     target, prompt = tiny(name), [7, 3, 9, 3, 7, 1]
     head = make_exit(target, num_stages=2, num_layers=2)

@@ -45,7 +45,9 @@ def rank_of(world: int, local: int, rank: int, monkeypatch) -> Iterator[SimpleNa
 # -- equality -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_tied", "mixtral", "qwen3_moe", "qwen3_5", "qwen3_5_moe"]
+)
 def test_a_part_reads_its_own_tensors_alone_and_is_equal(name, tmp_path, monkeypatch):
     tiny(name).save_pretrained(tmp_path, max_shard_size="20KB")
     read, open_weights = set(), target_part.open_weights

@@ -156,12 +156,13 @@ def test_saved_target_loads_frozen_with_the_same_fingerprint(name, tmp_path):
     assert load_target(str(tmp_path), dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_text_part_of_a_multimodal_qwen3_5_checkpoint_is_staged(tmp_path):
-    text = dict(FAMILIES["qwen3_5"]().to_dict())
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3_5Moe"])
+def test_text_part_of_a_multimodal_checkpoint_is_staged(tmp_path, name):
+    text = dict(FAMILIES[name.lower().replace("5moe", "5_moe")]().to_dict())
     vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
-    config = hf.Qwen3_5Config(text_config=text, vision_config=vision)
+    config = getattr(hf, f"{name}Config")(text_config=text, vision_config=vision)
     torch.manual_seed(0)
-    whole = hf.Qwen3_5ForConditionalGeneration(config).eval()
+    whole = getattr(hf, f"{name}ForConditionalGeneration")(config).eval()
     whole.save_pretrained(tmp_path)
     model, ids = load_target(str(tmp_path)), random_ids(12)
     logits_V, _ = StagedTarget(model, 2).prefill(ids)
