@@ -14,7 +14,7 @@ token to the one in which the first sequence ends:
 Rows of all sequences in a stage cost what a segment of as many rows costs (``--cost``, ``--row``).
 The drafts of several sequences run one after the other on one device, as in this program, or with
 ``--drafts together`` as one forward of all their rows. Ways: plain decoding; naive pipeline
-parallelism with the chain that makes the most tokens at 8 sequences; one tree a round in one
+parallelism with a chain of draft tokens; one tree a round in one
 segment; the pipelined schedules, and these with automatic budgets.
 """
 
