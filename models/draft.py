@@ -156,6 +156,10 @@ class Draft(nn.Module):
     def target_vocab_size(self) -> int:
         return self.reference.fingerprint["vocab_size"]
 
+    def logits(self, state_H: Tensor) -> Tensor:
+        """Draft logits [..., U] of the draft's outputs; entry u is target token draft_ids[u]."""
+        raise NotImplementedError
+
     def compute(self, function: Callable[[*Inputs], Result], *inputs: *Inputs) -> Result:
         """function(*inputs), with ``checkpointing`` recomputed in backward by the same products."""
         if not (self.checkpointing and torch.is_grad_enabled()):
