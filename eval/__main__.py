@@ -10,13 +10,14 @@ from pipedraft.errors import leave_at_interrupts, run_command
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.eval.arguments import EdgeOptions, EvaluationOptions, TableOptions
+from pipedraft.eval.arguments import EdgeOptions, EvaluationOptions, ParityOptions, TableOptions
 from pipedraft.inference.arguments import backend_of
 from pipedraft.options import Options, subcommand
 
 SUBCOMMANDS: dict[str, str | type[Options]] = {
     "compare": "pipedraft.eval.compare",
     "edge": EdgeOptions,
+    "parity": ParityOptions,
     "replay": "pipedraft.eval.replay",
     "report": "pipedraft.eval.report",
     "table": TableOptions,
@@ -55,6 +56,11 @@ def run_subcommand(name: str, argv: Sequence[str]) -> None:
         from pipedraft.eval.runner import decode_links
 
         print(decode_links(edge_options, argv))
+    elif name == "parity":
+        parity_options = ParityOptions.read(argv)
+        from pipedraft.eval.parity import compare_all
+
+        compare_all(parity_options)
     elif name == "table":
         table_options = TableOptions.read(argv)
         from pipedraft.eval.published import make_table

@@ -32,6 +32,7 @@ small prompt files are used; --data-dir hub: downloads the published benchmarks.
   python -m pipedraft.eval report out/eval out/other     one HTML page of runs; see its --help
   python -m pipedraft.eval replay out/eval --stages 2,8  other pipelines from OUT/traces
   python -m pipedraft.eval edge --help                   drafts on one side of a link
+  python -m pipedraft.eval parity --checkpoint DIR       trained well, accepts nothing: why
   python -m pipedraft.eval table NAME --out OUT          a paper's table, ours beside it, or a
                                                          YAML file, as drafts on tuned targets
 """
@@ -57,6 +58,18 @@ prints the table and writes table.md, table.json, manifest.json and the entries 
 (results.json) into --out; drafts on fine-tuned targets also report.md and a plot. A row whose
 checkpoint is missing names the command that makes it. What a pipeline decoded is kept in
 OUT/traces: the same command goes on after a kill.
+"""
+
+
+PARITY_EXAMPLE = """\
+example:
+  python -m pipedraft.eval parity --checkpoint out/eagle3
+  python -m pipedraft.eval parity --checkpoint out/eagle3 --exported out/sglang --limit 8
+  python -m pipedraft.eval parity --checkpoint out/spd --benchmarks own.jsonl --json out/p.json
+
+A draft that trained well and accepts nothing: the same prompts go through the training's forward
+pass, greedy decoding with chains, and the files that serving engines load. What differs is named at
+the first place where it does, with status 1; 0: nothing does. The first turn of each prompt counts.
 """
 
 
@@ -246,3 +259,36 @@ class TableOptions(PlaceOptions):
     """decode again what OUT/traces has"""
     out: Path = option(Path(), metavar="OUT")
     """folder of the results"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityOptions(PlaceOptions):
+    """Find the first place where a draft's training, its decoding and its exported files part."""
+
+    PROG: ClassVar[str] = "pipedraft eval parity"
+    EXAMPLE: ClassVar[str] = PARITY_EXAMPLE
+
+    checkpoint: str = option(metavar="DIR")
+    """checkpoint folder or Hub repository of a draft"""
+    target: str | None = None
+    """folder or Hub name of the target; default: the one the draft names"""
+    trained_tokenizer: str | None = option(None, metavar="DIR")
+    """folder or Hub name of the tokenizer, with its chat template, that the training data was made
+    with; default: the target's"""
+    exported: tuple[str, ...] = option((), metavar="DIR", repeated=True)
+    """folder of exported files, or of a head in their layouts; may be given several times; default:
+    exports made for this, in every layout that the draft has"""
+    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
+    """as of an evaluation"""
+    data_dir: str | None = option(None, metavar="D")
+    """see eval --help"""
+    limit: int = option(2, metavar="P", least=1)
+    """the first P prompts of each"""
+    depth: int = option(7, metavar="K", least=1)
+    """draft tokens of a chain, for drafts that have no number of their own"""
+    max_new_tokens: int = option(48, metavar="M", least=2)
+    """of each answer"""
+    dtype: Dtype = "float32"
+    """of target and draft; in others rounding hides small differences"""
+    json: Path | None = option(None, metavar="FILE")
+    """write counts and findings there, too"""

@@ -133,7 +133,7 @@ def test_the_package_itself_imports_without_torch() -> None:
 @pytest.mark.parametrize(
     "command",
     ["doctor", "models", "data_recipes", "inference", "inference.serving"]
-    + ["eval", *(f"eval {name}" for name in ("compare", "replay", "report", "table"))],
+    + ["eval", *(f"eval {name}" for name in ("compare", "parity", "replay", "report", "table"))],
 )
 def test_help_comes_without_torch(command: str) -> None:
     module, *words = command.split()

@@ -1,0 +1,368 @@
+"""Where a draft's training and its decoding part: `python -m pipedraft.eval parity --help`.
+
+Under greedy decoding with a chain, the draft reads what it reads in teacher-forced training for as
+long as its draft tokens are the target's own. At all such rows the draft token of decoding has to
+be the one of the training's forward pass, up to ties within rounding.
+"""
+
+# R rows (roots), U draft vocabulary, V vocabulary
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from pipedraft.data_recipes.chat import ChatRenderer
+from pipedraft.errors import UsageError
+from pipedraft.eval.arguments import ParityOptions
+from pipedraft.eval.checkpoints import load_head, read_drafts
+from pipedraft.eval.parity_rows import (
+    Decoding,
+    Drafted,
+    Text,
+    difference,
+    over_vocabulary,
+    size_of,
+    trained_depth,
+    vocabulary,
+    why_decoding_parts,
+    why_files_part,
+)
+from pipedraft.eval.tables import Table, align_columns, number
+from pipedraft.eval.tasks import Prompt, encode_turn, load_tasks
+from pipedraft.files import make_place, to_json, write_atomically
+from pipedraft.models.draft import Draft
+from pipedraft.models.export import HEADS, export
+from pipedraft.models.peers import import_head
+from pipedraft.models.placement import place_draft, resolve_device, resolve_dtype
+from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
+
+ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Differences that are no fault, in parts of the largest value that is compared."""
+NOTED = ("agreement_1", "agreement_filling", "agreement")
+"""Metrics of a checkpoint: how often a first draft token was the target's, of validation rows."""
+LEGEND = """\
+Shares of rows whose draft token is the target's own. training, and files: the training's forward
+pass at every row of the answers. there, decoding: at the rows that decoding reached by right draft
+tokens alone, by the training's forward pass and as decoded, which have to be equal.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """The first place, and what it most likely is."""
+
+    what: str
+    detail: str
+    prompt: str | None = None
+    """None: at every one."""
+    root: int | None = None
+    """Token of the text that the round starts from."""
+    draft_position: int | None = None
+
+    def __str__(self) -> str:
+        row = f", row {self.root}, draft position {self.draft_position}" if self.root else ""
+        place = "at every prompt" if self.prompt is None else f"first at prompt {self.prompt}{row}"
+        return f"part {place}: {self.what}: {self.detail}"
+
+
+@dataclass(kw_only=True)
+class Check:
+    """One thing held against the training's forward pass."""
+
+    name: str
+    unit: str = "rows"
+    rows: int = 0
+    ties: int = 0
+    largest_difference: float = 0.0
+    """Of logits."""
+    first: Parting | None = None
+    remark: str = ""
+    """In place of a comparison."""
+
+    def __str__(self) -> str:
+        if self.first or self.remark:
+            return f"{self.name}: {self.first or self.remark}"
+        within = f", logits within {self.largest_difference:.1e}" if self.unit == "rows" else ""
+        ties = f", {self.ties} ties" if self.ties else ""
+        return f"{self.name}: equal at every one of {self.rows} {self.unit}{within}{ties}"
+
+
+# -- prompts, files, and the whole -----------------------------------------------------------
+
+
+def training_prompt(
+    renderer: ChatRenderer, prompt: Prompt, answer: str, prompt_ids: list[int]
+) -> tuple[list[int], tuple[str, str] | None]:
+    """The prompt's ids as training preprocesses this conversation, and where decoding differs."""
+    messages = [{"role": "user", "content": prompt.turns[0]}]
+    if prompt.system is not None:
+        messages.insert(0, {"role": "system", "content": prompt.system})
+    chat = renderer.render([*messages, {"role": "assistant", "content": answer}])
+    ((ids, mask),) = renderer.tokenize([chat])
+    if 1 not in mask:
+        return prompt_ids, ("loss mask", "no token of the answer is supervised in training")
+    own = ids[: mask.index(1)]
+    if own == prompt_ids:
+        return own, None
+    pairs = enumerate(zip(own, prompt_ids, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(own), len(prompt_ids)))
+    words = [
+        renderer.tokenizer.convert_ids_to_tokens(x[at : at + 1]) or ["the answer"]
+        for x in (own, prompt_ids)
+    ]
+    if ids[: len(prompt_ids)] == prompt_ids:
+        return own, ("loss mask", f"the answer begins at token {len(prompt_ids)}, its mask at {at}")
+    return own, (
+        "template",
+        f"token {at} is {words[0][0]!r} in training, {words[1][0]!r} in decoding",
+    )
+
+
+def exported_drafts(
+    folder: Path, kind: str, target: PreTrainedModel, name: str, given: Sequence[str]
+) -> dict[str, Draft | str]:
+    """Drafts as exported files say them, by layout or folder; or why there is none."""
+    if kind not in HEADS and not given:
+        known = ", ".join(HEADS)
+        return {"files": f"SGLang's and vLLM's layouts are of {known}; of {kind} there is none"}
+    found: dict[str, Draft | str] = {}
+    with tempfile.TemporaryDirectory() as place:
+        for layout in given or (("sglang", "speculators") if kind == "eagle3" else ("sglang",)):
+            files = layout
+            try:
+                if not given:
+                    files = f"{place}/{layout}"
+                    export(folder, layout, Path(files), target=name)  # type: ignore[arg-type]
+                draft, _ = import_head(files, name, Path(place) / f"from-{len(found)}")
+            except ValueError as error:
+                if given:
+                    raise UsageError(str(error).replace("--from", "--exported", 1)) from error
+                found[layout] = str(error)
+                continue
+            if draft.draft_type != kind:
+                raise UsageError(
+                    f"--exported: {layout!r} holds a draft of type {draft.draft_type!r}, the "
+                    f"checkpoint one of {kind!r}; give files of that"
+                )
+            draft.attach(target)
+            found[Path(layout).name] = place_draft(draft, target)
+    return found
+
+
+@dataclass(kw_only=True)
+class Parity:
+    """Training, decoding and files on the same prompts."""
+
+    draft: Draft
+    decoding: Decoding
+    files: Mapping[str, Draft | str]
+    renderer: ChatRenderer | None
+    """Of the training; None: its tokenizer has no chat template."""
+    depth: int
+    checks: dict[str, Check] = field(default_factory=dict)
+    counts: list[Counter[str]] = field(default_factory=list)
+    """By draft position: rows, and how many of them are right."""
+
+    def __post_init__(self) -> None:
+        self.counts = [Counter() for _ in range(self.depth)]
+        self.target = self.decoding.target
+        self.rounding = ROUNDING[self.target.dtype]
+        self.checks["prompts"] = Check(name="prompts", unit="prompts")
+        if self.renderer is None:
+            self.checks["prompts"].remark = "not compared: there is no chat template"
+        self.checks["decoding"] = Check(name="decoding")
+        self.heads = {name: x for name, x in self.files.items() if isinstance(x, Draft)}
+        for name, reason in self.files.items():
+            remark = f"not compared: {reason}" if isinstance(reason, str) else ""
+            self.checks[name] = Check(name=name, remark=remark)
+
+    def add(self, prompt: Prompt) -> None:
+        """Decode a prompt, and compare."""
+        name = f"{prompt.task}/{prompt.id}"
+        prompt_ids = encode_turn(self.decoding.tokenizer, prompt, [])
+        answer, drafted = self.decoding.run(prompt_ids)
+        own = self._compare_prompt(name, prompt, prompt_ids, answer)
+        taps = {layer for draft in (self.draft, *self.heads.values()) for layer in draft.taps}
+        text = Text(self.target, prompt_ids + answer, taps)
+        trained = text if own == prompt_ids else Text(self.target, own + answer, taps)
+        roots = range(len(own), len(own) + len(answer))
+        states = text.states(self.draft, self.depth)
+        trained_states = states if trained is text else trained.states(self.draft, self.depth)
+        others = {n: trained.states(head, self.depth) for n, head in self.heads.items()}
+        for step in range(min(self.depth, len(roots) - 1)):
+            rows = roots[: -1 - step]  # the label is of the answer, too
+            place_R = torch.tensor(rows, device=text.ids_T.device)
+            logits_RU = self.draft.logits(trained_states[step][place_R])
+            logits_RV = over_vocabulary(self.draft, logits_RU)
+            in_order_R = vocabulary(self.draft).sort().values[logits_RU.argmax(-1)]
+            right = int((in_order_R == trained.teacher_T[place_R + step]).sum())
+            self.counts[step]["in order"] += right
+            self._count(step, "training", logits_RV, trained.teacher_T[place_R + step])
+            self.counts[step]["rows"] += len(rows)
+            for other, head in self.heads.items():
+                theirs_RV = over_vocabulary(head, head.logits(others[other][step][place_R]))
+                self._count(step, other, theirs_RV, trained.teacher_T[place_R + step])
+                self._compare_files(other, name, rows, step, logits_RV, theirs_RV)
+        for found in drafted:
+            end = found.root + found.depth
+            if end < len(text.ids_T) and found.path == text.ids_T[found.root : end].tolist():
+                self._compare_draft_token(name, found, text, states[found.depth - 1][found.root])
+
+    def _compare_prompt(
+        self, name: str, prompt: Prompt, prompt_ids: list[int], answer: list[int]
+    ) -> list[int]:
+        check = self.checks["prompts"]
+        said = str(self.decoding.tokenizer.decode(answer, skip_special_tokens=True))
+        if self.renderer is None or not said.strip():
+            return prompt_ids
+        own, why = training_prompt(self.renderer, prompt, said, prompt_ids)
+        check.rows += 1
+        if why is not None and check.first is None:
+            check.first = Parting(prompt=name, what=why[0], detail=why[1])
+        return own
+
+    def _count(self, step: int, name: str, logits_RV: Tensor, teacher_R: Tensor) -> None:
+        self.counts[step][name] += int((logits_RV.argmax(-1) == teacher_R).sum())
+
+    def _compare_files(
+        self,
+        name: str,
+        prompt: str,
+        rows: range,
+        step: int,
+        ours_RV: Tensor,
+        theirs_RV: Tensor,
+    ) -> None:
+        check, differ_R = self.checks[name], difference(ours_RV, theirs_RV)
+        check.rows += len(rows)
+        check.largest_difference = max(check.largest_difference, float(differ_R.max()))
+        wrong = (differ_R > self.rounding * size_of(ours_RV)).nonzero().flatten().tolist()
+        if wrong and check.first is None:
+            what, detail = why_files_part(self.draft, self.heads[name])
+            check.first = Parting(
+                prompt=prompt,
+                root=rows[wrong[0]],
+                draft_position=step + 1,
+                what=what,
+                detail=detail,
+            )
+
+    def _compare_draft_token(self, name: str, found: Drafted, text: Text, state: Tensor) -> None:
+        """One row that decoding reached with right draft tokens alone."""
+        check, counts = self.checks["decoding"], self.counts[found.depth - 1]
+        ours_V = over_vocabulary(self.draft, self.draft.logits(state[None]))[0]
+        best, teacher = int(ours_V.argmax()), int(text.teacher_T[found.root + found.depth - 1])
+        limit = self.rounding * size_of(ours_V)
+        check.rows += 1
+        counts["reached"] += 1
+        counts["there"] += best == teacher
+        counts["decoding"] += found.token == teacher
+        is_tie = best != found.token and bool(ours_V[best] - ours_V[found.token] <= limit)
+        check.ties += is_tie
+        parts = best != found.token and not is_tie
+        if found.logits_U is not None:
+            theirs_V = over_vocabulary(self.draft, found.logits_U)
+            apart = float(difference(ours_V[None], theirs_V))
+            check.largest_difference = max(check.largest_difference, apart)
+            parts = parts or apart > limit
+        if parts and check.first is None:
+            what, detail = why_decoding_parts(self.draft, found, text, state, self.rounding)
+            check.first = Parting(
+                prompt=name,
+                root=found.root,
+                draft_position=found.depth,
+                what=what,
+                detail=detail,
+            )
+
+    def compare_with_note(self, metrics: Mapping[str, float]) -> None:
+        """Hold the training's forward pass against what the checkpoint says of it."""
+        first, check = self.counts[0], Check(name="checkpoint")
+        self.checks["checkpoint"] = check
+        here = first["training"] / max(first["rows"], 1)
+        noted = next((metrics[name] for name in NOTED if name in metrics), None)
+        check.remark = f"{here:.3f} of the first draft tokens are right in training's forward pass"
+        if noted is not None:
+            check.remark += f"; it notes {noted:.3f} of its validation rows"
+        if noted is not None and here < noted / 2:
+            check.remark += ", more than twice that: other prompts, or other weights"
+        if first["in order"] > 2 * first["training"]:
+            check.first = Parting(
+                what="vocabulary map",
+                detail=f"{first['training']} of {first['rows']} first draft tokens are right, "
+                f"{first['in order']} would be with ascending ids, which training writes",
+            )
+
+    @property
+    def positions(self) -> list[dict[str, int]]:
+        """Counts by draft position."""
+        names = ("rows", "training", *self.heads, "reached", "there", "decoding")
+        return [{name: row[name] for name in names} for row in self.counts]
+
+    def table(self) -> Table:
+        def share(part: str, whole: str) -> Callable[[tuple[int, Counter[str]]], str]:
+            return lambda row: number(row[1][part] / row[1][whole] if row[1][whole] else None)
+
+        columns = {
+            "draft position": lambda row: str(row[0]),
+            "rows": lambda row: str(row[1]["rows"]),
+            **{name: share(name, "rows") for name in ("training", *self.heads)},
+            "reached": lambda row: str(row[1]["reached"]),
+            "there": share("there", "reached"),
+            "decoding": share("decoding", "reached"),
+        }
+        return Table.of(columns, enumerate(self.counts, 1))
+
+
+def compare_all(options: ParityOptions) -> None:
+    """The whole subcommand; bad input raises ValueError, and a difference ends with status 1."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    prompts = load_tasks(options.benchmarks, options.data_dir, options.limit)
+    name, revision, drafts = read_drafts([options.checkpoint], options.target, None)
+    ((folder, description),) = drafts.items()
+    if options.json is not None:
+        make_place("--json", options.json, b'{\n  "parity": ')
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device, name, revision)
+    tokenizer = load_tokenizer(name, revision=revision)
+    source = tokenizer
+    if options.trained_tokenizer is not None:
+        source = load_tokenizer(options.trained_tokenizer, field="--trained-tokenizer")
+        if len(source) != len(tokenizer):
+            raise UsageError(
+                f"--trained-tokenizer: {options.trained_tokenizer!r} has {len(source)} tokens, the "
+                f"target's {len(tokenizer)}; give the one that the training data was made with"
+            )
+    target = load_target(name, revision=revision, dtype=dtype, device=device)
+    choose_decoding_threads(target)
+    draft = load_head(folder, target)
+    depth = trained_depth(draft, options.depth)
+    parity = Parity(
+        draft=draft,
+        decoding=Decoding(
+            target, tokenizer, draft, depth=depth, max_new_tokens=options.max_new_tokens
+        ),
+        depth=depth,
+        files=exported_drafts(folder, description["draft_type"], target, name, options.exported),
+        renderer=ChatRenderer(source) if source.chat_template else None,
+    )
+    with torch.inference_mode():
+        for prompt in (prompt for task in prompts.values() for prompt in task):
+            parity.add(prompt)
+    parity.compare_with_note(description["training"].get("metrics", {}))
+    print(align_columns(parity.table()), LEGEND, *parity.checks.values(), sep="\n")
+    if options.json is not None:
+        checks = [asdict(check) for check in parity.checks.values()]
+        content = {"parity": {"checks": checks, "positions": parity.positions}}
+        write_atomically(options.json, to_json(content))
+    if any(check.first for check in parity.checks.values()):
+        sys.exit(1)

@@ -1,0 +1,297 @@
+"""The rows of a draft in training and in decoding, and why one of them is not the other's."""
+
+# T tokens of a text, R rows (roots), Q and a rows at once, H hidden, U draft vocabulary
+# V vocabulary
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.sources import default_schedule, make_source
+from pipedraft.inference.tree import TokenTree
+from pipedraft.models.dflash import DFlash
+from pipedraft.models.draft import Draft
+from pipedraft.models.eagle import EagleHead
+from pipedraft.models.flexspec import FlexSpec
+from pipedraft.models.ppsd import PPSD
+from pipedraft.models.spd import SPD
+from pipedraft.models.target import capture_hidden
+
+# -- what training computes -----------------------------------------------------------------
+
+
+def chain_states(
+    draft: Draft, taps: Mapping[int, Tensor], ids_T: Tensor, depth: int
+) -> list[Tensor]:
+    """What the LM head reads in training of draft tokens 1 .. depth: [T, ...] each, by the root.
+
+    Row t of an entry is of the round whose root is the token at t; rows without one hold anything.
+
+    Args:
+        taps: hidden states [1, T, H] of the target, by layer index.
+    """
+    ids_BT = ids_T[None]
+    if isinstance(draft, EagleHead):
+        rows = [torch.arange(len(ids_T), device=ids_T.device)] * depth
+        states, shifts = draft.unroll(draft.feature(taps), ids_BT, rows), [1] * depth
+    elif isinstance(draft, DFlash):
+        blocks_ASH = draft(taps, ids_BT, [torch.arange(1, len(ids_T))])
+        blocks_TSH = F.pad(blocks_ASH, (0, 0, 0, 0, 1, 0))
+        states, shifts = list(blocks_TSH.unbind(1)[:depth]), [0] * depth
+    else:
+        # Row t predicts the token at t + 1; so many tokens are in flight as the draft token says.
+        shifts = [-step for step in range(depth)]
+        if isinstance(draft, SPD):
+            states = [draft(taps, [step])[0] for step in range(1, depth + 1)]
+        else:
+            states = [draft(ids_BT if isinstance(draft, FlexSpec) else taps)[0]] * depth
+    # One more row in front moves a state to its root.
+    pads = [(0, 0) * (x.ndim - 1) + (by, -by) for x, by in zip(states, shifts, strict=True)]
+    return [F.pad(x, pad) for x, pad in zip(states, pads, strict=True)]
+
+
+def trained_depth(draft: Draft, depth: int) -> int:
+    """Draft tokens of a round that the draft was made for, of ``depth`` that are asked for."""
+    if isinstance(draft, SPD):
+        return draft.config.max_in_flight
+    if isinstance(draft, PPSD):
+        return draft.num_stages - 1  # drafted after a step, when one of the stages is done
+    return min(depth, draft.config.block_size - 1) if isinstance(draft, DFlash) else depth
+
+
+class Text:
+    """A text by teacher forcing: the target's hidden states and tokens, and what drafts say."""
+
+    def __init__(self, target: PreTrainedModel, ids: Sequence[int], layers: set[int]) -> None:
+        self.target, self.ids_T = target, torch.tensor(ids, device=target.device)
+        last = int(target.get_decoder().config.num_hidden_layers)
+        self.taps = capture_hidden(target, self.ids_T[None], layers | {last})
+        head, norm = target.get_output_embeddings(), target.get_decoder().norm
+        self.teacher_T = head(norm(self.taps[last][0])).argmax(-1)  # type: ignore[misc]
+        """The target's own token behind every one."""
+
+    def states(self, draft: Draft, depth: int) -> list[Tensor]:
+        return chain_states(draft, self.taps, self.ids_T, depth)
+
+
+def over_vocabulary(draft: Draft, logits_RU: Tensor) -> Tensor:
+    """Logits [R, V]: minus infinity for what the draft vocabulary lacks."""
+    logits_RV = logits_RU.new_full((len(logits_RU), draft.target_vocab_size), -torch.inf)
+    return logits_RV.index_copy(1, vocabulary(draft), logits_RU)
+
+
+def vocabulary(draft: Draft) -> Tensor:
+    ids_U = draft.draft_ids
+    assert isinstance(ids_U, Tensor)
+    return ids_U
+
+
+def difference(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Largest of every row, [R]; where both are minus infinity there is none."""
+    return (ours - theirs).nan_to_num(0.0, torch.inf, -torch.inf).abs().flatten(1).amax(1)
+
+
+def size_of(values: Tensor) -> float:
+    return float(values[values.isfinite()].abs().max())
+
+
+# -- what decoding computes -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Read:
+    """Hidden states that the draft was given."""
+
+    layer: int
+    first: int
+    """Position of the first row."""
+    rows_aH: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """One draft token of decoding."""
+
+    root: int
+    depth: int
+    path: list[int]
+    """The root and the draft tokens before it."""
+    token: int
+    read: list[Read]
+    """All that the draft has been given of the committed text, and of these rows in flight."""
+    state: Tensor | None = None
+    """What the LM head read; None with the next two: a recorded graph does not show them."""
+    logits_U: Tensor | None = None
+    position: int | None = None
+    """Rotary position of the draft's last row."""
+
+
+@contextmanager
+def told(owner: object, name: str, note: Callable[..., None]) -> Iterator[None]:
+    """Every call of one object's method ends with ``note(result, *arguments)``."""
+    method = getattr(owner, name)
+
+    def call(*arguments: object, **options: object) -> object:
+        result = method(*arguments, **options)
+        note(result, *arguments)
+        return result
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+class Decoding:
+    """Greedy decoding with chains, every draft token noted with what the draft saw."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        draft: Draft,
+        *,
+        depth: int,
+        max_new_tokens: int,
+    ) -> None:
+        self.draft, schedule = draft, default_schedule(draft.draft_type)
+        timing = draft.config.timing if isinstance(draft, SPD) else "input_states"
+        own = {"tree": f"chain:{depth}"} if schedule == "eagle" else {}
+        own |= {"timing": timing} if schedule == "spd" else {}
+        stages = draft.num_stages or 1
+        config = DecodeConfig.of(schedule, num_stages=stages, max_new_tokens=max_new_tokens, **own)
+        self.source = make_source(draft, timing)
+        self.engine = Engine(target, tokenizer, config, draft, source=self.source)
+        self.target, self.tokenizer = target, tokenizer
+
+    def run(self, prompt_ids: list[int]) -> tuple[list[int], list[Drafted]]:
+        """The answer's tokens, and all draft tokens of their making."""
+        self.drafted: list[Drafted] = []
+        self._committed: list[Read] = []
+        self._calls: list[tuple[Tensor, Tensor, int | None]] = []
+        self._position: int | None = None
+        notes: list[tuple[object, str, Callable[..., None]]] = [
+            (self.source, "observe", self._observed),
+            (self.source, "grow_layer", self._grown),
+            (self.source, "grow_tree", self._grown),
+            (self.draft, "logits", self._said),
+            (self.draft.rotary, "of_heads", self._turned),
+        ]
+        with ExitStack() as stack:
+            for note in notes:
+                stack.enter_context(told(*note))
+            return self.engine.decode(prompt_ids).token_ids, self.drafted
+
+    def _turned(self, result: object, positions_R: Tensor, dtype: torch.dtype) -> None:
+        self._position = int(positions_R.flatten()[-1]) if positions_R.numel() else None
+
+    def _said(self, logits_QU: Tensor, state_QH: Tensor) -> None:
+        self._calls.append((state_QH, logits_QU, self._position))
+        self._position = None
+
+    def _observed(self, _: None, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+        for layer, rows_aH in features.items():
+            first = sum(len(r.rows_aH) for r in self._committed if r.layer == layer)
+            self._committed.append(Read(layer, first, rows_aH))
+
+    def _grown(self, count: int, tree: TokenTree, features: object) -> None:
+        calls, self._calls = self._calls, []
+        read = list(self._committed)
+        if isinstance(features, Mapping):
+            read += [Read(index, tree.root_position, x) for index, x in features.items() if len(x)]
+        for place, row in enumerate(range(len(tree) - count, len(tree))):
+            state, logits, position = calls[place] if len(calls) == count else (None, None, None)
+            self.drafted.append(
+                Drafted(
+                    root=tree.root_position,
+                    depth=tree.depths[row],
+                    path=tree.tokens[:row],
+                    token=tree.tokens[row],
+                    read=read,
+                    state=state,
+                    logits_U=logits,
+                    position=position,
+                )
+            )
+
+
+# -- why they part ------------------------------------------------------------------------
+
+
+def why_decoding_parts(
+    draft: Draft, found: Drafted, text: Text, state: Tensor, rounding: float
+) -> tuple[str, str]:
+    """What it is at a row, and in which words: the first input that differs, in their order."""
+    for read in found.read:
+        ours_aH = text.taps[read.layer][0, read.first : read.first + len(read.rows_aH)]
+        differ_a = difference(ours_aH, read.rows_aH)
+        # Row by row: a first token's states may be a thousand times as large as the others'.
+        wrong = (differ_a > rounding * ours_aH.abs().amax(1)).nonzero().flatten().tolist()
+        if wrong:
+            at, layers = read.first + wrong[0], range(len(text.target.get_decoder().layers) + 1)
+            states = capture_hidden(text.target, text.ids_T[None], layers)
+            alike = [
+                layer
+                for layer, x in states.items()
+                if float(difference(x[:, at], read.rows_aH[wrong[0]]))
+                < rounding * size_of(x[0, at])
+            ]
+            whose = f"; they are those of layer {min(alike)}" if alike else ""
+            return "hidden states", (
+                f"those of layer {read.layer} at token {at} differ by {differ_a[wrong[0]]:.2g} in "
+                f"decoding{whose}; the draft was trained on layers {list(draft.taps)}"
+            )
+    if isinstance(draft, DFlash):
+        wanted = found.root + draft.config.block_size - 1
+    else:
+        wanted = found.root + found.depth - 1 - int(isinstance(draft, EagleHead))
+    if found.position not in (None, wanted):
+        return "positions", (
+            f"the draft's row stands at {found.position} in decoding, at {wanted} in training"
+        )
+    if found.logits_U is None or found.state is None:
+        return "the draft", "its tokens differ, and a recorded graph shows no more; --device cpu"
+    if bool((difference(state[None], found.state) > rounding * size_of(state)).any()):
+        return "attention", (
+            "tokens, hidden states and positions are equal, what the LM head reads is not: other "
+            "rows are visible in decoding, or cached keys and values are not those of the text"
+        )
+    best = int(found.logits_U[0].argmax())
+    token = int(vocabulary(draft)[best])
+    if token != found.token:
+        return "vocabulary map", (
+            f"draft id {best} is token {found.token} in decoding, {token} in training"
+        )
+    return "norm or LM head", "what they read is equal, the logits are not"
+
+
+def why_files_part(draft: Draft, other: Draft) -> tuple[str, str]:
+    """The first setting or weight of exported files that is not the checkpoint's."""
+    kinds = {"feature_layers": "hidden states", "rope_parameters": "positions"}
+    for ours, theirs in ((draft.config, other.config), (draft.layer_config, other.layer_config)):
+        for part in fields(ours):
+            values = getattr(ours, part.name), getattr(theirs, part.name)
+            if values[0] != values[1] and part.name != "max_positions":
+                kind = kinds.get(part.name, "norm" if "norm" in part.name else "settings")
+                return kind, f"{part.name} is {values[1]} in the files, {values[0]} in training"
+    ours_U, theirs_U = vocabulary(draft), vocabulary(other)
+    if not torch.equal(ours_U, theirs_U):
+        best = int((ours_U != theirs_U).nonzero()[0])
+        return "vocabulary map", (
+            f"draft id {best} is token {theirs_U[best]} in the files, {ours_U[best]} in training"
+        )
+    weights = other.state_dict()
+    for name, weight in draft.state_dict().items():
+        if not torch.equal(weight, weights[name]):
+            kind = "norm" if "norm" in name else "LM head" if "lm_head" in name else "weights"
+            apart = float((weight - weights[name]).abs().max())
+            return kind, f"{name} differs by {apart:.2g} in the files"
+    return "the draft", "settings and weights are equal, the logits are not"
