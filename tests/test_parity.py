@@ -31,6 +31,7 @@ def quiet(network, factor=0.4):
 
 HEADS = {
     "eagle": lambda target: make_head(target, "eagle"),
+    "mtp": lambda target: make_head(target, "mtp"),
     "eagle3": make_head,
     "eagle3_vocabulary": lambda target: make_head(target, draft_vocab_size=200),
     "dflash": lambda target: quiet(
