@@ -23,7 +23,7 @@ numbers it reads, so they are written one lower for it, and left out where its d
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -322,9 +322,9 @@ def mtp_parts(head: MTP, found: "TargetFiles") -> tuple[Config, dict[str, Tensor
             "give a checkpoint that began with pipedraft models import --from TARGET"
         )
     head.reference.check_fingerprint(found.fingerprint)
-    config = dict(found.config)
-    sizes = dict(config.get("text_config", config)) | {"mtp_num_hidden_layers": 1}
-    config |= {"text_config": sizes} if "text_config" in config else sizes
+    layers: Config = {"mtp_num_hidden_layers": 1}
+    text = found.config.get("text_config")  # of models that also see
+    config = found.config | (layers if text is None else {"text_config": text | layers})
     own = {MTP_PREFIX + name: value for name, value in head.state_dict().items()}
     return config, own | found.weights
 
@@ -387,7 +387,7 @@ def _layer_config(head: Draft) -> Config:
 class TargetFiles:
     """What an export or an import needs of a target's folder."""
 
-    config: Config
+    config: dict[str, Any]
     """config.json."""
     weights: dict[str, Tensor]
     """By the target's names: embedding, final norm, and an LM head that is not tied."""

@@ -1,6 +1,7 @@
 """MTP layers that targets ship with: in, out, what they compute, decoding and fine-tuning them."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 from pipedraft.data_recipes.batch import collate
 from pipedraft.models.draft import load_draft
-from pipedraft.models.export import export, launch_line
+from pipedraft.models.export import export, launch_line, mtp_parts, read_target
 from pipedraft.models.mtp import MTP
 from pipedraft.models.peers import import_head
 from pipedraft.models.target import load_target
@@ -171,6 +172,14 @@ def test_a_layer_goes_back_as_it_came(place, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
     line = launch_line("sglang", "T", "OUT", "mtp")
     assert "--speculative-algorithm NEXTN --speculative-draft-model-path OUT" in line
+
+
+def test_the_configuration_of_a_model_that_also_sees_keeps_its_form(place):
+    found = read_target(str(place.path), None)
+    nested = replace(found, config={"model_type": "qwen3_5", "text_config": found.config})
+    config, _ = mtp_parts(place.head, nested)
+    text = found.config | {"mtp_num_hidden_layers": 1}
+    assert config == {"model_type": "qwen3_5", "text_config": text}
 
 
 def other_target(folder):
