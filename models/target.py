@@ -46,8 +46,10 @@ __all__ = [
     "target_fingerprint",
 ]
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
-FAMILIES += ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"),
+    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+)
 THREADED_HIDDEN_SIZE = 1024
 """From this hidden size on several threads decode faster than one."""
 NO_INPUT = "stage 0 needs token ids, later stages hidden states"
