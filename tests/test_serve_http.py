@@ -183,8 +183,10 @@ def test_text_that_may_begin_a_stop_string_is_held_back_and_then_shown(place, re
             temperature=0,
             stop=stop,
             stream=True,
+            extra_body={"pipedraft_events": True},
         )
     )
+    assert sum(hasattr(chunk, "pipedraft") for chunk in chunks) == LENGTH  # held back or not
     pieces = [c.choices[0].delta.content for c in chunks if c.choices[0].delta.content]
     assert "".join(pieces) == whole
     ends = set(accumulate(map(len, pieces)))
