@@ -190,9 +190,10 @@ def step_together(pipelines: Sequence[LocalPipeline]) -> None:
             segment, pipeline._waiting[index] = pipeline._waiting[index], None
             if segment is not None and pipeline.error is None:
                 pairs.append((pipeline, segment))
-        together = [pair for pair in pairs if can_run_together(pair[0].target.stages[index])]
-        if len(together) > 1 and _run_together(index, together):
-            pairs = [pair for pair in pairs if pair not in together]
+        if len(pairs) > 1:
+            together = [pair for pair in pairs if can_run_together(pair[0].target.stages[index])]
+            if len(together) > 1 and _run_together(index, together):
+                pairs = [pair for pair in pairs if pair not in together]
         for pipeline, segment in pairs:
             try:
                 with pipeline.timeline.span("stage", segment.num_rows):
