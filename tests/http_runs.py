@@ -159,3 +159,10 @@ def serving(
         service.end()  # does not wait
         thread.join(WAIT_S)
         assert not thread.is_alive(), "the server did not end"
+
+
+MESSAGES = [{"role": "user", "content": PROMPT}]
+
+
+def body(**fields) -> bytes:
+    return json.dumps({"messages": MESSAGES, "max_tokens": 2, **fields}).encode()

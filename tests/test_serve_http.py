@@ -5,26 +5,28 @@ import contextlib
 import hashlib
 import json
 import re
-import signal
 import socket
-import ssl
-import subprocess
-import sys
 import threading
-import urllib.request
 from itertools import accumulate
 
 import openai
 import pytest
-from command_processes import Process
-from command_runs import assert_one_line, call
-from http_runs import LENGTH, PROMPT, WAIT_S, Place, alone, make_engine, serving, wait_until
+from http_runs import (
+    LENGTH,
+    MESSAGES,
+    PROMPT,
+    WAIT_S,
+    Place,
+    alone,
+    body,
+    make_engine,
+    serving,
+    wait_until,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.serving.requests import ChatRequest, CompletionRequest, parse
 
-MESSAGES = [{"role": "user", "content": PROMPT}]
 AS_PROMPT = f"user:{PROMPT};"
 """What the tests' chat template makes of it."""
 SAMPLINGS = [
@@ -191,164 +193,6 @@ def test_text_that_may_begin_a_stop_string_is_held_back_and_then_shown(place, re
     assert "".join(pieces) == whole
     ends = set(accumulate(map(len, pieces)))
     assert ends == set(range(1, LENGTH + 1)) - {5, 6, 7, 8}
-
-
-# -- refusals ----------------------------------------------------------------------------------
-
-
-def test_the_clients_own_errors_come_from_the_statuses(place):
-    client = place.client()
-    with pytest.raises(openai.NotFoundError) as found:
-        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
-    assert found.value.code == "model_not_found" and found.value.param == "model"
-    with pytest.raises(openai.BadRequestError) as found:
-        client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=3)
-    assert found.value.param == "temperature" and found.value.type == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError) as found:
-        client.completions.create(model="tiny", prompt="a" * 600)
-    assert found.value.code == "context_length_exceeded"
-    assert client.models.retrieve("tiny").id == "tiny" == client.models.list().data[0].id
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("a/b")
-
-
-def body(**fields) -> bytes:
-    return json.dumps({"messages": MESSAGES, "max_tokens": 2, **fields}).encode()
-
-
-def turn(**fields) -> bytes:
-    return body(messages=[fields])
-
-
-HOSTILE = [
-    (b"", 400, "body"),
-    (b"{", 400, "JSON"),
-    (b"[]", 400, "object"),
-    (b"\xff\xfe{}", 400, "JSON"),
-    (b'{"messages": "\xc3\x28"}', 400, "JSON"),
-    (b"[" * 100_000, 400, "JSON"),
-    (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, 400, "JSON"),
-    (b'{"messages": ' + b"[" * 40 + b"]" * 40 + b"}", 400, "levels"),
-    (b'{"temperature": NaN, "messages": []}', 400, "JSON"),
-    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "JSON"),
-    (body(temperature=1e400).replace(b"Infinity", b"1e999"), 400, ""),
-    (b'{"seed": 1' + b"0" * 400 + b', "messages": []}', 400, ""),
-    (b"{" + b" " * 2**20 + b"}", 413, "1048576"),
-    (body(max_tokens=0), 400, "max_tokens"),
-    (body(max_tokens=-1), 400, "max_tokens"),
-    (body(max_tokens=2**70), 400, "max_tokens"),
-    (body(max_tokens=5000), 400, "max_tokens"),
-    (body(max_tokens=True), 400, "max_tokens"),
-    (body(max_tokens="9"), 400, "max_tokens"),
-    (body(temperature=-1), 400, "temperature"),
-    (body(temperature=1e-9), 400, "temperature"),
-    (body(temperature="hot"), 400, "temperature"),
-    (body(top_p=0), 400, "top_p"),
-    (body(top_p=2), 400, "top_p"),
-    (body(top_k=2**40), 400, "top_k"),
-    (body(n=0), 400, "n"),
-    (body(n=9), 400, "n"),
-    (body(n=10**9), 400, "n"),
-    (body(seed=2**64), 400, "seed"),
-    (body(seed=1.5), 400, "seed"),
-    (body(stop=""), 400, "stop"),
-    (body(stop=["a"] * 17), 400, "stop"),
-    (body(stop="x" * 300), 400, "stop"),
-    (body(stop=[1]), 400, "stop"),
-    (body(stream="yes"), 400, "stream"),
-    (body(stream_options={"include_usage": 1}), 400, "stream_options"),
-    (body(model="other"), 404, "model"),
-    (body(model=7), 400, "model"),
-    (body(messages=[]), 400, "messages"),
-    (body(messages="hi"), 400, "messages"),
-    (body(messages=[1]), 400, "messages"),
-    (b'{"max_tokens": 2}', 400, "messages"),
-    (turn(role="robot", content="a"), 400, "role"),
-    (turn(role="tool", content="a"), 400, "role"),
-    (turn(content="a"), 400, "role"),
-    (turn(role="user"), 400, "content"),
-    (turn(role="user", content=7), 400, "content"),
-    (turn(role="user", content="a", tool_calls=[{}]), 400, "tool_calls"),
-    (turn(role="user", content=[{"type": "image_url", "image_url": {}}]), 400, "content"),
-    (turn(role="user", content="a b"), 400, "messages"),  # no token of this vocabulary
-    (turn(role="user", content="a" * 3000), 400, "messages"),
-    (body(logprobs=True), 400, "logprobs"),
-    (body(tools=[{"type": "function"}]), 400, "tools"),
-    (body(response_format={"type": "json_object"}), 400, "response_format"),
-    (body(logit_bias={"1": 5}), 400, "logit_bias"),
-    (body(frequency_penalty=0.5), 400, "frequency_penalty"),
-    (body(temprature=1), 400, "did you mean temperature"),
-    (body(**{"x" * 5000: 1}), 400, "unknown"),
-]
-
-
-@pytest.mark.parametrize("case", HOSTILE, ids=lambda case: repr(case[0][-40:]))
-def test_a_hostile_body_gets_one_error_in_openais_shape(case, place):
-    content, status, word = case
-    told = place.ask("POST", "/v1/chat/completions", content)
-    assert told.status == status, told.content
-    error = told.json["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert word in f"{error['message']} {error['param']}" and len(error["message"]) < 1100
-    assert "Traceback" not in error["message"] and "\n" not in error["message"]
-
-
-def test_after_all_of_them_the_server_still_answers(place):
-    assert place.chat(max_tokens=2).status == 200
-    assert place.service.num_open == 0 and place.ask("GET", "/health").json == {"status": "ok"}
-
-
-def test_other_requests_get_errors_of_the_same_shape(place):
-    for method, path, status in (
-        ("GET", "/v1/chat/completions", 405),
-        ("POST", "/v1/embeddings", 404),
-        ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
-        ("GET", "/../../etc/passwd", 404),
-    ):
-        told = place.ask(method, path)
-        assert told.status == status and "message" in told.json["error"]
-    told = place.ask("POST", "/v1/chat/completions", body(), content_type="text/plain")
-    assert told.status == 415 and "application/json" in told.json["error"]["message"]
-
-
-def test_fields_that_change_nothing_are_accepted(place):
-    told = place.chat(
-        user="me",
-        metadata={"a": "b"},
-        store=False,
-        logprobs=False,
-        presence_penalty=0.0,
-        tools=None,
-        response_format={"type": "text"},
-        temperature=0,
-        top_p=0.5,
-        messages=[
-            {"role": "developer", "content": "x"},
-            {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "me"},
-            {"role": "assistant", "content": "b", "refusal": None, "tool_calls": []},
-            {"role": "user", "content": "c"},
-        ],
-    )
-    assert told.status == 200, told.content
-    assert told.json["usage"]["prompt_tokens"] == len("system:x;user:a;assistant:b;user:c;")
-
-
-def test_a_prompt_is_a_text_or_ids_but_no_mixture():
-    for prompt in (["a", 1], [1, "a"], [[1], 2], [], [[]], [-1], {}, [["a"]]):
-        with pytest.raises(Exception, match="prompt|texts and token ids"):
-            parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
-    asked = parse(b'{"messages": [{"role": "user", "content": "a"}], "top_k": -1}', ChatRequest)
-    assert asked.top_k == -1 and asked.longest() is None
-
-
-def test_a_client_that_leaves_inside_its_body_is_no_fault(place, caplog):
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", place.port), timeout=WAIT_S) as connection:
-        connection.sendall(head.encode() + b"Content-Length: 100\r\n\r\n{")
-    left = 'pipedraft:request_refused_total{model_name="tiny",status="499"} 1.0'
-    wait_until(lambda: left in place.ask("GET", "/metrics").content.decode())
-    assert caplog.records == []
 
 
 # -- keys, queue, time, end --------------------------------------------------------------------
@@ -521,114 +365,6 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(hurries):
         assert found[0].status == (503 if hurries else 200)
         with pytest.raises(OSError):
             place.ask("GET", "/health")
-
-
-@pytest.fixture
-def command(parent, tmp_path):
-    """Starts `pipedraft serve` as a process; it is ended with the test."""
-    started = []
-
-    def start(*arguments: str, **environment: str) -> tuple[Process, str]:
-        module = "pipedraft.inference.serving"
-        words = ("--port", "0", *arguments)
-        process = Process.start(parent, tmp_path, *words, module=module, environment=environment)
-        started.append(process)
-        return process, process.wait_for(r"on https?://127\.0\.0\.1:(\d+) \(.*\n")[1]
-
-    yield start
-    for process in started:
-        if process.status is None:
-            process.send(signal.SIGKILL)
-            process.finish()
-
-
-def ask_at(port: str, **fields):
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="sesame", max_retries=0)
-    said = [{"role": "user", "content": "How many legs do 12 cats have?"}]
-    options = {"max_tokens": 8, "temperature": 0, **fields}
-    return client.chat.completions.create(model="spd_n4", messages=said, **options)
-
-
-def test_the_command_serves_a_checkpoint_until_a_signal(command, repository):
-    assets = repository / "assets"
-    words = ("--checkpoint", str(assets / "heads" / "spd_n4"), "--target", str(assets / "target"))
-    process, port = command(*words, "--tree-width", "4", PIPEDRAFT_API_KEY="sesame")
-    assert ask_at(port).choices[0].message.content == "There are 12 cats and "
-    stream = ask_at(port, max_tokens=64, stream=True)
-    next(iter(stream))
-    process.send(signal.SIGTERM)  # what runs is finished
-    *_, last = stream
-    assert last.choices[0].finish_reason == "length"
-    status, out, err = process.finish()
-    assert (status, err) == (0, "") and "spd, n = 4, with API key" in out
-    assert out.endswith("ended: 2 requests answered\n")
-
-
-@pytest.mark.all
-def test_the_command_decodes_on_ranks(repository):
-    words = (
-        "-m pipedraft.inference.serving --checkpoint assets/heads/spd_n4 --tree-width 4 --port 0"
-    )
-    ranks = ["--backend", "process", "--processes", "4"]
-    process = subprocess.Popen(
-        [sys.executable, *words.split(), *ranks],
-        cwd=repository,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        port = re.search(r":(\d+) ", process.stdout.readline())[1]
-        assert ask_at(port).choices[0].message.content == "There are 12 cats and "
-        told = ask_at(port, max_tokens=64, stop=" so ")
-        assert told.choices[0].message.content.endswith("There are 12 cats,")
-        assert told.metrics["speculative_decoding"]["num_stages"] == 4
-        assert ask_at(port).choices[0].message.content == "There are 12 cats and "
-    finally:
-        process.terminate()
-        process.wait(WAIT_S)
-        process.stdout.close()
-
-
-def test_with_a_certificate_it_speaks_tls(command, repository, tmp_path):
-    make = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
-    )
-    subprocess.run(make.split(), cwd=tmp_path, check=True, capture_output=True)
-    target = str(repository / "assets" / "target")
-    _, port = command("--target", target, "--tls-cert", "cert.pem", "--tls-key", "key.pem")
-    trusted = ssl.create_default_context(cafile=tmp_path / "cert.pem")
-    with urllib.request.urlopen(
-        f"https://127.0.0.1:{port}/v1/models", context=trusted, timeout=WAIT_S
-    ) as answer:
-        assert json.load(answer)["data"][0]["id"] == "target"
-
-
-BAD = [
-    ([], ["--checkpoint", "missing", "--target"]),
-    (["--port", "70000"], ["--port", "70000", "0 to 65535"]),
-    (["--host", "192.0.2.1"], ["--port", "192.0.2.1:0", "give another"]),
-    (["--tls-cert", "a.pem"], ["--tls-cert", "--tls-key", "both"]),
-    (["--tls-cert", "a.pem", "--tls-key", "a.pem"], ["--tls-cert", "a.pem", "PEM"]),
-    (["--api-key-file", "a.pem"], ["--api-key-file", "a.pem", "write one"]),
-    (["--api-key-file", "none"], ["--api-key-file", "none", "another file"]),
-    (["--max-waiting", "0"], ["--max-waiting", "0", "at least 1"]),
-    (["--request-s", "nan"], ["--request-s", "nan", "float"]),
-    (["--temperature", "1"], ["--temperature", "unknown"]),
-    (["--target", "nowhere"], ["target", "nowhere", "existing folder"]),
-    (["--target", "nowhere", "--schedule", "spdd"], ["schedule", "'spdd'"]),
-]
-
-
-@pytest.mark.parametrize("case", BAD, ids=lambda case: " ".join(case[0]))
-def test_bad_options_are_one_line_with_option_value_and_fix(case, tmp_path, monkeypatch, capfd):
-    words, expected = case
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.pem").write_text("no key, no certificate\n")
-    status = call("serve", ["--port", "0", *words], monkeypatch)
-    assert_one_line(status, *capfd.readouterr(), expected)
 
 
 # -- metrics and the page ----------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""`pipedraft serve` as a command: until a signal, on ranks, with TLS, with bad options."""
+
+import json
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import urllib.request
+
+import openai
+import pytest
+from command_processes import Process
+from command_runs import assert_one_line, call
+from http_runs import WAIT_S
+
+
+@pytest.fixture
+def command(parent, tmp_path):
+    """Starts `pipedraft serve` as a process; it is ended with the test."""
+    started = []
+
+    def start(*arguments: str, **environment: str) -> tuple[Process, str]:
+        module = "pipedraft.inference.serving"
+        words = ("--port", "0", *arguments)
+        process = Process.start(parent, tmp_path, *words, module=module, environment=environment)
+        started.append(process)
+        return process, process.wait_for(r"on https?://127\.0\.0\.1:(\d+) \(.*\n")[1]
+
+    yield start
+    for process in started:
+        if process.status is None:
+            process.send(signal.SIGKILL)
+            process.finish()
+
+
+def ask_at(port: str, **fields):
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="sesame", max_retries=0)
+    said = [{"role": "user", "content": "How many legs do 12 cats have?"}]
+    options = {"max_tokens": 8, "temperature": 0, **fields}
+    return client.chat.completions.create(model="spd_n4", messages=said, **options)
+
+
+def test_the_command_serves_a_checkpoint_until_a_signal(command, repository):
+    assets = repository / "assets"
+    words = ("--checkpoint", str(assets / "heads" / "spd_n4"), "--target", str(assets / "target"))
+    process, port = command(*words, "--tree-width", "4", PIPEDRAFT_API_KEY="sesame")
+    assert ask_at(port).choices[0].message.content == "There are 12 cats and "
+    stream = ask_at(port, max_tokens=64, stream=True)
+    next(iter(stream))
+    process.send(signal.SIGTERM)  # what runs is finished
+    *_, last = stream
+    assert last.choices[0].finish_reason == "length"
+    status, out, err = process.finish()
+    assert (status, err) == (0, "") and "spd, n = 4, with API key" in out
+    assert out.endswith("ended: 2 requests answered\n")
+
+
+@pytest.mark.all
+def test_the_command_decodes_on_ranks(repository):
+    words = (
+        "-m pipedraft.inference.serving --checkpoint assets/heads/spd_n4 --tree-width 4 --port 0"
+    )
+    ranks = ["--backend", "process", "--processes", "4"]
+    process = subprocess.Popen(
+        [sys.executable, *words.split(), *ranks],
+        cwd=repository,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        port = re.search(r":(\d+) ", process.stdout.readline())[1]
+        assert ask_at(port).choices[0].message.content == "There are 12 cats and "
+        told = ask_at(port, max_tokens=64, stop=" so ")
+        assert told.choices[0].message.content.endswith("There are 12 cats,")
+        assert told.metrics["speculative_decoding"]["num_stages"] == 4
+        assert ask_at(port).choices[0].message.content == "There are 12 cats and "
+    finally:
+        process.terminate()
+        process.wait(WAIT_S)
+        process.stdout.close()
+
+
+def test_with_a_certificate_it_speaks_tls(command, repository, tmp_path):
+    make = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    )
+    subprocess.run(make.split(), cwd=tmp_path, check=True, capture_output=True)
+    target = str(repository / "assets" / "target")
+    _, port = command("--target", target, "--tls-cert", "cert.pem", "--tls-key", "key.pem")
+    trusted = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+    with urllib.request.urlopen(
+        f"https://127.0.0.1:{port}/v1/models", context=trusted, timeout=WAIT_S
+    ) as answer:
+        assert json.load(answer)["data"][0]["id"] == "target"
+
+
+BAD = [
+    ([], ["--checkpoint", "missing", "--target"]),
+    (["--port", "70000"], ["--port", "70000", "0 to 65535"]),
+    (["--host", "192.0.2.1"], ["--port", "192.0.2.1:0", "give another"]),
+    (["--tls-cert", "a.pem"], ["--tls-cert", "--tls-key", "both"]),
+    (["--tls-cert", "a.pem", "--tls-key", "a.pem"], ["--tls-cert", "a.pem", "PEM"]),
+    (["--api-key-file", "a.pem"], ["--api-key-file", "a.pem", "write one"]),
+    (["--api-key-file", "none"], ["--api-key-file", "none", "another file"]),
+    (["--max-waiting", "0"], ["--max-waiting", "0", "at least 1"]),
+    (["--request-s", "nan"], ["--request-s", "nan", "float"]),
+    (["--temperature", "1"], ["--temperature", "unknown"]),
+    (["--target", "nowhere"], ["target", "nowhere", "existing folder"]),
+    (["--target", "nowhere", "--schedule", "spdd"], ["schedule", "'spdd'"]),
+]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: " ".join(case[0]))
+def test_bad_options_are_one_line_with_option_value_and_fix(case, tmp_path, monkeypatch, capfd):
+    words, expected = case
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.pem").write_text("no key, no certificate\n")
+    status = call("serve", ["--port", "0", *words], monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), expected)
