@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.optim import _muon
+from torch.optim._muon import _zeropower_via_newtonschulz as torch_orthogonalize
 
 ROW_MULTIPLE = 32
 
@@ -166,8 +168,34 @@ def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     return block_C * width + torch.argmax(own_C1W[:, 0], -1)
 
 
+# -- Muon -----------------------------------------------------------------------------------
+
+
+def orthogonalize(
+    gradient_GH: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> Tensor:
+    """Muon's quintic Newton-Schulz iteration, X <- a X + (b A + c A^2) X with A = X X^T.
+
+    torch's runs in bfloat16. Where a CPU has to emulate it, 1,536 x 576 take 4.5 s, here 0.14 s,
+    and a head of that size spent nine tenths of its training in it.
+    """
+    if gradient_GH.device.type != "cpu" or torch.cpu._is_avx512_bf16_supported():
+        return torch_orthogonalize(gradient_GH, coefficients, num_steps, eps)
+    a, b, c = coefficients
+    is_tall = gradient_GH.shape[0] > gradient_GH.shape[1]
+    x_GH = (gradient_GH.T if is_tall else gradient_GH).float()
+    x_GH = x_GH / x_GH.norm().clamp(min=eps)  # the spectral norm is at most the Frobenius norm
+    for _ in range(num_steps):
+        gram_GG = x_GH @ x_GH.T
+        x_GH = torch.addmm(
+            x_GH, torch.addmm(gram_GG, gram_GG, gram_GG, beta=b, alpha=c), x_GH, beta=a
+        )
+    return x_GH.T if is_tall else x_GH
+
+
 FASTER: tuple[tuple[object, str, Callable[..., Tensor]], ...] = (
     (F, "linear", linear),
     (F, "rms_norm", rms_norm),
     (Tensor, "argmax", argmax),
+    (_muon, "_zeropower_via_newtonschulz", orthogonalize),
 )

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipedraft.models.cpu import argmax, linear, rms_norm, tuned
+from pipedraft.models.cpu import argmax, linear, rms_norm, torch_orthogonalize, tuned
 
 CPU = torch.device("cpu")
 
@@ -13,6 +13,12 @@ def with_gradients(multiply, *inputs):
     out = multiply(*inputs)
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)
+
+
+@pytest.fixture(autouse=True)
+def any_cpu_counts_as_avx512(monkeypatch):
+    """oneDNN's products are tested also where torch's own would be taken."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
 
 
 @pytest.mark.parametrize("shape", [(2, 96, 24), (131, 24), (3, 24)])
@@ -83,3 +89,19 @@ def test_what_checkpointing_computes_again_is_what_was_computed():
         layer.zero_grad()
         layer(x).square().sum().backward()
     assert torch.equal(found, layer.weight.grad)
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
+def test_muon_orthogonalizes_in_float32_where_bfloat16_is_emulated(shape, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    weight.grad = torch.randn(shape)
+    muon = torch.optim.Muon([weight], lr=1.0, momentum=0.0, weight_decay=0.0)
+    reference = torch_orthogonalize(weight.grad, (3.4445, -4.775, 2.0315), 5, 1e-7)
+    with tuned(torch.device("cpu")):
+        muon.step()
+    update = -weight.detach()
+    update *= reference.float().norm() / update.norm()  # torch scales it by the shape
+    torch.testing.assert_close(update, reference.float(), atol=0.02, rtol=0)
+    assert not torch.equal(update.bfloat16().float(), update), "bfloat16 has been there"

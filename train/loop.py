@@ -188,9 +188,10 @@ class Trainer:
             self._refuse(window, losses, norm, totals["loss"] / int(total))
         self.stopping.agree(totals)
         self.pace.flops += totals["flops"]
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        with tuned(accelerator.device):
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         self.progress.step += 1
         self.progress.tokens += int(total)
         metrics = self.objective.summarize(totals)
