@@ -52,6 +52,29 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def measure(world: Any, way: str, num_stages: int, concurrency: int, options: Any) -> dict:
+    """Of ``--sequences`` prompts, so many at once: the same ones for every concurrency."""
+    num_groups = max(1, options.sequences // concurrency)
+    groups = [
+        decode(world, way, num_stages, range(first, first + concurrency), options)
+        for first in range(0, num_groups * concurrency, concurrency)
+    ]
+    span = sum(group["span"] for group in groups)
+    counts = [count for group in groups for count in group["counts"]]
+    speeds = [count / group["span"] for group in groups for count in group["counts"]]
+    found = {
+        "throughput": sum(counts) / span,
+        "user": sum(counts) / span / concurrency,
+        "slowest": min(speeds),
+        "slowdown": max(group["slowdown"] for group in groups),
+        "drafting": statistics.mean(group["drafting"] for group in groups)
+        if way.endswith("auto")
+        else None,
+    }
+    return {"way": way, "stages": num_stages, "concurrency": concurrency, **found}
+
+
+def decode(world: Any, way: str, num_stages: int, chosen: range, options: Any) -> dict[str, Any]:
+    """The prompts of these numbers at once, until the first of them ends."""
     target, tokenizer, drafts, prompts = world
     head, settings = WAYS[way]
     cost = read_cost(options.cost)
@@ -63,25 +86,21 @@ def measure(world: Any, way: str, num_stages: int, concurrency: int, options: An
         tokenizer,
         DecodeConfig.of(cost=cost, **settings),
         drafts.get(head),
-        limits=Limits(sequences=concurrency, rows=100_000, prompt_rows=512),
+        limits=Limits(sequences=len(chosen), rows=100_000, prompt_rows=512),
         drafts_together=options.drafts == "together",
     )
-    handles = [batch.submit(prompts[index % len(prompts)]) for index in range(concurrency)]
+    handles = [batch.submit(prompts[index % len(prompts)]) for index in chosen]
     drafting: list[float] = []
     while batch.step() and not any(handle.future.done() for handle in handles):
         drafting.append(len(batch.clock.drafting) / max(1, len(batch.clock.live)))
     batch.close()
     start = max(handle.token_times[0] for handle in handles)
-    span = batch.clock.time - start
-    counts = [sum(time > start for time in handle.token_times) for handle in handles]
-    found = {
-        "throughput": sum(counts) / span,
-        "user": statistics.mean(counts) / span,
-        "slowest": min(counts) / span,
+    return {
+        "span": batch.clock.time - start,
+        "counts": [sum(time > start for time in handle.token_times) for handle in handles],
         "slowdown": max(slowdown(handle, start) for handle in handles),
-        "drafting": statistics.mean(drafting) if way.endswith("auto") else None,
+        "drafting": statistics.mean(drafting),
     }
-    return {"way": way, "stages": num_stages, "concurrency": concurrency, **found}
 
 
 def slowdown(handle: Handle, start: float) -> float:
@@ -108,6 +127,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON at the end")
     parser.add_argument("--stages", default="4,8")
     parser.add_argument("--concurrency", default="1,2,4,8,16,32")
+    parser.add_argument("--sequences", type=int, default=32, help="measured for each concurrency")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--cost", default="h100", help="a preset or a file of --calibrate")

@@ -8,6 +8,7 @@ will meet, and the answers the target's own: `data_recipes.regenerate` writes th
 """
 
 import ast
+import hashlib
 import json
 import random
 import sys
@@ -22,6 +23,7 @@ from pipedraft.errors import leave_at_interrupts, run_command
 if __name__ == "__main__":
     leave_at_interrupts()
 
+from pipedraft.data_recipes.sources import Source, read_source
 from pipedraft.files import make_place, write_atomically
 from pipedraft.options import Options, option
 
@@ -45,6 +47,10 @@ class PromptOptions(Options):
     completed, with the task as its docstring"""
     functions: int = 0
     """functions of Python's standard library at most"""
+    answers: Path | None = None
+    """JSONL (.gz) of {"prompt_sha256", "answer"}: only prompts that have one, with it"""
+    unanswered: Path | None = None
+    """with --answers: JSONL file for the other prompts, which --out leaves out"""
     seed: int = 0
     """of the choice and the order"""
     out: Path
@@ -141,9 +147,39 @@ def function_stubs(folder: Path) -> Iterator[str]:
                 yield f'{signature}\n    """{body}\n    """'
 
 
+def read_answers(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows of a file of answers by the SHA-256 of the prompt that each is the answer to."""
+    answers = {}
+    for raw in read_source(Source(path=str(path))):
+        row = json.loads(raw.text)
+        if not all(isinstance(row.get(name), str) for name in ("prompt_sha256", "answer")):
+            raise ValueError(
+                f"--answers: row {len(answers)} of {path} has no prompt_sha256 or no answer; give "
+                "both as text"
+            )
+        answers[row["prompt_sha256"]] = row
+    return answers
+
+
+def conversation(prompt: str, row: dict[str, Any]) -> dict[str, Any]:
+    turns = (("user", prompt), ("assistant", row["answer"]))
+    messages = [{"role": role, "content": text} for role, text in turns]
+    return {"messages": messages, "greedy_answers": bool(row.get("greedy_answers"))}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(path, text.encode())
+
+
 def main() -> None:
     options = PromptOptions.read(sys.argv[1:])
-    make_place("--out", options.out, b'{"prompt": ')
+    if options.unanswered and not options.answers:
+        raise ValueError("--unanswered: without --answers every prompt is; leave it out")
+    has_answers = options.answers is not None
+    make_place("--out", options.out, b'{"messages": ' if has_answers else b'{"prompt": ')
+    if options.unanswered is not None:
+        make_place("--unanswered", options.unanswered, b'{"prompt": ')
     rng = random.Random(options.seed)
     prompts = []
     if options.conversations is not None:
@@ -157,9 +193,18 @@ def main() -> None:
     if not prompts:
         raise ValueError("--conversations, --functions: they give no prompt; name at least one")
     rng.shuffle(prompts)
-    text = "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
-    write_atomically(options.out, text.encode())
-    print(f"{len(prompts)} prompts written to {options.out}")
+    if options.answers is not None:
+        answers = read_answers(options.answers)
+        digests = {prompt: hashlib.sha256(prompt.encode()).hexdigest() for prompt in prompts}
+        known = [conversation(p, answers[digests[p]]) for p in prompts if digests[p] in answers]
+        write_rows(options.out, known)
+        print(f"{len(known)} of {len(prompts)} prompts have answers, written to {options.out}")
+        if options.unanswered is None:
+            return
+        prompts = [prompt for prompt in prompts if digests[prompt] not in answers]
+    out = options.unanswered or options.out
+    write_rows(out, [{"prompt": prompt} for prompt in prompts])
+    print(f"{len(prompts)} prompts written to {out}")
 
 
 if __name__ == "__main__":

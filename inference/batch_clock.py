@@ -19,6 +19,7 @@ from pipedraft.inference.clock import CostModel, VirtualClock
 if TYPE_CHECKING:
     from pipedraft.inference.pipelines.shared import SharedPipeline
 
+
 MEMORY = 0.99
 """Weight of what was measured before, at every step."""
 PRIOR_STEPS = 64.0
@@ -134,7 +135,7 @@ class BatchClock:
 
     def drafts_pay(self, pipeline: SharedPipeline) -> bool:
         """This sequence is among those that draft; the others decode plainly in this step."""
-        return pipeline in self.drafting
+        return pipeline in self.drafting or pipeline not in self.live
 
     def rate(self, num_drafting: int) -> float:
         """Tokens per time that are expected if so many of the live sequences draft."""
@@ -220,6 +221,8 @@ class SequenceClock(VirtualClock):
         return self.batch.hidden_forwards(super().hidden_forwards())
 
     def step_costs(self, num_tokens: int) -> RowCosts:
+        if len(self.batch.live) <= 1:
+            return super().step_costs(num_tokens)
         return self.batch.costs(self.batch.row_price)
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:

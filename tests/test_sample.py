@@ -1,6 +1,7 @@
 """Sampled conversations: turns are read back exactly, greedy answers are greedy."""
 
 import email
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -102,6 +103,24 @@ def test_prompts_come_from_user_turns_and_library_functions(monkeypatch, tmp_pat
     for stub in stubs:
         compile(stub.split("```python\n")[1].removesuffix("\n```"), "stub", "exec")
     assert len(stubs) == 3
+
+
+def test_prompts_with_known_answers_become_conversations(monkeypatch, tmp_path):
+    chats, known = tmp_path / "chats.jsonl", tmp_path / "answers.jsonl"
+    chats.write_text(json.dumps({"messages": CHAT}) + "\n")
+    first, second = (turn["content"] for turn in CHAT if turn["role"] == "user")
+    digest = hashlib.sha256(first.encode()).hexdigest()
+    row = {"prompt_sha256": digest, "answer": "Known.", "greedy_answers": True}
+    known.write_text(json.dumps(row) + "\n")
+    out, left = tmp_path / "out.jsonl", tmp_path / "left.jsonl"
+    files = ["--answers", known, "--out", out, "--unanswered", left]
+    run(prompts, monkeypatch, "--conversations", chats, "--take", "all=1:2", *files)
+    turns = [{"role": "user", "content": first}, {"role": "assistant", "content": "Known."}]
+    assert json.loads(out.read_text()) == {"messages": turns, "greedy_answers": True}
+    assert json.loads(left.read_text()) == {"prompt": second}
+    known.write_text(json.dumps({"answer": "Whose?"}) + "\n")
+    with pytest.raises(ValueError, match="--answers: row 0 .* no prompt_sha256"):
+        run(prompts, monkeypatch, "--conversations", chats, *files)
 
 
 CODE = "```python\ndef helper(x):\n\treturn x\ndef double(x, *, by=2):\n\treturn x * by\n```"
