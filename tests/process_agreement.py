@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 from conftest import tiny_llama
-from decode_runs import PROMPTS, PlainTokenizer, friendly_module, plain_text
+from decode_runs import PROMPTS, SMALL, PlainTokenizer, friendly_module, plain_text
 from decode_runs import WAYS as EAGLE_WAYS
-from tiny_drafts import make_head
+from tiny_drafts import make_exit, make_head
 
 from pipedraft.inference.config import ROUND_RULES, DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.transport.watch import Limits
 from pipedraft.inference.verify import RULES
@@ -78,18 +79,38 @@ def compare(cluster, part, name, is_bitwise):
             names = ("token_ids", "num_steps", "position_tests")
             if any(getattr(local, name) != getattr(other, name) for name in names):
                 different.append([str(way), prompt])
+    unlike_plain = [] if is_bitwise else schedules_unlike_plain(cluster, part, whole, head, module)
     reports = cluster.pipeline.reports()
     held = sum(p.numel() for p in part.parameters() if not p.is_meta)
     total = sum(p.numel() for p in whole.parameters())
     return {
         "compared": compared,
         "different": different,
+        "unlike_plain": unlike_plain,
         "reports": reports,
         "parameters": [total, held],
         "device_links": sum(
             link.device_link is not None for link in cluster.watch.sent + cluster.watch.received
         ),
     }
+
+
+def schedules_unlike_plain(cluster, part, whole, head, module):
+    """Schedules whose text on the ranks is not plain decoding's in one process."""
+    special = {"autoregressive": None, "spd": module, "ppsd": make_exit(whole, num_stages=2)}
+    unlike = []
+    for name in (name for name, kind in SCHEDULES.items() if not kind.needs_link):
+        own = {"tree": SMALL} if hasattr(SCHEDULES[name], "tree") else {}
+        for temperature in (0.0, 1.0):
+            shared = {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "seed": 3}
+            shared |= {"verifier": "gumbel"} if temperature else {}
+            config = DecodeConfig.of(name, num_stages=2, **shared, **own)
+            draft = special.get(name, head)
+            engine = Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect)
+            for prompt in PROMPTS[1::2]:
+                if engine.decode(prompt).token_ids != plain_text(whole, prompt, **shared):
+                    unlike.append([name, temperature, prompt])
+    return unlike
 
 
 if __name__ == "__main__":

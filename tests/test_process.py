@@ -213,11 +213,13 @@ def by_forks(words, num_processes, parent) -> str:
 )
 def test_ranks_decode_what_one_process_decodes(start, num_processes, links, parent, tmp_path):
     """Two stages, the first one beside the controller and on a rank of its own; hidden
-    states inside their frames and apart from them; every acceptance rule at temperature 1."""
+    states inside their frames and apart from them; every acceptance rule at temperature 1, and
+    every schedule, at 0 and 1, with plain decoding's text."""
     words = [str(tmp_path), links, str(num_processes % 2)]
     output = start(words, num_processes, parent)
     outcome = json.loads(output.splitlines()[-1])
     assert outcome["different"] == [] and outcome["compared"]["greedy"] >= 20
+    assert outcome["unlike_plain"] == [], "text is not plain decoding's"
     assert set(outcome["compared"]) == {"greedy", *RULES}
     names = [report["name"] for report in outcome["reports"]]
     assert len(names) == num_processes and "stage 1" in names[-1]
