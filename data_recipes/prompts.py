@@ -149,7 +149,7 @@ def function_stubs(folder: Path) -> Iterator[str]:
 
 def read_answers(path: Path) -> dict[str, dict[str, Any]]:
     """Rows of a file of answers by the SHA-256 of the prompt that each is the answer to."""
-    answers = {}
+    answers: dict[str, dict[str, Any]] = {}
     for raw in read_source(Source(path=str(path))):
         row = json.loads(raw.text)
         if not all(isinstance(row.get(name), str) for name in ("prompt_sha256", "answer")):
