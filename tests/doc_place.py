@@ -141,6 +141,9 @@ SMALLER = {
     ],
     "benchmarks/scaling.py": ["--tokens=20"],
     "benchmarks/sampled_trees.py": ["--prompts=1", "--tokens=2"],
+    "benchmarks/several_sequences.py": [
+        *("--sequences=1", "--concurrency=1,2", "--stages=4", "--max-new-tokens=4"),
+    ],
     "benchmarks/row_cost_curve.py": [
         *("--prompts=1", "--tokens=2", "--stages=4", "--rows=0.01"),
     ],

@@ -49,11 +49,16 @@ def index_of(folder: Path) -> dict[str, Any]:
 def test_training_from_a_dump_in_fp32_is_online_training_bit_for_bit(
     world, dumps, tmp_path, method, monkeypatch
 ):
+    """Held-out rows share other batches than a dump's: some processors round them differently."""
     changes = METHODS[method] | {"evaluation__every_steps": 2}
     for name, features in (("online", None), ("offline", dumps["fp32"])):
         arguments = world.arguments(method, tmp_path / name, **changes, features=features)
         train(arguments, monkeypatch)
-    assert logged(tmp_path / "offline") == logged(tmp_path / "online")
+    offline, online = (logged(tmp_path / name) for name in ("offline", "online"))
+    assert any("loss" in record for record in online)
+    for ours, theirs in zip(offline, online, strict=True):
+        is_step = "loss" in theirs
+        assert ours == (theirs if is_step else pytest.approx(theirs, rel=1e-6))
     best = [weights(tmp_path / name / "best") for name in ("offline", "online")]
     assert_equal_weights(*best)
 
