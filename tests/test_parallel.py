@@ -274,3 +274,27 @@ def test_resuming_runs_no_code_of_a_checkpoint(runs, tmp_path, name):
     assert set(statuses) == {2 if own else 0}, said(folder)
     if own:
         assert "states.pt is no file of tensors and plain values" in said(folder)
+
+
+SHORT = {"max_steps": 1, "accumulation": 1, "batch_group": None}
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", pytest.param("zero3", marks=pytest.mark.all)])
+def test_processes_wait_for_one_that_is_longer_than_the_usual_timeout(runs, tmp_path, name):
+    """The first process downloads, loads and tokenizes for hours while the others wait."""
+    folder, environment = tmp_path / "spd", launcher_environment(name)
+    jobs = {0: {"usual_timeout_s": 1, "sleeps": {"load_data": 2.5}}, 1: {"usual_timeout_s": 1}}
+    statuses = runs.together("spd", folder, environment, changes=SHORT, jobs=jobs)
+    assert statuses == [0, 0], said(folder)
+
+
+def test_a_process_that_never_comes_ends_the_others_with_a_line(runs, tmp_path):
+    folder, environment = tmp_path / "spd", launcher_environment("ddp")
+    jobs = {0: {"wait_s": 2}, 1: {"wait_s": 2, "sleeps": {"load_frozen_target": 600}}}
+    with runs.begun("spd", folder, environment, 2, SHORT, jobs) as (first, second):
+        status = runs.parent.wait(first)
+        os.kill(second, signal.SIGKILL)
+        runs.parent.wait(second)
+    lines = [line for line in said(folder).splitlines() if line and "moments" not in line]
+    assert status == 1 and len(lines) == 1, said(folder)
+    assert lines[0].startswith("error: processes: another one has ended, or did not come within")

@@ -10,9 +10,12 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,11 +25,13 @@ import safetensors.torch
 import torch
 import transformers
 import transformers.models.llama.modeling_llama
+from accelerate.utils import dataclasses
 from fork_server import answer, write_to
+from torch.distributed import distributed_c10d
 
 from pipedraft.errors import run_command
 from pipedraft.train import __main__ as command
-from pipedraft.train import checkpoint, loop
+from pipedraft.train import checkpoint, launch, loop
 
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
 
@@ -164,6 +169,15 @@ def note_dtypes(path: str) -> None:
     loop.Trainer.optimize = noted_step
 
 
+def shorten_usual_timeout(seconds: float) -> None:
+    """Of collective calls, where nobody says how long they may take: else minutes."""
+    usual = timedelta(seconds=seconds)
+    dataclasses.InitProcessGroupKwargs.__post_init__ = lambda own: setattr(
+        own, "timeout", own.timeout or usual
+    )
+    distributed_c10d.default_pg_timeout = usual
+
+
 def run(job: dict[str, Any]) -> NoReturn:
     """What `python -m pipedraft.train` does, in a process that is to end."""
     write_to(job["log"])
@@ -173,6 +187,12 @@ def run(job: dict[str, Any]) -> NoReturn:
     disk = FullDisk(job["folder"], job["full_at"]) if "full_at" in job else None
     if "signals" in job:
         send_in_step(job["step"], job["signals"])
+    if "usual_timeout_s" in job:
+        shorten_usual_timeout(job["usual_timeout_s"])
+    if "wait_s" in job:
+        launch.WAIT_FOR_OTHERS = timedelta(seconds=job["wait_s"])
+    for name, seconds in job.get("sleeps", {}).items():
+        before_calls(command, name, partial(time.sleep, seconds))
     if "dtypes" in job:
         note_dtypes(job["dtypes"])
     if job.get("without_checksums"):

@@ -186,13 +186,27 @@ class Runs:
         Args:
             jobs: of single ranks.
         """
+        with self.begun(method, folder, environment, num_processes, changes, jobs or {}) as pids:
+            return [self.parent.wait(pid) for pid in pids]
+
+    @contextlib.contextmanager
+    def begun(
+        self,
+        method: str,
+        folder: Path,
+        environment: dict[str, str],
+        num_processes: int,
+        changes: dict | None,
+        jobs: dict[int, dict[str, Any]],
+    ) -> Iterator[list[int]]:
+        """Process ids of ``together``, that are to be waited for."""
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pids = []
         for rank, own in enumerate(rank_environments(num_processes, store.port)):
-            job = (jobs or {}).get(rank, {})
             own |= environment
+            job = jobs.get(rank, {})
             pids.append(self.start(method, folder, changes=changes, environment=own, **job))
-        return [self.parent.wait(pid) for pid in pids]
+        yield pids
 
 
 def said(folder: Path) -> str:

@@ -39,6 +39,7 @@ from pipedraft.train.launch import (
     is_sharded,
     load_frozen_target,
     make_accelerator,
+    needs_others,
     shard_target,
 )
 from pipedraft.train.loop import Trainer
@@ -170,6 +171,7 @@ def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
     return [*arguments[:at], *(["--config"] if has_file else []), *arguments[at + 1 :]], True
 
 
+@needs_others()
 def main() -> None:
 
     arguments, wants_plan = take_plan(sys.argv[1:])

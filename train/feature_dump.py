@@ -54,7 +54,12 @@ from pipedraft.train.feature_shards import (
     row_lengths,
     target_identity,
 )
-from pipedraft.train.launch import load_frozen_target, make_accelerator, on_main_process
+from pipedraft.train.launch import (
+    load_frozen_target,
+    make_accelerator,
+    needs_others,
+    on_main_process,
+)
 from pipedraft.train.loop import EVALUATED_ROWS
 
 if TYPE_CHECKING:
@@ -371,6 +376,7 @@ class Dump:
 # -- the commands ---------------------------------------------------------------------------
 
 
+@needs_others()
 def dump_features(
     own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
 ) -> None:

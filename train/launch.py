@@ -5,6 +5,7 @@ The accelerator is made after checking what the launcher really started.
 
 import math
 import os
+import re
 import signal
 import time
 import uuid
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
@@ -30,6 +32,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from pipedraft.errors import Failure
 from pipedraft.models.placement import has_native_bf16, resolve_device, stored_dtype
 from pipedraft.models.target import load_target
 from pipedraft.models.target_part import load_more_layers
@@ -44,6 +47,8 @@ FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=t
 WAIT_FOR_OTHERS = timedelta(hours=12)
 """Of a collective call: downloads and tokenization, for which the other processes wait, take hours.
 A process that ends makes its launcher end the others, whatever this is."""
+LOST = re.compile(r"Timed out waiting|[Cc]onnection (closed|reset) by peer|caused pair closure")
+"""In what gloo says of a process that does not come, or has ended."""
 
 
 def resolve_precision(precision: str) -> str:
@@ -97,6 +102,23 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
+@contextmanager
+def needs_others() -> Iterator[None]:
+    """
+    Raises:
+        Failure: another process has ended, or did not come to a collective call in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not LOST.search(str(error)):
+            raise
+        raise Failure(
+            f"processes: another one has ended, or did not come within {WAIT_FOR_OTHERS} "
+            f"({str(error).partition('. ')[0]}); see what it said; the same command goes on from what is saved"
+        ) from error
+
+
 def _shard_on_cpus() -> None:
     """Make the launcher's FSDP or DeepSpeed what really runs, where there is no accelerator.
 
@@ -105,7 +127,7 @@ def _shard_on_cpus() -> None:
     without.
     """
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        PartialState(cpu=True)
+        PartialState(cpu=True, timeout=WAIT_FOR_OTHERS)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
