@@ -40,6 +40,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "eagle_chain": {"schedule": "eagle", "tree": "chain:7", "verifier": "gumbel"},
     "eagle_chain_block": {"schedule": "eagle", "tree": "chain:7", "verifier": "block"},
     "eagle_tree_recursive": {"schedule": "eagle", "verifier": "recursive"},
+    "eagle_tree_traversal": {"schedule": "eagle", "verifier": "traversal"},
     "eagle_tree_match": {"schedule": "eagle", "verifier": "match"},
     "eagle_tree": {"schedule": "eagle"},
     "naive_pp": {"schedule": "naive_pp"},

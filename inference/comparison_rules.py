@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -16,6 +18,21 @@ from pipedraft.inference.config import RuleName
 from pipedraft.inference.draws import draw
 from pipedraft.inference.rules import SampledVerifier, Walk
 from pipedraft.inference.tree import TokenTree
+
+
+@dataclass
+class _Node:
+    """A node of the path that is looked at, as its rejected children leave it."""
+
+    row: int
+    children: Iterator[int]
+    """Rows that were not looked at."""
+    weight: float
+    """Probability that the text goes through the node."""
+    p_V: Tensor
+    """Distribution of the token behind it, if so."""
+    q_V: Tensor
+    """Distribution that the next child was drawn from."""
 
 
 class BlockVerifier(SampledVerifier):
@@ -36,29 +53,44 @@ class BlockVerifier(SampledVerifier):
     name: ClassVar[RuleName] = "block"
 
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
-        """Walk through a chain that is back as a whole: row i is draft token i."""
-        p_RV, last = self.probabilities(verdicts_R), len(tree) - 1
-        weight, accepted, rest_V = 1.0, 0, p_RV[0]
-        for row in range(last + 1):
-            if row:
-                token, q_V = tree.tokens[row], self.q_of(tree, row)
-                weight = self.weigh(weight, float(p_RV[row - 1, token] / q_V[token]))
-            left_V = weight * p_RV[row]
-            if row < last:
-                left_V = (left_V - self.q_of(tree, row + 1)).clamp_min(0)
-            gain = float(left_V.sum())
-            # Of the last one gain is w_M, and nothing else is left to become of it.
-            odds = gain + 1 - weight if row < last else 1.0
-            uniform = self.random.uniform(tree.position(row), "accept", tree.root_position)
-            if row == 0 or uniform * odds < gain:
-                accepted, rest_V = row, left_V
-        uniform = self.random.uniform(tree.position(accepted) + 1, "residual")
-        tests = [True] * accepted + [False] * (accepted < last)
-        return Walk(list(range(accepted + 1)), draw(rest_V, uniform), tests)
+        """Walk from the leaves of a tree that is back as a whole (``TraversalVerifier``)."""
+        path = [self._open(tree, 0, 1.0, verdicts_R)]
+        while True:
+            node = path[-1]
+            child = next(node.children, None)
+            if child is not None and node.q_V[tree.tokens[child]]:  # else q is used up
+                token = tree.tokens[child]
+                weight = self.weigh(node.weight, float(node.p_V[token] / node.q_V[token]))
+                path.append(self._open(tree, child, weight, verdicts_R))
+                continue
+            uniform = self.random.uniform(tree.root_position, "accept", node.row)
+            if len(path) == 1 or uniform < node.weight:
+                break
+            path.pop()
+            self.reject(path[-1], tree.tokens[node.row])
+        uniform = self.random.uniform(tree.position(node.row) + 1, "residual")
+        tests = [True] * (len(path) - 1) + [False] * bool(tree.children(node.row))
+        # The token may be a child that was not drawn; that row is back already.
+        return Walk([each.row for each in path], draw(node.p_V, uniform), tests, restarts=True)
+
+    def _open(self, tree: TokenTree, row: int, weight: float, verdicts_R: Tensor) -> _Node:
+        p_V, children = self.probabilities(verdicts_R[row]), tree.children(row)
+        q_V = self.q_of(tree, children[0]) if children else p_V
+        return _Node(row, iter(children), weight, p_V, q_V)
 
     def weigh(self, weight: float, ratio: float) -> float:
-        """w_i of w_{i-1} and p / q of draft token i."""
+        """A child's weight, of its parent's and p / q there."""
         return min(weight * ratio, 1.0)
+
+    def reject(self, parent: _Node, token: int) -> None:
+        """What is left of a node without its next child."""
+        rest_V = (parent.weight * parent.p_V - parent.q_V).clamp_min(0)
+        gain = float(rest_V.sum())
+        parent.weight = gain / max(gain + 1 - parent.weight, sys.float_info.min)
+        parent.p_V = rest_V / max(gain, sys.float_info.min)
+        parent.q_V = parent.q_V.clone()
+        parent.q_V[token] = 0
+        parent.q_V /= parent.q_V.sum().clamp_min(sys.float_info.min)
 
 
 class RecursiveVerifier(SampledVerifier):
@@ -129,3 +161,25 @@ class RecursiveVerifier(SampledVerifier):
     def residual(self, p_V: Tensor, q_V: Tensor) -> Tensor:
         rest_V = (p_V - q_V).clamp_min(0)
         return rest_V / rest_V.sum()
+
+
+class TraversalVerifier(BlockVerifier, RecursiveVerifier):
+    """Traversal verification of a tree, leaves first (Weng et al., arXiv:2505.12398).
+
+    Children are drawn as those of ``recursive``. A node has a weight w, 1 for the root: the
+    probability that the text goes through it, given its token and what was rejected before. Child
+    x_1 ~ q, for which the weight is min(w p(x_1) / q(x_1), 1), is looked at with all that descends
+    from it. If nothing of it is accepted, the node goes on with
+
+        w' = S / (S + 1 - w),  p' = (w p - q)+ / S,  q'(v) ~ q(v) for v != x_1, 0 for x_1,
+
+    S = sum_v (w p(v) - q(v))+, and its next child. Behind the last one a uniform accepts it, with
+    the path to it and a token from p', with probability w'; else its parent has lost a child.
+
+    Exact: by induction a node is in the text with probability w, and the token behind it is then
+    distributed as p. A child x takes q(x) min(w p(x) / q(x), 1) = min(w p(x), q(x)) of w p(x) and
+    leaves (w p(x) - q(x))+, in all S, which has to come from where the child was rejected: of
+    probability 1 - w + S. On a chain this is block verification.
+    """
+
+    name: ClassVar[RuleName] = "traversal"

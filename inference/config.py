@@ -25,14 +25,22 @@ MAX_TEMPERATURE = 1e6
 MAX_SETTING = "[-1024, 1024]"
 """Of a schedule's numbers: no draft has more rows, and larger ones would never end."""
 RuleName = Literal[
-    "match", "gumbel", "rejection", "tail_escape", "topk", "argmax", "block", "recursive"
+    "match",
+    "gumbel",
+    "rejection",
+    "tail_escape",
+    "topk",
+    "argmax",
+    "block",
+    "recursive",
+    "traversal",
 ]
 """Acceptance rules; ``verify.py`` has them."""
 RULE_NAMES: list[RuleName] = list(get_args(RuleName))
 SAMPLING_RULES = ("rejection", "tail_escape", "topk")
 """Their draft tokens are drawn from the draft's distribution."""
 
-ROUND_RULES = ("block", "recursive")
+ROUND_RULES = ("block", "recursive", "traversal")
 """Their tests look at a round as a whole: no streams, no links."""
 
 Value = TypeVar("Value")
@@ -51,9 +59,9 @@ class DecodeConfig(Filters):
     temperature: float = 0.0
     """0 is greedy."""
     verifier: Literal["auto"] | RuleName = "auto"
-    """Acceptance rule above temperature 0; block and recursive are those of whole rounds. auto: the
-    schedule's own across a link, elsewhere rejection for sampled chains (one draft token at a
-    time), else gumbel."""
+    """Acceptance rule above temperature 0; block, recursive and traversal are for whole rounds.
+    auto: the schedule's own across a link, elsewhere rejection for sampled chains (one draft token
+    at a time), else gumbel."""
     payload_tokens: int = 10
     """The target's most likely tokens that a rejection shows the draft, by topk and tail_escape."""
     tail_samples: int = 4
@@ -99,10 +107,10 @@ class DecodeConfig(Filters):
             )
         tree = getattr(self.schedule, "tree", None)
         is_fixed = isinstance(tree, TreeShape) and not (tree.is_chain or tree.is_auto)
-        if self.verifier == "recursive" and not (whole and is_fixed):
+        if self.verifier in ("recursive", "traversal") and not (whole and is_fixed):
             raise ValueError(
-                "verifier: 'recursive' tests whole trees of a fixed number of draft tokens; give a "
-                "temperature above 0 and --schedule eagle or naive_pp with --tree static or "
+                f"verifier: {self.verifier!r} tests whole trees of a fixed number of draft tokens; "
+                "give a temperature above 0 and --schedule eagle or naive_pp with --tree static or "
                 "dynamic:7:10:59, or use 'gumbel'"
             )
 

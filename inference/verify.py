@@ -10,7 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pipedraft.inference.comparison_rules import BlockVerifier, RecursiveVerifier
+from pipedraft.inference.comparison_rules import (
+    BlockVerifier,
+    RecursiveVerifier,
+    TraversalVerifier,
+)
 from pipedraft.inference.config import RuleName
 from pipedraft.inference.draws import (
     UNFILTERED,
@@ -229,6 +233,7 @@ RULES: dict[RuleName, type[Verifier]] = {
         ArgmaxVerifier,
         BlockVerifier,
         RecursiveVerifier,
+        TraversalVerifier,
     )
 }
 

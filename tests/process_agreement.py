@@ -58,7 +58,8 @@ def compare(cluster, part, name, is_bitwise):
     ]
     eagle = {"schedule": "eagle", "temperature": 1.0}
     rules += [(eagle | {"tree": "chain:4", "verifier": "block"}, head)]
-    rules += [(eagle | {"tree": "dynamic:3:3:8", "verifier": "recursive"}, head)]
+    tree = eagle | {"tree": "dynamic:3:3:8"}
+    rules += [(tree | {"verifier": rule}, head) for rule in ("recursive", "traversal")]
     if is_bitwise:
         ways = ways[:2] + [(EAGLE_WAYS[0], head)]
     else:

@@ -110,6 +110,7 @@ ROUNDS = [
     for rule, trees in (
         ("block", {"chain": "chain:5"}),
         ("recursive", {"ranks": "static", "tree": SMALL, "few": FEW}),
+        ("traversal", {"ranks": "static", "tree": SMALL, "few": FEW}),
     )
     for schedule in ("eagle", "naive_pp")
     for name, tree in trees.items()
@@ -121,7 +122,7 @@ def test_rules_of_whole_rounds_have_the_targets_law(rule, way):
     assert law_p_value(rule, way) > 1e-3
 
 
-@pytest.mark.parametrize(("rule", "way"), [ROUNDS[0], ROUNDS[2]])
+@pytest.mark.parametrize(("rule", "way"), [ROUNDS[0], ROUNDS[2], ROUNDS[8]])
 def test_no_number_of_a_whole_round_serves_two_decisions(rule, way, monkeypatch):
     """A token behind the accepted ones of a block is tested, and its position again later."""
     used = []
@@ -153,7 +154,7 @@ def test_block_verification_accepts_what_its_paper_computes(monkeypatch):
     assert expected == pytest.approx(11 / 9)
 
 
-@pytest.mark.parametrize(("rule", "way"), [ROUNDS[0], ROUNDS[2], ROUNDS[4]])
+@pytest.mark.parametrize(("rule", "way"), [ROUNDS[0], ROUNDS[2], ROUNDS[4], ROUNDS[8]])
 def test_rules_of_whole_rounds_have_the_law_of_the_filtered_target(rule, way):
     assert law_p_value(rule, way, FILTERED) > 1e-3
 
@@ -170,6 +171,8 @@ def test_rules_of_whole_rounds_have_the_law_of_the_filtered_target(rule, way):
         ("recursive", "flowspec", {"tree": SMALL}),
         ("recursive", "eagle", {"tree": "chain:5"}),
         ("recursive", "eagle", {"tree": "dynamic:3:3:auto"}),
+        ("traversal", "spd", {"tree_width": 4}),
+        ("traversal", "eagle", {"tree": "chain:5"}),
     ],
 )
 def test_rules_of_whole_rounds_are_refused_elsewhere(rule, schedule, settings):
@@ -308,6 +311,7 @@ def all_rounds_share_their_noise(monkeypatch):
     ("mistake", "rule", "way"),
     [
         (each_token_has_its_own_threshold, *ROUNDS[0].values),
+        (each_token_has_its_own_threshold, *ROUNDS[8].values),
         (the_second_test_is_not_renormalized, *ROUNDS[2].values),
         (all_rounds_share_their_noise, *ROUNDS[3].values),
         (the_best_children_come_first, *ROUNDS[4].values),
