@@ -19,7 +19,7 @@ from decode_runs import (
 )
 from decode_runs import WAYS as EAGLE_WAYS
 from fork_server import rank_environments
-from inline_ranks import connect_in_turns, connect_inline, decode_both
+from inline_ranks import Wire, connect_in_turns, connect_inline, decode_both
 from msgspec.structs import replace
 from tiny_drafts import make_exit, make_head
 from torch.distributed import TCPStore
@@ -28,7 +28,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline, chrome_trace
-from pipedraft.inference.transport.codec import Step
+from pipedraft.inference.transport.codec import CODEC, Result, Step
 from pipedraft.inference.transport.worker import StageWorker
 from pipedraft.inference.verify import RULES
 from pipedraft.models.target_part import load_target_part
@@ -92,6 +92,36 @@ def test_both_backends_agree_with_an_early_exit_head(width):
         decode_both(
             target, PROMPTS, draft=draft, num_stages=num_stages, schedule="ppsd", tree_width=width
         )
+
+
+@pytest.mark.parametrize("verifier, is_token", [("auto", True), ("rejection", False)])
+def test_plain_decoding_above_temperature_0_sends_a_token_a_step(verifier, is_token, monkeypatch):
+    """Logits of a vocabulary travel under a rule that weighs them, as a chain's does here."""
+    target = tiny_llama(layers=4, vocab=500)
+    verdicts = []
+    send = Wire.send
+
+    def watched(wire, message):
+        if isinstance(message, Result) and message.verdicts is not None:
+            verdicts.append((message.verdicts, len(CODEC.encode(message).join())))
+        send(wire, message)
+
+    monkeypatch.setattr(Wire, "send", watched)
+    module = friendly_module(target, num_stages=4, num_layers=1, query="newest")
+    schedule, draft = ("autoregressive", None) if is_token else ("spd", module)
+    config = DecodeConfig.of(
+        schedule=schedule,
+        verifier=verifier,
+        temperature=1.0,
+        num_stages=4,
+        max_new_tokens=NEW_TOKENS,
+    )
+    Engine(target, PlainTokenizer(), config, draft, connect=connect_inline).decode(PROMPTS[0])
+    _, *steps = verdicts  # the prompt's is a token under every rule
+    assert len(steps) > 3
+    for verdict, num_bytes in steps:
+        assert (verdict.dtype == torch.int64 and verdict.ndim == 1) == is_token
+        assert (num_bytes < 200) == is_token
 
 
 def test_pipeinfer_has_the_same_text_when_waiting_verdicts_cut_its_drafting_short(monkeypatch):
