@@ -23,12 +23,20 @@ import torch
 from pipedraft.inference.batch_clock import BatchClock
 from pipedraft.inference.config import DecodeConfig, check_prompt
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.local import step_together
-from pipedraft.inference.pipelines.shared import SharedPipeline, cache_rows
+from pipedraft.inference.pipelines import Pipeline
+from pipedraft.inference.pipelines.local import LocalPipeline, step_together
+from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.inference.pipelines.shared import (
+    SharedPipeline,
+    SharedRanks,
+    SharedStages,
+    Sharing,
+    cache_rows,
+    step_ranks,
+)
 from pipedraft.inference.result import DecodeResult, Observer
 from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.sources.base import DraftSource
-from pipedraft.inference.timeline import Timeline
 
 
 class QueueFull(RuntimeError):
@@ -174,12 +182,14 @@ class BatchEngine:
         *,
         limits: Limits | None = None,
         drafts_together: bool = False,
+        connect: Callable[[Any], Pipeline] = LocalPipeline,
     ) -> None:
         """
         Args:
             target: causal LM as returned by ``load_target``.
             config: of requests without one; its stages and its cost model hold for all.
             drafts_together: the virtual clock's; see ``batch_clock``.
+            connect: as of ``Engine``; the ranks of a ``Cluster`` may be shared, too.
 
         Raises:
             ValueError: as of ``Engine``.
@@ -189,7 +199,7 @@ class BatchEngine:
         # A draft may say where the target is cut, and plain sequences are cut there, too.
         boundaries = tuple(getattr(draft, "boundaries", None) or config.boundaries)
         self.config = replace(config, boundaries=boundaries)
-        engine = Engine(target, tokenizer, self.config, draft)
+        engine = Engine(target, tokenizer, self.config, draft, connect=connect)
         self.config = replace(self.config, boundaries=tuple(engine.target.boundaries))
         draft_cost = 0.0 if draft is None else draft.relative_cost(engine.target)
         if config.cost.draft_forward is not None:
@@ -197,7 +207,7 @@ class BatchEngine:
         self.clock = BatchClock(
             config.cost, self.config.boundaries, draft_cost, drafts_together=drafts_together
         )
-        self.timeline = Timeline("one process", device=target.device)
+        self._root, self.timeline = engine.pipeline, engine.pipeline.timeline
         self.last_rows: list[list[int]] = []
         """Of each sequence that took part in the last step, rows in each stage."""
         self._row_bytes = _row_bytes(target)
@@ -288,13 +298,11 @@ class BatchEngine:
 
     def engine_for(self, handle: Handle, wait: Any) -> Engine:
         def connect(staged: Any) -> SharedPipeline:
-            return SharedPipeline(
-                staged,
-                timeline=self.timeline,
-                clock=self.clock,
-                wait=wait,
-                prompt_rows=min(self.limits.prompt_rows, self.limits.rows),
-            )
+            rows = min(self.limits.prompt_rows, self.limits.rows)
+            sharing = Sharing(clock=self.clock, wait=wait, prompt_rows=rows)
+            if isinstance(self._root, ProcessPipeline):
+                return SharedRanks(self._root, staged, sharing)
+            return SharedStages(staged, self.timeline, sharing)
 
         return Engine(
             self.target,
@@ -361,13 +369,16 @@ class BatchEngine:
             self.clock.settle()
             return False
         sequences = self._taking_part()
-        pipelines = [sequence.pipeline for sequence in sequences]
+        pipelines: list[Any] = [sequence.pipeline for sequence in sequences]
         self.clock.begin_step(pipelines)
         for sequence in self._live:
             fit = min(sequence.pipeline.num_waiting_forwards, self.clock.forwards_beside)
             self.clock.drafted(fit, beside=True)
             sequence.pipeline.num_waiting_forwards -= fit
-        step_together(pipelines)
+        if isinstance(self._root, ProcessPipeline):
+            step_ranks(pipelines)
+        else:
+            step_together(pipelines)
         self.last_rows = [pipeline.last_rows for pipeline in pipelines]
         for sequence in sequences:
             sequence.last_step = self.clock.num_steps

@@ -10,12 +10,13 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from doc_commands import main_of, run_module
-from fork_server import ForkServer, answer, write_to
+from fork_server import ForkServer, answer, rank_environments, write_to
 
 from pipedraft.errors import run_command
 
@@ -90,6 +91,20 @@ class Process:
         if self.status is None:
             self.status = self.parent.wait(self.pid)
         return self.status, self.out.read_text(), self.err.read_text()
+
+
+def run_ranks(parent: ForkServer, script: str, words: Sequence[str], num_processes: int) -> str:
+    """What a script's ranks print; ``words``: its arguments, a folder first."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        Process.start(parent, Path(words[0]), *words, module=script, environment=rank)
+        for rank in rank_environments(num_processes, store.port)
+    ]
+    ends = [rank.finish() for rank in ranks]
+    assert not any(status for status, _, _ in ends), [error[-1000:] for _, _, error in ends]
+    return "".join(output for _, output, _ in ends)
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.codec import CODEC, AnyMessage
-from pipedraft.inference.transport.ranks import Local
-from pipedraft.inference.transport.worker import StageWorker
+from pipedraft.inference.transport.ranks import Answers, Local
+from pipedraft.inference.transport.worker import SharedWorker
 
 
 class Wire(Local):
@@ -42,10 +42,10 @@ def connect_inline(target, others=(), wire=Wire):
     last = target.num_stages - 1
     targets = [target, *others] if others else [target] * target.num_stages
     answers = [wire() for _ in range(target.num_stages)]
-    workers: list[StageWorker] = []
+    workers: list[SharedWorker] = []
     following = None
     for index in range(last, -1, -1):
-        worker = StageWorker(
+        worker = SharedWorker(
             targets[index],
             index,
             following=following,
@@ -56,15 +56,12 @@ def connect_inline(target, others=(), wire=Wire):
         following = wire(worker.handle)
 
     def cancel(worker):
-        def handle(message):
-            worker.first_live = max(worker.first_live, message.sequence + 1)
-
-        return LateWire(handle)
+        return LateWire(worker.cancel)
 
     return ProcessPipeline(
         target,
         following,
-        answers,
+        Answers(answers),
         Timeline("controller"),
         cancels=[cancel(worker) for worker in workers],
     )
@@ -105,7 +102,7 @@ class RanksInTurns:
         self.queues = [Wire() for _ in range(num_stages)]
         self.answers = [Lazy(self) for _ in range(num_stages)]
         self.workers = [
-            StageWorker(
+            SharedWorker(
                 target,
                 index,
                 following=self.queues[index + 1] if index + 1 < num_stages else None,
@@ -116,14 +113,14 @@ class RanksInTurns:
         ]
         first = self.queues[0] if haste is None else Wire(self.workers[0].handle)
         self.pipeline = ProcessPipeline(
-            target, first, self.answers, Timeline(""), cancels=[Wire(self.cancel)]
+            target, first, Answers(self.answers), Timeline(""), cancels=[Wire(self.cancel)]
         )
         if haste is not None:
             self.workers[0].is_still_wanted = self.is_wanted
 
     def cancel(self, message: AnyMessage) -> None:
         for worker in self.workers[self.haste is not None :]:
-            worker.first_live = max(worker.first_live, message.sequence + 1)
+            worker.cancel(message)
 
     def is_wanted(self) -> bool:
         if self.random.random() < self.haste:

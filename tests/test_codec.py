@@ -27,7 +27,9 @@ from pipedraft.inference.transport.codec import (
     Cancel,
     Close,
     Codec,
+    Failed,
     Header,
+    Leave,
     Measure,
     Message,
     Prefill,
@@ -35,6 +37,7 @@ from pipedraft.inference.transport.codec import (
     Result,
     Step,
     TensorHeader,
+    Together,
     check_tensor,
 )
 from pipedraft.models.target import Keep, Segment
@@ -64,12 +67,16 @@ def same(a: object, b: object) -> bool:
         if not isinstance(b, Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
         return a.numel() == 0 or torch.equal(*(x.flatten().view(torch.uint8) for x in (a, b)))
+    if isinstance(a, Message):
+        return same_message(a, b)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
         return isinstance(b, dict) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     return a == b
 
 
-def same_message(a: Message, b: Message) -> bool:
+def same_message(a: Message, b: object) -> bool:
     names = a.__struct_fields__
     return type(a) is type(b) and all(same(getattr(a, n), getattr(b, n)) for n in names)
 
@@ -137,6 +144,8 @@ results = st.builds(
     taps=st.dictionaries(st.integers(0, 99), hidden, max_size=3),
     verdicts=st.none() | tensors((torch.int64,), st.just([3])) | hidden,
 )
+ends = st.builds(Failed, reason=st.text(max_size=50), slot=st.integers(0, 9)) | st.builds(Leave)
+together = st.builds(Together, parts=st.lists(prefills | steps() | results | ends, max_size=4))
 controls = st.one_of(
     st.builds(Cancel),
     st.builds(Measure, action=st.sampled_from(["report", "clear"])),
@@ -147,7 +156,7 @@ controls = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    message=st.one_of(prefills, steps(), results, controls),
+    message=st.one_of(prefills, steps(), results, ends, together, controls),
     sequence=st.integers(0, 2**62 - 1),
     is_apart=st.booleans(),
     more=st.binary(max_size=20),

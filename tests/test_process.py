@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_processes import Process
+from command_processes import run_ranks
 from command_runs import call, launch
 from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
@@ -18,11 +18,9 @@ from decode_runs import (
     way_name,
 )
 from decode_runs import WAYS as EAGLE_WAYS
-from fork_server import rank_environments
 from inline_ranks import Wire, connect_in_turns, connect_inline, decode_both
 from msgspec.structs import replace
 from tiny_drafts import make_exit, make_head
-from torch.distributed import TCPStore
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -170,12 +168,12 @@ def test_cancelled_segments_are_not_computed(monkeypatch):
 def test_a_keep_that_stays_behind_is_noticed(monkeypatch):
     """The mutant that these comparisons are there for: a stage forgets to apply Keeps."""
     target = tiny_llama(layers=4, vocab=16)
-    handle = StageWorker._step
+    begin = StageWorker.begin
 
     def mutant(worker, step):
-        handle(worker, replace(step, kept=step.kept[:1] if step.sequence % 5 else ()))
+        return begin(worker, replace(step, kept=step.kept[:1] if step.sequence % 5 else ()))
 
-    monkeypatch.setattr(StageWorker, "_step", mutant)
+    monkeypatch.setattr(StageWorker, "begin", mutant)
     with pytest.raises(AssertionError):
         decode_both(target, PROMPTS, draft=make_head(target), num_stages=4, **EAGLE_WAYS[7])
 
@@ -227,15 +225,7 @@ def by_torchrun(words, num_processes, _) -> str:
 
 def by_forks(words, num_processes, parent) -> str:
     """The same without torchrun's agent and with one import of torch."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    script, folder = "tests/process_agreement.py", Path(words[0])
-    ranks = [
-        Process.start(parent, folder, *words, module=script, environment=rank)
-        for rank in rank_environments(num_processes, store.port)
-    ]
-    ends = [rank.finish() for rank in ranks]
-    assert not any(status for status, _, _ in ends), [error[-1000:] for _, _, error in ends]
-    return "".join(output for _, output, _ in ends)
+    return run_ranks(parent, "tests/process_agreement.py", words, num_processes)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,19 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 from conftest import tiny_mistral
-from decode_runs import SMALL, PlainTokenizer, SimulatedSource, attentive_llama, friendly_module
+from decode_runs import PlainTokenizer, SimulatedSource, attentive_llama, friendly_module
+from several_runs import (
+    PLAIN,
+    WAYS,
+    OutsideVocabulary,
+    check_as_alone,
+    decode_alone,
+    decode_several,
+    requests,
+    share_seed,
+    stages_of,
+    swap_rows,
+)
 from staged_targets import tiny
 from tiny_drafts import make_exit, make_head, noisy_copy
 
@@ -19,37 +31,8 @@ from pipedraft.inference.batch_clock import BatchClock
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines import local
 from pipedraft.inference.result import Observer
-from pipedraft.inference.verify import KeyedRandom
 from pipedraft.models import stage_calls
-
-PLAIN = {"schedule": "autoregressive"}
-WAYS = {
-    "module": [
-        {"schedule": "spd"},
-        {"schedule": "spd", "tree_width": 4},
-        {"schedule": "spd", "tree_width": "auto"},
-        {"schedule": "spd", "timing": "output_states"},
-    ],
-    "head": [
-        {"schedule": "eagle", "tree": SMALL},
-        {"schedule": "naive_pp", "tree": "chain:3"},
-        {"schedule": "naive_pp", "tree": "dynamic:3:3:auto"},
-        {"schedule": "pruned_pp", "tree": SMALL},
-        {"schedule": "pipedec", "tree_width": 4},
-        {"schedule": "flowspec", "tree": SMALL},
-        {"schedule": "flowspec_continued"},
-        {"schedule": "flowspec_continued", "step_tokens": "auto"},
-        {"schedule": "ssd", "draft_tokens": 3},
-    ],
-    "exit": [{"schedule": "ppsd"}, {"schedule": "ppsd", "tree_width": 3}],
-    "language model": [
-        {"schedule": "pipeinfer"},
-        {"schedule": "pipeinfer", "draft_tokens": "auto", "branches": 2},
-    ],
-}
-"""Every schedule that decodes on a pipeline, by the draft that it can use."""
 
 
 @pytest.fixture(scope="module")
@@ -63,55 +46,6 @@ def world():
         "language model": noisy_copy(target),
     }
     return target, drafts
-
-
-def requests(rng, ways, num_stages, count):
-    """Prompts and settings of so many sequences."""
-    for index in range(count):
-        prompt = [rng.randrange(64) for _ in range(rng.choice([1, 3, 9, 30]))]
-        settings = rng.choice([PLAIN, *ways]) if index >= len(ways) else ways[index]
-        config = DecodeConfig.of(
-            **settings,
-            num_stages=num_stages,
-            max_new_tokens=rng.randrange(1, 24),
-            temperature=float(index % 2),
-            seed=rng.randrange(3),
-        )
-        yield prompt, config, rng.randrange(3)
-
-
-def decode_several(target, draft, num_stages, asked, *, rng=None, **limits):
-    """Handles of requests that join at random steps."""
-    config = DecodeConfig.of(**PLAIN, num_stages=num_stages)
-    limits = Limits(**{"prompt_rows": 7, **limits})
-    batch = BatchEngine(target, PlainTokenizer(), config, draft, limits=limits)
-    handles = []
-    for prompt, settings, index in asked:
-        handles.append(batch.submit(prompt, settings, prompt_index=index))
-        for _ in range(rng.randrange(5) if rng else 0):
-            batch.step()
-    while batch.step():
-        pass
-    return batch, handles
-
-
-def decode_alone(target, draft, handle):
-    engine = Engine(target, PlainTokenizer(), handle.config, draft)
-    return engine.decode(handle.prompt_ids, prompt_index=handle.prompt_index)
-
-
-def check_as_alone(target, draft, handles) -> int:
-    """How many sequences are other ones than alone."""
-    wrong = 0
-    for handle in handles:
-        alone, found = decode_alone(target, draft, handle), handle.future.result(0)
-        assert found.token_ids == handle.token_ids
-        wrong += found.token_ids != alone.token_ids
-    return wrong
-
-
-def stages_of(draft) -> int:
-    return getattr(draft, "num_stages", None) or 3
 
 
 @pytest.mark.parametrize("kind", WAYS)
@@ -159,27 +93,6 @@ def test_windows_and_recurrent_layers_decode_as_alone(name):
 # -- mutants --------------------------------------------------------------------------------
 
 
-def swap_rows(monkeypatch):
-    """The first row of two caches changes places after a pass over both."""
-
-    def mutant(stages, segments, taps=()):
-        outputs = stage_calls.forward_together(stages, segments, taps)
-        one, other = (stage.cache._keys for stage in stages[:2])
-        for layer in one:
-            row = one[layer][:, :, 0].clone()
-            one[layer][:, :, 0] = other[layer][:, :, 0]
-            other[layer][:, :, 0] = row
-        return outputs
-
-    monkeypatch.setattr(local, "forward_together", mutant)
-
-
-def share_seed(monkeypatch):
-    monkeypatch.setattr(
-        "pipedraft.inference.engine.KeyedRandom", lambda seed, index: KeyedRandom(0, 0)
-    )
-
-
 def see_everything(monkeypatch):
     def mutant(visible, positions, window, dtype):
         return right(torch.ones_like(visible), positions, window, dtype)
@@ -199,15 +112,6 @@ def test_sequences_that_mix_are_noticed(world, mutate, monkeypatch):
 
 
 # -- one alone ------------------------------------------------------------------------------
-
-
-class OutsideVocabulary(SimulatedSource):
-    """Its fourth layer of draft tokens is no token of the target."""
-
-    def add_children(self, tree, leaf, width):
-        if self.num_forwards == 4:
-            return tree.add(leaf, 10**6, -1.0)
-        return super().add_children(tree, leaf, width)
 
 
 class FailingSource(SimulatedSource):

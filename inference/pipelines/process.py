@@ -22,13 +22,14 @@ from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport.codec import (
     AnyMessage,
     Cancel,
+    Failed,
     Measure,
     Prefill,
     Report,
     Result,
     Step,
 )
-from pipedraft.inference.transport.ranks import Inbox, Outbox
+from pipedraft.inference.transport.ranks import Answers, Outbox
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.bitwise import PROMPT_ROWS
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
@@ -49,6 +50,10 @@ class _Flight:
     """Number of the step in which the first stage processes it."""
     taps: dict[int, Tensor] = field(default_factory=dict)
     verdicts: Tensor | None = None
+
+
+class SequenceFailed(RuntimeError):
+    """A stage could not compute this sequence's rows; it says why."""
 
 
 class _Features(Mapping[int, Tensor]):
@@ -74,7 +79,7 @@ class ProcessPipeline(Pipeline):
         self,
         target: StagedTarget,
         first_stage: Outbox,
-        answers: Sequence[Inbox],
+        answers: Answers,
         timeline: Timeline,
         *,
         cancels: Sequence[Outbox] = (),
@@ -82,12 +87,13 @@ class ProcessPipeline(Pipeline):
         """
         Args:
             target: only its embedding and its description are used here.
-            answers: results of each stage.
+            answers: of the stages, to this sequence and to others that share the pipeline.
             cancels: links past the pipeline to every stage that is not in this process.
         """
         self.target, self.timeline = target, timeline
         self.taps: tuple[int, ...] = ()
-        self._first_stage, self._answers, self._cancels = first_stage, answers, cancels
+        self.first_stage, self.answers, self.cancels = first_stage, answers, cancels
+        self._mailbox = answers.open()
         self.last_rows: list[int] = [0] * target.num_stages
         """Rows that each stage processed in the last step of the lock-step pipeline."""
         self.runs_ahead = True
@@ -137,10 +143,9 @@ class ProcessPipeline(Pipeline):
             seed=verifier.random.seed,
             prompt=verifier.random.prompt,
             is_bitwise=self._is_bitwise,
+            reserved_rows=self._reserved_rows(len(input_ids)),
         )
-        even = -(-len(input_ids) // self.num_stages)
-        # Rows of the prompt have the same bits in chunks of the same size alone.
-        size = PROMPT_ROWS if self._is_bitwise else min(max(even, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
+        size = self._chunk_rows(len(input_ids))
         chunks = input_ids.split(size)
         parts: dict[int, list[Tensor]] = {layer: [] for layer in taps}
         first_sequence = self._sequence
@@ -151,10 +156,28 @@ class ProcessPipeline(Pipeline):
                 chunk = replace(message, rows=chunks[index], is_last=is_last)
                 chunk.first_position = index * size
                 self._send(chunk)
+                self._flights.append(_Flight(None, list(range(len(chunk.rows))), entered=index))
+            if index < len(chunks) + self.num_stages - 1:
+                self._step_prompt()
             done = index - self.num_stages
             if done >= 0:
                 token = self._take_chunk(first_sequence + done, chunks[done], parts)
+        self._forget()
         return token, {layer: torch.cat(part) for layer, part in parts.items()}
+
+    def _chunk_rows(self, num_rows: int) -> int:
+        """Rows of a prompt's chunks."""
+        if self._is_bitwise:  # rows have the same bits in chunks of the same size alone
+            return PROMPT_ROWS
+        return min(max(-(-num_rows // self.num_stages), MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
+
+    def _reserved_rows(self, num_prompt: int) -> int:
+        """Rows of the caches for which the stages make room at once."""
+        return 0
+
+    def _step_prompt(self) -> None:
+        """The chunks on their way are one stage further in the lock-step pipeline."""
+        self._now += 1
 
     def _take_chunk(self, sequence: int, ids: Tensor, parts: dict[int, list[Tensor]]) -> int:
         """Take in a chunk's hidden states; returns the token after it if it was the last one."""
@@ -219,8 +242,8 @@ class ProcessPipeline(Pipeline):
         """
         self.start()
         self._has_started = False
+        self.last_rows = self.next_rows
         self._now += 1
-        self._count_rows()
         if ahead is not None and self.runs_ahead:
             self._start_ahead(ahead)
         due = self._due()
@@ -259,12 +282,15 @@ class ProcessPipeline(Pipeline):
     def _keeps_ahead(self, keep: Keep) -> bool:
         return sum(len(flight.alive) for flight in self._flights) in keep.rows
 
-    def _count_rows(self) -> None:
-        self.last_rows = [0] * self.num_stages
+    @property
+    def next_rows(self) -> list[int]:
+        """Rows that each stage processes in the next step, of what has been sent."""
+        rows = [0] * self.num_stages
         for flight in self._flights:
-            stage = self._now - 1 - flight.entered
-            if flight.segment is None and 0 <= stage < self.num_stages:
-                self.last_rows[stage] = len(flight.alive)
+            stage = self._now - flight.entered
+            if flight.segment is None and stage < self.num_stages:
+                rows[stage] = len(flight.alive)
+        return rows
 
     def features(self) -> Mapping[int, Tensor]:
         return _Features(self)
@@ -272,7 +298,7 @@ class ProcessPipeline(Pipeline):
     def verdict_waits(self) -> bool:
         """The oldest rows under way are back already, so drafting on would delay them."""
         last = self.num_stages - 1
-        while self._answers[last].has_arrived():
+        while self._mailbox.has_arrived(last):
             self._take_answer(last)
         oldest = self._flights[0] if self._flights else None
         return oldest is not None and oldest.verdicts is not None
@@ -326,8 +352,8 @@ class ProcessPipeline(Pipeline):
             self._cancel(max(under_way))
 
     def _cancel(self, last: int) -> None:
-        for link in self._cancels:
-            link.send(Cancel(sequence=last))
+        for link in self.cancels:
+            link.send(Cancel(sequence=last, slot=self._mailbox.slot))
 
     def _cancel_all(self) -> None:
         waits = any(f.segment is None and f.verdicts is None for f in self._flights)
@@ -363,13 +389,16 @@ class ProcessPipeline(Pipeline):
         return [k for k in range(self.num_stages) if k == last or self._layers(k)]
 
     def _send(self, message: AnyMessage) -> None:
-        message.sequence = self._sequence
+        message.sequence, message.slot = self._sequence, self._mailbox.slot
         self._sequence += 1
-        self._first_stage.send(message)
+        self.first_stage.send(message)
 
     def _receive(self, stage: int) -> AnyMessage:
         with self.timeline.span(WAIT):
-            return self._answers[stage].receive()
+            message = self._mailbox.receive(stage)
+        if isinstance(message, Failed):
+            raise SequenceFailed(message.reason)
+        return message
 
     def _receive_answer(self, stage: int, sequence: int) -> AnyMessage:
         """The answer to one message; those about the sequence before may come first."""

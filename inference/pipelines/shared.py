@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -10,9 +11,12 @@ from torch import Tensor
 from pipedraft.inference.batch_clock import BatchClock, SequenceClock
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines import Ahead, Returned
+from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.pipelines.local import FeatureStore, LocalPipeline
+from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline
+from pipedraft.inference.transport.codec import Leave, Part, Together
+from pipedraft.inference.transport.ranks import Local
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.bitwise import PROMPT_ROWS
 from pipedraft.models.stage_cache import MIN_CAPACITY
@@ -20,39 +24,58 @@ from pipedraft.models.stage_calls import MAX_ROWS
 from pipedraft.models.target import Segment, StagedTarget
 
 
-class SharedPipeline(LocalPipeline):
-    """A ``LocalPipeline`` with caches of its own, whose ``tick`` waits for the shared step.
+class Sharing(TypedDict):
+    """What a sequence shares with others."""
 
-    The prompt travels through the stages in chunks, one entering at each step, beside the rows of
-    sequences that decode already.
-    """
+    clock: BatchClock
+    wait: Callable[[], None]
+    """Returns when a step has been made in which this sequence took part."""
+    prompt_rows: int
+    """Of a chunk: the prompt travels through the stages in chunks, one entering at each step,
+    beside the rows of sequences that decode already."""
 
-    def __init__(
-        self,
-        target: StagedTarget,
-        *,
-        timeline: Timeline,
-        clock: BatchClock,
-        wait: Callable[[], None],
-        prompt_rows: int,
-    ) -> None:
-        """
-        Args:
-            wait: returns when a step has been made in which this sequence took part.
-            prompt_rows: of a chunk.
-        """
-        super().__init__(target, timeline)
-        self.clock, self.prompt_rows = clock, prompt_rows
+
+class SharedPipeline(Pipeline):
+    """A pipeline with caches of its own whose ``tick`` waits for the shared step."""
+
+    is_prefilling: bool
+    next_rows: list[int]
+    """Rows that each stage will process in the next step."""
+
+    def share(self, sharing: Sharing) -> None:
+        """Called once, by the constructor."""
+        self.clock, self.prompt_rows = sharing["clock"], sharing["prompt_rows"]
         self.num_emitted = 0
         self.num_waiting_forwards = 0
         """Of the draft since the last step, while this sequence's rows wait."""
         self._own_clock: SequenceClock | None = None
-        self._wait = wait
+        self._wait = sharing["wait"]
+        self._num_expected = 0
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:
         super().open(config, prompt_index)
+        self._num_expected = config.max_new_tokens
         if config.bitwise:
             self.prompt_rows = PROMPT_ROWS
+
+    def make_clock(
+        self, cost: CostModel, boundaries: Sequence[int], draft_forward: float
+    ) -> SequenceClock:
+        self._own_clock = SequenceClock(self.clock, self, cost, boundaries, draft_forward)
+        return self._own_clock
+
+    @property
+    def time_alone(self) -> float:
+        """T of the steps of this sequence, as if it were alone."""
+        return self._own_clock.time if self._own_clock else 0.0
+
+
+class SharedStages(SharedPipeline, LocalPipeline):
+    """In this process; ``step_together`` makes the step."""
+
+    def __init__(self, target: StagedTarget, timeline: Timeline, sharing: Sharing) -> None:
+        LocalPipeline.__init__(self, target, timeline)
+        self.share(sharing)
 
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
@@ -81,16 +104,66 @@ class SharedPipeline(LocalPipeline):
         self._wait()
         return self.take_returned()
 
-    def make_clock(
-        self, cost: CostModel, boundaries: Sequence[int], draft_forward: float
-    ) -> SequenceClock:
-        self._own_clock = SequenceClock(self.clock, self, cost, boundaries, draft_forward)
-        return self._own_clock
 
-    @property
-    def time_alone(self) -> float:
-        """T of the steps of this sequence, as if it were alone."""
-        return self._own_clock.time if self._own_clock else 0.0
+class SharedRanks(SharedPipeline, ProcessPipeline):
+    """On the ranks of another pipeline; ``step_ranks`` sends what the step begins with.
+
+    The ranks go on while others wait, and a sequence that stands still is told later what came of
+    its rows; so its steps are those of ``SharedStages``.
+    """
+
+    def __init__(self, root: ProcessPipeline, target: StagedTarget, sharing: Sharing) -> None:
+        """``root``: which one sequence has alone."""
+        self.root, self.unsent = root, Local()
+        ProcessPipeline.__init__(
+            self, target, self.unsent, root.answers, root.timeline, cancels=root.cancels
+        )
+        self.share(sharing)
+        self.is_prefilling = self.runs_ahead = False
+
+    def prefill(
+        self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
+    ) -> tuple[int, dict[int, Tensor]]:
+        self.is_prefilling = True
+        found = super().prefill(input_ids, taps, verifier)
+        self.is_prefilling = False
+        return found
+
+    def tick(self, ahead: Ahead | None = None) -> Returned | None:
+        self.start()
+        self._wait()
+        return super().tick()
+
+    def verdict_waits(self) -> bool:
+        """No: what is drafted must not depend on what the other sequences take."""
+        return False
+
+    def close(self) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._cancel_all()
+        self.root.first_stage.send(Together(parts=[Leave(slot=self._mailbox.slot)]))
+
+    def _chunk_rows(self, num_rows: int) -> int:
+        return self.prompt_rows
+
+    def _reserved_rows(self, num_prompt: int) -> int:
+        return cache_rows(num_prompt, self._num_expected, self.target.max_positions)
+
+    def _step_prompt(self) -> None:
+        self._wait()
+        super()._step_prompt()
+
+
+def step_ranks(pipelines: Sequence[SharedRanks]) -> None:
+    """One step of several sequences: one message takes to the first stage what enters of them."""
+    parts: list[Part] = []
+    for pipeline in pipelines:
+        pipeline.last_rows = pipeline.next_rows
+        parts += pipeline.unsent.take_parts()
+    if parts:
+        pipelines[0].root.first_stage.send(Together(parts=parts))
 
 
 def cache_rows(num_prompt: int, num_new: int, max_positions: int) -> int:

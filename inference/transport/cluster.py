@@ -25,6 +25,7 @@ from pipedraft.inference.transport.ranks import (
     CANCEL,
     DAY,
     FORWARD,
+    Answers,
     DeviceLink,
     Inbox,
     Local,
@@ -34,7 +35,7 @@ from pipedraft.inference.transport.ranks import (
     Sender,
 )
 from pipedraft.inference.transport.watch import BAD_INPUT, CONNECT_TIMEOUT, Limits, Watch
-from pipedraft.inference.transport.worker import StageWorker
+from pipedraft.inference.transport.worker import SharedWorker
 from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
 from pipedraft.models.target_part import load_target_part
 
@@ -221,12 +222,13 @@ class Cluster:
     def _connect(self, target: StagedTarget) -> ProcessPipeline:
         timeline = self._measured(self.job)
         ranks = [self._first_rank(self.job) + k for k in range(target.num_stages)]
-        answers: list[Inbox] = [self._receiver(rank, ANSWER) if rank else Local() for rank in ranks]
+        links: list[Inbox] = [self._receiver(rank, ANSWER) if rank else Local() for rank in ranks]
+        answers = Answers(links)
         cancels = [self._sender(rank, CANCEL, timeline) for rank in ranks if rank]
         if ranks[0]:
             first = self._sender(1, FORWARD, timeline)
             return ProcessPipeline(target, first, answers, timeline, cancels=cancels)
-        mailbox = answers[0]
+        mailbox = links[0]
         assert isinstance(mailbox, Local)
         worker = self._worker(target, 0, mailbox, timeline)
         beside = Local(worker.handle)
@@ -260,11 +262,11 @@ class Cluster:
             worker.handle(message)
         thread.join()
 
-    def _listen(self, cancels: Receiver, worker: StageWorker) -> None:
+    def _listen(self, cancels: Receiver, worker: SharedWorker) -> None:
         """Cancellations overtake the segments that they are about."""
         try:
             while isinstance(message := cancels.receive(), Cancel):
-                worker.first_live = max(worker.first_live, message.sequence + 1)
+                worker.cancel(message)
         except (LostLink, RuntimeError, MemoryError) as error:
             self.watch.fail_with(error)
 
@@ -277,10 +279,10 @@ class Cluster:
 
     def _worker(
         self, target: StagedTarget, index: int, controller: Outbox, timeline: Timeline
-    ) -> StageWorker:
+    ) -> SharedWorker:
         has_next = index + 1 < target.num_stages
         following = self._sender(self.rank + 1, FORWARD, timeline) if has_next else None
-        return StageWorker(
+        return SharedWorker(
             target, index, following=following, controller=controller, timeline=timeline
         )
 

@@ -301,18 +301,22 @@ MAX_HEADER_BYTES = 1 << 25
 """A report with its trace is the longest."""
 MAX_TENSOR_BYTES = 1 << 30
 MAX_ROWS = 1 << 16
+MAX_PARTS = 1 << 12
 IDS = (torch.int64,)
 HIDDEN = (torch.float32, torch.bfloat16, torch.float16)
 
 Layer = Annotated[int, Meta(ge=0, le=10_000)]
 Layers = Annotated[tuple[Layer, ...], Meta(max_length=1000)]
 Rows = Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
+Number = Annotated[int, Meta(ge=0, lt=2**62)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class StageMessage(Message, kw_only=True):
-    sequence: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    sequence: Number = 0
     """Number in the order of the controller's sending; an answer has that of its question."""
+    slot: Number = 0
+    """Whose caches it is for: each of several sequences has a slot of its own, alone it is 0."""
 
 
 class Prefill(StageMessage, tag="prefill"):
@@ -331,6 +335,8 @@ class Prefill(StageMessage, tag="prefill"):
     prompt: Count
     is_bitwise: bool = False
     """Rows are computed as plain decoding would."""
+    reserved_rows: Count = 0
+    """Room that its caches take at once."""
 
     def __post_init__(self) -> None:
         check_rows("rows", self.rows, 1 if self.rows.dtype == torch.int64 else 2)
@@ -403,6 +409,25 @@ class Result(StageMessage, tag="result"):
             raise ValueError(f"verdicts: {list(self.verdicts.shape)}; want one or two axes")
 
 
+class Failed(StageMessage, tag="failed"):
+    """A stage could not compute what a sequence's message asks for: that sequence ends alone."""
+
+    reason: Annotated[str, Meta(max_length=MAX_REASON)]
+
+
+class Leave(StageMessage, tag="leave"):
+    """A sequence has ended; its caches go."""
+
+
+Part: TypeAlias = Prefill | Step | Result | Failed | Leave
+
+
+class Together(StageMessage, tag="together"):
+    """Messages of several sequences that share a step, at most one of each; or their answers."""
+
+    parts: Annotated[list[Part], Meta(max_length=MAX_PARTS)]
+
+
 class Cancel(StageMessage, tag="cancel"):
     """Segments up to this number need not be computed."""
 
@@ -423,7 +448,9 @@ class Close(StageMessage, tag="close"):
     """The last message of a link."""
 
 
-AnyMessage: TypeAlias = Prefill | Step | Result | Cancel | Measure | Report | Close
+AnyMessage: TypeAlias = (
+    Prefill | Step | Result | Failed | Leave | Together | Cancel | Measure | Report | Close
+)
 CODEC: Codec[AnyMessage] = Codec(
     AnyMessage, max_header_bytes=MAX_HEADER_BYTES, max_tensor_bytes=MAX_TENSOR_BYTES
 )

@@ -6,19 +6,20 @@ rank has an accelerator of its own, hidden states go from device to device besid
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.codec import CODEC, AnyMessage, Close
+from pipedraft.inference.transport.codec import CODEC, AnyMessage, Close, Part, Together
 from pipedraft.models.recorded import UNDER_WAY
 
 BUFFER_BYTES = 1 << 18
@@ -211,6 +212,56 @@ class Receiver:
         return message
 
 
+class Answers:
+    """What the stages answer, sorted by the sequence that it is for.
+
+    Answers to a sequence whose ``Mailbox`` nobody holds any more are dropped.
+    """
+
+    def __init__(self, links: Sequence[Inbox]) -> None:
+        """``links``: of each stage."""
+        self._links = links
+        self._num_opened = 0
+        self._open: WeakValueDictionary[int, Mailbox] = WeakValueDictionary()
+
+    def open(self) -> "Mailbox":
+        """For one more sequence; the first one has slot 0."""
+        box = Mailbox(self, self._num_opened, [deque() for _ in self._links])
+        self._open[box.slot] = box
+        self._num_opened += 1
+        return box
+
+    def has_arrived(self, stage: int) -> bool:
+        return self._links[stage].has_arrived()
+
+    def sort(self, stage: int) -> None:
+        """Wait for the next message of a stage, and give its parts to whom they are for."""
+        message = self._links[stage].receive()
+        for part in message.parts if isinstance(message, Together) else [message]:
+            if part.slot in self._open:
+                self._open[part.slot].waiting[stage].append(part)
+
+
+@dataclass(eq=False)
+class Mailbox:
+    """Answers to one sequence, of every stage."""
+
+    answers: Answers
+    slot: int
+    waiting: list[deque[AnyMessage]]
+
+    def has_arrived(self, stage: int) -> bool:
+        while not self.waiting[stage] and self.answers.has_arrived(stage):
+            self.answers.sort(stage)
+        return bool(self.waiting[stage])
+
+    def receive(self, stage: int) -> AnyMessage:
+        """The next answer of a stage; waits for it."""
+        while not self.waiting[stage]:
+            self.answers.sort(stage)
+        return self.waiting[stage].popleft()
+
+
 class Local:
     """A link inside one process: what is sent is handled, or waits to be received."""
 
@@ -229,3 +280,9 @@ class Local:
 
     def receive(self) -> AnyMessage:
         return self._waiting.popleft()
+
+    def take_parts(self) -> list[Part]:
+        """All that waits; nothing but parts of a message has been sent here."""
+        taken = cast(list[Part], list(self._waiting))
+        self._waiting.clear()
+        return taken

@@ -1,28 +1,36 @@
 """One stage in its process: it answers messages in the order of their arrival."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from msgspec.structs import replace
 
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.codec import (
+    MAX_REASON,
     AnyMessage,
+    Cancel,
+    Failed,
+    Leave,
     Measure,
     Prefill,
     Report,
     Result,
+    StageMessage,
     Step,
+    Together,
 )
-from pipedraft.inference.transport.ranks import Outbox
+from pipedraft.inference.transport.ranks import Local, Outbox
 from pipedraft.inference.verify import (
     RULES,
     KeyedRandom,
     Verifier,
 )
 from pipedraft.models.stage_cache import Abandoned
-from pipedraft.models.target import StagedTarget
+from pipedraft.models.stage_calls import can_run_together, forward_together
+from pipedraft.models.target import Segment, StagedTarget
 
 
 class StageWorker:
@@ -50,36 +58,50 @@ class StageWorker:
         """Steps below this number are cancelled; another thread may raise it."""
         self.is_still_wanted: Callable[[], bool] = lambda: True
         """Asked before every layer; for the stage in the process of the controller."""
-        self._taps: tuple[int, ...] = ()
+        self.taps: tuple[int, ...] = ()
         self._verifier: Verifier | None = None
 
     def handle(self, message: AnyMessage) -> None:
         match message:
             case Step():
-                self._step(message)
+                if self.begin(message):
+                    self.run(message)
             case Prefill():
                 self._prefill(message)
             case Measure():
                 self._report(message)
 
-    def _step(self, step: Step) -> None:
+    def cancel(self, message: Cancel) -> None:
+        """Called by a thread that reads cancellations while this one computes."""
+        self.first_live = max(self.first_live, message.sequence + 1)
+
+    def _is_wanted(self, step: Step) -> bool:
+        return step.sequence >= self.first_live and self.is_still_wanted()
+
+    def begin(self, step: Step) -> bool:
+        """Apply the Keeps; False: nobody wants the segment, and the caches have made room."""
         for keep in step.keeps:
             self.stage.keep(keep)
-        segment = step.segment
-
-        def is_wanted() -> bool:
-            return step.sequence >= self.first_live and self.is_still_wanted()
-
-        if step.is_cancelled or not is_wanted():
+        if step.is_cancelled or not self._is_wanted(step):
             self._skip(step)
-            return
+            return False
+        return True
+
+    def run(self, step: Step) -> None:
+        """Compute a segment that has begun, and pass it on."""
+        segment = step.segment
         try:
             with self.timeline.span("stage", segment.num_rows):
-                output = self.stage.forward(segment, self._taps, is_wanted)
+                output = self.stage.forward(segment, self.taps, lambda: self._is_wanted(step))
         except Abandoned:
             self._skip(step)
             return
-        taps, output.taps = output.taps, {}
+        self.finish(step, output)
+
+    def finish(self, step: Step, output: Segment) -> None:
+        """Pass on what a segment has become, and answer."""
+        segment, taps = step.segment, {i: output.taps[i] for i in self.taps}
+        output.taps = {}
         self._pass_on(Step.of(step.keeps, output), step)
         result = Result(taps=taps)
         if self.following is None:
@@ -95,15 +117,17 @@ class StageWorker:
         with self.timeline.span("skip", step.segment.num_rows):
             self.stage.skip(step.segment)
         self._pass_on(replace(step, rows=None, is_cancelled=True), step)
-        if self._taps or self.following is None:
+        if self.taps or self.following is None:
             self._answer(Result(), step)
 
     def _prefill(self, prefill: Prefill) -> None:
         if prefill.first_position == 0:
             self.stage.reset()
+            if prefill.reserved_rows:
+                self.stage.cache.reserve(prefill.reserved_rows, self.stage.device)
             self.target.set_bitwise(prefill.is_bitwise)
             start, end = self.stage.start, self.stage.end
-            self._taps = tuple(layer for layer in prefill.taps if start < layer <= end)
+            self.taps = tuple(layer for layer in prefill.taps if start < layer <= end)
             random = KeyedRandom(prefill.seed, prefill.prompt)
             self._verifier = RULES[prefill.rule](
                 prefill.temperature, random, filters=prefill.filters
@@ -111,7 +135,7 @@ class StageWorker:
         num_rows = len(prefill.rows)
         positions = torch.arange(prefill.first_position, prefill.first_position + num_rows)
         with self.timeline.span("prefill", num_rows):
-            hidden, taps = self.stage.prefill(prefill.rows, positions, self._taps)
+            hidden, taps = self.stage.prefill(prefill.rows, positions, self.taps)
         self._pass_on(replace(prefill, rows=hidden), prefill)
         result = Result(taps=taps)
         if self.following is None and prefill.is_last:
@@ -130,9 +154,114 @@ class StageWorker:
 
     def _pass_on(self, message: AnyMessage, cause: AnyMessage) -> None:
         if self.following is not None:
-            message.sequence = cause.sequence
+            message.sequence, message.slot = cause.sequence, cause.slot
             self.following.send(message)
 
     def _answer(self, message: AnyMessage, cause: AnyMessage) -> None:
-        message.sequence = cause.sequence
+        message.sequence, message.slot = cause.sequence, cause.slot
         self.controller.send(message)
+
+
+class SharedWorker(StageWorker):
+    """The same for one sequence alone and for several, each with caches of its own.
+
+    Rows of several sequences are one forward pass where ``can_run_together``. What fails in one of
+    them is passed on and answered as ``Failed``, and nothing of the others is touched.
+    """
+
+    def __init__(
+        self,
+        target: StagedTarget,
+        index: int,
+        *,
+        following: Outbox | None,
+        controller: Outbox,
+        timeline: Timeline,
+    ) -> None:
+        super().__init__(
+            target, index, following=following, controller=controller, timeline=timeline
+        )
+        self.index = index
+        self._of: dict[int, StageWorker] = {}
+        """By slot."""
+        self._onward, self._answers = Local(), Local()
+
+    def handle(self, message: AnyMessage) -> None:
+        if not isinstance(message, Together):
+            super().handle(message)
+            return
+        begun: list[tuple[StageWorker, Step]] = []
+        for part in message.parts:
+            with self._contained(part):
+                match part:
+                    case Step():
+                        worker = self._of[part.slot]
+                        if worker.begin(part):
+                            begun.append((worker, part))
+                    case Prefill():
+                        if part.first_position == 0:
+                            self._of[part.slot] = self._make()
+                        self._of[part.slot].handle(part)
+                    case Failed():
+                        self._fail(part, part.reason)
+                    case Leave():
+                        self._of.pop(part.slot, None)
+                        self._onward.send(part)
+        self._run(begun)
+        onward, answers = self._onward.take_parts(), self._answers.take_parts()
+        if onward and self.following is not None:
+            self.following.send(Together(parts=onward))
+        if answers:
+            self.controller.send(Together(parts=answers))
+
+    def cancel(self, message: Cancel) -> None:
+        worker = self._of.get(message.slot)
+        if worker is not None:
+            worker.cancel(message)
+        elif message.slot == 0:
+            super().cancel(message)
+
+    def _make(self) -> StageWorker:
+        return StageWorker(
+            StagedTarget(self.target.model, self.target.boundaries),
+            self.index,
+            following=None if self.following is None else self._onward,
+            controller=self._answers,
+            timeline=self.timeline,
+        )
+
+    def _run(self, begun: Sequence[tuple[StageWorker, Step]]) -> None:
+        together = [pair for pair in begun if can_run_together(pair[0].stage)]
+        if len(together) < 2 or not self._run_together(together):
+            together = []
+        for worker, step in begun:
+            if (worker, step) not in together:
+                with self._contained(step):
+                    worker.run(step)
+
+    def _run_together(self, pairs: Sequence[tuple[StageWorker, Step]]) -> bool:
+        """False: it failed, and every cache is as it was before."""
+        segments = [step.segment for _, step in pairs]
+        taps = {layer for worker, _ in pairs for layer in worker.taps}
+        try:
+            with self.timeline.span("stage", sum(segment.num_rows for segment in segments)):
+                outputs = forward_together([worker.stage for worker, _ in pairs], segments, taps)
+        except Exception:  # each alone then, so that the one whose rows fail is found
+            return False
+        for (worker, step), output in zip(pairs, outputs, strict=True):
+            with self._contained(step):
+                worker.finish(step, output)
+        return True
+
+    @contextmanager
+    def _contained(self, part: StageMessage) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._of.pop(part.slot, None)
+            self._fail(part, f"{type(error).__name__}: {error}"[:MAX_REASON])
+
+    def _fail(self, cause: StageMessage, reason: str) -> None:
+        failed = Failed(sequence=cause.sequence, slot=cause.slot, reason=reason)
+        self._onward.send(failed)
+        self._answers.send(failed)
