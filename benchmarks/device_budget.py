@@ -4,7 +4,7 @@
 
 Tiny networks take the way that large ones take: kernels are launched by the same lines, and the
 host waits for the device at the same ones. Counted are the largest numbers of all methods, but
-for decoding with DFlash, whose block is not recorded, and with two or more branches in PipeInfer:
+for decoding with two or more branches in PipeInfer:
 
 mismatches: operations that see tensors of two devices, which a GPU refuses.
 syncs_per_micro_batch: times that the host waits for the device in forward and backward.
@@ -38,6 +38,7 @@ DECODES = {
     "spd": (lambda target: make_module(target, num_stages=2).float(), "spd", {"num_stages": 2}),
     "ppsd": (partial(make_exit, num_stages=2), "ppsd", {"num_stages": 2}),
     "eagle3": (make_head, "eagle", {"num_stages": 1}),
+    "dflash": (partial(make_head, kind="dflash"), "eagle", {"num_stages": 1}),
     "flexspec": (make_draft, "eagle", {"num_stages": 1}),
     "language_model": (noisy_copy, "pipeinfer", {"num_stages": 2}),
 }

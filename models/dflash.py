@@ -250,18 +250,41 @@ class DFlash(Draft):
         Returns:
             [S, H] after the final norm, as of ``forward``.
         """
-        num_new = len(feature_CH)
-        positions = torch.arange(position - num_new, position + num_rows, device=anchor.device)
+        end = position + num_rows
+        positions = torch.arange(position - len(feature_CH), end, device=anchor.device)
+        visible_RC = anchor.new_ones(num_rows, end, dtype=torch.bool)
+        out_SH = self.fill_block(
+            anchor, num_rows, feature_CH, positions=positions, caches=caches, visible_RC=visible_RC
+        )
+        for cache in caches:
+            cache.keep(position, [])
+        return out_SH
+
+    def fill_block(
+        self,
+        anchor: Tensor,
+        num_rows: int,
+        feature_CH: Tensor,
+        *,
+        positions: Tensor,
+        caches: Sequence[KeyValues],
+        visible_RC: Tensor,
+    ) -> Tensor:
+        """``propose`` by tensors of fixed shapes alone; the block's keys and values stay.
+
+        Args:
+            positions: of the context that is new, then of the block.
+            visible_RC: bool, what the block's rows see of the caches.
+        """
         cos, sin = self._turn(positions, feature_CH)
-        turn = cos[num_new:], sin[num_new:]
+        num_new = len(feature_CH)
         stream_RH = self.embed_blocks(anchor, num_rows)[0].to(feature_CH.dtype)
-        visible_RK = stream_RH.new_ones(num_rows, position + num_rows, dtype=torch.bool)
         for layer, cache in zip(self.decoder_layers, caches, strict=True):
             attention, normed_RH = layer.self_attn, layer.input_layernorm(stream_RH)
-            cache.append_rows(*attention.key_value(feature_CH, cos[:num_new], sin[:num_new]))
-            block = attention.key_value(normed_RH, *turn)
-            query_RND = attention.query(normed_RH, *turn)
-            stream_RH = layer.finish(stream_RH, cache.attend_with(query_RND, *block, visible_RK))
+            rows = torch.cat([feature_CH, normed_RH])
+            cache.append_rows(*attention.key_value(rows, cos, sin))
+            query_RND = attention.query(normed_RH, cos[num_new:], sin[num_new:])
+            stream_RH = layer.finish(stream_RH, cache.attend(query_RND, visible_RC))
         return self.norm(stream_RH[1:])
 
     def logits(self, state_H: Tensor) -> Tensor:

@@ -65,6 +65,10 @@ OTHERS = [
     *[("eagle3", name, {"tree": SMALL}) for name in ("naive_pp", "pruned_pp")],
     ("eagle3", "pipeinfer", {}),
     ("eagle3", "ssd", {"draft_tokens": 3}),
+    ("dflash", "eagle", {"tree": TreeShape(kind="chain", depth=9)}),
+    ("dflash", "pipeinfer", {"branches": 2}),
+    ("dflash", "ssd", {}),
+    ("dflash", "flowspec_continued", {}),
     ("flexspec", "pipedec", {"tree_width": 4}),
 ]
 RUNS: list[tuple] = [(*run, LocalPipeline, 0.0) for run in OWN]
@@ -155,6 +159,11 @@ BUDGETS = [
     ("flexspec", "eagle", {"num_stages": 1}),
     ("eagle", "flowspec", {"num_stages": 2}),
     ("language_model", "pipeinfer", {"num_stages": 2}),
+    ("dflash", "eagle", {"num_stages": 1}),
+    ("dflash", "eagle", {"num_stages": 2}),
+    ("dflash", "pipeinfer", {"num_stages": 2}),
+    ("dflash", "ssd", {"num_stages": 2}),
+    ("dflash", "flowspec_continued", {"num_stages": 2}),
 ]
 
 

@@ -113,9 +113,10 @@ def needs_others() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not LOST.search(str(error)):
             raise
+        reason = str(error).partition(". ")[0]
         raise Failure(
             f"processes: another one has ended, or did not come within {WAIT_FOR_OTHERS} "
-            f"({str(error).partition('. ')[0]}); see what it said; the same command goes on from what is saved"
+            f"({reason}); see what it said; the same command goes on from what is saved"
         ) from error
 
 

@@ -1,17 +1,22 @@
 """The DFlash head at decode time: one forward pass for a block of draft tokens."""
 
-# C rows of the text that are new, S draft tokens of a block, H hidden
+# C rows of the text that are new, S draft tokens of a block, Q rows asked about, D depths
+# W best tokens of each, H hidden
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import Sampling
-from pipedraft.inference.sources.tree_source import TreeSource
+from pipedraft.inference.sources.recorded_blocks import RecordedBlocks
+from pipedraft.inference.sources.recorded_rows import NewText
+from pipedraft.inference.sources.tree_source import Logits, TreeSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.layers import KeyValues
+from pipedraft.models.recorded import lend
 from pipedraft.models.target import Keep
 
 
@@ -26,10 +31,15 @@ class DFlashSource(TreeSource):
     def __init__(self, draft: DFlash) -> None:
         super().__init__(draft)
         self.taps = draft.taps
+        self._blocks: RecordedBlocks | None = None
+        if draft.fc.weight.device.type == "cuda":
+            self._blocks = lend(draft, self, "blocks", partial(RecordedBlocks, draft))
         self._reset()
 
     def _reset(self) -> None:
         self._pending: list[Mapping[int, Tensor]] = []
+        if self._blocks is not None:
+            self._blocks.restart()
         self._caches = [KeyValues() for _ in range(self.draft.config.num_layers)]
         self._forget_block()
         self._restart()
@@ -38,6 +48,8 @@ class DFlashSource(TreeSource):
         self._block_SH: Tensor | None = None
         """Output behind each depth, the root's first."""
         self._states: dict[int, Tensor] = {}
+        self._scored: tuple[object, Tensor] | None = None
+        """What was read of the block on a GPU: how it was scored, and the best tokens [2, D, W]."""
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._reset()
@@ -88,9 +100,13 @@ class DFlashSource(TreeSource):
     def _propose(self, tree: TokenTree, num_tokens: int) -> Tensor:
         """One forward pass: newly committed text, then the block at the root."""
         self.num_forwards += 1
-        weight = self.draft.fc.weight
-        features = [self.draft.feature(taps) for taps in self._pending]
+        weight, pending = self.draft.fc.weight, self._pending
         self._pending = []
+        if self._blocks is not None:
+            num_new = sum(len(taps[self.taps[0]]) for taps in pending)
+            text = NewText([0] * num_new, pending)
+            return self._blocks.propose(text, tree.tokens[0], num_tokens + 1)
+        features = [self.draft.feature(taps) for taps in pending]
         return self.draft.propose(
             torch.tensor(tree.tokens[:1], device=weight.device),
             num_tokens + 1,
@@ -98,6 +114,32 @@ class DFlashSource(TreeSource):
             position=tree.root_position,
             caches=self._caches,
         )
+
+    def _best(
+        self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling, logits: Logits
+    ) -> Tensor:
+        if self._blocks is None:
+            return super()._best(tree, rows, width, sampling, logits)
+        self._compute(tree, [row for row in rows if row])
+        depths = [tree.depths[row] for row in rows]
+        tokens_QW, own_QW = self._read(tree, max(depths) + 1, width, sampling)[:, depths, :width]
+        scores_Q = torch.tensor([tree.scores[row] for row in rows], dtype=torch.float64)
+        return torch.stack([tokens_QW, own_QW + scores_Q[:, None]])
+
+    def _read(self, tree: TokenTree, num_depths: int, width: int, sampling: Sampling) -> Tensor:
+        """Best tokens behind all depths of the block so far: [2, D, W], in the host's memory."""
+        assert self._blocks is not None
+        self._behind(tree, num_depths - 1)
+        assert self._block_SH is not None
+        key, width = (sampling.rule, sampling.costs is None), min(width, len(self.draft_ids))
+        if self._scored is not None and self._scored[0] == key:
+            _, D, W = self._scored[1].shape
+            if num_depths <= D and width <= W:
+                return self._scored[1]
+        position = tree.root_position + 1
+        found = self._blocks.best(self._block_SH, num_depths, width, position, sampling)
+        self._scored = key, found
+        return found
 
     def _rename_rows(self, names: Mapping[int, int]) -> None:
         self._states = {names[row]: x for row, x in self._states.items() if row in names}

@@ -136,6 +136,17 @@ class NewText:
     features: list[Mapping[int, Tensor]]
     """Hidden states of the target by layer, in parts; none for a draft that reads tokens alone."""
 
+    def gathered(self, layers: Sequence[int]) -> tuple[dict[int, list[int]], list[Tensor]]:
+        """Where each row finds its hidden states of each layer among some, and these."""
+        found: dict[int, list[int]] = {layer: [] for layer in layers}
+        sources, first = [], 0
+        for part in self.features:
+            for layer in layers:
+                sources.append(part[layer])
+                found[layer] += range(first, first + len(part[layer]))
+                first += len(part[layer])
+        return found, sources
+
     def split(self, count: int) -> NewText:
         """Take the first tokens away."""
         parts = self.features
@@ -318,17 +329,9 @@ class RecordedRows(RowCache):
         num_rows: int,
     ) -> tuple[list[int], list[Tensor]]:
         """Where each row finds its hidden states, layer after layer, and these."""
-        layers, first = self.draft.taps, 0
-        found: dict[int, list[int]] = {layer: [] for layer in layers}
-        sources = []
-        parts: list[tuple[Mapping[int, Tensor], Sequence[int]]] = [
-            (part, range(len(part[layers[0]]))) for part in text.features if layers
-        ]
-        for part, places in parts:
-            for layer in layers:
-                sources.append(part[layer])
-                found[layer] += [first + place for place in places]
-                first += len(part[layer])
+        layers = self.draft.taps
+        found, sources = text.gathered(layers)
+        first = sum(map(len, sources))
         for layer in layers:
             found[layer] += [0] * (num_text - len(found[layer]))
             if self.draft.reads_rows:

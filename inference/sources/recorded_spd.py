@@ -102,13 +102,8 @@ class RecordedModule:
             for depth, rows in rows_of.items()
             for index, row in enumerate(rows)
         }
-        sources, num_sources = [], 0
-        text_places: dict[int, list[int]] = {layer: [] for layer in self._text_layers}
-        for part in text.features:
-            for layer in self._text_layers:
-                sources.append(part[layer])
-                text_places[layer] += range(num_sources, num_sources + len(part[layer]))
-                num_sources += len(part[layer])
+        text_places, sources = text.gathered(self._text_layers)
+        num_sources = sum(map(len, sources))
         places = {layer: [0] * R for layer in draft.taps if W}
         for layer in places:
             readers = [

@@ -28,7 +28,7 @@ from pipedraft.models.target import Keep
 
 _Child: TypeAlias = tuple[int, float, Tensor | None]
 """Token, cumulative score, and q where it was drawn."""
-_Logits: TypeAlias = Callable[[], Tensor]
+Logits: TypeAlias = Callable[[], Tensor]
 
 
 @dataclass
@@ -189,7 +189,7 @@ class TreeSource(DraftSource):
         return recorded.grow(tree, text, missing, leaves, ask, name=name)
 
     def _best(
-        self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling, logits: _Logits
+        self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling, logits: Logits
     ) -> Tensor:
         """As ``best_children``."""
         if self._recorded is None:
@@ -234,7 +234,7 @@ class TreeSource(DraftSource):
         sampling: Sampling,
     ) -> int:
         leaves = deepest_rows(tree)
-        if sampling.samples_chain or self._recorded is None:
+        if sampling.samples_chain:
             logits_QU = self.leaf_logits(tree, leaves, features)
             return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
         best_2QW = self._best_rows(tree, leaves, width, sampling)
