@@ -68,10 +68,12 @@ OTHERS = [
     ("dflash", "eagle", {"tree": TreeShape(kind="chain", depth=9)}),
     ("dflash", "pipeinfer", {"branches": 2}),
     ("dflash", "ssd", {}),
+    ("flexspec", "ssd", {}),
     ("dflash", "flowspec_continued", {}),
     ("flexspec", "pipedec", {"tree_width": 4}),
 ]
 RUNS: list[tuple] = [(*run, LocalPipeline, 0.0) for run in OWN]
+RUNS += [("eagle3", "ssd", {"outcomes": 3}, LocalPipeline, 0.0)]
 RUNS += [(*run, LocalPipeline, 1.0) for run in OWN + OTHERS]
 
 
@@ -164,6 +166,8 @@ BUDGETS = [
     ("dflash", "pipeinfer", {"num_stages": 2}),
     ("dflash", "ssd", {"num_stages": 2}),
     ("dflash", "flowspec_continued", {"num_stages": 2}),
+    ("eagle3", "ssd", {"num_stages": 2}),
+    ("flexspec", "ssd", {"num_stages": 2}),
 ]
 
 

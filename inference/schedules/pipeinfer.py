@@ -190,6 +190,7 @@ class PipeInfer(Schedule):
                 width=self.branches,
                 levels=size - len(rows),
                 sampling=sampling,
+                beams=int(self.branches == 1),
             ):
                 level: list[int] = []
                 for leaf, *children in zip(leaves, *best_2QW.tolist(), strict=True):

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -53,63 +52,65 @@ class SSD(Schedule):
         while not session.done:
             if len(session.tree) == 1:
                 with session.drafting():
-                    leaves = [0]
-                    for _ in range(self.draft_tokens):
-                        leaves = _continue(session, leaves)
+                    left, leaves = self.draft_tokens, [0]
+                    while left:
+                        done, leaves = self._grow(session, leaves, left)
+                        left -= done
                 session.draft_alone()
             session.inject()
-            preparation, returned = self._prepare(session), None
+            # Rows of the batch, whose further children are the outcomes, then the newest rows.
+            left, leaves = self.draft_tokens + 1, list(range(len(session.tree)))
+            returned = None
             while returned is None:
-                for _ in range(session.hidden_forwards()):
-                    if session.verdict_waits():
-                        break
+                room = min(left, session.hidden_forwards())
+                while room and not session.verdict_waits():
                     with session.drafting():
-                        next(preparation, None)
+                        outcomes = self.outcomes if left > self.draft_tokens else 0
+                        done, leaves = self._grow(session, leaves, room, outcomes)
+                    left, room = left - done, room - done
                 returned = session.step(overlap=True)
             session.resolve(returned)
 
-    def _prepare(self, session: Session) -> Iterator[None]:
-        """Draft the batches that may follow the one under way, level by level."""
-        leaves = self._add_outcomes(session)
-        yield
-        for _ in range(self.draft_tokens):
-            leaves = _continue(session, leaves)
-            yield
+    def _grow(
+        self, session: Session, leaves: list[int], levels: int, outcomes: int = 0
+    ) -> tuple[int, list[int]]:
+        """Draft the batches that may follow by up to some levels, one at least.
 
-    def _add_outcomes(self, session: Session) -> list[int]:
-        """The likeliest tokens that are not in the batch, over all of its rows; returns their rows.
+        Args:
+            outcomes: which so many are looked for; 0: they are known, and every leaf is continued.
 
-        The score of a row is the log-probability that the text goes there, so that of a child is
-        the outcome's: all draft tokens above it are right, and the target's next token is this one.
+        Returns:
+            Levels, and the rows of the last one.
         """
-        tree = session.tree
-        tokens_QW, scores_QW = _best(session, list(range(len(tree))), self.outcomes + 1)
-        found = sorted(
-            (-score, parent, int(token))
-            for parent, (tokens, scores) in enumerate(zip(tokens_QW, scores_QW, strict=True))
-            for token, score in zip(tokens, scores, strict=True)
-            if tree.child(parent, int(token)) is None
-        )
-        return [tree.add(parent, token, -loss) for loss, parent, token in found[: self.outcomes]]
+        done, beams = 0, outcomes or len(leaves)
+        for best_2QW in session.drafter.best_levels(
+            session.tree,
+            leaves,
+            session.features,
+            width=outcomes + 1,
+            levels=levels,
+            sampling=session.step_sampling(outcomes + 1),
+            beams=beams,
+        ):
+            found = _children(session, leaves, *best_2QW.tolist())
+            if outcomes and not done:
+                found = sorted(found)[:outcomes]
+            leaves = [session.tree.add(leaf, token, -loss) for loss, leaf, token in found]
+            done += 1
+        return done, leaves
 
 
-def _continue(session: Session, leaves: list[int]) -> list[int]:
-    """Add the best child of every leaf; returns their rows."""
-    tokens_Q1, scores_Q1 = _best(session, leaves, 1)
+def _children(
+    session: Session, leaves: list[int], tokens_QW: list[list[float]], scores_QW: list[list[float]]
+) -> list[tuple[float, int, int]]:
+    """Loss, parent and token of children that are not in the tree.
+
+    The score of a row is the log-probability that the text goes there, so that of a child is the
+    outcome's: all draft tokens above it are right, and the target's next token is this one.
+    """
     return [
-        session.tree.add(leaf, int(token), score)
-        for leaf, (token,), (score,) in zip(leaves, tokens_Q1, scores_Q1, strict=True)
+        (-score, parent, int(token))
+        for parent, tokens, scores in zip(leaves, tokens_QW, scores_QW, strict=True)
+        for token, score in zip(tokens, scores, strict=True)
+        if session.tree.child(parent, int(token)) is None
     ]
-
-
-def _best(session: Session, rows: list[int], width: int) -> list[list[list[float]]]:
-    """Tokens and cumulative scores [2, Q, W] of the best children of some rows."""
-    (best_2QW,) = session.drafter.best_levels(
-        session.tree,
-        rows,
-        session.features,
-        width=width,
-        levels=1,
-        sampling=session.step_sampling(width),
-    )
-    return best_2QW.tolist()

@@ -120,12 +120,17 @@ class DraftSource:
         width: int,
         levels: int,
         sampling: Sampling,
+        beams: int = 0,
     ) -> Iterator[Tensor]:
-        """Children of some rows, as of ``best_children``; perhaps of the one that was added, too.
+        """Children of some rows, as of ``best_children``; perhaps then of those that were added.
+
+        Of these the best child alone, in the order of their rows.
 
         Args:
             features: as in ``grow_layer``.
-            levels: at most so many times one row is added below the only leaf.
+            levels: at most so many times rows are added below the ones before.
+            beams: of the children, those of the best scores that the tree did not have, are added
+                next; 0: nobody knows.
         """
         logits_QU = self.leaf_logits(tree, leaves, features)
         yield best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)

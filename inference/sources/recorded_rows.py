@@ -79,8 +79,10 @@ class Ask:
     width: int = 0
     """Best children of each; 0: the leaves' logits."""
     levels: int = 0
-    """Further levels, of the best ``beams`` children of the one before."""
+    """Further levels, of the best ``beams`` children of the one before that are no rows yet."""
     beams: int = 0
+    then: int = 0
+    """Best children of each at further levels."""
     sampling: Sampling | None = None
     """How children are scored."""
 
@@ -88,7 +90,7 @@ class Ask:
     def key(self) -> tuple[object, ...] | None:
         """What its launches depend on; None: on what the device finds."""
         rule = () if self.sampling is None else self.sampling.recorded_as
-        return None if rule is None else (self.width, self.levels, self.beams, *rule)
+        return None if rule is None else (self.width, self.levels, self.beams, self.then, *rule)
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,12 @@ class _Shape:
     num_leaves: int
     num_parents: int
     """Leaves whose children are continued."""
+    num_taken: int
+    """Children that one of these has already, at most."""
     num_columns: int
     num_features: int
     num_noise: int
-    """Rows of noise: one for each leaf, or for each level."""
+    """Rows of noise: one for each position."""
 
     def packing(self, vocab_size: int) -> Packing:
         new, S = self.num_text + self.num_rows, self.num_columns
@@ -116,6 +120,8 @@ class _Shape:
             leaf_positions_Q=self.num_leaves,
             leaf_scores_Q=self.num_leaves,
             leaf_visible_QS=self.num_parents * S,
+            taken_QT=self.num_parents * self.num_taken,
+            noise_places_Q=self.num_leaves,
             noise=self.num_noise * vocab_size,
         )
 
@@ -254,16 +260,19 @@ class RecordedRows(RowCache):
         pad = padded_rows if can_record else int
         features, sources = self._features(text, rows, given, pad(A), pad(R))
         num_leaves = Q if ask.levels else pad(Q)
-        noise = self._noise(tree, leaves, ask, num_leaves)
+        first_noise, noise = self._noise(tree, leaves, ask)
+        taken = [[tree.tokens[row] for row in tree.children(leaf)] for leaf in leaves]
+        num_taken = max(map(len, taken), default=0) if ask.levels else 0
         S = padded_rows(max(end + ask.levels * ask.beams, MIN_COLUMNS))
         shape = _Shape(
             num_text=pad(A),
             num_rows=pad(R),
             num_leaves=num_leaves,
             num_parents=Q if ask.levels else 0,
+            num_taken=num_taken,
             num_columns=S,
             num_features=len(features),
-            num_noise=0 if noise is None else len(noise),
+            num_noise=0 if noise is None else padded_rows(len(noise) - ask.levels) + ask.levels,
         )
         packing = shape.packing(len(self._ids_U))
         positions = [tree.position(row) - draft.shift for row in rows]
@@ -284,6 +293,10 @@ class RecordedRows(RowCache):
             leaf_positions_Q=[tree.position(row) - draft.shift for row in leaves],
             leaf_scores_Q=torch.tensor([tree.scores[row] for row in leaves], dtype=torch.float64),
             leaf_visible_QS=self._visible(tree, leaves if ask.levels else [], name, S),
+            taken_QT=[
+                token for own in taken for token in own + [-1] * (num_taken - len(own)) if num_taken
+            ],
+            noise_places_Q=[tree.position(row) - first_noise for row in leaves],
             noise=[] if noise is None else noise,
         )
         compute = partial(self._compute, shape, packing, ask)
@@ -297,7 +310,7 @@ class RecordedRows(RowCache):
     def levels(self, flat: Tensor, num_leaves: int, ask: Ask) -> list[Level]:
         """Read what ``grow`` gives; the host waits here, once."""
         numbers, found = flat.cpu(), []
-        width = min(ask.width, len(self._ids_U))
+        width, then = (min(width, len(self._ids_U)) for width in (ask.width, ask.then))
         if not ask.levels:  # the leaves were padded
             return [Level(numbers.view(2, -1, width)[:, :num_leaves], [])]
         for level in range(ask.levels + 1):
@@ -307,7 +320,7 @@ class RecordedRows(RowCache):
                 [2 * size, num_beams, len(numbers) - 2 * size - num_beams]
             )
             found.append(Level(best.view(2, num_leaves, width), beams.long().tolist()))
-            num_leaves = num_beams
+            num_leaves, width = num_beams, then
         return found
 
     # -- in the host's memory ---------------------------------------------------------------
@@ -342,18 +355,13 @@ class RecordedRows(RowCache):
                 found[layer] += [0] * (num_text + num_rows - len(found[layer]))
         return [place for layer in layers for place in found[layer]], sources
 
-    def _noise(
-        self, tree: TokenTree, leaves: list[int], ask: Ask, num_leaves: int
-    ) -> Tensor | None:
-        """float64, a row for each leaf, or for each level where leaves are equally deep."""
+    def _noise(self, tree: TokenTree, leaves: list[int], ask: Ask) -> tuple[int, Tensor | None]:
+        """Position of the first leaf, and float64 rows for what follows it and each after it."""
+        positions = [tree.position(leaf) for leaf in leaves]
         if ask.sampling is None:
-            return None
-        positions = [tree.position(leaf) + 1 for leaf in leaves]
-        if ask.levels:
-            positions = [*range(positions[0], positions[0] + ask.levels + 1)]
-        else:
-            positions += positions[-1:] * (num_leaves - len(leaves))
-        return ask.sampling.rule.noise_rows(self._ids_U, positions)
+            return min(positions, default=0), None
+        wanted = range(min(positions) + 1, max(positions) + 2 + ask.levels)
+        return min(positions), ask.sampling.rule.noise_rows(self._ids_U, wanted)
 
     def _reserve(self, num_places: int) -> None:
         if num_places <= self._num_places:
@@ -427,21 +435,27 @@ class RecordedRows(RowCache):
             x["leaf_scores_Q"].view(torch.float64).float(),
         )
         visible_QS = x["leaf_visible_QS"].view(-1, len(columns_S)).bool()
-        noise, out = None, []
+        noise_PU, out = None, []
         if len(x["noise"]):
-            noise = x["noise"].view(torch.float64).view(-1, len(self._ids_U))
+            noise_PU = x["noise"].view(torch.float64).view(-1, len(self._ids_U))
+        noise_places_Q, width = x["noise_places_Q"], ask.width
         for level in range(ask.levels + 1):
-            own = noise[level] if noise is not None and ask.levels else noise
-            scores_QU = sampling.noisy_scores(self.draft.logits(states_QX), own)
-            best_QW, index_QW = scores_QU.topk(min(ask.width, scores_QU.shape[1]), -1)
+            noise_QU = None if noise_PU is None else noise_PU.index_select(0, noise_places_Q)
+            scores_QU = sampling.noisy_scores(self.draft.logits(states_QX), noise_QU)
+            best_QW, index_QW = scores_QU.topk(min(width, scores_QU.shape[1]), -1)
             total_QW = best_QW + scores_Q[:, None]
             tokens_QW = self.draft.draft_ids[index_QW]
             out += [tokens_QW.flatten().double(), total_QW.flatten().double()]
             if level == ask.levels:
                 break
+            if not level and len(x["taken_QT"]):
+                taken_Q1T = x["taken_QT"].view(len(tokens_QW), 1, -1)
+                is_taken_QW = (tokens_QW[:, :, None] == taken_Q1T).any(-1)
+                total_QW = total_QW.masked_fill(is_taken_QW, -torch.inf)
             scores_Q, place_K = total_QW.flatten().topk(min(ask.beams, total_QW.numel()))
             out.append(place_K.double())
             parent_K, columns_K = place_K // total_QW.shape[1], end + columns_S[: len(place_K)]
+            noise_places_Q, width = noise_places_Q.index_select(0, parent_K) + 1, ask.then
             end = end + len(place_K)
             positions_Q = positions_Q.index_select(0, parent_K) + 1
             visible_QS = visible_QS.index_select(0, parent_K) | (columns_S == columns_K[:, None])

@@ -214,16 +214,27 @@ class TreeSource(DraftSource):
         width: int,
         levels: int,
         sampling: Sampling,
+        beams: int = 0,
     ) -> Iterator[Tensor]:
-        recorded = self._recorded
-        if recorded is None or levels == 1 or width > 1 or tree.children(leaves[0]):
+        recorded, has_child = self._recorded, any(tree.children(leaf) for leaf in leaves)
+        if recorded is None or levels == 1 or not beams or (width == 1 and has_child):
             yield self._best_rows(tree, leaves, width, sampling)
             return
         self._adopt_fresh()
-        ask = Ask(1, levels - 1, 1, sampling)
-        for level in recorded.levels(self._ask(recorded, tree, leaves, ask), 1, ask):
-            yield level.best_2QW
-            recorded.extend([len(tree) - 1] * len(level.beams))
+        ask = Ask(width, levels - 1, beams, 1, sampling)
+        order = list(range(len(leaves)))
+        for level in recorded.levels(self._ask(recorded, tree, leaves, ask), len(leaves), ask):
+            before = len(tree)
+            yield level.best_2QW[:, order]
+            tokens_QW = level.best_2QW[0].long().tolist()
+            rows = []
+            for leaf, column in (divmod(place, len(tokens_QW[0])) for place in level.beams):
+                row = tree.child(leaves[leaf], tokens_QW[leaf][column])
+                if row is None or row < before:
+                    return  # of equal scores the caller chose another one
+                rows.append(row)
+            recorded.extend(rows)
+            leaves, order = rows, sorted(range(len(rows)), key=rows.__getitem__)
 
     def grow_layer(
         self,
@@ -325,7 +336,7 @@ class TreeSource(DraftSource):
             for _ in range(levels):
                 self._expand(fresh, self._beams(fresh, top_k), top_k)
             return
-        ask = Ask(top_k, levels, top_k, fresh.sampling)
+        ask = Ask(top_k, levels, top_k, top_k, fresh.sampling)
         flat = self._ask(recorded, fresh.tree, parents, ask)
         for level in recorded.levels(flat, len(parents), ask):
             rows = [
