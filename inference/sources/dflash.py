@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.recorded_blocks import RecordedBlocks
-from pipedraft.inference.sources.recorded_rows import NewText
+from pipedraft.inference.sources.row_cache import NewText
 from pipedraft.inference.sources.tree_source import Logits, TreeSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.dflash import DFlash

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.recorded_rows import NewText, RecordedRows, make_rows
-from pipedraft.inference.sources.row_cache import TEXT, RowCache
+from pipedraft.inference.sources.recorded_rows import RecordedRows, make_rows
+from pipedraft.inference.sources.row_cache import TEXT, NewText, RowCache
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.eagle import EagleHead

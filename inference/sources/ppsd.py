@@ -16,8 +16,8 @@ from pipedraft.inference.sources.base import (
     add_layer,
     deepest_rows,
 )
-from pipedraft.inference.sources.recorded_rows import Ask, NewText, RecordedRows, make_rows
-from pipedraft.inference.sources.row_cache import TEXT
+from pipedraft.inference.sources.recorded_rows import Ask, RecordedRows, make_rows
+from pipedraft.inference.sources.row_cache import TEXT, NewText
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.ppsd import PPSD

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import Sampling
-from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS, MIN_PLACES, NewText
+from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS, MIN_PLACES
+from pipedraft.inference.sources.row_cache import NewText
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.layers import FixedKeyValues
 from pipedraft.models.recorded import Packing, Recordings, padded_rows

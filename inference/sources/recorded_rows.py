@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import Sampling
-from pipedraft.inference.sources.row_cache import TEXT, RowCache
+from pipedraft.inference.sources.row_cache import TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import FixedKeyValues, KeyValues
 from pipedraft.models.recorded import Packing, Recordings, hidden_columns, lend, padded_rows
@@ -134,37 +134,6 @@ class Level:
     """As of ``best_children``."""
     beams: list[int]
     """Those that the next level continues, counted over all."""
-
-
-@dataclass
-class NewText:
-    tokens: list[int]
-    features: list[Mapping[int, Tensor]]
-    """Hidden states of the target by layer, in parts; none for a draft that reads tokens alone."""
-
-    def gathered(self, layers: Sequence[int]) -> tuple[dict[int, list[int]], list[Tensor]]:
-        """Where each row finds its hidden states of each layer among some, and these."""
-        found: dict[int, list[int]] = {layer: [] for layer in layers}
-        sources, first = [], 0
-        for part in self.features:
-            for layer in layers:
-                sources.append(part[layer])
-                found[layer] += range(first, first + len(part[layer]))
-                first += len(part[layer])
-        return found, sources
-
-    def split(self, count: int) -> NewText:
-        """Take the first tokens away."""
-        parts = self.features
-        whole = (
-            {layer: torch.cat([part[layer] for part in parts]) for layer in parts[0]}
-            if parts
-            else {}
-        )
-        head = NewText(self.tokens[:count], [{x: y[:count] for x, y in whole.items()}])
-        self.tokens = self.tokens[count:]
-        self.features = [{x: y[count:] for x, y in whole.items()}]
-        return head
 
 
 class RecordedRows(RowCache):

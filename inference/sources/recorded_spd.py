@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS, Ask, NewText
+from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS, Ask
+from pipedraft.inference.sources.row_cache import NewText
 from pipedraft.models.layers import FixedKeyValues
 from pipedraft.models.recorded import Packing, Recordings, padded_rows
 from pipedraft.models.spd import SPD

@@ -2,8 +2,11 @@
 
 # A rows of the text, R rows of a tree, C cached rows, H hidden
 
+from __future__ import annotations
+
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +16,37 @@ from pipedraft.models.layers import KeyValues
 
 TEXT = sys.maxsize
 """Name of every row of the committed text; no tree has as many rows."""
+
+
+@dataclass
+class NewText:
+    tokens: list[int]
+    features: list[Mapping[int, Tensor]]
+    """Hidden states of the target by layer, in parts; none for a draft that reads tokens alone."""
+
+    def gathered(self, layers: Sequence[int]) -> tuple[dict[int, list[int]], list[Tensor]]:
+        """Where each row finds its hidden states of each layer among some, and these."""
+        found: dict[int, list[int]] = {layer: [] for layer in layers}
+        sources, first = [], 0
+        for part in self.features:
+            for layer in layers:
+                sources.append(part[layer])
+                found[layer] += range(first, first + len(part[layer]))
+                first += len(part[layer])
+        return found, sources
+
+    def split(self, count: int) -> NewText:
+        """Take the first tokens away."""
+        parts = self.features
+        whole = (
+            {layer: torch.cat([part[layer] for part in parts]) for layer in parts[0]}
+            if parts
+            else {}
+        )
+        head = NewText(self.tokens[:count], [{x: y[:count] for x, y in whole.items()}])
+        self.tokens = self.tokens[count:]
+        self.features = [{x: y[count:] for x, y in whole.items()}]
+        return head
 
 
 class RowCache:
