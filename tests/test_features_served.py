@@ -157,13 +157,19 @@ def served(world: World, *options: str, port: int = 0) -> Iterator[tuple[str, in
 
 @pytest.mark.parametrize("method", METHODS)
 def test_training_from_a_server_is_online_training(world, tmp_path, method, monkeypatch):
-    """In every epoch: a server computes the batches that the run has."""
+    """In every epoch: a server computes the batches that the run has.
+
+    SPD sorts a batch's rows by their fill after they are asked for: rounded otherwise on some
+    processors.
+    """
     changes = METHODS[method] | {"max_steps": 8, "evaluation__every_steps": 4}
     train(world.arguments(method, tmp_path / "online", **changes), monkeypatch)
     with served(world, "--dtype", "fp32") as (address, _):
         arguments = world.arguments(method, tmp_path / "served", **changes, features=address)
         train(arguments, monkeypatch)
-    assert logged(tmp_path / "served") == logged(tmp_path / "online")
+    online, found = logged(tmp_path / "online"), logged(tmp_path / "served")
+    for ours, theirs in zip(found, online, strict=True):
+        assert ours == (pytest.approx(theirs, rel=2e-6) if method == "spd" else theirs)
 
 
 def test_a_server_that_is_killed_and_comes_back_is_asked_again(world, tmp_path, monkeypatch):
