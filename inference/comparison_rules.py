@@ -107,6 +107,8 @@ class RecursiveVerifier(SampledVerifier):
     """
 
     name: ClassVar[RuleName] = "recursive"
+    accepts: ClassVar[tuple[float, float]] = (0.8, 0.35)
+    """Share assumed of first children that are accepted, and of others that are tested."""
 
     def draw_children(
         self, logits_RU: Tensor, ids_U: Tensor, position: int, width: int, *, attempt: int
@@ -127,9 +129,9 @@ class RecursiveVerifier(SampledVerifier):
         return ids[drawn_RW], q_RV
 
     def score(self, rank: int) -> float:
-        """Log-probability assumed of the test of a node's child to accept it, by its rank: .8 for
-        the first one, .35 for each other one that is tested."""
-        return math.log(0.8 if rank == 0 else 0.2 * 0.35 * 0.65 ** (rank - 1))
+        """Log-probability assumed of a node's child to be accepted, by its rank."""
+        first, other = self.accepts
+        return math.log(first if rank == 0 else (1 - first) * other * (1 - other) ** (rank - 1))
 
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
         """Walk through a tree that is back as a whole."""
@@ -183,3 +185,4 @@ class TraversalVerifier(BlockVerifier, RecursiveVerifier):
     """
 
     name: ClassVar[RuleName] = "traversal"
+    accepts: ClassVar[tuple[float, float]] = (0.7, 0.3)
