@@ -3,8 +3,7 @@
     python benchmarks/device_budget.py --json
 
 Tiny networks take the way that large ones take: kernels are launched by the same lines, and the
-host waits for the device at the same ones. Counted are the largest numbers of all methods, but
-for decoding with two or more branches in PipeInfer:
+host waits for the device at the same ones. Counted are the largest numbers of all methods:
 
 mismatches: operations that see tensors of two devices, which a GPU refuses.
 syncs_per_micro_batch: times that the host waits for the device in forward and backward.
@@ -19,8 +18,10 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,13 +35,14 @@ from train_runs import make_world
 from pipedraft.train.__main__ import quieten
 
 METHODS = ("spd", "ppsd", "eagle", "eagle3", "dflash", "flexspec", "language_model")
-DECODES = {
+DECODES: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "spd": (lambda target: make_module(target, num_stages=2).float(), "spd", {"num_stages": 2}),
     "ppsd": (partial(make_exit, num_stages=2), "ppsd", {"num_stages": 2}),
     "eagle3": (make_head, "eagle", {"num_stages": 1}),
     "dflash": (partial(make_head, kind="dflash"), "eagle", {"num_stages": 1}),
     "flexspec": (make_draft, "eagle", {"num_stages": 1}),
-    "language_model": (noisy_copy, "pipeinfer", {"num_stages": 2}),
+    "language_model": (noisy_copy, "pipeinfer", {"num_stages": 2, "branches": 2}),
+    "outcomes": (make_head, "ssd", {"num_stages": 2}),
 }
 
 

@@ -17,6 +17,7 @@ from link_runs import run_session
 from pretended_device import MixedDevices, pretended_cuda
 from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_copy
 
+from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.draws import draw, draw_on_device, probabilities
 from pipedraft.inference.engine import Engine
@@ -64,6 +65,8 @@ OTHERS = [
     *[("eagle3", "eagle", {"tree": shape}) for shape in (CHAIN, SMALL, STATIC)],
     *[("eagle3", name, {"tree": SMALL}) for name in ("naive_pp", "pruned_pp")],
     ("eagle3", "pipeinfer", {}),
+    ("eagle3", "pipeinfer", {"branches": 2, "split": 0.0, "draft_tokens": 6}),
+    ("flexspec", "pipeinfer", {"branches": 3, "split": 0.03, "draft_tokens": 6, "accept": 0.02}),
     ("eagle3", "ssd", {"draft_tokens": 3}),
     ("dflash", "eagle", {"tree": TreeShape(kind="chain", depth=9)}),
     ("dflash", "pipeinfer", {"branches": 2}),
@@ -73,7 +76,8 @@ OTHERS = [
     ("flexspec", "pipedec", {"tree_width": 4}),
 ]
 RUNS: list[tuple] = [(*run, LocalPipeline, 0.0) for run in OWN]
-RUNS += [("eagle3", "ssd", {"outcomes": 3}, LocalPipeline, 0.0)]
+THREE_LEVELS_A_STEP = {"cost": CostModel(draft_forward=0.15), "draft_tokens": 6}
+RUNS += [("eagle3", "ssd", THREE_LEVELS_A_STEP, LocalPipeline, 0.0)]
 RUNS += [(*run, LocalPipeline, 1.0) for run in OWN + OTHERS]
 
 
@@ -166,6 +170,8 @@ BUDGETS = [
     ("dflash", "pipeinfer", {"num_stages": 2}),
     ("dflash", "ssd", {"num_stages": 2}),
     ("dflash", "flowspec_continued", {"num_stages": 2}),
+    ("language_model", "pipeinfer", {"num_stages": 2, "branches": 2}),
+    ("eagle3", "pipeinfer", {"num_stages": 2, "branches": 2, "split": 0.0, "draft_tokens": 6}),
     ("eagle3", "ssd", {"num_stages": 2}),
     ("flexspec", "ssd", {"num_stages": 2}),
 ]

@@ -190,7 +190,8 @@ class PipeInfer(Schedule):
                 width=self.branches,
                 levels=size - len(rows),
                 sampling=sampling,
-                beams=int(self.branches == 1),
+                beams=self.branches,
+                split=split,
             ):
                 level: list[int] = []
                 for leaf, *children in zip(leaves, *best_2QW.tolist(), strict=True):
@@ -208,7 +209,7 @@ class PipeInfer(Schedule):
                         level.append(tree.add(leaf, int(token), score))
                 rows += level
                 leaves = level
-                if not leaves:
+                if not leaves or len(rows) == size:
                     break
         return rows
 

@@ -121,16 +121,19 @@ class DraftSource:
         levels: int,
         sampling: Sampling,
         beams: int = 0,
+        split: float | None = None,
     ) -> Iterator[Tensor]:
         """Children of some rows, as of ``best_children``; perhaps then of those that were added.
 
-        Of these the best child alone, in the order of their rows.
+        Of these, in the order of their rows, the best child alone, or with ``split`` as many.
 
         Args:
             features: as in ``grow_layer``.
             levels: at most so many times rows are added below the ones before.
             beams: of the children, those of the best scores that the tree did not have, are added
                 next; 0: nobody knows.
+            split: they are the best child of each row and others of a probability above this, while
+                there are ``beams`` for them.
         """
         logits_QU = self.leaf_logits(tree, leaves, features)
         yield best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)

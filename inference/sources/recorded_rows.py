@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import Sampling
-from pipedraft.inference.sources.row_cache import TEXT, NewText, RowCache
+from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import FixedKeyValues, KeyValues
 from pipedraft.models.recorded import Packing, Recordings, hidden_columns, lend, padded_rows
@@ -83,6 +83,9 @@ class Ask:
     beams: int = 0
     then: int = 0
     """Best children of each at further levels."""
+    split: float | None = None
+    """Each row goes on by its best child, and by others of a probability above this, the first
+    ones, while there are beams for them; None: by the best of all."""
     sampling: Sampling | None = None
     """How children are scored."""
 
@@ -90,7 +93,9 @@ class Ask:
     def key(self) -> tuple[object, ...] | None:
         """What its launches depend on; None: on what the device finds."""
         rule = () if self.sampling is None else self.sampling.recorded_as
-        return None if rule is None else (self.width, self.levels, self.beams, self.then, *rule)
+        if rule is None:
+            return None
+        return self.width, self.levels, self.beams, self.then, self.split is None, *rule
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class _Shape:
         new, S = self.num_text + self.num_rows, self.num_columns
         return Packing(
             counts=4,
+            split=1,
             text_S=S,
             new=3 * new,  # tokens, positions, places
             features=self.num_features,
@@ -158,7 +164,7 @@ class RecordedRows(RowCache):
 
     @property
     def known(self) -> set[int]:
-        return set(self._names) - {TEXT}
+        return set(self._names) - {TEXT, NOBODY}
 
     def rename(self, names: Mapping[int, int]) -> None:
         names = {**names, TEXT: TEXT}
@@ -247,6 +253,7 @@ class RecordedRows(RowCache):
         positions = [tree.position(row) - draft.shift for row in rows]
         packed = packing.pack(
             counts=[leading, first, end, before if before >= 0 else zeros],
+            split=torch.tensor([ask.split or 0.0], dtype=torch.float64),
             text_S=[x == TEXT for x in names[:first]],
             new=[
                 *_joined(text.tokens, pad(A), [tree.tokens[row] for row in rows], pad(R)),
@@ -408,6 +415,7 @@ class RecordedRows(RowCache):
         if len(x["noise"]):
             noise_PU = x["noise"].view(torch.float64).view(-1, len(self._ids_U))
         noise_places_Q, width = x["noise_places_Q"], ask.width
+        begun_Q = scores_Q.isfinite()
         for level in range(ask.levels + 1):
             noise_QU = None if noise_PU is None else noise_PU.index_select(0, noise_places_Q)
             scores_QU = sampling.noisy_scores(self.draft.logits(states_QX), noise_QU)
@@ -417,11 +425,17 @@ class RecordedRows(RowCache):
             out += [tokens_QW.flatten().double(), total_QW.flatten().double()]
             if level == ask.levels:
                 break
+            ranked_QW = total_QW
             if not level and len(x["taken_QT"]):
                 taken_Q1T = x["taken_QT"].view(len(tokens_QW), 1, -1)
                 is_taken_QW = (tokens_QW[:, :, None] == taken_Q1T).any(-1)
-                total_QW = total_QW.masked_fill(is_taken_QW, -torch.inf)
-            scores_Q, place_K = total_QW.flatten().topk(min(ask.beams, total_QW.numel()))
+                ranked_QW = ranked_QW.masked_fill(is_taken_QW, -torch.inf)
+            if ask.split is not None:
+                is_fork_QW = best_QW.double().exp() > x["split"].view(torch.float64)
+                goes_on_QW = _branches(begun_Q, is_fork_QW, ask.beams)
+                ranked_QW = ranked_QW.masked_fill(~goes_on_QW, -torch.inf)
+            ranked_K, place_K = ranked_QW.flatten().topk(min(ask.beams, ranked_QW.numel()))
+            scores_Q, begun_Q = total_QW.flatten().index_select(0, place_K), ranked_K.isfinite()
             out.append(place_K.double())
             parent_K, columns_K = place_K // total_QW.shape[1], end + columns_S[: len(place_K)]
             noise_places_Q, width = noise_places_Q.index_select(0, parent_K) + 1, ask.then
@@ -456,6 +470,18 @@ class RecordedRows(RowCache):
         )
         self._states_CX.index_copy_(0, slots_R, out_RX)
         return out_RX
+
+
+def _branches(begun_Q: Tensor, is_fork_QW: Tensor, most: int) -> Tensor:
+    """bool [Q, W]: children by which rows go on: their best, and the first forks.
+
+    Args:
+        begun_Q: other rows are of no branch.
+    """
+    is_first_W = torch.arange(is_fork_QW.shape[1], device=begun_Q.device) == 0
+    forks_QW = is_fork_QW & begun_Q[:, None] & ~is_first_W
+    rank_QW = forks_QW.flatten().cumsum(0).view_as(forks_QW)
+    return (is_first_W & begun_Q[:, None]) | (forks_QW & (rank_QW <= most - begun_Q.sum()))
 
 
 def _joined(

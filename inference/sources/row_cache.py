@@ -16,6 +16,8 @@ from pipedraft.models.layers import KeyValues
 
 TEXT = sys.maxsize
 """Name of every row of the committed text; no tree has as many rows."""
+NOBODY = -sys.maxsize
+"""Of rows that no tree has got, until the next renaming."""
 
 
 @dataclass
@@ -45,7 +47,7 @@ class NewText:
         )
         head = NewText(self.tokens[:count], [{x: y[:count] for x, y in whole.items()}])
         self.tokens = self.tokens[count:]
-        self.features = [{x: y[count:] for x, y in whole.items()}]
+        self.features = [{x: y[count:] for x, y in whole.items()}] if self.tokens else []
         return head
 
 

@@ -22,7 +22,7 @@ from pipedraft.inference.sources.base import (
     deepest_rows,
 )
 from pipedraft.inference.sources.recorded_rows import Ask, RecordedRows, make_rows
-from pipedraft.inference.sources.row_cache import TEXT, NewText
+from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import Keep
 
@@ -215,26 +215,32 @@ class TreeSource(DraftSource):
         levels: int,
         sampling: Sampling,
         beams: int = 0,
+        split: float | None = None,
     ) -> Iterator[Tensor]:
         recorded, has_child = self._recorded, any(tree.children(leaf) for leaf in leaves)
-        if recorded is None or levels == 1 or not beams or (width == 1 and has_child):
+        if recorded is None or levels == 1 or not beams or (has_child and split is not None):
             yield self._best_rows(tree, leaves, width, sampling)
             return
         self._adopt_fresh()
-        ask = Ask(width, levels - 1, beams, 1, sampling)
+        if width == 1:
+            split = None
+        then = 1 if split is None else width
+        ask = Ask(width, levels - 1, beams, then, split, sampling)
+        found = recorded.levels(self._ask(recorded, tree, leaves, ask), len(leaves), ask)
+        self.num_forwards -= ask.levels  # those count whose children are asked for
         order = list(range(len(leaves)))
-        for level in recorded.levels(self._ask(recorded, tree, leaves, ask), len(leaves), ask):
+        for number, level in enumerate(found):
+            self.num_forwards += number > 0
             before = len(tree)
             yield level.best_2QW[:, order]
-            tokens_QW = level.best_2QW[0].long().tolist()
-            rows = []
+            tokens_QW, rows = level.best_2QW[0].long().tolist(), []
             for leaf, column in (divmod(place, len(tokens_QW[0])) for place in level.beams):
-                row = tree.child(leaves[leaf], tokens_QW[leaf][column])
-                if row is None or row < before:
-                    return  # of equal scores the caller chose another one
-                rows.append(row)
+                row = tree.child(leaves[leaf], tokens_QW[leaf][column]) if leaves[leaf] >= 0 else -1
+                rows.append(NOBODY if row is None or row < before else row)
+            if not {*range(before, len(tree))} <= {*rows}:
+                return  # the caller has added others, as it may
             recorded.extend(rows)
-            leaves, order = rows, sorted(range(len(rows)), key=rows.__getitem__)
+            leaves, order = rows, [rows.index(row) for row in range(before, len(tree))]
 
     def grow_layer(
         self,
@@ -336,7 +342,7 @@ class TreeSource(DraftSource):
             for _ in range(levels):
                 self._expand(fresh, self._beams(fresh, top_k), top_k)
             return
-        ask = Ask(top_k, levels, top_k, top_k, fresh.sampling)
+        ask = Ask(top_k, levels, top_k, top_k, sampling=fresh.sampling)
         flat = self._ask(recorded, fresh.tree, parents, ask)
         for level in recorded.levels(flat, len(parents), ask):
             rows = [
