@@ -11,16 +11,18 @@ attention runs sequence by sequence over its own keys.
 # l rows of a segment, P padded rows, R rows of all segments, H hidden, C rows of a cache
 # S mask columns, N query heads, J key heads, D head size
 
+import threading
 from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipedraft.models.recorded import Recordings, hidden_columns, lend, padded_rows
 from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
@@ -242,14 +244,21 @@ def forward_together(
     ]
 
 
-class _Apart(TorchFunctionMode):
+class _Apart:
     """Stands where a cache stands, and lets each sequence attend to its own rows."""
 
     def __init__(self, caches: Sequence[StageCache], sizes: Sequence[int]) -> None:
-        super().__init__()
         self.caches, self.sizes = caches, list(sizes)
         self.masks: list[Tensor] = []
         self._known: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> None:
+        # A TorchFunctionMode would do, but is asked at every call: a fourth of a small pass.
+        AttentionInterface.register("sdpa", _attend)
+        _passing.apart = self
+
+    def __exit__(self, *error: object) -> None:
+        _passing.apart = None
 
     def update(
         self, keys_1JRD: Tensor, values_1JRD: Tensor, layer_idx: int
@@ -262,22 +271,38 @@ class _Apart(TorchFunctionMode):
         ]
         return keys_1JRD, values_1JRD
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        outs = []
-        for query_1NlD, (keys_1JCD, values_1JCD), mask in zip(
-            args[0].split(self.sizes, 2), self._known, self.masks, strict=True
-        ):
-            outs.append(
-                func(
-                    query_1NlD,
-                    keys_1JCD,
-                    values_1JCD,
-                    attn_mask=mask,
-                    scale=kwargs.get("scale"),
-                    enable_gqa=query_1NlD.shape[1] != keys_1JCD.shape[1],
-                )
+    def attend(self, query_1NRD: Tensor, scale: float | None) -> Tensor:
+        """Rows in the order of the sequences: [1, R, N, D]."""
+        outs = [
+            F.scaled_dot_product_attention(
+                query_1NlD,
+                keys_1JCD,
+                values_1JCD,
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=query_1NlD.shape[1] != keys_1JCD.shape[1],
             )
-        return torch.cat(outs, 2)
+            for query_1NlD, (keys_1JCD, values_1JCD), mask in zip(
+                query_1NRD.split(self.sizes, 2), self._known, self.masks, strict=True
+            )
+        ]
+        return torch.cat(outs, 2).transpose(1, 2).contiguous()
+
+
+_passing = threading.local()
+"""``apart``: whose pass this thread is in, if any."""
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' "sdpa", and that of several sequences inside ``_Apart``."""
+    apart = getattr(_passing, "apart", None)
+    if apart is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return apart.attend(query, options.get("scaling")), None
