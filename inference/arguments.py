@@ -184,6 +184,9 @@ class PlaceOptions(Options):
 class BackendOptions(PlaceOptions):
     """stages as processes (--backend process)"""
 
+    ENDS_GENTLY: ClassVar[bool] = False
+    """A signal lets the ranks end what they have begun."""
+
     backend: Literal["local", "process"] = "local"
     """local: one process and the virtual clock; process: one rank per stage, the draft on rank 0
     beside the first stage, or alone if there is one rank more"""
@@ -234,7 +237,7 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
         return
     if options.processes is not None:
         if not is_launched():
-            run_ranks(options.processes)
+            run_ranks(options.processes, passes_signals=options.ENDS_GENTLY)
         if int(os.environ["WORLD_SIZE"]) != options.processes:
             raise UsageError(
                 f"--processes: {options.processes}, but the launcher started "

@@ -140,7 +140,7 @@ def wait_until(is_so: Callable[[], object]) -> None:
 def serving(
     engine: Engine, *, keys: tuple[str, ...] = (), in_turn: bool = False, **options: Any
 ) -> Iterator[Place]:
-    """``in_turn``: as on ranks."""
+    """``in_turn``: as with --beside."""
     limits = HttpLimits(**{"grace_s": 5.0, "request_s": WAIT_S, **options})
     decoder = TurnDecoder(engine) if in_turn else SharedDecoder(engine, limits)
     service = Service(decoder, name="tiny", limits=limits, keys=keys)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -181,6 +182,30 @@ def test_ctrl_c_ends_a_command_at_once_and_in_one_line(program):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=100)
     assert (process.returncode, said) == (130, "error: interrupted\n")
+
+
+GENTLE = """
+import sys
+from pipedraft.inference.transport.launch import run_ranks
+program = "import signal; print('up' + chr(10), end='', flush=True); "
+program += "signal.sigwait({15}); signal.sigwait({2})"
+run_ranks(2, [sys.executable, "-c", program], passes_signals=True)
+"""
+
+
+@pytest.mark.parametrize(("second", "status"), [(signal.SIGINT, 0), (signal.SIGHUP, 129)])
+def test_ranks_may_end_what_they_have_begun(second, status):
+    """Two signals are theirs; others, as of a terminal that is gone, end them at once."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", GENTLE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    for number in (signal.SIGTERM, second):
+        process.send_signal(number)
+        time.sleep(0.2)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == status and said.count("\n") == bool(status)
 
 
 def test_every_command_can_be_interrupted_while_it_loads():

@@ -12,7 +12,9 @@ import openai
 import pytest
 from command_processes import Process
 from command_runs import assert_one_line, call
+from fork_server import rank_environments
 from http_runs import WAIT_S
+from torch.distributed import TCPStore
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ def ask_at(port: str, **fields):
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="sesame", max_retries=0)
     said = [{"role": "user", "content": "How many legs do 12 cats have?"}]
     options = {"max_tokens": 8, "temperature": 0, **fields}
-    return client.chat.completions.create(model="spd_n4", messages=said, **options)
+    options = {"model": "spd_n4", "messages": said, **options}
+    return client.chat.completions.create(**options)
 
 
 def test_the_command_serves_a_checkpoint_until_a_signal(command, repository):
@@ -54,6 +57,40 @@ def test_the_command_serves_a_checkpoint_until_a_signal(command, repository):
     status, out, err = process.finish()
     assert (status, err) == (0, "") and "spd, n = 4, with API key" in out
     assert out.endswith("ended: 2 requests answered\n")
+
+
+def test_ranks_answer_together_and_end_it_at_a_signal(parent, repository, tmp_path):
+    """All of them get the signal, as from torchrun."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = ("--target", str(repository / "assets" / "target"), "--port", "0")
+    options = {"module": "pipedraft.inference.serving"}
+    words += ("--schedule", "autoregressive", "--backend", "process", "--request-s", str(WAIT_S))
+    ranks = [
+        Process.start(parent, tmp_path, *words, environment=rank, **options)
+        for rank in rank_environments(2, store.port)
+    ]
+    try:
+        port = ranks[0].wait_for(r"on http://127\.0\.0\.1:(\d+) \(.*\n")[1]
+        streams = [
+            ask_at(port, model="target", max_tokens=60 + index, temperature=index % 2, stream=True)
+            for index in range(4)
+        ]
+        firsts = [next(iter(stream)) for stream in streams]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as told:
+            assert re.search(rb"num_requests_running.* [234]\.0", told.read())
+        for rank in ranks:
+            rank.send(signal.SIGTERM)
+        lasts = [list(stream)[-1] for stream in streams]
+        reasons = [last.choices[0].finish_reason for last in lasts]
+        assert all(firsts) and set(reasons) <= {"length", "stop"} and "length" in reasons
+        ends = [rank.finish() for rank in ranks]
+        assert [(status, "error" in err) for status, _, err in ends] == [(0, False)] * 2
+        assert ends[0][1].endswith("ended: 4 requests answered\n")
+    finally:
+        for rank in ranks:
+            if rank.status is None:
+                rank.send(signal.SIGKILL)
+                rank.finish()
 
 
 @pytest.mark.all

@@ -257,7 +257,7 @@ def test_many_at_once_each_get_what_they_would_alone(place, reference):
         assert figures["num_accepted_draft_tokens"] == expected.num_accepted
 
 
-def test_in_turn_as_on_ranks_outputs_are_the_same_and_those_who_left_are_skipped(reference):
+def test_in_turn_outputs_are_the_same_and_those_who_left_are_skipped(reference):
     expected = alone(reference, AS_PROMPT, seed=5).text
     with serving(make_engine(), in_turn=True) as place:
         told = place.chat(seed=5, n=2)

@@ -50,6 +50,7 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
 
     PROG: ClassVar[str] = "pipedraft serve"
     EXAMPLE: ClassVar[str] = EXAMPLE
+    ENDS_GENTLY: ClassVar[bool] = True
 
     model_name: str | None = None
     """as clients call it; default: the last part of the checkpoint's name, or the target's"""
@@ -77,6 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
         ) from error
     with backend_of(options) as cluster:
         if cluster is not None and not cluster.is_controller:
+            cluster.watch.on_signal = lambda: None  # they leave behind the controller
             cluster.serve()
             return
         with listen.open_socket(options) as socket:
@@ -88,7 +90,7 @@ def main(words: Sequence[str] | None = None) -> None:
                     "--tls-cert, --tls-key and --api-key-file",
                     file=sys.stderr,
                 )
-            listen.run(engine, options, keys, socket)
+            listen.run(engine, options, keys, socket, cluster)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.choice import Choice
+from pipedraft.inference.transport.ranks import LostLink
 from pipedraft.models.target import StagedTarget
 
 log = getLogger(__name__)
@@ -76,6 +77,8 @@ class Decoder(ABC):
             choice.end(None)
         else:
             log.error("a sequence ended", exc_info=error)
+            if isinstance(error, LostLink):
+                self._fail(error)
             choice.end(None, error)
 
     def _fail(self, error: Exception) -> None:
@@ -94,9 +97,13 @@ class SharedDecoder(Decoder):
             waiting=limits.max_waiting + limits.max_sequences,
         )
         assert isinstance(engine.target, StagedTarget)
-        target = engine.target.model
         self.batch = BatchEngine(
-            target, engine.tokenizer, engine.config, engine.draft, limits=shared
+            engine.target.model,
+            engine.tokenizer,
+            engine.config,
+            engine.draft,
+            limits=shared,
+            connect=lambda _: engine.pipeline,
         )
         self._running = self.batch.running()
         self._running.__enter__()
@@ -126,7 +133,7 @@ class SharedDecoder(Decoder):
 
 
 class TurnDecoder(Decoder):
-    """One sequence after the other, for a pipeline of several processes."""
+    """One sequence after the other, for a draft that only one of them can have."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, 1)
@@ -161,5 +168,5 @@ class TurnDecoder(Decoder):
             self.engine.config = choice.config
             return self.engine.decode(choice.prompt_ids, observer=choice)
         except Exception as error:
-            self._fail(error)  # the ranks may stand anywhere
+            self._fail(error)  # ranks may stand anywhere
             raise

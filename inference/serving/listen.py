@@ -19,6 +19,7 @@ from pipedraft.inference.serving.decoder import SharedDecoder, TurnDecoder
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine
     from pipedraft.inference.serving.__main__ import HttpOptions, ServeOptions
+    from pipedraft.inference.transport.cluster import Cluster
 
 MAX_CONNECTIONS = 1024
 LEAVE_S = 2
@@ -78,11 +79,18 @@ def http_server(service: Service, **options: object) -> HttpServer:
 
 
 def run(
-    engine: "Engine", options: "ServeOptions", keys: Sequence[str], listener: socket.socket
+    engine: "Engine",
+    options: "ServeOptions",
+    keys: Sequence[str],
+    listener: socket.socket,
+    cluster: "Cluster | None" = None,
 ) -> None:
-    is_shared = isinstance(engine.pipeline, LocalPipeline) and options.beside is None
+    """``cluster``: of the engine's pipeline."""
+    is_shared = options.beside is None
     decoder = SharedDecoder(engine, options) if is_shared else TurnDecoder(engine)
     service = Service(decoder, name=options.name, limits=options, keys=keys)
+    if cluster is not None:
+        cluster.watch.on_signal = lambda: service.end()
     files = {}
     if options.tls_cert is not None:
         files = {"ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}
@@ -111,7 +119,7 @@ async def serve(server: HttpServer, service: Service, listener: socket.socket) -
             loop.call_soon_threadsafe(end)
 
     service.end = service.decoder.on_failure = end_from_elsewhere
-    is_alone = isinstance(service.engine.pipeline, LocalPipeline)  # else ranks end by signals
+    is_alone = isinstance(service.engine.pipeline, LocalPipeline)  # else the watch takes them
     if is_alone and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)

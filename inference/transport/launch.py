@@ -21,11 +21,14 @@ LEAVE_S = 10.0
 """For the other ranks once one has failed: they find out by themselves, and say why."""
 
 
-def run_ranks(num_ranks: int, command: Sequence[str] = ()) -> NoReturn:
+def run_ranks(
+    num_ranks: int, command: Sequence[str] = (), *, passes_signals: bool = False
+) -> NoReturn:
     """Run a command as so many ranks; leave as the first one that fails, or with 0.
 
     Args:
         command: default: this process's.
+        passes_signals: two SIGTERM or Ctrl-C go to the ranks, which end when they are done.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
@@ -35,12 +38,19 @@ def run_ranks(num_ranks: int, command: Sequence[str] = ()) -> NoReturn:
     num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
     shared = {"OMP_NUM_THREADS": str(num_threads)} | os.environ | world
     started: list[subprocess.Popen] = []
+    to_pass = 2 if passes_signals else 0
 
     def kill() -> None:
         for process in started:
             process.kill()
 
-    def end(number: int, frame: FrameType | None = None) -> NoReturn:
+    def end(number: int, frame: FrameType | None = None) -> None:
+        nonlocal to_pass
+        if to_pass and number != signal.SIGHUP:
+            to_pass -= 1
+            for process in started[1:]:
+                process.send_signal(number)
+            return
         kill()
         is_typed = number == signal.SIGINT
         said = "interrupted" if is_typed else f"ended by {signal.Signals(number).name}"

@@ -28,6 +28,8 @@ from pipedraft.inference.transport.ranks import LostLink, Receiver, Sender, is_o
 CONNECT_TIMEOUT = timedelta(seconds=60)
 """For those who start beside this rank."""
 BEAT_S = 0.25
+REPEAT_S = 1.0
+"""Signals within it are one: Ctrl-C reaches a rank from the terminal and from its launcher."""
 TELL_S = 1.0
 """For telling the other ranks why this one leaves."""
 FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"
@@ -65,6 +67,8 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.timeline: Timeline | None = None
+        self.on_signal: Callable[[], object] | None = None
+        """Called at SIGTERM and Ctrl-C by a thread, instead of ending all ranks."""
         self.sent: list[Sender] = []
         self.received: list[Receiver] = []
         self._parent = os.getppid()
@@ -154,9 +158,15 @@ class Watch:
                 self.fail_with(error)
 
     def _look_here(self) -> None:
+        told = -REPEAT_S
         while not self._stopping.is_set():
             received = signal.sigtimedwait(SIGNALS, BEAT_S)
-            if received is not None:
+            is_end = received is not None and received.si_signo != signal.SIGHUP
+            if is_end and self.on_signal is not None:
+                if time.monotonic() - told > REPEAT_S:
+                    self.on_signal()
+                told = time.monotonic()
+            elif received is not None:
                 # A launcher ends all ranks when one is gone; what this rank sees of that says more.
                 time.sleep(BEAT_S)
                 self.fail(f"ended by {signal.Signals(received.si_signo).name}")
