@@ -1,5 +1,6 @@
 """Work on checkpoints: import a published head, push one to the Hub, export it for an engine, say
-whether a fine-tuned target keeps its FlexSpec draft, or make a target of a GGUF file."""
+whether a fine-tuned target keeps its FlexSpec draft, make a target of a GGUF file, or a checkpoint
+with fp16 weights."""
 
 import sys
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ EXAMPLE = """example:
   python -m pipedraft.models export --checkpoint out/eagle3 --format sglang --out out/sglang
   python -m pipedraft.models scope --base assets/target --target out/tuned/best
   python -m pipedraft.models from-gguf SmolLM2-135M-Instruct.Q4_1.gguf --out out/smollm2
+  python -m pipedraft.models halve --checkpoint out/spd --out out/spd_half
 """
 
 
@@ -116,12 +118,26 @@ class FromGgufOptions(Options):
     """folder to make"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HalveOptions(Options):
+    """write a checkpoint with its weights in fp16, half the size; decoding computes in float32"""
+
+    PROG: ClassVar[str] = "pipedraft models halve"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    checkpoint: str
+    """checkpoint folder or a run's folder"""
+    out: Path
+    """folder to make"""
+
+
 SUBCOMMANDS: dict[str, type[Options]] = {
     "import": ImportOptions,
     "push": PushOptions,
     "export": ExportOptions,
     "scope": ScopeOptions,
     "from-gguf": FromGgufOptions,
+    "halve": HalveOptions,
 }
 
 
@@ -151,6 +167,8 @@ def main() -> None:
         run_scope(options)
     elif isinstance(options, FromGgufOptions):
         run_from_gguf(options)
+    elif isinstance(options, HalveOptions):
+        run_halve(options)
 
 
 def run_import(options: ImportOptions) -> None:
@@ -198,6 +216,13 @@ def run_from_gguf(options: FromGgufOptions) -> None:
     from pipedraft.gguf_target import convert
 
     for path in convert(options.file, options.out, field="FILE"):
+        print(path)
+
+
+def run_halve(options: HalveOptions) -> None:
+    from pipedraft.models.half import halve
+
+    for path in halve(checkpoint_folder(options.checkpoint), options.out):
         print(path)
 
 

@@ -7,6 +7,7 @@ written in torch's functions and know nothing of it. Other devices, and decoding
 # ... any leading axes, H and G columns, M rows, C rows of a chunk, V vocabulary
 # W entries of a block, K blocks of one row
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import gcd
@@ -168,6 +169,19 @@ def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     return block_C * width + torch.argmax(own_C1W[:, 0], -1)
 
 
+CACHED_BYTES = 1 << 24
+
+
+def chunk_bytes(most: int) -> int:
+    """Of logits that are made, compared and dropped together: what the caller can afford."""
+    return most
+
+
+def cached_chunk_bytes(most: int) -> int:
+    """What stays in the caches: 3,040 rows of 16,384 draft tokens take 1.1 instead of 1.7 s."""
+    return min(most, CACHED_BYTES)
+
+
 # -- Muon -----------------------------------------------------------------------------------
 
 
@@ -193,9 +207,10 @@ def orthogonalize(
     return x_GH.T if is_tall else x_GH
 
 
-FASTER: tuple[tuple[object, str, Callable[..., Tensor]], ...] = (
+FASTER: tuple[tuple[object, str, Callable[..., object]], ...] = (
     (F, "linear", linear),
     (F, "rms_norm", rms_norm),
     (Tensor, "argmax", argmax),
+    (sys.modules[__name__], "chunk_bytes", cached_chunk_bytes),
     (_muon, "_zeropower_via_newtonschulz", orthogonalize),
 )

@@ -29,6 +29,7 @@ from pipedraft.pretrained import check_finite, first_line, hub_link, tensor_shap
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 2**22
 WEIGHTS_FILE = "model.safetensors"
+HEAD = "lm_head.weight"
 
 DRAFTS = {
     "spd": "pipedraft.models.spd:SPD",
@@ -178,8 +179,15 @@ class Draft(nn.Module):
         """
         return target_fingerprint(target)
 
+    @property
+    def shares_head(self) -> bool:
+        """The LM head is the target's rows of the draft vocabulary: neither trained nor saved."""
+        return getattr(self.config, "share_head", False)
+
     def attach(self, target: PreTrainedModel) -> None:
         """Take what the draft uses of its target without saving it; most drafts need nothing."""
+        if self.shares_head:
+            copy_head(self, target.get_output_embeddings().weight)
 
     def save(
         self,
@@ -202,8 +210,11 @@ class Draft(nn.Module):
         }
         (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
         weights = self.state_dict() if weights is None else weights
-        weights = {name: value.cpu().contiguous() for name, value in weights.items()}
+        weights = {n: x.cpu().contiguous() for n, x in weights.items() if self._is_saved(n)}
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+    def _is_saved(self, name: str) -> bool:
+        return not (self.shares_head and name == HEAD)
 
     @classmethod
     def load(cls, folder: Path, description: Description) -> "Draft":
@@ -212,7 +223,9 @@ class Draft(nn.Module):
             shapes = tensor_shapes(path)
             parts = cls._read_parts(description, len(shapes))
             with torch.device("meta"):  # nothing is allocated on the word of config.json
-                wanted = {name: tuple(x.shape) for name, x in cls(*parts).state_dict().items()}
+                empty = cls(*parts)
+                state = {n: x for n, x in empty.state_dict().items() if empty._is_saved(n)}
+                wanted = {name: tuple(x.shape) for name, x in state.items()}
         except (SafetensorError, OSError) as error:
             raise ValueError(_damaged(path, str(error))) from error
         except Exception as error:  # whatever a network trips over in its shape
@@ -227,7 +240,7 @@ class Draft(nn.Module):
                 raise ValueError(_damaged(path, f"{name} is {found}, by {CONFIG_FILE} {due}"))
         draft = cls(*parts)
         try:
-            draft.load_state_dict(load_file(path))
+            draft.load_state_dict(load_file(path), strict=False)  # names were compared above
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ValueError(_damaged(path, first_line(error))) from error
         check_finite(draft, "checkpoint", str(path))
@@ -273,7 +286,13 @@ def initialize_head(draft: Draft, target: PreTrainedModel, draft_ids: Tensor | N
     draft.norm.weight.copy_(norm_factor(target.config, target.get_decoder().norm.weight))
     if draft_ids is not None:
         draft.draft_ids.copy_(draft_ids)
-    draft.lm_head.weight.copy_(target.get_output_embeddings().weight[draft.draft_ids])
+    copy_head(draft, target.get_output_embeddings().weight)
+
+
+@torch.no_grad()
+def copy_head(draft: Draft, head_VH: Tensor) -> None:
+    """The draft's LM head becomes the rows of the target's that the draft vocabulary has."""
+    draft.lm_head.weight.copy_(head_VH[cast(Tensor, draft.draft_ids)])
 
 
 def norm_factor(config: PreTrainedConfig, weight_H: Tensor) -> Tensor:
@@ -394,6 +413,8 @@ class StagedDraftConfig:
     """L; filled in from the target."""
     draft_vocab_size: int | None = None
     """U: most frequent tokens of the training data; None: the target's vocabulary."""
+    share_head: bool = False
+    """The LM head is the target's, restricted to the draft vocabulary: not trained, not saved."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries))
@@ -417,6 +438,7 @@ class StagedDraft(Draft):
         self.rotary = RotaryEmbedding(layer)
         size = self.config.draft_vocab_size or self.target_vocab_size
         self.lm_head = nn.Linear(layer.hidden_size, size, bias=False)
+        self.lm_head.requires_grad_(not self.shares_head)
         self.register_buffer("draft_ids", torch.arange(size))
 
     @property

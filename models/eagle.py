@@ -58,6 +58,7 @@ class EagleHead(Draft):
 
     def attach(self, target: PreTrainedModel) -> None:
         """Use this target's embedding. A list keeps the module out of the parameters."""
+        super().attach(target)
         self._embedding = [target.get_input_embeddings()]
 
     def embed(self, ids: Tensor) -> Tensor:

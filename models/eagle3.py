@@ -37,6 +37,8 @@ class Eagle3Config:
     """L; filled in from the target."""
     draft_vocab_size: int | None = None
     """U: most frequent tokens of the training data; None: the target's vocabulary."""
+    share_head: bool = False
+    """The LM head is the target's, restricted to the draft vocabulary: not trained, not saved."""
     norm_output: bool = False
     """EAGLE-3.1: feed the normed state back instead of the raw one."""
     fc_norm: bool = False
@@ -134,6 +136,7 @@ class Eagle3(EagleHead):
         self.norm = RMSNorm(hidden, layer.rms_norm_eps)
         size = config.draft_vocab_size or reference.fingerprint["vocab_size"]
         self.lm_head = nn.Linear(hidden, size, bias=False)
+        self.lm_head.requires_grad_(not config.share_head)
         self.rotary = RotaryEmbedding(layer)
         self.register_buffer("draft_ids", torch.arange(size))
 

@@ -38,6 +38,7 @@ from pipedraft.models.draft import (
     WEIGHTS_FILE,
     Description,
     Draft,
+    copy_head,
     read_description,
 )
 from pipedraft.models.eagle import Eagle
@@ -100,6 +101,10 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
     if layout == "sglang" and target is not None:
         head.reference.check_fingerprint(read_target(target, None).fingerprint)
     name, revision = (target, None) if target else (head.reference.name, head.reference.revision)
+    if head.shares_head:  # engines load an LM head with every draft
+        found = read_target(name, revision)
+        head.reference.check_fingerprint(found.fingerprint)
+        copy_head(head, found.head_VH)
     if isinstance(head, MTP):
         config, weights = mtp_parts(head, read_target(name, revision))
     elif isinstance(head, Eagle):

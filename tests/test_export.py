@@ -425,3 +425,13 @@ def test_the_package_computes_the_same_logits_at_every_draft_token(tmp_path, opt
         theirs = logits[step][: LENGTH - 1 - step]
         difference = (theirs - expected[step]).abs().max() / expected[step].abs().max()
         assert difference < 1e-5, (step, float(difference))
+
+
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+def test_a_head_without_an_lm_head_of_its_own_is_written_with_the_targets(tmp_path, layout):
+    folder = make_checkpoint(tmp_path, draft_vocab_size=20, share_head=True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    export(folder, layout, tmp_path / "out")
+    weights, target = read(tmp_path / "out")[1], tiny_target(folder)
+    rows_UH = target.get_output_embeddings().weight[weights["t2d"]]
+    assert torch.equal(weights["lm_head.weight"], rows_UH)

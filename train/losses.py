@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipedraft.models import cpu
+
 Divergence = Literal["kl", "tv", "lk", "lk_hybrid", "ce", "rkl", "jsd", "topk_kl"]
 SOFT_LABELS = ("kl", "lk_hybrid", "ce", "topk_kl")
 """Their gradient has a part q minus labels."""
@@ -105,8 +107,8 @@ def chunked_distillation(
             share its softmax. Without it the rows are the same ones, L = M.
         teacher_rows_U: target id of every draft token, without repeats; needed if U < V.
         weights_M: factor of each row in the loss; the metrics are not weighted.
-        chunk_rows: rows at a time, by default those that CHUNK_BYTES hold; the result does not
-            depend on it beyond rounding.
+        chunk_rows: rows at a time, by default those that CHUNK_BYTES, or a processor's caches,
+            hold; the result does not depend on it beyond rounding.
 
     Raises:
         ValueError: unknown kind, or shapes that do not fit together.
@@ -167,7 +169,8 @@ class _Distillation(torch.autograd.Function):
         dhidden_MH = torch.empty_like(hidden_MH) if needs_hidden else None
         dhead_UH = torch.zeros_like(head_weight_UH, dtype=exact) if needs_head else None
         if chunk_rows is None:
-            fitting = CHUNK_BYTES // (exact.itemsize * len(teacher_head_VH))
+            most = cpu.chunk_bytes(CHUNK_BYTES)
+            fitting = most // (exact.itemsize * len(teacher_head_VH))
             chunk_rows = min(max(1, fitting), MAX_ROWS)
         if weights_M is None:
             weights_M = hidden_MH.new_ones(M, dtype=exact)

@@ -109,6 +109,9 @@ class DivergenceConfig:
     outside: Literal["count", "drop"] = "count"
     """Rows whose most likely target token the draft vocabulary lacks count in the loss, or are
     dropped from it as SpecForge and SPD's authors do."""
+    teacher_vocabulary: Literal["target", "draft"] = "target"
+    """draft: training steps compute the teacher's logits of the draft vocabulary alone, so that
+    their metrics leave out what it lacks; validation computes all of them."""
 
     @property
     def measure(self) -> Measure:
@@ -232,14 +235,17 @@ class DraftObjective(Objective):
             options: of ``chunked_distillation``.
         """
         draft: Any = self.draft  # of a class with an LM head
+        head_VH: Any = self.target.get_output_embeddings().weight
+        rows_U = None if self.draft_vocab_size is None else draft.draft_ids
+        if rows_U is not None and self.skips_outside and torch.is_grad_enabled():
+            head_VH, rows_U = head_VH[rows_U], None
         return chunked_distillation(
-            hidden_MH,
-            draft.lm_head.weight,
-            teacher_LH,
-            self.target.get_output_embeddings().weight,  # type: ignore[arg-type]  # a Linear
-            teacher_rows_U=None if self.draft_vocab_size is None else draft.draft_ids,
-            **options,
+            hidden_MH, draft.lm_head.weight, teacher_LH, head_VH, teacher_rows_U=rows_U, **options
         )
+
+    @property
+    def skips_outside(self) -> bool:
+        return vars(self.config).get("teacher_vocabulary") == "draft"
 
     def use_checkpointing(self) -> None:
         self.draft.checkpointing = True
