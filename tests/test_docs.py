@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import REPOSITORY
 from doc_commands import PAGES, check, make_command, run_module
-from doc_place import COMMANDS, NOT_RUN, PAGE_NAMES, runner_of
+from doc_place import COMMANDS, NOT_RUN, PAGE_NAMES, after, output_of, runner_of
+
+from pipedraft.eval.spec import read_roles
+
+MODELS = sorted((REPOSITORY / "configs" / "papers" / "models").glob("*.yaml"))
 
 # -- parsing --------------------------------------------------------------------------------
 
@@ -54,6 +59,25 @@ def test_a_wrong_command_is_noticed(text, monkeypatch, capfd):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises((Exception, SystemExit)):
         check(make_command("page.md", 1, text))
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_drafts_of_the_papers_models_are_made_by_the_commands_above_them(path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    lines = re.findall(r"^#     (.*)$", path.read_text(), re.MULTILINE)
+    commands = [make_command(path.name, 0, line) for line in lines]
+    made = set()
+    for command in commands:
+        check(command)
+        words = command.arguments
+        is_trained = command.module == "pipedraft.train"
+        made.add(output_of(words) if is_trained else after(words, "--out"))
+    drafts = yaml.safe_load(path.read_text())
+    assert drafts.keys() <= read_roles().keys()
+    assert {f for f in drafts.values() if f.startswith("out/")} <= made
+    assert commands[-1].arguments[0] == "table" and str(path).endswith(
+        after(commands[-1].arguments, "--checkpoints")
+    )
 
 
 def test_every_command_of_this_project_runs_in_one_test_or_another():
