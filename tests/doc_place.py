@@ -79,6 +79,8 @@ def parts_of(command: Command) -> set[tuple[str, ...]]:
         if word.startswith("--"):
             option, _, word = word.partition("=")
             parts.add((command.module, option))
+        if command.module == "pipedraft.train" and word.endswith(".yaml"):
+            word = yaml.safe_load((REPOSITORY / word).read_text())["method"]
         if re.match(r"configs/|[A-Za-z][\w:+-]*(,[\w:+-]+)*$", word):
             parts |= {(command.module, option, value) for value in word.split(",")}
     return parts
@@ -87,14 +89,15 @@ def parts_of(command: Command) -> set[tuple[str, ...]]:
 def new_commands(commands: list[Command]) -> list[Command]:
     """Those that have a part which none before them has.
 
-    A table is none of them: test_paper_tables.py and test_retention.py make each. Nor is the second
-    benchmark that starts ranks.
+    A table is none of them: test_paper_tables.py and test_retention.py make each. Nor is a second
+    run of a benchmark, or of a method's training: test_train_config.py reads each configuration.
     """
     seen: set[tuple[str, ...]] = set()
     new = []
     for command in commands:
         is_table = command.arguments[:1] == ["table"] and "--list" not in command.arguments
-        is_second = command.module == "benchmarks/pipeinfer.py"
+        is_second = command.module.startswith("benchmarks/") and (command.module,) in seen
+        is_second |= command.module == "benchmarks/pipeinfer.py"  # starts ranks, as one before
         if not (is_table or is_second or parts_of(command) <= seen):
             new.append(command)
         seen |= parts_of(command)

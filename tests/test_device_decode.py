@@ -120,7 +120,11 @@ def connect_ranks(target: StagedTarget):
     return connect_inline(target, [StagedTarget(other, target.boundaries)])
 
 
-RUNS += [(*run, connect_ranks, temperature) for run in OWN for temperature in (0.0, 1.0)]
+RUNS += [(*run, connect_ranks, float(index % 2)) for index, run in enumerate(OWN)]
+RUNS += [
+    pytest.param(*run, connect_ranks, float(1 - index % 2), marks=pytest.mark.all)
+    for index, run in enumerate(OWN)
+]
 
 
 @pytest.mark.parametrize(("head", "schedule", "settings", "connect", "temperature"), RUNS)
@@ -177,8 +181,14 @@ BUDGETS = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("head", "schedule", "settings"), BUDGETS)
+@pytest.mark.parametrize(
+    ("head", "schedule", "settings", "temperature"),
+    [
+        pytest.param(*run, temperature, marks=[pytest.mark.all] * (temperature != index % 2))
+        for index, run in enumerate(BUDGETS)
+        for temperature in (0.0, 1.0)
+    ],
+)
 def test_a_step_launches_and_waits_a_few_times_only(head, schedule, settings, temperature):
     """Beside its recorded graph a stage launches no more for more layers, nor does a draft."""
     counts = decode_on_gpu(HEADS[head], schedule, temperature=temperature, **settings)

@@ -3,6 +3,8 @@
 Oracle: the model's own forward on one root-to-node path, from scratch, without a cache.
 """
 
+from itertools import product
+
 import pytest
 import torch
 import transformers as hf
@@ -65,8 +67,17 @@ def test_chain_equals_forward_with_eager_attention():
     assert_close(logits_lV, reference_TV)
 
 
-@pytest.mark.parametrize("num_stages", [1, 3, (0, 1, 2, 3, 4)])
-@pytest.mark.parametrize("name", FAMILIES)
+KINDS_OF_LAYERS = ("llama", "qwen3_half_sliding", "mixtral", "qwen3_5")
+CUTS = [(name, 3) for name in FAMILIES]
+CUTS += [(name, cut) for cut in (1, (0, 1, 2, 3, 4)) for name in KINDS_OF_LAYERS]
+MORE_CUTS = [
+    pytest.param(name, cut, marks=pytest.mark.all)
+    for name, cut in product(FAMILIES, (1, (0, 1, 2, 3, 4)))
+    if name not in KINDS_OF_LAYERS
+]
+
+
+@pytest.mark.parametrize(("name", "num_stages"), CUTS + MORE_CUTS)
 def test_random_segments_and_keeps_equal_recomputing_each_path_from_scratch(name, num_stages):
     num_compared = 0
     for seed in range(2):
