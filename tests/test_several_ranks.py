@@ -26,15 +26,20 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.process import SequenceFailed
 from pipedraft.inference.transport.worker import StageWorker
 
+DRAFTS = {
+    "module": friendly_module,
+    "head": make_head,
+    "exit": make_exit,
+    "language model": noisy_copy,
+}
 
-@pytest.mark.parametrize("connect", [connect_inline, connect_in_turns])
+
 @pytest.mark.parametrize(
-    ("kind", "make"),
+    ("kind", "make", "connect"),
     [
-        ("module", friendly_module),
-        ("head", make_head),
-        ("exit", make_exit),
-        ("language model", noisy_copy),
+        pytest.param(*draft, connect, marks=[pytest.mark.all] * (other != index % 2))
+        for index, draft in enumerate(DRAFTS.items())
+        for other, connect in enumerate((connect_inline, connect_in_turns))
     ],
 )
 def test_ranks_make_the_steps_that_one_process_makes(kind, make, connect):
