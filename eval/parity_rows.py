@@ -63,7 +63,7 @@ def trained_depth(draft: Draft, depth: int) -> int:
         return draft.config.max_in_flight
     if isinstance(draft, PPSD):
         return draft.num_stages - 1  # drafted after a step, when one of the stages is done
-    return min(depth, draft.config.block_size - 1) if isinstance(draft, DFlash) else depth
+    return min(depth, draft.config.num_tokens) if isinstance(draft, DFlash) else depth
 
 
 class Text:

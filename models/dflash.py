@@ -6,14 +6,14 @@ anchor, projected to keys and values. Row k gives the logits of the token k posi
 anchor, whatever the tokens in between are.
 """
 
-# ... any leading axes, H hidden, N query heads, J key heads, D head size, V vocabulary
-# B batch, T positions, P = B T context rows, A blocks, R rows of a block, S = R - 1 draft tokens
+# ... any leading axes, H hidden, N query heads, J key heads, D head size, U draft vocabulary
+# B batch, T positions, P = B T context rows, A blocks, R rows of a block, S draft tokens of it
 # G rows of a group of blocks, K keys that a group sees
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,8 @@ class DFlashConfig:
     L - 2."""
     mask_token_id: int | None = None
     """Token whose embedding stands at the masked rows; None: the last of the vocabulary."""
+    draft_vocab_size: int | None = None
+    """U: most frequent tokens of the training data; None: the target's vocabulary."""
     num_target_layers: int = 0
     """L; filled in from the target."""
 
@@ -69,7 +71,17 @@ class DFlashConfig:
                 f"target has {last} layers"
             )
 
-    def for_target(self, num_layers: int, vocab_size: int) -> "DFlashConfig":
+    @property
+    def first_row(self) -> int:
+        """The row of a block that gives its first draft token."""
+        return 1
+
+    @property
+    def num_tokens(self) -> int:
+        """S: draft tokens of a block."""
+        return self.block_size - self.first_row
+
+    def for_target(self, num_layers: int, vocab_size: int) -> Self:
         """The configuration with what the target decides filled in."""
         mask = vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
         if not 0 <= mask < vocab_size:
@@ -127,7 +139,10 @@ class DFlash(Draft):
         self.layers = nn.ModuleList(DecoderLayer(layer) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, eps)
         self.rotary = RotaryEmbedding(layer)
-        self.register_buffer("draft_ids", torch.arange(vocabulary), persistent=False)
+        size = config.draft_vocab_size
+        self.register_buffer(
+            "draft_ids", torch.arange(size or vocabulary), persistent=size is not None
+        )
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -139,18 +154,23 @@ class DFlash(Draft):
 
     def attach(self, target: PreTrainedModel) -> None:
         """Use this target's embedding and LM head. A list keeps them out of the parameters."""
-        self._embedding = [target.get_input_embeddings()]
-        self._head = [target.get_output_embeddings()]
+        head = target.get_output_embeddings()
+        if self.config.draft_vocab_size is not None:
+            part = nn.Linear(head.in_features, len(self.draft_ids), bias=False, device="meta")
+            part.weight = nn.Parameter(head.weight.detach()[self.draft_ids], requires_grad=False)
+            head = part
+        self._embedding, self._head = [target.get_input_embeddings()], [head]
 
     @property
     def lm_head(self) -> nn.Linear:
-        """The target's."""
+        """The target's, or its rows of the draft vocabulary."""
         return self._head[0]
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
         """The final norm starts as the target's; the deepest fused layer is passed on."""
-        assert draft_ids is None, "DFlash reads its logits off the target's LM head"
+        if draft_ids is not None:
+            self.draft_ids.copy_(draft_ids)
         self.attach(target)
         self.norm.weight.copy_(norm_factor(target.config, target.get_decoder().norm.weight))
         self.fc.weight.zero_()
@@ -185,8 +205,8 @@ class DFlash(Draft):
             lengths: of the documents in a packed row [1, T].
 
         Returns:
-            [A, S, H] after the final norm; row k predicts the token k + 1 positions behind its
-            anchor.
+            Outputs [A, S, H], as ``logits`` takes them; row k predicts the token k + 1 positions
+            behind its anchor.
         """
         B, T = ids_BT.shape
         groups, anchors_A = self._groups(anchors, lengths or [T] * B, ids_BT.device)
@@ -206,7 +226,7 @@ class DFlash(Draft):
         stream_ARH = self.embed_blocks(ids_BT.flatten()[anchors_A], R).to(feature_PH.dtype)
         for layer in self.decoder_layers:
             stream_ARH = self.compute(advance, layer, stream_ARH, feature_PH)
-        return self.norm(stream_ARH[:, 1:])
+        return self.norm(stream_ARH[:, self.config.first_row :])
 
     def _turn(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotary.of_heads(positions, like.dtype)
@@ -248,7 +268,7 @@ class DFlash(Draft):
             caches: one for each decoder layer.
 
         Returns:
-            [S, H] after the final norm, as of ``forward``.
+            [S, H] after the final norm.
         """
         end = position + num_rows
         positions = torch.arange(position - len(feature_CH), end, device=anchor.device)
@@ -285,10 +305,10 @@ class DFlash(Draft):
             cache.append_rows(*attention.key_value(rows, cos, sin))
             query_RND = attention.query(normed_RH, cos[num_new:], sin[num_new:])
             stream_RH = layer.finish(stream_RH, cache.attend(query_RND, visible_RC))
-        return self.norm(stream_RH[1:])
+        return self.norm(stream_RH[self.config.first_row :])
 
     def logits(self, state_H: Tensor) -> Tensor:
-        """[..., V] from rows after the final norm."""
+        """[..., U] from rows after the final norm."""
         return F.linear(state_H, self.lm_head.weight)
 
 

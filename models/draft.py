@@ -38,6 +38,7 @@ DRAFTS = {
     "eagle3": "pipedraft.models.eagle3:Eagle3",
     "mtp": "pipedraft.models.mtp:MTP",
     "dflash": "pipedraft.models.dflash:DFlash",
+    "dspark": "pipedraft.models.dspark:DSpark",
     "flexspec": "pipedraft.models.flexspec:FlexSpec",
 }
 """draft_type in a checkpoint -> module and class of the draft, which import this module."""

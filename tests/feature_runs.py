@@ -19,6 +19,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle3": ROWS,
     "mtp": ROWS,
     "dflash": ROWS,
+    "dspark": ROWS,
     "flexspec": ROWS,
 }
 HIDDEN = 32
@@ -49,7 +50,7 @@ def dump(world: World, out: Path | None, monkeypatch, *options: str, **changes: 
     """The command, for all heads."""
     changes = METHODS["spd"] | changes
     arguments = world.arguments("spd", world.folder / "run", **changes)
-    for method in ("ppsd", "eagle", "eagle3", "mtp", "dflash", "flexspec"):
+    for method in ("ppsd", "eagle", "eagle3", "mtp", "dflash", "dspark", "flexspec"):
         if not (world.folder / f"{method}.yaml").exists():
             write_config(world, method, world.folder / f"{method}.yaml")
         arguments += ["--also", str(world.folder / f"{method}.yaml")]

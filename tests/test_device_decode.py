@@ -42,6 +42,7 @@ HEADS: dict[str, Callable] = {
     "eagle3": make_head,
     "mtp": partial(make_head, kind="mtp"),
     "dflash": partial(make_head, kind="dflash"),
+    "dspark": partial(make_head, kind="dspark"),
     "flexspec": make_draft,
     "language_model": noisy_copy,
 }
@@ -55,6 +56,7 @@ OWN = [
     ("eagle3", "flowspec", {"tree": SMALL}),
     ("mtp", *EAGLE),
     ("dflash", *EAGLE),
+    ("dspark", *EAGLE),
     ("flexspec", *EAGLE),
     ("language_model", "pipeinfer", {}),
 ]
@@ -73,6 +75,8 @@ OTHERS = [
     ("dflash", "ssd", {}),
     ("flexspec", "ssd", {}),
     ("dflash", "flowspec_continued", {}),
+    ("dspark", "flowspec_continued", {}),
+    ("dspark", "pipeinfer", {"branches": 2}),
     ("flexspec", "pipedec", {"tree_width": 4}),
 ]
 RUNS: list[tuple] = [(*run, LocalPipeline, 0.0) for run in OWN]

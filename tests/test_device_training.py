@@ -126,7 +126,17 @@ def test_weights_without_meaning_are_refused(tmp_path, scheme):
 
 
 MAX_SYNCS = 8
-METHODS = ("spd", "ppsd", "eagle", "eagle3", "mtp", "dflash", "flexspec", "language_model")
+METHODS = (
+    "spd",
+    "ppsd",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "dflash",
+    "dspark",
+    "flexspec",
+    "language_model",
+)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

@@ -1,11 +1,17 @@
 """DFlash: its blocks in training and decoding, its loss, its draft tokens under every schedule."""
 
-import math
-from types import SimpleNamespace
-
 import pytest
 import torch
 from attention_runs import assert_loss_and_gradients
+from block_runs import (
+    MASKS,
+    OTHER_WAYS,
+    CheckedDFlash,
+    assert_training_is_decoding,
+    make_batch,
+    make_objective,
+    plain_loss,
+)
 from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
     CHAIN,
@@ -22,83 +28,20 @@ from decode_runs import (
 )
 from tiny_drafts import make_head
 
-from pipedraft.data_recipes.batch import collate
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.dflash import DFlashSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models import dflash
-from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.dflash import (
-    DFlashObjective,
-    DFlashTrainConfig,
     block_lengths,
     dpace_weights,
     draw_anchors,
 )
 
-MASKS = ([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 0, 1])
-OTHER_WAYS = [
-    {"schedule": "pipeinfer"},
-    {"schedule": "ssd", "draft_tokens": 3},
-    {"schedule": "pipeinfer", "draft_tokens": 4, "branches": 3, "split": 0.05},
-    {"schedule": "eagle", "tree": TreeShape(kind="chain", depth=9)},
-]
-
-
-def make_objective(target=None, **options) -> DFlashObjective:
-    """Float64, and no parameter at a special value."""
-    target = tiny_llama(layers=6, hidden=32, vocab=24) if target is None else target
-    objective = DFlashObjective(
-        DFlashTrainConfig(**{"num_layers": 2, "block_size": 4, **options}),
-        target.double(),
-        target_name="tiny",
-        revision=None,
-        data=SimpleNamespace(report=SimpleNamespace(to_dict=dict)),
-    )
-    generator = torch.Generator().manual_seed(3)
-    for parameter in objective.parameters():
-        noise = torch.randn(parameter.shape, generator=generator) * 0.5
-        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
-    return objective.double()
-
-
-def make_batch(masks, vocab=24):
-    generator = torch.Generator().manual_seed(5)
-    rows = [torch.randint(vocab, (len(mask),), generator=generator).tolist() for mask in masks]
-    pairs = zip(rows, masks, strict=True)
-    return collate([{"input_ids": ids, "loss_mask": mask} for ids, mask in pairs], 0)
-
-
 # -- blocks -------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def decoded_block(draft, ids_T, feature_TH, anchor):
-    """By the runtime, the context in two parts."""
-    caches = [KeyValues() for _ in draft.layers]
-    half = anchor // 2
-    draft.propose(ids_T[half, None], 2, feature_TH[:half], position=half, caches=caches)
-    rows, token = feature_TH[half:anchor], ids_T[anchor, None]
-    return draft.propose(token, draft.config.block_size, rows, position=anchor, caches=caches)
-
-
-def assert_training_is_decoding(objective) -> None:
-    T, draft = 12, objective.draft
-    batch = make_batch([[1] * T] * 2)
-    ids_BT = batch["input_ids"]
-    with torch.no_grad():
-        taps = capture_hidden(objective.target, ids_BT, draft.taps)
-        feature_BTH = draft.feature(taps)
-        anchors = [torch.arange(1, T), T + torch.tensor([3, 4, 8])]
-        states_ASH = draft(taps, ids_BT, anchors)
-    for states_SH, place in zip(states_ASH, torch.cat(anchors).tolist(), strict=True):
-        text, anchor = divmod(place, T)
-        expected_SH = decoded_block(draft, ids_BT[text], feature_BTH[text], anchor)
-        torch.testing.assert_close(states_SH, expected_SH, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(draft.logits(states_SH), draft.logits(expected_SH))
 
 
 @pytest.mark.parametrize("group_rows", [1, 12, 128])
@@ -173,69 +116,6 @@ def test_a_setting_that_makes_no_head_is_refused(setting, words):
 # -- the loss -----------------------------------------------------------------------------------
 
 
-def plain_block(objective, ids_T, taps_TH, anchor):
-    """Oracle: one block by its equations, a dense softmax, all from the layers' matrices."""
-    draft, R = objective.draft, objective.config.block_size
-    context = draft.hidden_norm(draft.fc(torch.cat(taps_TH, -1)[:anchor]))
-    mask_id = objective.target.config.vocab_size - 1
-    ids = torch.tensor([int(ids_T[anchor])] + [mask_id] * (R - 1))
-    x = objective.target.model.embed_tokens(ids)
-    cos, sin = draft.rotary.of_heads(torch.arange(anchor + R), x.dtype)
-    for layer in draft.layers:
-        normed, own = layer.input_layernorm(x), layer.self_attn
-        keys, values = own.key_value(torch.cat([context, normed]), cos, sin)
-        query = own.query(normed, cos[anchor:], sin[anchor:])
-        group = query.shape[1] // keys.shape[1]
-        keys, values = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (keys, values))
-        scores = query.transpose(0, 1) @ keys.mT / query.shape[-1] ** 0.5
-        x = layer.finish(x, (scores.softmax(-1) @ values).transpose(0, 1))
-    return draft.norm(x)[1:]
-
-
-def turn_of(mask, anchor, most) -> int:
-    """Labels behind the anchor that are of its turn."""
-    if not anchor or not mask[anchor]:
-        return 0
-    end = anchor
-    while end + 1 < len(mask) and mask[end + 1]:
-        end += 1
-    return min(end - anchor, most)
-
-
-def plain_loss(objective, batch):
-    config, S = objective.config, objective.config.block_size - 1
-    names = [f"{k}_{i + 1}" for k in ("acceptance", "agreement", "count") for i in range(S)]
-    loss, sums = 0.0, dict.fromkeys(names, 0.0)
-    depth = objective.target.config.num_hidden_layers
-    columns = (batch[name] for name in ("input_ids", "loss_mask", "lengths"))
-    for ids, mask, length in zip(*columns, strict=True):
-        ids, mask = ids[:length], mask[:length].tolist()
-        taps = capture_hidden(objective.target, ids[None], {*objective.draft.taps, depth})
-        rows = [taps[layer][0] for layer in objective.draft.taps]
-        p_TV = objective.target.lm_head(objective.target.model.norm(taps[depth][0])).softmax(-1)
-        for anchor in range(len(mask)):
-            count = turn_of(mask, anchor, S)
-            if not count:
-                continue
-            states = plain_block(objective, ids, rows, anchor)[:count]
-            q_SV, p_SV = objective.target.lm_head(states).softmax(-1), p_TV[anchor : anchor + count]
-            weights = [math.exp(-i / config.decay_gamma) for i in range(count)]
-            if config.position_weights == "dpace":
-                right = [q[p.argmax()].item() for q, p in zip(q_SV, p_SV, strict=True)]
-                smooth = [(1 - config.dpace_alpha) * q + config.dpace_alpha for q in right]
-                prefix = torch.tensor(smooth, dtype=torch.float64).cumprod(0)
-                weights = [prefix[i:].sum() for i in range(count)]
-            for i, (p, q) in enumerate(zip(p_SV, q_SV, strict=True)):
-                divergence = (p * (p.log() - q.log())).sum()
-                if config.loss == "ce":
-                    divergence = -q[p.argmax()].log()
-                loss = loss + weights[i] * divergence
-                sums[f"acceptance_{i + 1}"] += torch.minimum(p, q).sum().item()
-                sums[f"agreement_{i + 1}"] += float(q.argmax() == p.argmax())
-                sums[f"count_{i + 1}"] += 1
-    return loss, sums
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -243,6 +123,8 @@ def plain_loss(objective, batch):
         {"loss": "ce", "decay_gamma": 2.0},
         {"position_weights": "dpace"},
         {"position_weights": "dpace", "dpace_alpha": 0.1, "block_size": 6},
+        {"draft_vocab_size": 9},
+        {"loss": "ce", "position_weights": "dpace", "draft_vocab_size": 9},
     ],
     ids=str,
 )
@@ -313,41 +195,10 @@ def test_training_makes_blocks_longer():
 # -- decoding -----------------------------------------------------------------------------------
 
 
-class Checked(DFlashSource):
-    """Compares every distribution with that of a block computed anew from the whole text."""
-
-    def begin(self, features, tokens):
-        self.seen, self.expected = [], {}
-        super().begin(features, tokens)
-
-    def observe(self, features, next_tokens):
-        self.seen.append({layer: x.clone() for layer, x in features.items()})
-        super().observe(features, next_tokens)
-
-    def _logits(self, tree, rows):
-        logits_QV = super()._logits(tree, rows)
-        for logits_V, row in zip(logits_QV, rows, strict=True):
-            depth, size = tree.depths[row], self.draft.config.block_size - 1
-            key = tree.root_position, size * (depth // size + 1)
-            if key not in self.expected:
-                self.expected[key] = self.from_scratch(tree.tokens[0], *key)
-            torch.testing.assert_close(logits_V, self.expected[key][depth])
-        return logits_QV
-
-    def from_scratch(self, token, position, num_tokens):
-        taps = {layer: torch.cat([part[layer] for part in self.seen]) for layer in self.taps}
-        draft, feature_TH = self.draft, self.draft.feature(taps)
-        caches, anchor = [KeyValues() for _ in draft.layers], torch.tensor([token])
-        assert len(feature_TH) == position
-        return draft.logits(
-            draft.propose(anchor, num_tokens + 1, feature_TH, position=position, caches=caches)
-        )
-
-
 @pytest.mark.parametrize("way", WAYS + OTHER_WAYS, ids=way_name)
 def test_greedy_text_is_the_targets_and_every_draft_token_is_of_the_newest_block(way):
     target = tiny_llama(layers=4, vocab=16).double()
-    source = Checked(make_head(target, "dflash", block_size=5).double())
+    source = CheckedDFlash(make_head(target, "dflash", block_size=5).double())
     engine = engine_for(target, source=source, num_stages=3, max_new_tokens=NEW_TOKENS, **way)
     for prompt in PROMPTS[1:3]:
         assert decode_exactly(engine, prompt).num_drafted > 0
@@ -358,7 +209,7 @@ def test_a_block_that_outlives_its_root_is_noticed(monkeypatch):
     """Known-bad: what was drafted before a commit is offered after it."""
     target = tiny_llama(layers=4, vocab=16)
     monkeypatch.setattr(DFlashSource, "_keep_rows", lambda source, keep: None)
-    source = Checked(make_head(target, "dflash", block_size=5))
+    source = CheckedDFlash(make_head(target, "dflash", block_size=5))
     engine = engine_for(target, source=source, schedule="eagle", tree=CHAIN, num_stages=2)
     with pytest.raises(AssertionError):
         engine.decode(PROMPTS[2])

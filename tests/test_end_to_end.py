@@ -214,7 +214,7 @@ def test_the_upload_holds_the_network_and_its_card_and_no_training_state(
     assert capfd.readouterr() == (greedy_text(trained) + "\n", "")
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
 def test_an_eagle_head_is_trained_decoded_and_evaluated(
     method, trained, tmp_path, monkeypatch, capfd
 ):

@@ -32,6 +32,7 @@ MAKERS = {
     "eagle3": make_head,
     "mtp": lambda target: make_head(target, "mtp"),
     "dflash": lambda target: make_head(target, "dflash"),
+    "dspark": lambda target: make_head(target, "dspark"),
     "ppsd": make_exit,
     "flexspec": make_draft,
 }

@@ -13,9 +13,9 @@ from pipedraft.train.log import flop_counter
 from pipedraft.train.losses import Measure, chunked_distillation
 
 torch.set_num_threads(1)
-KINDS = ("kl", "tv", "lk", "lk_hybrid", "ce", "rkl", "jsd", "topk_kl")
-ETA, TOP_K = 2.0, 3
-MEASURES = {kind: Measure(kind=kind, eta=ETA, top_k=TOP_K) for kind in KINDS}
+KINDS = ("kl", "tv", "lk", "lk_hybrid", "ce", "ce_l1", "rkl", "jsd", "topk_kl")
+ETA, TOP_K, SHARE = 2.0, 3, 0.3
+MEASURES = {kind: Measure(kind=kind, eta=ETA, top_k=TOP_K, ce_share=SHARE) for kind in KINDS}
 
 
 def make_inputs(M=11, H=5, teacher_H=7, V=13, U=None, dtype=torch.float64, seed=0):
@@ -46,12 +46,16 @@ def plain(hidden, head, teacher_hidden, teacher_head, *, kind, ids=None, weights
     # The acceptance rate has the target's whole distribution in it.
     rate = torch.minimum(kept, q).sum(-1)
     share = (-ETA * rate).exp().detach()
+    hard = -q.log().gather(-1, p.argmax(-1, keepdim=True))[:, 0]
+    # Tokens that the draft vocabulary lacks are a part of the distance.
+    distance = (kept - q).abs().sum(-1) + 1 - kept.sum(-1)
     loss = {
         "kl": lambda: divergence(p, q),
         "tv": lambda: 1 - rate,
         "lk": lambda: -rate.log(),
         "lk_hybrid": lambda: share * divergence(p, q) + (1 - share) * (1 - rate),
-        "ce": lambda: -q.log().gather(-1, p.argmax(-1, keepdim=True))[:, 0],
+        "ce": lambda: hard,
+        "ce_l1": lambda: SHARE * hard + (1 - SHARE) * distance,
         "rkl": lambda: divergence(q, p),
         "jsd": lambda: (divergence(p, mixed) + divergence(q, mixed)) / 2,
         "topk_kl": lambda: divergence(best, q.gather(-1, index)),
@@ -89,6 +93,22 @@ def test_loss_gradients_and_metrics_equal_the_plain_formula(kind, U, weighted):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_second_head_adds_its_logits(kind):
+    """As one head over all columns, whose gradient comes in two parts."""
+    (hidden, head, *teacher), _ = make_inputs(H=9)
+    whole = chunked_distillation(hidden, head, *teacher, measure=MEASURES[kind], chunk_rows=4)
+    first, second = (x.detach().requires_grad_() for x in head.split([5, 4], 1))
+    parts = chunked_distillation(
+        hidden, first, *teacher, pair_weight_UR=second, measure=MEASURES[kind], chunk_rows=3
+    )
+    torch.testing.assert_close(parts.loss, whole.loss)
+    expected = gradients(whole.loss, (hidden, head))
+    dhidden, *dheads = torch.autograd.grad(parts.loss, (hidden, first, second))
+    torch.testing.assert_close(dhidden, expected[0])
+    torch.testing.assert_close(torch.cat(dheads, 1), expected[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_chunk_size_does_not_matter(kind):
     inputs, _ = make_inputs(M=20)
     results = [
@@ -116,7 +136,7 @@ def test_a_draft_equal_to_the_target_has_no_loss_and_full_acceptance(kind):
     (hidden, head, *_), _ = make_inputs()
     result = chunked_distillation(hidden, head, hidden, head, measure=MEASURES[kind])
     assert abs(result.sums()["acceptance"].item() - 11) < 1e-12
-    if kind in ("ce", "topk_kl"):  # their labels are a part of the distribution
+    if kind in ("ce", "ce_l1", "topk_kl"):  # their labels are a part of the distribution
         return
     assert abs(result.loss.item()) < 1e-12
     assert result.sums()["agreement"].item() == 11

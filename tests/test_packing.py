@@ -23,6 +23,7 @@ from pipedraft.models.structural import structural_attention
 from pipedraft.models.target import capture_hidden
 from pipedraft.train import language_model
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
+from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig, feature_noise
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
@@ -44,6 +45,7 @@ DRAFTS = {
     "eagle3": (Eagle3Objective, Eagle3TrainConfig(num_steps=4)),
     "mtp": (MTPObjective, MTPTrainConfig(num_steps=4)),
     "dflash": (DFlashObjective, DFlashTrainConfig(num_layers=2, block_size=5)),
+    "dspark": (DSparkObjective, DSparkTrainConfig(num_layers=2, block_size=4, markov_rank=6)),
     "flexspec": (FlexSpecObjective, FlexSpecTrainConfig(stem_layers=1, feature_source="self")),
 }
 LANGUAGE_MODELS = {

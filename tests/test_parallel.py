@@ -25,7 +25,7 @@ CHANGES = {
     "eagle": COMMON,
     "eagle3": COMMON | {"model__draft_vocab_size": 60},
     "mtp": COMMON,
-    "dflash": COMMON | {"model__num_anchors": 4},
+    "dspark": COMMON | {"model__num_anchors": 4},
     "flexspec": COMMON | {"model__feature_source": "self"},
     "language_model": COMMON,
 }

@@ -39,7 +39,7 @@ def counted(objective, precision: str) -> tuple[LiveBytes, LiveBytes, float]:
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.all), "bf16"])
-@pytest.mark.parametrize("method", ["spd", "ppsd", "eagle", "eagle3", "mtp", "dflash", "flexspec"])
+@pytest.mark.parametrize("method", ["spd", "ppsd", "eagle", "eagle3", "mtp", "dspark", "flexspec"])
 def test_parameters_bytes_and_flops_are_those_of_the_real_networks(
     world, tmp_path, method, precision
 ):

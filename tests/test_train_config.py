@@ -153,7 +153,7 @@ def test_missing_settings_are_named(tmp_path):
 
 SHIPPED = [
     p
-    for folder in ("spd", "ppsd", "eagle", "dflash", "mtp", "flexspec", "target")
+    for folder in ("spd", "ppsd", "eagle", "dflash", "dspark", "mtp", "flexspec", "target")
     for p in (REPOSITORY / "configs" / folder).iterdir()
 ]
 

@@ -23,7 +23,7 @@ def counted(trainer, batch, *, is_tuned: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    "method", ["spd", "ppsd", "eagle", "eagle3", "mtp", "dflash", "flexspec", "language_model"]
+    "method", ["spd", "ppsd", "eagle", "eagle3", "mtp", "dspark", "flexspec", "language_model"]
 )
 def test_what_only_cpus_run_counts_as_what_torch_runs_elsewhere(
     world, tmp_path, monkeypatch, method

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_llama
 
-from pipedraft.models.dflash import DFlash, DFlashConfig
+from pipedraft.models.dflash import DFlash
 from pipedraft.models.draft import TargetReference
+from pipedraft.models.dspark import DSpark
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
@@ -35,10 +36,12 @@ def make_head(target, kind="eagle3", **options):
     layer = LayerConfig.from_target(target.config)
     reference = TargetReference(name="tiny", fingerprint=fingerprint)
     num_layers = fingerprint["num_layers"]
-    if kind == "dflash":
-        small = DFlashConfig(**{"num_layers": 2, "block_size": 8, **options})
+    if kind in ("dflash", "dspark"):
+        make = DSpark if kind == "dspark" else DFlash
+        sizes = {"markov_rank": 16} if kind == "dspark" else {}
+        small = make.config_class(**{"num_layers": 2, "block_size": 8, **sizes, **options})
         vocabulary = fingerprint["vocab_size"]
-        head = DFlash(small.for_target(num_layers, vocabulary), layer, reference)
+        head = make(small.for_target(num_layers, vocabulary), layer, reference)
     elif kind == "eagle":
         head = Eagle(EagleConfig(num_target_layers=num_layers, **options), layer, reference)
     elif kind == "mtp":

@@ -57,6 +57,7 @@ class World:
             settings["target"] = self.target
             sizes = {"spd": {"model.num_stages": 2, "model.num_layers": 1}}
             sizes["dflash"] = {"model.num_layers": 1, "model.block_size": 8}
+            sizes["dspark"] = sizes["dflash"] | {"model.markov_rank": 8}
             settings |= sizes.get(method, {})
         else:
             settings |= {"model.tokenizer": self.target, "model.hidden_size": 32}

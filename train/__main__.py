@@ -28,6 +28,7 @@ from pipedraft.models.hub import model_card
 from pipedraft.models.target import check_packable, load_tokenizer
 from pipedraft.train.config import RunConfig, make_parser, parse_run
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
+from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
 from pipedraft.train.feature_reader import load_embedding_and_head, open_features
@@ -72,6 +73,7 @@ def registry() -> "dict[str, tuple[type, Any]]":
         "eagle3": (Eagle3TrainConfig, Eagle3Objective),
         "mtp": (MTPTrainConfig, MTPObjective),
         "dflash": (DFlashTrainConfig, DFlashObjective),
+        "dspark": (DSparkTrainConfig, DSparkObjective),
         "flexspec": (FlexSpecTrainConfig, FlexSpecObjective),
         "language_model": (LanguageModelConfig, LanguageModelObjective),
     }

@@ -99,15 +99,16 @@ class DFlashObjective(ChainObjective):
     draft: DFlash
 
     @classmethod
-    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> DFlash:
+    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
         """The draft, its fused layers and mask token chosen by the target."""
-        known = {f.name: getattr(config, f.name) for f in fields(DFlashConfig)}
+        kind = cls.draft_class.config_class
+        known = {f.name: getattr(config, f.name) for f in fields(kind)}
         sizes = (int(reference.fingerprint[name]) for name in ("num_layers", "vocab_size"))
-        return DFlash(DFlashConfig(**known).for_target(*sizes), layer, reference)
+        return cls.draft_class(kind(**known).for_target(*sizes), layer, reference)
 
     @property
     def num_steps(self) -> int:
-        return self.config.block_size - 1
+        return self.config.num_tokens
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         counts_P, documents = block_lengths(batch, self.num_steps)
@@ -148,4 +149,11 @@ class DFlashObjective(ChainObjective):
         result = self.distil_labels(
             states_MH, label_M, taps, measure=self.measure, weights_M=weights_M
         )
-        return self.by_step(result, step_M, counted_AS.sum(0))
+        output = self.by_step(result, step_M, counted_AS.sum(0))
+        return self.add_loss(output, states_MH, result.acceptance_M, weights_M)
+
+    def add_loss(
+        self, output: LossOutput, states_MH: Tensor, acceptance_M: Tensor, weights_M: Tensor
+    ) -> LossOutput:
+        """For a head with a loss of its own beside the divergence's."""
+        return output

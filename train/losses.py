@@ -9,6 +9,7 @@ form, so it is multiplied out in the forward pass and the logits are dropped: ba
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal, get_args
 
 import torch
@@ -18,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from pipedraft.models import cpu
 
-Divergence = Literal["kl", "tv", "lk", "lk_hybrid", "ce", "rkl", "jsd", "topk_kl"]
-SOFT_LABELS = ("kl", "lk_hybrid", "ce", "topk_kl")
+Divergence = Literal["kl", "tv", "lk", "lk_hybrid", "ce", "ce_l1", "rkl", "jsd", "topk_kl"]
+SOFT_LABELS = ("kl", "lk_hybrid", "ce", "ce_l1", "topk_kl")
 """Their gradient has a part q minus labels."""
 CHUNK_BYTES = 1 << 30
 """Of a chunk's logits over the target's vocabulary; three such tensors exist at the same time.
@@ -38,6 +39,8 @@ class Measure:
     """Of lk_hybrid."""
     top_k: int = 10
     """Of topk_kl."""
+    ce_share: float = 0.1
+    """Of ce_l1."""
     drops_outside: bool = False
     """A row counts nothing whose most likely target token the draft vocabulary lacks."""
 
@@ -72,6 +75,7 @@ def chunked_distillation(
     teacher_hidden_LH: Tensor,
     teacher_head_VH: Tensor,
     *,
+    pair_weight_UR: Tensor | None = None,
     measure: Measure = Measure(),
     teacher_index_M: Tensor | None = None,
     teacher_rows_U: Tensor | None = None,
@@ -88,6 +92,7 @@ def chunked_distillation(
     lk: -log a                                 LK losses (arXiv:2602.23881), its alpha
     lk_hybrid: w kl + (1 - w) tv               the same paper's lambda, w = exp(-eta a) a constant
     ce: -log q of the most likely token of p'
+    ce_l1: c ce + (1 - c) sum_v |p - q|        DSpark (arXiv:2607.05147), c its ce_share
     rkl: sum_v q (log q - log p')
     jsd: (KL(p' || m) + KL(q || m)) / 2, m = (p' + q) / 2
     topk_kl: kl with the top_k most likely tokens of p', renormalized, for p'
@@ -101,6 +106,8 @@ def chunked_distillation(
     Args:
         hidden_MH: what the draft's head is applied to; counted rows only.
         head_weight_UH: the draft's head.
+        pair_weight_UR: a second head, whose logits are added; it is applied to what follows the
+            first H columns of ``hidden``.
         teacher_hidden_LH: what the target's head is applied to; its H may differ.
         teacher_head_VH: the target's head; no gradient.
         teacher_index_M: ascending, the teacher's row for each row of hidden: rows that share one
@@ -117,9 +124,10 @@ def chunked_distillation(
     _check(hidden_MH, head_weight_UH, teacher, measure.kind, teacher_index_M, teacher_rows_U)
     loss, rows_4M = _Distillation.apply(
         hidden_MH,
-        head_weight_UH,
         (*teacher, teacher_index_M, teacher_rows_U),
         (measure, weights_M, chunk_rows, torch.is_grad_enabled()),
+        head_weight_UH,
+        *([] if pair_weight_UR is None else [pair_weight_UR]),
     )
     divergence_M, acceptance_M, agreement_M, mass_outside_M = rows_4M
     return DistillationLoss(
@@ -156,18 +164,23 @@ def _check(hidden_MH, head_weight_UH, teacher, kind, index_M, rows_U) -> None:
 
 class _Distillation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_MH, head_weight_UH, teacher, options):
+    def forward(ctx, hidden_MH, teacher, options, *head_weights):
         measure, weights_M, chunk_rows, differentiable = options
         *teacher, index_M, rows_U = teacher
-        x_MH, head_UH, teacher_x_LH, teacher_head_VH = _for_products(
-            hidden_MH, head_weight_UH, *teacher
+        x_MH, teacher_x_LH, teacher_head_VH, *heads = _for_products(
+            hidden_MH, *teacher, *head_weights
         )
+        # Every head has columns of its own; one head, the usual case, has all of them.
+        widths = [head.shape[1] for head in heads]
         # Products in the dtype of the inputs, everything summed or compared in at least float32.
         M, L = len(hidden_MH), len(teacher_x_LH)
         exact = torch.promote_types(hidden_MH.dtype, torch.float32)
-        needs_hidden, needs_head = (differentiable and x for x in ctx.needs_input_grad[:2])
+        needs_hidden, _, _, *needs_heads = (differentiable and x for x in ctx.needs_input_grad)
         dhidden_MH = torch.empty_like(hidden_MH) if needs_hidden else None
-        dhead_UH = torch.zeros_like(head_weight_UH, dtype=exact) if needs_head else None
+        dheads = [
+            torch.zeros_like(head, dtype=exact) if needed else None
+            for head, needed in zip(head_weights, needs_heads, strict=True)
+        ]
         if chunk_rows is None:
             most = cpu.chunk_bytes(CHUNK_BYTES)
             fitting = most // (exact.itemsize * len(teacher_head_VH))
@@ -182,26 +195,29 @@ class _Distillation(torch.autograd.Function):
             logits_CV = _logits(teacher_x_LH[first:stop], teacher_head_VH, exact)
             p_CU, target_3L[:, first:stop] = _restrict(logits_CV, rows_U)
             for rows in blocks:
-                x_CH = x_MH[rows]
+                parts = x_MH[rows].split(widths, 1)
+                logits = (_logits(x, head, exact) for x, head in zip(parts, heads, strict=True))
                 chosen = rows if index_M is None else index_M[rows]
                 dlogits_CU, draft_3M[:, rows] = _compare(
-                    _logits(x_CH, head_UH, exact),
+                    reduce(Tensor.add_, logits),
                     _take(p_CU, chosen, first),
                     target_3L[:, chosen],
                     rows_U,
                     measure,
-                    x_CH.dtype,
+                    x_MH.dtype,
                 )
                 if measure.drops_outside and rows_U is not None:
                     weights_M[rows] *= torch.isin(target_3L[2, chosen], rows_U.to(exact))
                 # Multiplied out at once, so that backward needs no logits, only a factor.
                 if needs_hidden:
-                    dx_CH = F.linear(dlogits_CU, head_UH.t())
+                    dparts = [F.linear(dlogits_CU, head.t()) for head in heads]
+                    dx_CH = dparts[0] if len(dparts) == 1 else torch.cat(dparts, 1)
                     dhidden_MH[rows] = dx_CH * weights_M[rows, None]
-                if needs_head:
-                    x_CH = (x_CH * weights_M[rows, None]).to(x_CH.dtype)
-                    _add_product(dhead_UH, dlogits_CU.t(), x_CH)
-        ctx.gradients = dhidden_MH, dhead_UH
+                for x, dhead_UH in zip(parts, dheads, strict=True):
+                    if dhead_UH is not None:
+                        x = (x * weights_M[rows, None]).to(x.dtype)
+                        _add_product(dhead_UH, dlogits_CU.t(), x)
+        ctx.gradients = dhidden_MH, *dheads
         rows_4M = _rates(target_3L if index_M is None else target_3L[:, index_M], draft_3M)
         ctx.mark_non_differentiable(rows_4M)
         return (rows_4M[0] * weights_M).sum(), rows_4M
@@ -213,7 +229,8 @@ class _Distillation(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were already handed to a backward")
         gradients, ctx.gradients = ctx.gradients, None
-        return *(x if x is None else x.mul_(grad_loss) for x in gradients), None, None
+        dhidden, *dheads = (x if x is None else x.mul_(grad_loss) for x in gradients)
+        return dhidden, None, None, *dheads
 
 
 def _for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -304,8 +321,9 @@ def _compare(
     kind, (negentropy_C, inside_C, _) = measure.kind, target_3C
     q_CU, log_z_C, top_C = _softmax(draft_CU)
     labels_CU = p_CU
-    if kind in ("ce", "topk_kl"):
-        labels_CU, negentropy_C = _most_likely(p_CU, 1 if kind == "ce" else measure.top_k)
+    if kind in ("ce", "ce_l1", "topk_kl"):
+        count = measure.top_k if kind == "topk_kl" else 1
+        labels_CU, negentropy_C = _most_likely(p_CU, count)
     # What needs logits comes first: later other things take their memory.
     if kind in SOFT_LABELS:
         # log q itself is never made, only its sum with the labels.
@@ -321,7 +339,7 @@ def _compare(
         gradient_CU, loss_C = slope_CU.sub_(mean_C[:, None]).mul_(q_CU), mean_C + rest_C
     whole_CU = p_CU if rows_U is None else p_CU * inside_C[:, None]
     overlap_C = torch.minimum(whole_CU, q_CU, out=draft_CU).sum(-1)
-    if kind in ("tv", "lk", "lk_hybrid"):
+    if kind in ("tv", "lk", "lk_hybrid", "ce_l1"):
         loss_C, gradient_CU = 1 - overlap_C, torch.lt(q_CU, whole_CU, out=draft_CU).mul_(q_CU)
         capped_C1 = gradient_CU.sum(-1, keepdim=True)
         gradient_CU.neg_().addcmul_(q_CU, capped_C1)
@@ -332,6 +350,9 @@ def _compare(
             share_C = (-measure.eta * overlap_C).exp()
             loss_C = share_C * divergence_C + (1 - share_C) * loss_C
             gradient_CU.lerp_(q_CU - p_CU, share_C[:, None])
+        elif kind == "ce_l1":  # the distance is 2 tv
+            loss_C = measure.ce_share * divergence_C + (1 - measure.ce_share) * 2 * loss_C
+            gradient_CU.mul_(2).lerp_(q_CU - labels_CU, measure.ce_share)
     elif kind in SOFT_LABELS:
         gradient_CU, loss_C = torch.empty_like(q_CU, dtype=dtype), divergence_C
         torch.sub(q_CU, labels_CU, out=gradient_CU)

@@ -106,6 +106,8 @@ class DivergenceConfig:
     """Of lk_hybrid: how soon tv takes over; 3 is its paper's."""
     loss_top_k: int = 10
     """Of topk_kl: the most likely tokens that it compares."""
+    loss_ce: float = 0.1
+    """Of ce_l1: the share of ce, the rest is the distance's; 0.1 is DSpark's."""
     outside: Literal["count", "drop"] = "count"
     """Rows whose most likely target token the draft vocabulary lacks count in the loss, or are
     dropped from it as SpecForge and SPD's authors do."""
@@ -123,10 +125,13 @@ class DivergenceConfig:
             raise ValueError(f"model.loss_eta: {self.loss_eta} is not in [0, inf); 3 is usual")
         if self.loss_top_k < 1:
             raise ValueError(f"model.loss_top_k: {self.loss_top_k} is below 1; give at least 1")
+        if not 0 <= self.loss_ce <= 1:
+            raise ValueError(f"model.loss_ce: {self.loss_ce} is not in [0, 1]; 0.1 is usual")
         return Measure(
             kind=self.loss,
             eta=self.loss_eta,
             top_k=self.loss_top_k,
+            ce_share=self.loss_ce,
             drops_outside=self.outside == "drop",
         )
 

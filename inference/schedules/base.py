@@ -19,7 +19,7 @@ Growth = Literal["layers", "trees", "micro_batches"]
 """Growing verbs of a draft source."""
 TEXT_DRAFTS = {"language_model", "flexspec"}
 """Their draft token is a function of the tokens before it, whenever it is made."""
-TREE_DRAFTS = TEXT_DRAFTS | {"eagle", "eagle3", "mtp", "dflash", "ngram", "suffix"}
+TREE_DRAFTS = TEXT_DRAFTS | {"eagle", "eagle3", "mtp", "dflash", "dspark", "ngram", "suffix"}
 """A tree that is drafted between rounds is a function of the committed tokens."""
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from pipedraft.inference.sources.base import DraftSource
 from pipedraft.inference.sources.dflash import DFlashSource
+from pipedraft.inference.sources.dspark import DSparkSource
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.flexspec import FlexSpecSource
 from pipedraft.inference.sources.language_model import language_model_source
@@ -29,6 +30,7 @@ def make_source(draft: Any, timing: str = "input_states") -> DraftSource:
         "eagle3": EagleSource,
         "mtp": EagleSource,
         "dflash": DFlashSource,
+        "dspark": DSparkSource,
         "flexspec": FlexSpecSource,
         "language_model": language_model_source,
         "ngram": LookupSource,

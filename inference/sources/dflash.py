@@ -79,17 +79,19 @@ class DFlashSource(TreeSource):
         return self._states
 
     def _root_output(self, tree: TokenTree) -> Tensor:
-        return self._behind(tree, 0)
+        return self._output(tree, 0)
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
-        for row in rows:
-            self._states[self._name(tree, row)] = self._behind(tree, tree.depths[row])
+        self._states |= {self._name(tree, row): self._output(tree, row) for row in rows}
+
+    def _output(self, tree: TokenTree, row: int) -> Tensor:
+        return self._behind(tree, tree.depths[row])
 
     def _behind(self, tree: TokenTree, depth: int) -> Tensor:
         """Output [H] of the block behind a depth; the root is at 0."""
         known = 0 if self._block_SH is None else len(self._block_SH)
         if depth >= known:
-            size = self.draft.config.block_size - 1
+            size = self.draft.config.num_tokens
             more_SH = self._propose(tree, size * (depth // size + 1))
             # What a block of the trained size said stays.
             old = [] if self._block_SH is None else [self._block_SH]
@@ -101,15 +103,15 @@ class DFlashSource(TreeSource):
         """One forward pass: newly committed text, then the block at the root."""
         self.num_forwards += 1
         weight, pending = self.draft.fc.weight, self._pending
-        self._pending = []
+        num_rows, self._pending = num_tokens + self.draft.config.first_row, []
         if self._blocks is not None:
             num_new = sum(len(taps[self.taps[0]]) for taps in pending)
             text = NewText([0] * num_new, pending)
-            return self._blocks.propose(text, tree.tokens[0], num_tokens + 1)
+            return self._blocks.propose(text, tree.tokens[0], num_rows)
         features = [self.draft.feature(taps) for taps in pending]
         return self.draft.propose(
             torch.tensor(tree.tokens[:1], device=weight.device),
-            num_tokens + 1,
+            num_rows,
             torch.cat(features) if features else weight.new_zeros(0, len(weight)),
             position=tree.root_position,
             caches=self._caches,

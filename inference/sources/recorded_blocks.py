@@ -3,7 +3,7 @@
 The marginals of all depths are there after one forward pass, so the host reads them together.
 """
 
-# A rows of the text with spare ones, R rows of a block, S = R - 1 draft tokens, C places of a cache
+# A rows of the text with spare ones, R rows of a block, S draft tokens of it, C places of a cache
 # D depths that are read, W best tokens of each, U draft vocabulary, H hidden
 
 from functools import partial

@@ -1,0 +1,145 @@
+"""DSpark (arXiv:2607.05147): DFlash's block, each token of which also knows the one before it.
+
+The block is one forward pass of DFlash's. What it says of a place gets a bias that depends on the
+token at the place before, from a table of low rank, so a draft token fits the one it follows: a
+chain is read off from left to right, and every row of a tree has a distribution of its own, without
+another pass. A second head says how probably the token will be accepted.
+"""
+
+# ... any leading axes, H hidden, r rank of the table, U draft vocabulary
+# B batch, T positions, A blocks, S draft tokens of a block
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pipedraft.models.dflash import DFlash, DFlashConfig
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.layers import LayerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DFlashConfig):
+    """Architecture of the head."""
+
+    block_size: int = 7
+    """Rows of a block, the anchor's included, each of which gives a draft token."""
+    markov_rank: int = 256
+    """r, rank of the table of token pairs; 0: no table, which leaves DFlash's block."""
+    confidence: Literal["pair", "state", "none"] = "pair"
+    """What the acceptance of a draft token is foretold from: the output at its place, with `pair`
+    also the table's row of the token before it; none: it is not."""
+    sample_from_anchor: bool = True
+    """Every row gives the token behind its own, the anchor's too; else as in DFlash the masks
+    give their own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank < 0:
+            raise ValueError(
+                f"model.markov_rank: {self.markov_rank} is below 0; the paper's is 256"
+            )
+        if self.confidence == "pair" and not self.markov_rank:
+            raise ValueError(
+                "model.confidence: 'pair' with model.markov_rank 0; give state or none"
+            )
+
+    @property
+    def first_row(self) -> int:
+        return int(not self.sample_from_anchor)
+
+
+class _Pairs(nn.Module):
+    """Table [V, U] of rank r: W_1 of the token before, W_2 of the draft token."""
+
+    def __init__(self, vocabulary: int, rank: int, num_draft: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = nn.Linear(rank, num_draft, bias=False)
+
+
+class _Confidence(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class DSpark(DFlash):
+    """logits of place k = LM head(h_k) + W_2 W_1[x_{k-1}]; acceptance = sigmoid(w [h_k; W_1[..]]).
+
+    h_k is what DFlash's block gives for place k. An output [H + r] is [h_k; W_1[x_{k-1}]].
+    """
+
+    draft_type: ClassVar[str] = "dspark"
+    config_class: ClassVar[type] = DSparkConfig
+    config: DSparkConfig
+
+    def __init__(
+        self, config: DSparkConfig, layer: LayerConfig, reference: TargetReference
+    ) -> None:
+        super().__init__(config, layer, reference)
+        hidden, rank = layer.hidden_size, config.markov_rank
+        vocabulary, has_confidence = self.target_vocab_size, config.confidence != "none"
+        read = hidden + rank * (config.confidence == "pair")
+        # Named as in the published files.
+        self.markov_head = _Pairs(vocabulary, rank, len(self.draft_ids)) if rank else None
+        self.confidence_head = _Confidence(read) if has_confidence else None
+
+    @property
+    def pair_UR(self) -> Tensor | None:
+        """W_2 [U, r]."""
+        return None if self.markov_head is None else self.markov_head.markov_w2.weight
+
+    @torch.no_grad()
+    def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
+        """The table starts as no bias: W_2 is 0."""
+        super().initialize(target, draft_ids)
+        if self.markov_head is not None:
+            nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
+            self.markov_head.markov_w2.weight.zero_()
+        if self.confidence_head is not None:
+            self.confidence_head.proj.weight.zero_()
+            self.confidence_head.proj.bias.zero_()
+
+    def forward(
+        self,
+        taps: Mapping[int, Tensor],
+        ids_BT: Tensor,
+        anchors: Sequence[Tensor],
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """DFlash's, each place behind the text's token; rows beyond the text hold anything.
+
+        Returns:
+            Outputs [A, S, H + r].
+        """
+        states_ASH = super().forward(taps, ids_BT, anchors, lengths)
+        steps_S = torch.arange(self.config.num_tokens, device=ids_BT.device)
+        before_AS = torch.cat(list(anchors)).to(ids_BT.device)[:, None] + steps_S
+        ids_P = ids_BT.flatten()
+        return self.behind(states_ASH, ids_P[before_AS.clamp(max=len(ids_P) - 1)])
+
+    def behind(self, state_H: Tensor, token: Tensor) -> Tensor:
+        """Output [..., H + r] of a place behind ``token`` [...]."""
+        if self.markov_head is None:
+            return state_H
+        return torch.cat([state_H, self.markov_head.markov_w1(token).to(state_H.dtype)], -1)
+
+    def logits(self, state_H: Tensor) -> Tensor:
+        """[..., U] from outputs."""
+        hidden = self.layer_config.hidden_size
+        logits_U = F.linear(state_H[..., :hidden], self.lm_head.weight)
+        if self.pair_UR is None:
+            return logits_U
+        return logits_U + F.linear(state_H[..., hidden:], self.pair_UR)
+
+    def acceptance(self, state_H: Tensor) -> Tensor:
+        """Logit [...] of the probability that the draft token of an output is accepted."""
+        assert self.confidence_head is not None, "model.confidence is none"
+        proj = self.confidence_head.proj
+        return proj(state_H[..., : proj.in_features])[..., 0]

@@ -1,0 +1,75 @@
+"""Training of the DSpark head: DFlash's, the token before each place given, and its confidence."""
+
+# M rows that count, L rows of the teacher, H hidden and r more, U draft vocabulary
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipedraft.models.draft import Draft
+from pipedraft.models.dspark import DSpark, DSparkConfig
+from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
+from pipedraft.train.losses import DistillationLoss, Divergence
+from pipedraft.train.objective import LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkTrainConfig(DSparkConfig, DFlashTrainConfig):
+    """The head and its loss."""
+
+    loss: Divergence = "ce_l1"
+    """As of DFlash; ce_l1 is the paper's, with a tenth of ce."""
+    decay_gamma: float = 4.0
+    """The paper's for blocks of 7."""
+    confidence_weight: float = 1.0
+    """Of the loss of the confidence, beside the divergence's 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.confidence_weight < float("inf"):
+            raise ValueError(
+                f"model.confidence_weight: {self.confidence_weight} is not in [0, inf); "
+                "1 is the paper's"
+            )
+
+
+class DSparkObjective(DFlashObjective):
+    """DFlash's loss of the biased logits, and of the confidence c its cross-entropy with a.
+
+    a = sum_v min(p_v, q_v), the probability that a draft token drawn from q is accepted; it is a
+    label there, without a gradient. Both losses have the weights of the places.
+    """
+
+    draft_class: ClassVar[type[Draft]] = DSpark
+    noted: ClassVar[tuple[str, ...]] = (*DFlashObjective.noted, "confidence_weight")
+
+    config: DSparkTrainConfig
+    draft: DSpark
+
+    def distil(self, hidden_MH: Tensor, teacher_LH: Tensor, **options: Any) -> DistillationLoss:
+        return super().distil(hidden_MH, teacher_LH, pair_weight_UR=self.draft.pair_UR, **options)
+
+    def add_loss(
+        self, output: LossOutput, states_MH: Tensor, acceptance_M: Tensor, weights_M: Tensor
+    ) -> LossOutput:
+        if self.config.confidence == "none":
+            return output
+        logit_M = self.draft.acceptance(states_MH).to(acceptance_M.dtype)
+        # Rounding may leave a sum of probabilities above one.
+        label_M = acceptance_M.clamp(max=1)
+        entropy_M = F.binary_cross_entropy_with_logits(logit_M, label_M, reduction="none")
+        loss = self.config.confidence_weight * (entropy_M * weights_M).sum()
+        error = (logit_M.detach().sigmoid() - label_M).abs().sum()
+        return output._replace(
+            loss=output.loss + loss, sums=output.sums | {"confidence_error": error}
+        )
+
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
+        """DFlash's, and how far off the foretold acceptance is, in the mean."""
+        metrics = super().summarize(sums)
+        if "confidence_error" in sums:
+            rows = sum(sums[f"count_{step}"] for step in range(1, self.num_steps + 1))
+            metrics["confidence_error"] = sums["confidence_error"] / max(rows, 1)
+        return metrics
