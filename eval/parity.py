@@ -38,8 +38,9 @@ from pipedraft.eval.parity_rows import (
 from pipedraft.eval.tables import Table, align_columns, number
 from pipedraft.eval.tasks import Prompt, encode_turn, load_tasks
 from pipedraft.files import make_place, to_json, write_atomically
+from pipedraft.models.card import LAYOUTS
 from pipedraft.models.draft import Draft
-from pipedraft.models.export import HEADS, export
+from pipedraft.models.export import export
 from pipedraft.models.peers import import_head
 from pipedraft.models.placement import place_draft, resolve_device, resolve_dtype
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
@@ -130,12 +131,12 @@ def exported_drafts(
     folder: Path, kind: str, target: PreTrainedModel, name: str, given: Sequence[str]
 ) -> dict[str, Draft | str]:
     """Drafts as exported files say them, by layout or folder; or why there is none."""
-    if kind not in HEADS and not given:
-        known = ", ".join(HEADS)
+    if kind not in LAYOUTS and not given:
+        known = ", ".join(LAYOUTS)
         return {"files": f"SGLang's and vLLM's layouts are of {known}; of {kind} there is none"}
     found: dict[str, Draft | str] = {}
     with tempfile.TemporaryDirectory() as place:
-        for layout in given or (("sglang", "speculators") if kind == "eagle3" else ("sglang",)):
+        for layout in given or LAYOUTS[kind]:
             files = layout
             try:
                 if not given:

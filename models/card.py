@@ -33,6 +33,14 @@ MADE = "<!-- Written by pipedraft. Without this line the text is yours and is ke
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 ENGINES = {"sglang": "SGLang", "speculators": "vLLM"}
 """Layout of an export -> who serves it."""
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "eagle": ("sglang",),
+    "eagle3": ("sglang", "speculators"),
+    "mtp": ("sglang",),
+    "dflash": ("sglang", "speculators"),
+    "dspark": ("sglang", "speculators"),
+}
+"""Those that a kind of head can be exported in."""
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 
 
@@ -90,6 +98,7 @@ def render_card(source: CardSource) -> str:
         metadata=_metadata(source),
         engine=None if source.layout is None else ENGINES[source.layout],
         engines=ENGINES,
+        layouts=LAYOUTS,
         made=MADE,
     )
 

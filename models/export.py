@@ -1,7 +1,8 @@
 """Heads in the layouts that serving engines load.
 
 ``sglang`` is the layout of the authors (`LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`, and
-`DFlashDraftModel`, which vLLM loads as well; of an MTP layer the target's own, `mtp.*`):
+`DFlashDraftModel` and `Qwen3DSparkModel`, which vLLM loads as well; of an MTP layer the target's
+own, `mtp.*`):
 
     python -m sglang.launch_server --model-path TARGET --dtype bfloat16 \\
       --speculative-algorithm EAGLE3 --speculative-draft-model-path OUT \\
@@ -21,9 +22,8 @@ numbers it reads, so they are written one lower for it, and left out where its d
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedraft.files import file_sha256, to_json, write_folder
-from pipedraft.models.card import CARD, CardSource, license_of, render_card
+from pipedraft.models.card import CARD, LAYOUTS, CardSource, license_of, render_card
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.draft import (
     CONFIG_FILE,
@@ -41,12 +41,11 @@ from pipedraft.models.draft import (
     copy_head,
     read_description,
 )
+from pipedraft.models.dspark import DSpark, DSparkConfig
 from pipedraft.models.eagle import Eagle
 from pipedraft.models.eagle3 import Eagle3
-from pipedraft.models.fingerprint import weights_hash
 from pipedraft.models.mtp import MTP
-from pipedraft.models.peer_files import MTP_PREFIX
-from pipedraft.pretrained import open_weights, read_config, weight_files
+from pipedraft.models.peer_files import MTP_PREFIX, TargetFiles, read_target
 
 Layout = Literal["sglang", "speculators"]
 Config = dict[str, object]
@@ -55,7 +54,13 @@ Config = dict[str, object]
 CHAIN_LENGTH = 5
 """Draft tokens in a row that the launch lines and vLLM's configuration ask for."""
 
-HEADS: dict[str, type[Draft]] = {"eagle": Eagle, "eagle3": Eagle3, "mtp": MTP, "dflash": DFlash}
+HEADS: dict[str, type[Draft]] = {
+    "eagle": Eagle,
+    "eagle3": Eagle3,
+    "mtp": MTP,
+    "dflash": DFlash,
+    "dspark": DSpark,
+}
 
 ORIGIN_FILE = "pipedraft.json"
 
@@ -68,9 +73,6 @@ VLLM_ONLY = (
     "sliding_window",
 )
 """Settings of EAGLE-3 heads that SGLang does not read."""
-
-DECODERS = ("model.", "model.language_model.")
-"""What the names of the decoder's weights start with; the second in models that also see."""
 
 
 def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None) -> list[Path]:
@@ -90,11 +92,11 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
     """
     description = read_description(folder)
     kind = description["draft_type"]
-    if kind not in HEADS or (kind != Eagle3.draft_type and layout != "sglang"):
-        known = "eagle, eagle3, mtp and dflash" if layout == "sglang" else "eagle3"
+    if layout not in LAYOUTS.get(kind, ()):
+        *known, last = (name for name, layouts in LAYOUTS.items() if layout in layouts)
         raise ValueError(
             f"--checkpoint: {folder} holds a draft of type {kind!r}; the layout {layout} is for "
-            f"{known} heads, give a checkpoint of one"
+            f"{', '.join(known)} and {last} heads, give a checkpoint of one"
         )
     head = HEADS[kind].load(folder, description)
     assert isinstance(head, Eagle | Eagle3 | MTP | DFlash)
@@ -109,15 +111,25 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
         config, weights = mtp_parts(head, read_target(name, revision))
     elif isinstance(head, Eagle):
         config, weights = eagle_config(head), eagle_weights(head)
-    elif isinstance(head, DFlash):
-        config, weights = dflash_config(head), head.state_dict()
-    elif layout == "sglang":
-        config, weights = sglang_config(head), sglang_weights(head)
+    elif layout == "sglang" and not isinstance(head, DSpark):
+        if isinstance(head, DFlash):
+            config, weights = dflash_config(head), head.state_dict()
+        else:
+            config, weights = sglang_config(head), sglang_weights(head)
     else:
         found = read_target(name, revision)
         head.reference.check_fingerprint(found.fingerprint)
-        config = speculators_config(head, name, found.config.get("architectures", []))
-        weights = speculators_weights(head, found.embedding_VH)
+        architectures = found.config.get("architectures", [])
+        if isinstance(head, Eagle3):
+            config = speculators_config(head, name, architectures)
+            weights = speculators_weights(head, found.embedding_VH)
+        elif layout == "speculators" or not isinstance(head, DSpark):
+            config = block_speculators_config(head, name, architectures)
+            weights = block_speculators_weights(head, found.head_VH)
+        else:
+            config = dspark_config(head)
+            own = {"embed_tokens.weight": found.embedding_VH, "lm_head.weight": found.head_VH}
+            weights = head.state_dict() | {key: x.clone() for key, x in own.items()}
 
     if target is not None:
         description["target"] |= {"name": target, "revision": None}
@@ -169,6 +181,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 def launch_line(layout: Layout, target: str, out: Path | str, kind: str = "eagle3") -> str:
     """Shell command that serves ``target`` with the exported head."""
+    is_block = kind in (DFlash.draft_type, DSpark.draft_type)
+    if layout == "speculators" and is_block:  # its files say the rest, the target too
+        return f"vllm serve {out} --dtype bfloat16"
     if layout == "speculators":
         options = {"method": "eagle3", "model": str(out), "num_speculative_tokens": CHAIN_LENGTH}
         return f"vllm serve {target} --dtype bfloat16 --speculative-config '{json.dumps(options)}'"
@@ -176,7 +191,7 @@ def launch_line(layout: Layout, target: str, out: Path | str, kind: str = "eagle
         f"python -m sglang.launch_server --model-path {target} --dtype bfloat16 "
         f"--speculative-algorithm {kind.upper()} --speculative-draft-model-path {out}"
     )
-    if kind == DFlash.draft_type:  # its block is as long as its configuration says
+    if is_block:  # which is as long as its configuration says
         return line
     if kind == MTP.draft_type:  # a chain: the target's recurrent layers take no tree there
         line = line.replace(f" {kind.upper()} ", " NEXTN ")
@@ -236,14 +251,30 @@ def sglang_weights(head: Eagle3) -> dict[str, Tensor]:
     return weights | vocabulary_maps(head)
 
 
-def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> Config:
-    """config.json of vLLM's layout, version 0.9 of the package speculators."""
+def _speculators(kind: str, num_tokens: int, target: str, architectures: list[str]) -> Config:
+    """What every config.json of vLLM's layout has, version 0.9 of the package speculators."""
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": CHAIN_LENGTH,
+        "speculative_tokens": num_tokens,
         "accept_tolerance": 0.0,
         "verifier_accept_k": 1,
     }
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target, "architectures": architectures},
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+
+
+def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> Config:
+    """config.json of vLLM's layout of EAGLE-3."""
     if head.config.attention_bias:
         raise ValueError(
             "--format: 'speculators' has no biases of queries, keys and values alone "
@@ -256,16 +287,8 @@ def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> C
             "sliding_window": head.config.sliding_window,
             "use_sliding_window": True,
         }
-    return {
+    return _speculators("eagle3", CHAIN_LENGTH, target, architectures) | {
         "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [proposal],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": target, "architectures": architectures},
-        },
         "transformer_layer_config": _layer_config(head) | window,
         "draft_vocab_size": len(head.draft_ids),
         "eagle_aux_hidden_state_layer_ids": list(head.config.feature_layers),
@@ -274,8 +297,6 @@ def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> C
         "norm_before_fc": head.config.norm_before_fc,
         "fc_norm": head.config.fc_norm,
         "norm_output": head.config.norm_output,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
     }
 
 
@@ -287,7 +308,7 @@ def speculators_weights(head: Eagle3, embedding_VH: Tensor) -> dict[str, Tensor]
     return renamed | {"embed_tokens.weight": embedding_VH}
 
 
-def vocabulary_maps(head: Eagle3) -> dict[str, Tensor]:
+def vocabulary_maps(head: Eagle3 | DFlash) -> dict[str, Tensor]:
     """d2t int64 [U]: target id minus draft id. t2d bool [V]: is in the draft vocabulary.
 
     Zeros and all true for the full vocabulary: SpecForge holds uninitialized maps without them.
@@ -316,7 +337,7 @@ def eagle_weights(head: Eagle) -> dict[str, Tensor]:
     }
 
 
-def mtp_parts(head: MTP, found: "TargetFiles") -> tuple[Config, dict[str, Tensor]]:
+def mtp_parts(head: MTP, found: TargetFiles) -> tuple[Config, dict[str, Tensor]]:
     """The target's config.json, its embedding and LM head, and the layer as it has it.
 
     Engines read the folder as they read the target's own when they look for its MTP layer.
@@ -335,25 +356,92 @@ def mtp_parts(head: MTP, found: "TargetFiles") -> tuple[Config, dict[str, Tensor
 
 
 def dflash_config(head: DFlash) -> Config:
-    """config.json of the authors' layout of DFlash; their layer number is of a layer's output."""
-    layers, last = head.config.feature_layers, head.config.num_target_layers
-    if not all(0 < layer < last for layer in layers):
-        raise ValueError(
-            f"--format: 'sglang' fuses outputs of layers in 1..{last - 1}, this head was trained "
-            f"with model.feature_layers {list(layers)}; train one with such layers"
-        )
+    """config.json of the authors' layout of DFlash."""
     return {
         "architectures": ["DFlashDraftModel"],
+        **_block_config(head, lowest=1),
+        "dflash_config": {
+            "mask_token_id": head.config.mask_token_id,
+            "target_layer_ids": [layer - 1 for layer in head.config.feature_layers],
+        },
+    }
+
+
+def dspark_config(head: DSpark) -> Config:
+    """config.json of the authors' layout of DSpark, DeepSpec's."""
+    config = head.config
+    if not config.sample_from_anchor:
+        raise ValueError(
+            "--format: 'sglang' has no place for model.sample_from_anchor false, which this head "
+            "was trained with; give --format speculators"
+        )
+    pairs = {"markov_head_type": "vanilla"} if config.markov_rank else {}
+    read = {"confidence_head_with_markov": config.confidence == "pair"}
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        **_block_config(head, lowest=0),
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": [layer - 1 for layer in config.feature_layers],
+        "num_anchors": 512,  # its reader wants one, which decoding never reads
+        "markov_rank": config.markov_rank,
+        **pairs,
+        "enable_confidence_head": config.confidence != "none",
+        **(read if config.confidence != "none" else {}),
+    }
+
+
+def _block_config(head: DFlash, lowest: int) -> Config:
+    """What both have; their layer number is of a layer's output, -1 of the embedding."""
+    layers, last = head.config.feature_layers, head.config.num_target_layers
+    if not all(lowest <= layer < last for layer in layers):
+        raise ValueError(
+            f"--format: 'sglang' fuses layers in {lowest}..{last - 1}, this head was trained with "
+            f"model.feature_layers {list(layers)}; give --format speculators"
+        )
+    if head.config.draft_vocab_size is not None:
+        raise ValueError(
+            "--format: 'sglang' has no place for model.draft_vocab_size "
+            f"{head.config.draft_vocab_size}; give --format speculators"
+        )
+    return {
         **_layer_config(head),
         "layer_types": ["full_attention"] * head.config.num_layers,
         "num_target_layers": last,
         "block_size": head.config.block_size,
-        "dflash_config": {
-            "mask_token_id": head.config.mask_token_id,
-            "target_layer_ids": [layer - 1 for layer in layers],
-        },
         "torch_dtype": "float32",
     }
+
+
+def block_speculators_config(head: DFlash, target: str, architectures: list[str]) -> Config:
+    """config.json of vLLM's layout of DFlash and DSpark."""
+    config, own = head.config, {}
+    if isinstance(config, DSparkConfig):
+        own = {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": config.confidence != "none",
+            "confidence_head_with_markov": config.confidence == "pair",
+        }
+    kinds = {"layer_types": ["full_attention"] * config.num_layers}
+    return _speculators(head.draft_type, config.num_tokens, target, architectures) | {
+        "architectures": ["DSparkDraftModel" if own else "DFlashDraftModel"],
+        "transformer_layer_config": _layer_config(head) | kinds,
+        "draft_vocab_size": len(head.draft_ids),
+        "block_size": config.block_size,
+        "aux_hidden_state_layer_ids": list(config.feature_layers),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.first_row == 0,
+        "sliding_window_non_causal": False,
+        **own,
+    }
+
+
+def block_speculators_weights(head: DFlash, head_VH: Tensor) -> dict[str, Tensor]:
+    """Embedding and LM head are read off the target, but for the rows of a draft vocabulary."""
+    weights = head.state_dict()
+    if weights.pop("draft_ids", None) is None:
+        return weights
+    return weights | vocabulary_maps(head) | {"lm_head.weight": head_VH[head.draft_ids]}
 
 
 def _layer_config(head: Draft) -> Config:
@@ -383,62 +471,3 @@ def _layer_config(head: Draft) -> Config:
         "rope_parameters": rope,
         "tie_word_embeddings": False,
     }
-
-
-# -- the target, without loading it ---------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TargetFiles:
-    """What an export or an import needs of a target's folder."""
-
-    config: dict[str, Any]
-    """config.json."""
-    weights: dict[str, Tensor]
-    """By the target's names: embedding, final norm, and an LM head that is not tied."""
-    fingerprint: dict[str, int | str]
-
-    @property
-    def embedding_VH(self) -> Tensor:
-        return [*self.weights.values()][0]
-
-    @property
-    def norm_H(self) -> Tensor:
-        return [*self.weights.values()][1]
-
-    @property
-    def head_VH(self) -> Tensor:
-        """A tied one is the embedding."""
-        return [*self.weights.values(), self.embedding_VH][2]
-
-
-def read_target(name: str, revision: str | None) -> TargetFiles:
-    """Read the configuration and the three weights that the fingerprint covers.
-
-    Raises:
-        ValueError: no such target, or no safetensors weights.
-    """
-    config = read_config(name, revision)
-    sizes = config.get("text_config", config)
-    files = weight_files(name, revision)
-    prefix = next((p for p in DECODERS if p + "embed_tokens.weight" in files), None)
-    if prefix is None:
-        raise ValueError(
-            f"target: {name!r} names its embedding in none of the ways known, "
-            f"{' and '.join(p + 'embed_tokens.weight' for p in DECODERS)}; give another --target"
-        )
-    keys = [prefix + "embed_tokens.weight", prefix + "norm.weight"]
-    is_tied = sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    if "lm_head.weight" in files and not is_tied:
-        keys.append("lm_head.weight")
-    weights = []
-    for key in keys:
-        with open_weights(name, revision, files[key]) as file:
-            weights.append(file.get_tensor(key))
-    fingerprint = {
-        "hidden_size": sizes["hidden_size"],
-        "vocab_size": sizes["vocab_size"],
-        "num_layers": sizes["num_hidden_layers"],
-        "hash": weights_hash(weights),
-    }
-    return TargetFiles(config, dict(zip(keys, weights, strict=True)), fingerprint)

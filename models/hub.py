@@ -26,7 +26,8 @@ from pipedraft.models.draft import (
     load_untied,
     read_description,
 )
-from pipedraft.models.export import ORIGIN_FILE, Origin, launch_line, read_target
+from pipedraft.models.export import ORIGIN_FILE, Origin, launch_line
+from pipedraft.models.peer_files import read_target
 from pipedraft.pretrained import hub_link
 
 Files = dict[str, str | Path]

@@ -1,4 +1,4 @@
-"""Files of heads that others trained: where they are, their configuration and their tensors.
+"""Files of heads that others trained, and of targets: their configuration and their tensors.
 
 Pickled files are opened with ``weights_only=True``: tensors and plain values, no code.
 """
@@ -6,6 +6,7 @@ Pickled files are opened with ``weights_only=True``: tensors and plain values, n
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipedraft.pretrained import hub_link, read_config
+from pipedraft.models.fingerprint import weights_hash
+from pipedraft.pretrained import hub_link, open_weights, read_config, weight_files
+
+DECODERS = ("model.", "model.language_model.")
+"""What a target's names begin with."""
 
 MAX_BYTES = 2**36
 """Of one file of weights; larger ones are no draft."""
@@ -126,3 +131,62 @@ def _unpickle(file: Path) -> Settings:
     if not isinstance(content, dict):
         raise ValueError(f"--from: {str(file)!r} holds a {type(content).__name__}, no state_dict")
     return content
+
+
+# -- the target, without loading it ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """What an export or an import needs of a target's folder."""
+
+    config: dict[str, Any]
+    """config.json."""
+    weights: dict[str, Tensor]
+    """By the target's names: embedding, final norm, and an LM head that is not tied."""
+    fingerprint: dict[str, int | str]
+
+    @property
+    def embedding_VH(self) -> Tensor:
+        return [*self.weights.values()][0]
+
+    @property
+    def norm_H(self) -> Tensor:
+        return [*self.weights.values()][1]
+
+    @property
+    def head_VH(self) -> Tensor:
+        """A tied one is the embedding."""
+        return [*self.weights.values(), self.embedding_VH][2]
+
+
+def read_target(name: str, revision: str | None) -> TargetFiles:
+    """Read the configuration and the three weights that the fingerprint covers.
+
+    Raises:
+        ValueError: no such target, or no safetensors weights.
+    """
+    config = read_config(name, revision)
+    sizes = config.get("text_config", config)
+    files = weight_files(name, revision)
+    prefix = next((p for p in DECODERS if p + "embed_tokens.weight" in files), None)
+    if prefix is None:
+        raise ValueError(
+            f"target: {name!r} names its embedding in none of the ways known, "
+            f"{' and '.join(p + 'embed_tokens.weight' for p in DECODERS)}; give another --target"
+        )
+    keys = [prefix + "embed_tokens.weight", prefix + "norm.weight"]
+    is_tied = sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    if "lm_head.weight" in files and not is_tied:
+        keys.append("lm_head.weight")
+    weights = []
+    for key in keys:
+        with open_weights(name, revision, files[key]) as file:
+            weights.append(file.get_tensor(key))
+    fingerprint = {
+        "hidden_size": sizes["hidden_size"],
+        "vocab_size": sizes["vocab_size"],
+        "num_layers": sizes["num_hidden_layers"],
+        "hash": weights_hash(weights),
+    }
+    return TargetFiles(config, dict(zip(keys, weights, strict=True)), fingerprint)

@@ -30,8 +30,9 @@ from pipedraft.errors import Failure
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.export import export, read_target, vocabulary_maps
+from pipedraft.models.export import export, vocabulary_maps
 from pipedraft.models.layers import LayerConfig
+from pipedraft.models.peer_files import read_target
 from pipedraft.models.target import target_fingerprint
 from pipedraft.train.__main__ import quieten
 
@@ -268,7 +269,9 @@ def test_other_drafts_are_refused_by_name(tmp_path, monkeypatch, capfd):
     make_head(tiny_llama(layers=LAYERS), "eagle").save(tmp_path)
     status = call("models", command(tmp_path, "speculators", tmp_path / "out"), monkeypatch)
     assert_one_line(
-        status, *capfd.readouterr(), ["--checkpoint", "'eagle'", "eagle3 heads", "give"]
+        status,
+        *capfd.readouterr(),
+        ["--checkpoint", "'eagle'", "eagle3, dflash and dspark heads", "give"],
     )
     assert not (tmp_path / "out").exists()
 

@@ -37,6 +37,9 @@ HEADS = {
     "dflash": lambda target: quiet(
         make_head(target, "dflash", block_size=5, mask_token_id=ANSWER), 0.2
     ),
+    "dspark": lambda target: quiet(
+        make_head(target, "dspark", block_size=4, mask_token_id=ANSWER), 0.2
+    ),
     "spd": lambda target: make_module(target, num_stages=4).float(),
     "spd_output_states": lambda target: make_module(
         target, num_stages=4, timing="output_states", query="all"
@@ -44,7 +47,9 @@ HEADS = {
     "ppsd": lambda target: make_exit(target, num_stages=4),
     "flexspec": lambda target: make_draft(target, feature_source="self"),
 }
-LAYOUTS = {"eagle": ["sglang"], "dflash": ["sglang"], "eagle3": ["sglang", "speculators"]}
+LAYOUTS = {"eagle": ["sglang"]} | dict.fromkeys(
+    ("eagle3", "dflash", "dspark"), ["sglang", "speculators"]
+)
 
 
 def repeating_target(tokenizer):
@@ -102,7 +107,9 @@ def test_what_is_decoded_is_what_is_trained(parity, head):
     assert lines["prompts"] == "equal at every one of 3 prompts"
 
 
-@pytest.mark.parametrize("head", ["eagle", "eagle3", "eagle3_vocabulary", "dflash", "spd", "ppsd"])
+@pytest.mark.parametrize(
+    "head", ["eagle", "eagle3", "eagle3_vocabulary", "dflash", "dspark", "spd", "ppsd"]
+)
 def test_files_are_compared_in_every_layout_that_the_draft_has(parity, head):
     _, lines, found = parity(head, limit=1)
     layouts = LAYOUTS.get(head.partition("_")[0], [])
