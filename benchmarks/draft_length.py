@@ -37,6 +37,7 @@ from pipedraft.inference.channel import (
     Link,
     LinkEstimate,
     LinkState,
+    read_trace,
 )
 from pipedraft.inference.draft_length import (
     DraftLengthPolicy,
@@ -45,7 +46,6 @@ from pipedraft.inference.draft_length import (
     RoundShape,
     parse_policy,
 )
-from pipedraft.inference.link_files import read_trace
 
 # T places of the text, K draft lengths or positions of a draft token in its round
 MAX_LENGTH = 8

@@ -37,7 +37,7 @@ from pipedraft.data_recipes.sources import parse_json, read_source
 from pipedraft.errors import Failure, make_folder
 from pipedraft.eval.record import parse_results
 from pipedraft.files import write_atomically
-from pipedraft.inference.costs import read_cost
+from pipedraft.inference.config import read_cost
 from pipedraft.inference.transport.session_messages import (
     HELLO,
     REPLIES,

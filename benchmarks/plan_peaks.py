@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from pipedraft.train.__main__ import methods, registry
 from pipedraft.train.config import parse_run
 from pipedraft.train.objective import DraftObjective
-from pipedraft.train.plan import Plan, all_counted
-from pipedraft.train.weightless import LiveBytes
+from pipedraft.train.plan import LiveBytes, Plan, all_counted
 
 PROCESSES = 2
 OPTIONS = {

@@ -22,8 +22,7 @@ from sampled_trees import BENCHMARKS, TARGET, with_noise
 from pipedraft.eval.replay import replay_log
 from pipedraft.eval.tasks import encode_turn, load_task
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.costs import ROW_COSTS
+from pipedraft.inference.config import ROW_COSTS, DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.target import load_target, load_tokenizer

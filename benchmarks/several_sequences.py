@@ -31,8 +31,7 @@ import torch
 
 from pipedraft.eval.tasks import encode_turn, load_task
 from pipedraft.inference.batch import BatchEngine, Handle, Limits
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.costs import read_cost
+from pipedraft.inference.config import DecodeConfig, read_cost
 from pipedraft.models import load_draft
 from pipedraft.models.target import load_target, load_tokenizer
 

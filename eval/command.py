@@ -23,7 +23,7 @@ from pipedraft.eval.traces import Traces, remove_traces, traces_of
 from pipedraft.files import locked, make_place, to_json, write_atomically
 from pipedraft.inference.arguments import place_of, settings_grid
 from pipedraft.inference.clock import CostModel
-from pipedraft.inference.costs import read_cost
+from pipedraft.inference.config import read_cost
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.sources import default_schedule

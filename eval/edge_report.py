@@ -33,8 +33,8 @@ from pipedraft.eval.tables import (
 )
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import to_json, write_atomically
+from pipedraft.inference.channel import load_link
 from pipedraft.inference.draws import probabilities
-from pipedraft.inference.link_files import load_link
 from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.sources import make_source

@@ -25,7 +25,7 @@ from pipedraft.eval.record import (
     number_or_nan,
 )
 from pipedraft.eval.tables import Table
-from pipedraft.inference.costs import PRESETS
+from pipedraft.inference.config import COST_PRESETS
 
 MIN_TESTS = 20
 """Positions tested less often are not drawn: their acceptance is noise."""
@@ -204,7 +204,7 @@ def speedup_by_row_cost(pooled: Sequence[RunRecord]) -> Chart:
         axis="modeled speed-up S",
         place_axis="cost of a row, relative to the first",
         whole_places=False,
-        marks={name: cost.row for name, cost in PRESETS.items()},
+        marks={name: cost.row for name, cost in COST_PRESETS.items()},
         reference=1,
         table=tables.row_cost_table(tables.drafted_runs(priced)),
         missing="the results were written before steps were priced by their rows",

@@ -22,7 +22,7 @@ from pipedraft.eval.tables import Table, align_columns, bounds, number
 from pipedraft.eval.traces import Recording, read_recordings
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.costs import ROW_COSTS, read_cost
+from pipedraft.inference.config import ROW_COSTS, read_cost
 from pipedraft.inference.filters import sampling_label
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.base import Refusal, Round, Schedule

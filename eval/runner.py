@@ -33,11 +33,10 @@ from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import remove_traces, traces_of
 from pipedraft.files import read_json
-from pipedraft.inference.channel import PRESETS
+from pipedraft.inference.channel import PRESETS, load_link
 from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.draft_length import parse_policy
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.link_files import load_link
 from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.pipelines.linked import check_draft
 from pipedraft.inference.shapes import TreeShape

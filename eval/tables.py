@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import EntropyRecord, LatencyRecord, Manifest, RunRecord, is_known
 from pipedraft.eval.scores import NOT_ISOLATED
-from pipedraft.inference.costs import PRESETS
+from pipedraft.inference.config import COST_PRESETS
 
 Column = Callable[[RunRecord], str]
 Entry = TypeVar("Entry")
@@ -41,7 +41,7 @@ ROW_COST_TEXT = (
     "Modeled speed-up S where every row after a segment's first makes a stage longer by this part "
     "of its time: the steps of the run, priced again. Draft tokens that were chosen by the cost of "
     "a row (auto) have the run's own cost alone. The presets' costs: "
-    + ", ".join(f"{name} {cost.row:.2g}" for name, cost in PRESETS.items())
+    + ", ".join(f"{name} {cost.row:.2g}" for name, cost in COST_PRESETS.items())
     + "."
 )
 POSITION_TEXT = """\

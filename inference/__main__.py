@@ -15,13 +15,14 @@ if __name__ == "__main__":
 from pipedraft.files import make_place, write_atomically
 from pipedraft.inference import remote_command
 from pipedraft.inference.arguments import (
+    EngineOptions,
     FilterOptions,
     Stream,
     backend_of,
     encode,
+    load_engine,
     read_temperature,
 )
-from pipedraft.inference.engine_options import EngineOptions, load_engine
 from pipedraft.inference.remote_command import ServerOptions
 from pipedraft.options import Values, option, subcommand
 

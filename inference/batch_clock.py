@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from pipedraft.inference.budget import LONGEST, RowCosts
 from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.shapes import LONGEST, RowCosts
 
 if TYPE_CHECKING:
     from pipedraft.inference.pipelines.shared import SharedPipeline

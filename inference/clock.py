@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from pipedraft.inference.budget import LONGEST, RowCosts
+from pipedraft.inference.shapes import LONGEST, RowCosts
 
 MAX_COST = 1e6
 """Target passes."""

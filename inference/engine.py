@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedraft.inference.budget import MOST_ROWS, Budget, RowCosts
 from pipedraft.inference.config import DecodeConfig, check_prompt
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget, check_draft
@@ -20,7 +19,7 @@ from pipedraft.inference.result import DecodeResult, Observer
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPD
-from pipedraft.inference.shapes import TreeShape, segment_sizes
+from pipedraft.inference.shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.base import DraftSource, Sampling
 from pipedraft.inference.tree import TokenTree

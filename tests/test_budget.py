@@ -7,9 +7,9 @@ import pytest
 from conftest import tiny_llama
 from decode_runs import PROMPTS, engine_for, greedy_reference
 
-from pipedraft.inference.budget import RowCosts, rows_that_pay
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.shapes import RowCosts, rows_that_pay
 from pipedraft.models.language_model import LanguageModelDraft
 
 AUTO = [

@@ -10,7 +10,7 @@ from pipedraft.errors import UsageError
 from pipedraft.eval.record import ProcessRecord, WallClockRecord
 from pipedraft.eval.replay import fit_cost
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.costs import PRESETS, read_cost
+from pipedraft.inference.config import COST_PRESETS, read_cost
 
 CUT = (0, 3, 8)
 
@@ -153,7 +153,7 @@ def test_rows_that_slow_a_step_make_no_room_for_more_forwards():
         assert VirtualClock(CostModel(row=row), (0, 4, 8), 1 / 8).hidden_forwards() == 4
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", COST_PRESETS)
 def test_presets_are_what_their_sources_say(name):
     """7B in 16 bits: a hundred to three hundred rows are computed while the weights are read."""
     cost = read_cost(name)
@@ -172,8 +172,8 @@ def test_files_of_before_rows_had_prices_are_read(tmp_path):
     path = tmp_path / "cost.json"
     path.write_text(json.dumps(older))
     assert read_cost(str(path)) == CostModel(**older)
-    path.write_text(json.dumps(vars(PRESETS["a100"])))
-    assert read_cost(str(path)) == PRESETS["a100"]
+    path.write_text(json.dumps(vars(COST_PRESETS["a100"])))
+    assert read_cost(str(path)) == COST_PRESETS["a100"]
 
 
 @pytest.mark.parametrize(

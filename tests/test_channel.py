@@ -20,8 +20,10 @@ from pipedraft.inference.channel import (
     LinkEstimate,
     LinkState,
     Steps,
+    load_link,
+    read_profiles,
+    read_trace,
 )
-from pipedraft.inference.link_files import load_link, read_profiles, read_trace
 
 TRACES = REPOSITORY / "assets" / "net_traces"
 MEGABYTE = 8.0  # Mbit/s of 1 MB/s

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from pipedraft.inference.channel import PRESETS, Link
+from pipedraft.inference.channel import PRESETS, Link, load_link
 from pipedraft.inference.draft_length import Survival, SurvivalEstimate
-from pipedraft.inference.link_files import load_link
 from pipedraft.inference.schedules.stop_and_wait import FlexSpec, StopAndWait
 
 TOKENS = 1000

@@ -22,8 +22,7 @@ from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.traces import Recording, Traces, read_recordings
 from pipedraft.files import to_json
 from pipedraft.inference.clock import CostModel
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.costs import ROW_COSTS
+from pipedraft.inference.config import ROW_COSTS, DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.schedules.base import Refusal
 from pipedraft.inference.schedules.pipeinfer import PipeInfer

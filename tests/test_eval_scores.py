@@ -24,13 +24,20 @@ from eval_runs import (
 from msgspec import UNSET
 from scipy.stats import binomtest
 
-from pipedraft.eval import sandbox
+from pipedraft.eval import scores
 from pipedraft.eval.intervals import wilson_interval
 from pipedraft.eval.metrics import OVERALL
 from pipedraft.eval.report import format_report, format_table
 from pipedraft.eval.run import Evaluation, Method
-from pipedraft.eval.sandbox import Limits, isolation, run_program
-from pipedraft.eval.scores import ProgramCheck, Scorer, build_program, find_number
+from pipedraft.eval.scores import (
+    Limits,
+    ProgramCheck,
+    Scorer,
+    build_program,
+    find_number,
+    isolation,
+    run_program,
+)
 from pipedraft.eval.tasks import load_task, load_tasks
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
@@ -239,7 +246,7 @@ def test_program_has_no_network_where_namespaces_are_allowed() -> None:
 
 @linux
 def test_limits_hold_where_namespaces_are_forbidden(monkeypatch) -> None:
-    monkeypatch.setattr(sandbox, "isolation", tuple)
+    monkeypatch.setattr(scores, "isolation", tuple)
     if run_program(["0"]) != "passed":
         pytest.skip("another user cannot start root's Python")
     assert run_program(["import os; os.fork()"]) == "raises BlockingIOError"
@@ -437,9 +444,9 @@ def test_bad_option_is_one_line_and_status_two(command, capsys, names, options, 
 def test_sandbox_that_does_not_hold_is_refused(
     command, capsys, monkeypatch, outcomes, words
 ) -> None:
-    monkeypatch.setattr(sandbox, "run_program", lambda sources: outcomes.pop(0))
-    monkeypatch.setattr(sandbox, "isolation", lambda: ("unshare",))
-    monkeypatch.setattr(sandbox.sys, "platform", "linux")
+    monkeypatch.setattr(scores, "run_program", lambda sources: outcomes.pop(0))
+    monkeypatch.setattr(scores, "isolation", lambda: ("unshare",))
+    monkeypatch.setattr(scores.sys, "platform", "linux")
     assert_refused(capsys, command("humaneval", "--score", "--allow-code-execution"), words)
 
 

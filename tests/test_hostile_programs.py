@@ -7,9 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipedraft.eval import sandbox
-from pipedraft.eval.sandbox import Limits, check_sandbox, isolation, run_program
-from pipedraft.eval.scores import MAX_PARSES, ProgramCheck, build_program, make_scorer
+from pipedraft.eval import scores
+from pipedraft.eval.scores import (
+    MAX_PARSES,
+    Limits,
+    ProgramCheck,
+    build_program,
+    check_sandbox,
+    isolation,
+    make_scorer,
+    run_program,
+)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 LIMITS = Limits(cpu_s=2, wall_s=100, disk_bytes=2**21)
@@ -94,21 +102,21 @@ def options(**given):
 def test_nothing_runs_where_it_cannot_be_isolated_unless_the_risk_is_accepted(monkeypatch):
     check = ProgramCheck(prompt="def f(x):\n", entry_point="f", test=TESTS[1])
     tasks = {"humaneval": [SimpleNamespace(check=check)]}
-    monkeypatch.setattr(sandbox.sys, "platform", "linux")
-    monkeypatch.setattr(sandbox, "isolation", tuple)
+    monkeypatch.setattr(scores.sys, "platform", "linux")
+    monkeypatch.setattr(scores, "isolation", tuple)
     monkeypatch.setattr("pipedraft.eval.scores.isolation", tuple)
-    monkeypatch.setattr(sandbox, "run_program", lambda sources: pytest.fail("it ran"))
+    monkeypatch.setattr(scores, "run_program", lambda sources: pytest.fail("it ran"))
     given = {"score": True, "allow_code_execution": True}
     with pytest.raises(ValueError, match="read and change your files.*--allow-unisolated-code"):
         make_scorer(options(**given), tasks)
     outcomes = ["passed", "raises BlockingIOError"]
-    monkeypatch.setattr(sandbox, "run_program", lambda sources: outcomes.pop(0))
-    monkeypatch.setattr(sandbox.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(scores, "run_program", lambda sources: outcomes.pop(0))
+    monkeypatch.setattr(scores.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
     _, lines = make_scorer(options(**given, allow_unisolated_code=True), tasks)
     assert "files and other processes in reach" in lines[0]
     with pytest.raises(ValueError, match="without --score"):
         make_scorer(options(allow_unisolated_code=True), tasks)
-    assert check_sandbox is sandbox.check_sandbox
+    assert check_sandbox is scores.check_sandbox
 
 
 @pytest.mark.parametrize("num_lines", [100, 800, 6400])

@@ -12,8 +12,7 @@ from pipedraft.errors import run_command
 from pipedraft.train.__main__ import main, methods, registry, take_plan
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import flop_counter
-from pipedraft.train.plan import Plan, all_counted
-from pipedraft.train.weightless import LiveBytes
+from pipedraft.train.plan import LiveBytes, Plan, all_counted
 
 TOKENS, ROWS = 192, 4
 

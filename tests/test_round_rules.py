@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipedraft.inference import comparison_rules
-from pipedraft.inference.comparison_rules import BlockVerifier
+from pipedraft.inference import verify
 from pipedraft.inference.draws import KeyedRandom
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import RULES
+from pipedraft.inference.verify import RULES, BlockVerifier
 
 TOKENS = range(3)
 SHAPES = [("block", (1,)), ("block", (0,)), *(("traversal", s) for s in [(2, 1), (1, 2), (3, 3)])]
@@ -70,7 +69,7 @@ class Told(float):
 def law_error(rule: str, shape: tuple[int, ...], monkeypatch) -> float:
     """Largest error of the probability of three tokens."""
     rests: list[Tensor] = []
-    monkeypatch.setattr(comparison_rules, "draw", lambda p_V, uniform: rests.append(p_V) or 0)
+    monkeypatch.setattr(verify, "draw", lambda p_V, uniform: rests.append(p_V) or 0)
     found_abc = torch.zeros_like(P_ABC)
     for tree_odds, tree in drawn_trees(shape):
         p_RV = torch.stack([P_A] + [P_AB[0]] * (len(tree) - 1))

@@ -7,7 +7,6 @@ import torch
 from markov_runs import markov_p_value, markov_texts, plain_texts
 
 from pipedraft.inference import draws, rules
-from pipedraft.inference.comparison_rules import BlockVerifier, RecursiveVerifier
 from pipedraft.inference.config import ROUND_RULES, DecodeConfig
 from pipedraft.inference.draws import UNFILTERED, DraftToken, KeyedRandom, SharedNoise
 from pipedraft.inference.filters import Filters
@@ -15,7 +14,7 @@ from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.transport.session_messages import Settings
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import RULES, RejectionVerifier
+from pipedraft.inference.verify import RULES, BlockVerifier, RecursiveVerifier, RejectionVerifier
 
 SMALL = TreeShape(depth=4, top_k=3, num_tokens=10)
 FEW = TreeShape(depth=2, top_k=3, num_tokens=2)

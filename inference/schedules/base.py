@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pipedraft.inference.budget import MOST_ROWS, Budget
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.shapes import TreeShape, segment_sizes
+from pipedraft.inference.shapes import MOST_ROWS, Budget, TreeShape, segment_sizes
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import RuleName

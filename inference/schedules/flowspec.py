@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.budget import Budget
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.schedules.base import auto_conflict, check_at_least
 from pipedraft.inference.schedules.pruned_pp import PrunedPP
+from pipedraft.inference.shapes import Budget
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.budget import MOST_ROWS, Budget
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.schedules.base import Growth, Schedule, auto_conflict, check_at_least
 from pipedraft.inference.schedules.flowspec import beside_step, forwards_conflict
 from pipedraft.inference.schedules.spd import draft_beside_step
+from pipedraft.inference.shapes import MOST_ROWS, Budget
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.budget import Budget
 from pipedraft.inference.clock import VirtualClock
 from pipedraft.inference.schedules.base import LayerSchedule, Round
 from pipedraft.inference.schedules.spd import draft_beside_step, replay_beside_step
+from pipedraft.inference.shapes import Budget
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.budget import MOST_ROWS, Budget
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.schedules.base import (
     Growth,
@@ -21,6 +20,7 @@ from pipedraft.inference.schedules.base import (
     check_probability,
     travel,
 )
+from pipedraft.inference.shapes import MOST_ROWS, Budget
 
 if TYPE_CHECKING:
     from torch import Tensor

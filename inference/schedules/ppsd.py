@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.budget import Budget
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.schedules.base import LayerSchedule, Refusal, Round
+from pipedraft.inference.shapes import Budget
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session

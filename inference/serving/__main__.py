@@ -11,8 +11,7 @@ from pipedraft.errors import leave_at_interrupts, run_command
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.inference.arguments import backend_of
-from pipedraft.inference.engine_options import EngineOptions, load_engine
+from pipedraft.inference.arguments import EngineOptions, backend_of, load_engine
 from pipedraft.inference.remote_command import is_loopback, read_tokens
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.transport.serve import ListenOptions

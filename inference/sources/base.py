@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedraft.inference.budget import SHARPNESS, RowCosts, rows_that_pay
 from pipedraft.inference.schedules.base import Growth
-from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.shapes import SHARPNESS, RowCosts, TreeShape, rows_that_pay
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.target import Keep

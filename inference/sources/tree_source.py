@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pipedraft.inference.comparison_rules import RecursiveVerifier
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import (
     DraftSource,
@@ -24,6 +23,7 @@ from pipedraft.inference.sources.base import (
 from pipedraft.inference.sources.recorded_rows import Ask, RecordedRows, make_rows
 from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText
 from pipedraft.inference.tree import TokenTree
+from pipedraft.inference.verify import RecursiveVerifier
 from pipedraft.models.target import Keep
 
 _Child: TypeAlias = tuple[int, float, Tensor | None]
