@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeAlias, TypeVar
 
 import msgspec
 import yaml
@@ -28,6 +28,8 @@ MARKER = Path(".cache", "huggingface", "pipedraft.json")
 
 
 T = TypeVar("T")
+Values: TypeAlias = dict[str, Any]
+"""By name, as a file or a call has them."""
 
 # -- reading: what a file may decide is bounded -------------------------------------------------
 

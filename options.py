@@ -30,10 +30,8 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader
 
 from pipedraft.errors import UsageError
-from pipedraft.files import check_yaml
+from pipedraft.files import Values, check_yaml
 
-Values: TypeAlias = dict[str, Any]
-"""Options by name."""
 Reader: TypeAlias = Callable[[Any], Any]
 """Makes a value of a word, or of a value of a file."""
 OptionField: TypeAlias = Field[Any]

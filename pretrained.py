@@ -33,8 +33,9 @@ from transformers.utils import cached_file, logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipedraft.errors import Failure, causes
+from pipedraft.files import Values
 from pipedraft.gguf_target import local_name
-from pipedraft.model_sizes import check_sizes
+from pipedraft.model_limits import check_sizes
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -155,7 +156,7 @@ def load_config(
 
 def read_config(
     name_or_path: str, revision: str | None, *, field: str = "target", drops_code: bool = False
-) -> dict[str, Any]:
+) -> Values:
     """config.json of a model, of a folder or from the Hub.
 
     Args:
@@ -200,7 +201,7 @@ def load_generation_config(
         return GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
 
 
-def check_unquantized(config: dict[str, Any], name: str, *, field: str = "target") -> None:
+def check_unquantized(config: Values, name: str, *, field: str = "target") -> None:
     """Raise ValueError for weights that mean nothing without scales: FP8, GPTQ, AWQ, bitsandbytes.
 
     Their files hold integers or 8-bit floats beside the scales; read as numbers they decode noise.
@@ -219,7 +220,7 @@ class _Refused(ValueError):
     """One line that is complete as it is."""
 
 
-def _refuse_code(settings: dict[str, Any], file: str, field: str, name: str) -> None:
+def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
     if "auto_map" in settings:
         raise _Refused(
             f"{field}: {str(name)!r} names Python code of its own in {file} (auto_map), which is "
@@ -238,7 +239,7 @@ def check_exists(name_or_path: str, *, field: str = "target") -> None:
 
 
 def check_layers(
-    config: dict[str, Any], files: Collection[str], name: str, *, field: str = "target"
+    config: Values, files: Collection[str], name: str, *, field: str = "target"
 ) -> None:
     """Raise ValueError for more layers than tensors, before they are made: it may say billions."""
     num_layers = config.get("text_config", config).get("num_hidden_layers")

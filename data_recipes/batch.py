@@ -4,11 +4,12 @@ For language-model training, the documents of a split as blocks of one length.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from pipedraft.files import Values
 
 # Rows sorted by length together, in multiples of the mean batch: more means less padding and less
 # mixing of rows between epochs.
@@ -110,7 +111,7 @@ def _make_divisible(batches: list[list[int]], group: int) -> None:
         batches[largest : largest + 1] = [batch[:half], batch[half:]]
 
 
-def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
+def collate(rows: Sequence[Values], pad_id: int) -> dict[str, Tensor]:
     """Pad rows on the right: input_ids [B,T] int64, loss_mask [B,T] bool (False on padding) and
     lengths [B] int64."""
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
@@ -124,7 +125,7 @@ def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "loss_mask": loss_mask, "lengths": lengths}
 
 
-def pack(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def pack(rows: Sequence[Values]) -> dict[str, Tensor]:
     """Rows as documents of a single one: input_ids [1, sum] int64, loss_mask [1, sum] bool, lengths
     [documents] int64. Not the blocks of ``data.pack``, whose documents see each other.
 

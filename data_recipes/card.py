@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 import yaml
@@ -21,6 +20,7 @@ from pipedraft.data_recipes.overlap import (
 from pipedraft.data_recipes.rows import FILTERED, TOO_LONG
 from pipedraft.data_recipes.sources import list_files
 from pipedraft.errors import one_line
+from pipedraft.files import Values
 
 EMPTY_MASK = "empty mask"
 UNKNOWN_LICENSE = "unknown"
@@ -72,7 +72,7 @@ class DataReport:
     valid_rows: int = 0
     """Rows of the two sets (blocks, if packed), repetitions included."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         return asdict(self)
 
     def refused_rows(self) -> dict[str, int]:

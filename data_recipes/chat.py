@@ -13,7 +13,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pipedraft.chat_templates import ChatRefused, render_chat, rendering
+from pipedraft.files import Values
+from pipedraft.model_limits import ChatRefused, render_chat, rendering
 
 ROLES = {
     "system": "system",
@@ -162,7 +163,7 @@ class ChatRenderer:
         return render_chat(self.tokenizer, messages, prompt=prompt)
 
     def _render_marked(self, messages: list[Message]) -> RenderedChat:
-        variables: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
+        variables: Values = dict(self.tokenizer.special_tokens_map)
         # Annotated as str, returns (texts, generation marks of each text).
         with rendering(self.tokenizer.name_or_path):
             rendered: Any = render_jinja_template(

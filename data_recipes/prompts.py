@@ -16,9 +16,10 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pipedraft.errors import leave_at_interrupts, run_command
+from pipedraft.files import Values
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -66,7 +67,7 @@ def parse_take(text: str) -> tuple[str, int, int]:
     return source, int(rows), int(turns or "1")
 
 
-def user_turns(row: dict[str, Any]) -> list[str]:
+def user_turns(row: Values) -> list[str]:
     """Texts of the users' turns, in the OpenAI or the ShareGPT form."""
     turns = row.get("messages") or row.get("conversations") or []
     return [
@@ -76,7 +77,7 @@ def user_turns(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def task_stub(row: dict[str, Any]) -> str:
+def task_stub(row: Values) -> str:
     """Signature of the function in the answer, with the task's first line as its docstring.
 
     "": the answer is no Python, or has no function.
@@ -147,9 +148,9 @@ def function_stubs(folder: Path) -> Iterator[str]:
                 yield f'{signature}\n    """{body}\n    """'
 
 
-def read_answers(path: Path) -> dict[str, dict[str, Any]]:
+def read_answers(path: Path) -> dict[str, Values]:
     """Rows of a file of answers by the SHA-256 of the prompt that each is the answer to."""
-    answers: dict[str, dict[str, Any]] = {}
+    answers: dict[str, Values] = {}
     for raw in read_source(Source(path=str(path))):
         row = json.loads(raw.text)
         if not all(isinstance(row.get(name), str) for name in ("prompt_sha256", "answer")):
@@ -161,13 +162,13 @@ def read_answers(path: Path) -> dict[str, dict[str, Any]]:
     return answers
 
 
-def conversation(prompt: str, row: dict[str, Any]) -> dict[str, Any]:
+def conversation(prompt: str, row: Values) -> Values:
     turns = (("user", prompt), ("assistant", row["answer"]))
     messages = [{"role": role, "content": text} for role, text in turns]
     return {"messages": messages, "greedy_answers": bool(row.get("greedy_answers"))}
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: list[Values]) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(path, text.encode())
 

@@ -25,10 +25,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pipedraft.errors import UsageError, leave_at_interrupts, one_line, run_command
+from pipedraft.files import Values
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -240,7 +241,7 @@ def ask_local(run: Run, options: RegenerateOptions) -> str:
     return ""
 
 
-def settings_of(options: RegenerateOptions, sampling: Sampling, digest: str) -> dict[str, Any]:
+def settings_of(options: RegenerateOptions, sampling: Sampling, digest: str) -> Values:
     """Options that the answers depend on. The server's address may change, its model may not."""
     folder = Path(options.target or "")
     is_folder = options.target is not None and folder.exists()

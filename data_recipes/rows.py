@@ -13,7 +13,6 @@ import pyarrow
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.chat_templates import TemplateLimit
 from pipedraft.data_recipes.chat import ChatRenderer, Message, RenderedChat, normalize_conversation
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.overlap import (
@@ -25,6 +24,8 @@ from pipedraft.data_recipes.overlap import (
     mix_bits,
 )
 from pipedraft.data_recipes.sources import check_unicode, parse_json
+from pipedraft.files import Values
+from pipedraft.model_limits import TemplateLimit
 
 FILTERED = "filter: "
 TOO_LONG = "too long"
@@ -208,7 +209,7 @@ def read_messages(row: Any, source: Source) -> list[Message]:
     return messages
 
 
-def license_of(row: dict[str, Any], source: Source) -> str:
+def license_of(row: Values, source: Source) -> str:
     """Lower case, as the Hub writes licenses; "" if neither the row nor the source names one."""
     named = row.get("license")
     return (named if isinstance(named, str) and named else source.license or "").lower()

@@ -31,7 +31,6 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from pipedraft.chat_templates import ChatRefused, render_chat
 from pipedraft.data_recipes.answers import (
     Answer,
     Dialogue,
@@ -41,6 +40,7 @@ from pipedraft.data_recipes.answers import (
     kept_text,
 )
 from pipedraft.files import make_place, publish
+from pipedraft.model_limits import ChatRefused, render_chat
 from pipedraft.options import Options, option
 from pipedraft.pretrained import load_model, load_tokenizer
 

@@ -20,6 +20,7 @@ from pipedraft.data_recipes.answers import (
     TargetLost,
     kept_text,
 )
+from pipedraft.files import Values
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 LONGEST_RETRY_AFTER_S = 600.0  # a wrong clock or header must not stop a run for a day
@@ -135,7 +136,7 @@ class ChatServer:
 
     async def _ask(self, question: Messages, row: int, turn: int, attempt: int) -> Answer:
         sampling = self.sampling
-        body: dict[str, Any] = {
+        body: Values = {
             "model": self.service.model,
             "messages": question,
             "max_tokens": sampling.max_tokens,

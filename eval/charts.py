@@ -22,6 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pipedraft.eval.record import is_known
 from pipedraft.eval.tables import Table
+from pipedraft.files import Values
 
 # (light, dark). Text has a contrast of 4.5 or more against paper and panel, marks 3 or more; series
 # differ by 20 or more in CIELAB for color-blind readers too (tests/test_eval_html_look.py).
@@ -212,7 +213,7 @@ class SeriesChart(Chart):
     limits: tuple[float, float | None] = (0, None)
     """Ends of the axis of values."""
 
-    def looks(self) -> dict[str, dict[str, Any]]:
+    def looks(self) -> dict[str, Values]:
         """Color and marker of each series that is drawn."""
         return {
             label: {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}

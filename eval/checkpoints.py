@@ -8,11 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.errors import UsageError
-from pipedraft.eval.record import Settings
 from pipedraft.eval.run import DraftNetwork
 from pipedraft.eval.spec import Role
 from pipedraft.eval.tasks import Prompt
-from pipedraft.files import read_yaml
+from pipedraft.files import Values, read_yaml
 from pipedraft.models import load_draft
 from pipedraft.models.draft import CONFIG_FILE, Draft, read_description, resolve_folder
 from pipedraft.models.language_model import load_draft_model
@@ -29,7 +28,7 @@ def _folder_of(path: Path) -> Path | None:
     return None
 
 
-def _description(folder: Path) -> Settings:
+def _description(folder: Path) -> Values:
     """Empty for a file of something else."""
     try:
         found = json.loads((folder / CONFIG_FILE).read_text())
@@ -62,7 +61,7 @@ def read_drafts(
     target: str | None,
     draft_model: str | None,
     lookup: str | None = None,
-) -> tuple[str, str | None, dict[Path, Settings]]:
+) -> tuple[str, str | None, dict[Path, Values]]:
     """Name and revision of the target, and the description of every checkpoint.
 
     Args:

@@ -12,7 +12,6 @@ from pipedraft.errors import make_folder
 from pipedraft.eval.arguments import EvaluationOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.manifest import build_manifest
-from pipedraft.eval.record import Settings
 from pipedraft.eval.replay import fit_cost
 from pipedraft.eval.report import format_table, write_report
 from pipedraft.eval.run import DraftNetwork, Evaluation, Method
@@ -20,7 +19,7 @@ from pipedraft.eval.scores import make_scorer
 from pipedraft.eval.spec import Row, Spec
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import Traces, remove_traces, traces_of
-from pipedraft.files import locked, make_place, to_json, write_atomically
+from pipedraft.files import Values, locked, make_place, to_json, write_atomically
 from pipedraft.inference.arguments import place_of, settings_grid
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import read_cost
@@ -40,10 +39,10 @@ from pipedraft.models.target import (
 from pipedraft.models.target_part import weights_identity
 
 
-def _method_name(folder: Path, drafts: dict[Path, Settings]) -> str:
+def _method_name(folder: Path, drafts: dict[Path, Values]) -> str:
     """The draft's type; with the folder if another draft has the same type and stages."""
 
-    def kind(description: Settings) -> tuple[str, int | None]:
+    def kind(description: Values) -> tuple[str, int | None]:
         return description["draft_type"], description["architecture"].get("num_stages")
 
     draft_type = drafts[folder]["draft_type"]
@@ -53,7 +52,7 @@ def _method_name(folder: Path, drafts: dict[Path, Settings]) -> str:
 
 def _load_drafts(
     options: EvaluationOptions,
-    drafts: dict[Path, Settings],
+    drafts: dict[Path, Values],
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, tuple[str, DraftNetwork]]:
@@ -123,7 +122,7 @@ def _load_target(
     options: EvaluationOptions,
     name: str,
     revision: str | None,
-    trained: Iterable[Settings],
+    trained: Iterable[Values],
     cluster: Cluster | None,
 ) -> _Target:
     """
@@ -154,7 +153,7 @@ def _load_target(
     return _Target(model, reference, cluster.connect, cluster.job.boundaries, num_stages)
 
 
-def _check_stages(wanted: int | None, drafts: Mapping[Path, Settings]) -> None:
+def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
     for folder, description in drafts.items():
         trained_for = description["architecture"].get("num_stages")
         if trained_for and wanted and wanted != trained_for:

@@ -10,8 +10,8 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.eval.record import Settings
 from pipedraft.eval.run import DraftNetwork
+from pipedraft.files import Values
 from pipedraft.inference.channel import Channel, EnergyModel, Link
 from pipedraft.inference.config import DecodeConfig, RuleName
 from pipedraft.inference.engine import Engine
@@ -116,7 +116,7 @@ class Method:
 
     summary: str
     schedule: str
-    settings: Settings = field(default_factory=dict)
+    settings: Values = field(default_factory=dict)
     drafts_in: Place | None = "both"
     """On the edge with the target across the link ("both"), beside the target ("target"), or
     without one ("draft"). None: there is no draft."""

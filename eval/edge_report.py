@@ -18,7 +18,6 @@ from pipedraft.eval.record import (
     LosslessRecord,
     Manifest,
     Results,
-    Settings,
     is_known,
 )
 from pipedraft.eval.run import DecodedTurn, evaluate
@@ -32,7 +31,7 @@ from pipedraft.eval.tables import (
     number,
 )
 from pipedraft.eval.tasks import Prompt
-from pipedraft.files import to_json, write_atomically
+from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.channel import load_link
 from pipedraft.inference.draws import probabilities
 from pipedraft.inference.pipelines.link import Times
@@ -315,7 +314,7 @@ def _known(times: Times) -> dict[str, float]:
     return {name: value for name, value in asdict(times).items() if value is not None}
 
 
-def constants(rows: Sequence[LatencyRecord], times: Times, config: Settings) -> list[str]:
+def constants(rows: Sequence[LatencyRecord], times: Times, config: Values) -> list[str]:
     """Everything that the clock and the energy rest on."""
     found = [f"computing: {name} {value:g} s" for name, value in _known(times).items()]
     for network in dict.fromkeys(row.network for row in rows):

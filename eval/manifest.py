@@ -15,9 +15,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import pipedraft
-from pipedraft.eval.record import Manifest, Settings
+from pipedraft.eval.record import Manifest
 from pipedraft.eval.run import DraftNetwork
 from pipedraft.eval.tasks import Prompt
+from pipedraft.files import Values
 from pipedraft.models.fingerprint import tokenizer_hash
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import target_fingerprint
@@ -86,7 +87,7 @@ def build_manifest(
     benchmarks: Mapping[str, Sequence[Prompt]],
     checkpoints: Sequence[Path],
     draft: DraftNetwork | None = None,
-    config: Settings,
+    config: Values,
     argv: Sequence[str],
     seed: int,
 ) -> Manifest:

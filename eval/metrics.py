@@ -25,6 +25,7 @@ from pipedraft.eval.record import (
     RunRecord,
     WallClockRecord,
 )
+from pipedraft.files import Values
 from pipedraft.inference.result import DecodeResult
 
 AUTOREGRESSIVE = "autoregressive"
@@ -196,7 +197,7 @@ def acceptance_by_category(
     }
 
 
-def _rate(accepts_P: np.ndarray, tests_P: np.ndarray) -> dict[str, Any]:
+def _rate(accepts_P: np.ndarray, tests_P: np.ndarray) -> Values:
     """Fields of a record: counts, their ratio, and its interval."""
     accepts, tests = int(accepts_P.sum()), int(tests_P.sum())
     return {

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pipedraft.errors import UsageError
-from pipedraft.files import read_bounded
+from pipedraft.files import Values, read_bounded
 from pipedraft.inference.filters import sampling_label
 
 MAX_BYTES = 2**29
@@ -32,9 +32,7 @@ Name = Annotated[str, Meta(max_length=100_000)]
 T = TypeVar("T")
 Filtered = Annotated[dict[Name, Amount], Meta(max_length=100)]
 """Filters of samples by name, those that remove something."""
-Settings = dict[str, Any]
-"""Options by name, of any type that JSON has."""
-Manifest = dict[str, Any]
+Manifest = Values
 """manifest.json; see ``manifest.build_manifest``."""
 
 
@@ -111,7 +109,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 def add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
     """One process on several benchmarks."""
 
-    def total(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    def total(counts: Iterable[Mapping[str, Any]]) -> Values:
         return dict(sum(map(Counter, counts), Counter()))
 
     return ProcessRecord(
@@ -336,7 +334,7 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     benchmark: Name
     stages: Count
     cost_name: Name
-    cost: Settings
+    cost: Values
     how: Name
     """recorded, exact or assumed: what the figures rest on."""
     prompts: Count
@@ -405,7 +403,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     times: dict[str, float] | UnsetType = UNSET
     targets: list[DriftRecord] | UnsetType = UNSET
     drafts: list[RetentionRecord] | UnsetType = UNSET
-    config: Settings | UnsetType = UNSET
+    config: Values | UnsetType = UNSET
 
     @property
     def entries(self) -> list[RunRecord]:

@@ -31,7 +31,7 @@ from pipedraft.eval.record import (
     read_bytes,
 )
 from pipedraft.eval.tables import Table, align_columns, describe, fact, given_options, markdown
-from pipedraft.files import make_place, to_json, write_atomically
+from pipedraft.files import Values, make_place, to_json, write_atomically
 from pipedraft.options import Options, option
 
 EXAMPLE = """\
@@ -107,7 +107,7 @@ class Comparison:
     """None: nothing can be compared; the warnings say why."""
 
 
-def _summary(pooled: Sequence[RunRecord]) -> dict[str, Any]:
+def _summary(pooled: Sequence[RunRecord]) -> Values:
     """The one number of every method, and where its interval lies between 0 and the largest."""
     drafted = [run for run in pooled if run.schedule != AUTOREGRESSIVE and run.steps]
     lengths = [run.equivalent_acceptance_length for run in drafted]

@@ -26,14 +26,13 @@ from pipedraft.eval.record import (
     Manifest,
     Results,
     RetentionRecord,
-    Settings,
 )
 from pipedraft.eval.run import DecodedTurn, DraftNetwork, draft_hash, evaluate
 from pipedraft.eval.spec import BASE, Spec, decode_config
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.eval.traces import traces_of
-from pipedraft.files import to_json, write_atomically
+from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.channel import PRESETS
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
@@ -171,7 +170,7 @@ class Retention:
     """Everything that one report needs besides the fine-tuned targets."""
 
     spec: Spec
-    settings: Settings
+    settings: Values
     """Settings of decoding: tree, temperature."""
     context: TableContext
     drafts: Mapping[str, Path]

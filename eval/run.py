@@ -36,7 +36,6 @@ from pipedraft.eval.record import (
     ProcessRecord,
     PromptRecord,
     RunRecord,
-    Settings,
     add_up,
     number_or_nan,
 )
@@ -45,6 +44,7 @@ from pipedraft.eval.scores import Score, Scorer, summarize_scores
 from pipedraft.eval.spec import Row, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.eval.traces import TraceFile, Traces, find_result
+from pipedraft.files import Values
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines import Pipeline
@@ -115,7 +115,7 @@ def prompt_seed(prompt: Prompt, turn: int) -> int:
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
 
 
-def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Settings:
+def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Values:
     """Draft and target as the header of a trace file names them for ``traces.Recording``.
 
     Args:

@@ -25,14 +25,14 @@ from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation, radio_energy
 from pipedraft.eval.edge_report import LinkRun, measure, write_edge_report
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import LatencyRecord, Results, RunRecord, Settings
+from pipedraft.eval.record import LatencyRecord, Results, RunRecord
 from pipedraft.eval.retention import Retention, sync_seconds
 from pipedraft.eval.run import DraftNetwork, Evaluation, Method
 from pipedraft.eval.spec import BASE, Measure, Row, Spec, decode_config, read_roles
 from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import remove_traces, traces_of
-from pipedraft.files import read_json
+from pipedraft.files import Values, read_json
 from pipedraft.inference.channel import PRESETS, load_link
 from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.draft_length import parse_policy
@@ -207,7 +207,7 @@ EDGE_QUANTITIES: dict[str, Callable[[LatencyRecord], Value]] = {
 }
 
 
-def _simulation(settings: Settings, **shared: Any) -> tuple[str, str, Simulation]:
+def _simulation(settings: Values, **shared: Any) -> tuple[str, str, Simulation]:
     """Method, network and simulation."""
     fields = dict(settings)
     method, network, given = (fields.pop(name) for name in ("method", "network", "times"))
@@ -396,7 +396,7 @@ def run_retention(spec: Spec, context: TableContext) -> Finished:
         drafts[row.draft] = context.drafts.folders[row.draft]
     if not drafts:
         return Finished(outcomes, None)
-    settings: Settings = {
+    settings: Values = {
         name: spec.run[name] for name in ("tree", "temperature") if name in spec.run
     }
     targets, measured = Retention(spec, settings, context, drafts).run(domains)

@@ -18,8 +18,7 @@ from msgspec import Meta
 
 import pipedraft
 from pipedraft.errors import UsageError
-from pipedraft.eval.record import Settings
-from pipedraft.files import read_yaml
+from pipedraft.files import Values, read_yaml
 from pipedraft.inference.arguments import Dtype
 from pipedraft.inference.config import DecodeConfig, all_setting_names, setting_names
 from pipedraft.inference.schedules import SCHEDULES
@@ -46,7 +45,7 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """draft_type of a checkpoint, language_model, or target."""
     train: Name
     """Command that makes it for the embedded target."""
-    architecture: Settings = {}
+    architecture: Values = {}
     """Entries that the description of a checkpoint must have."""
     folder: Name | None = None
     """Where it is looked for first, below the folders of --checkpoints; null: the role's name."""
@@ -79,7 +78,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: Name
     draft: Name | None = None
     """Role, or one of the specification's own drafts; null: it needs none."""
-    run: Settings | None = {}
+    run: Values | None = {}
     """Settings over those of all rows. null: cannot be run here, ``remark`` says why."""
     published: dict[str, float | str] = {}
     """Column -> number, or text where the source gives a range."""
@@ -105,7 +104,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     target: Name = DEFAULT_TARGET
     """Folder or Hub name."""
     rows: Annotated[list[Row], Meta(max_length=10_000)] = []
-    run: Settings = {}
+    run: Values = {}
     """Settings of every row."""
     drafts: Places = {}
     """Name -> folder of a checkpoint or language model; other names are roles."""
@@ -124,7 +123,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     differences: str = ""
     """Differences between the published runs and ours, whatever the machine."""
 
-    def settings(self, row: Row) -> Settings:
+    def settings(self, row: Row) -> Values:
         """Settings of every row, as far as the row's schedule has them, and the row's own."""
         own = row.run or {}
         schedule = (self.run | own).get("schedule")
@@ -178,7 +177,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def decode_config(
-    settings: Settings, *, draft_stages: int | None = None, **shared: Any
+    settings: Values, *, draft_stages: int | None = None, **shared: Any
 ) -> DecodeConfig:
     """Settings as YAML has them: flat, the tree as its label.
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipedraft
-from pipedraft.chat_templates import ChatRefused, render_chat
 from pipedraft.eval.scores import Check, NumberCheck, ProgramCheck, find_number
-from pipedraft.files import bounded_lines, read_text
+from pipedraft.files import Values, bounded_lines, read_text
+from pipedraft.model_limits import ChatRefused, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ MT_BENCH_CATEGORIES = frozenset(
 TRANSLATION, SUMMARIZATION, QUESTIONS = "translation", "summarization", "qa"
 MATH, RETRIEVAL = "math_reasoning", "rag"
 SPEC_BENCH_CATEGORIES = (TRANSLATION, SUMMARIZATION, QUESTIONS, MATH, RETRIEVAL)
-Row = dict[str, Any]
+Row = Values
 """A JSON object, as a file or the Hub has it."""
 Rows = Iterator[tuple[str, Row]]
 """("path:line", row)"""
@@ -306,7 +306,7 @@ def _read_jsonl(path: Path) -> Rows:
                 yield where, _parse_row(line, where)
 
 
-def _parse_row(line: bytes, where: str) -> dict[str, Any]:
+def _parse_row(line: bytes, where: str) -> Values:
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text

@@ -25,8 +25,8 @@ import msgspec
 import pipedraft
 from pipedraft.errors import UsageError
 from pipedraft.eval.metrics import AUTOREGRESSIVE
-from pipedraft.eval.record import Settings
 from pipedraft.eval.tasks import Prompt
+from pipedraft.files import Values
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
@@ -48,7 +48,7 @@ class TraceFile:
     def __init__(
         self,
         folder: Path | None = None,
-        identity: Settings | None = None,
+        identity: Values | None = None,
         shard: tuple[int, int] = WHOLE,
     ) -> None:
         """
@@ -58,7 +58,7 @@ class TraceFile:
             shard: (index, number); every shard's lines are read, and its own are added to.
         """
         self.path: Path | None = None
-        self._found: dict[str, Any] = {}
+        self._found: Values = {}
         if folder is not None:
             self._header = json.dumps(identity, sort_keys=True, default=str)
             digest = hashlib.sha256(self._header.encode()).hexdigest()[:16]
@@ -110,7 +110,7 @@ class Traces:
 
     folder: Path | None = None
     """None: nothing is kept on disk."""
-    identity: Settings | None = None
+    identity: Values | None = None
     """Target, tokenizer and everything else that all ways of decoding share."""
     shard: tuple[int, int] = WHOLE
 
@@ -224,7 +224,7 @@ class _Recorded(msgspec.Struct):
 class _Header(msgspec.Struct):
     """First line of a trace file, as far as it is read."""
 
-    config: Settings | None = None
+    config: Values | None = None
     repeat: int = 0
     recorded: _Recorded | None = None
     draft: str | None = None

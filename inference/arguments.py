@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_t
 
 from jsonargparse import ArgumentParser
 
-from pipedraft.chat_templates import render_chat
 from pipedraft.errors import UsageError
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost
 from pipedraft.inference.filters import Filters
@@ -18,6 +17,7 @@ from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Budget, TreeShape
 from pipedraft.inference.transport import is_launched
 from pipedraft.inference.transport.launch import run_ranks
+from pipedraft.model_limits import render_chat
 from pipedraft.options import Group, Options, Values, checked, flag_name, help_of, listed, option
 
 if TYPE_CHECKING:

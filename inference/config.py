@@ -11,12 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
 from pipedraft.errors import UsageError, check_ranges
-from pipedraft.files import read_text
+from pipedraft.files import Values, read_text
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.filters import Filters, sampling_label
 from pipedraft.inference.schedules import SCHEDULES
@@ -49,8 +49,6 @@ ROUND_RULES = ("block", "recursive", "traversal")
 """Their tests look at a round as a whole: no streams, no links."""
 
 Value = TypeVar("Value")
-Settings: TypeAlias = dict[str, Any]
-"""By name, as a file holds them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +145,14 @@ class DecodeConfig(Filters):
             schedule = replace(schedule, **own)
         return cls(schedule=schedule, **common)
 
-    def to_dict(self) -> Settings:
+    def to_dict(self) -> Values:
         """JSON and YAML: a mapping of plain values, read back by ``from_dict``."""
         plain = dataclasses.asdict(self)
         plain["schedule"] = {"name": self.schedule.name} | plain["schedule"]
         return plain | {"boundaries": list(self.boundaries)}
 
     @classmethod
-    def from_dict(cls, values: Settings) -> DecodeConfig:
+    def from_dict(cls, values: Values) -> DecodeConfig:
         """
         Raises:
             ValueError: an unknown or missing field, or a value of the wrong type or range.
@@ -211,7 +209,7 @@ def find_schedule(name: str) -> type[Schedule]:
     return SCHEDULES[name]
 
 
-def make_schedule(name: str, settings: Settings) -> Schedule:
+def make_schedule(name: str, settings: Values) -> Schedule:
     """A schedule by its name; a tree may be given as ``TreeShape.parse`` reads it.
 
     Raises:
@@ -249,7 +247,7 @@ def all_setting_names() -> set[str]:
     return {name for schedule in SCHEDULES for name in setting_names(schedule)}
 
 
-def check_names(values: Settings, known: list[str], where: str) -> None:
+def check_names(values: Values, known: list[str], where: str) -> None:
     """
     Raises:
         ValueError: a name that is not known, with the nearest one that is.

@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
+
+from pipedraft.files import Values
 
 Budget: TypeAlias = int | Literal["auto"]
 """Draft tokens; auto: as many as pay under the cost model, by the draft's own probabilities."""
@@ -142,7 +144,7 @@ class TreeShape:
                 "beams, draft tokens or auto)"
             )
         assert expected is not None
-        fields: dict[str, Any] = dict(zip(expected, map(int, numbers), strict=False))
+        fields: Values = dict(zip(expected, map(int, numbers), strict=False))
         if is_auto:
             fields["num_tokens"] = "auto"
         return cls(kind=kind, **fields)  # type: ignore[arg-type]  # a key of names

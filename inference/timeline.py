@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
+
+from pipedraft.files import Values
 
 MAX_PENDING = 4096
 """Spans of a GPU that are not read yet."""
@@ -19,7 +21,7 @@ WAIT = "wait"
 UNFINISHED = "unfinished"
 """Kind of the spans that ended with an exception, whatever they were."""
 
-Report: TypeAlias = dict[str, Any]
+Report: TypeAlias = Values
 """What a process measured, as JSON holds it."""
 
 

@@ -23,6 +23,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from jinja2 import Environment, StrictUndefined
 
 from pipedraft.errors import one_line
+from pipedraft.files import Values
 from pipedraft.models.draft import CONFIG_FILE, Description
 from pipedraft.pretrained import hub_link
 
@@ -48,7 +49,7 @@ LICENSE_FIELDS = ("license", "license_name", "license_link")
 class License:
     """License of the target, as its own card or configuration says."""
 
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: Values = field(default_factory=dict)
     """license, and for the license `other` license_name and license_link."""
     origin: str = "was not looked up"
     """Where the fields are from, or why there are none."""
@@ -288,7 +289,7 @@ class Measured:
                     )
         return found
 
-    def _dataset(self, benchmark: str) -> dict[str, Any]:
+    def _dataset(self, benchmark: str) -> Values:
         """The prompts' own name: prompts in the form of a benchmark are not the benchmark."""
         folder, prompts = self.manifest.config.data_dir, self.manifest.prompts[benchmark]
         kind, name = benchmark, f"{benchmark}, {prompts.count} prompts"
@@ -341,7 +342,7 @@ def _files_about(name: str, revision: str | None, asks_hub: bool) -> Iterator[Pa
             yield Path(found)
 
 
-def _license_fields(path: Path) -> dict[str, Any]:
+def _license_fields(path: Path) -> Values:
     try:
         is_card = path.name == CARD
         found = (metadata_load(path) or {}) if is_card else json.loads(path.read_text())

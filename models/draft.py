@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipedraft.files import read_bounded
+from pipedraft.files import Values, read_bounded
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from pipedraft.models.target import (
     StagedTarget,
@@ -46,7 +46,7 @@ DRAFTS = {
 Inputs = TypeVarTuple("Inputs")
 Result = TypeVar("Result")
 
-Description = dict[str, Any]
+Description = Values
 """config.json of a checkpoint; `read_description` has checked what every draft has in it."""
 
 
@@ -98,7 +98,7 @@ class TargetReference:
 
     name: str
     revision: str | None = None
-    fingerprint: dict[str, Any] = field(default_factory=dict)
+    fingerprint: Values = field(default_factory=dict)
 
     def check_fingerprint(
         self, fingerprint: dict[str, int | str], *, allow_evolved: bool = False

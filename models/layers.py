@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from pipedraft.files import Values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class LayerConfig:
     num_key_value_heads: int
     head_size: int
     rms_norm_eps: float
-    rope_parameters: dict[str, Any]
+    rope_parameters: Values
     max_positions: int
     has_query_key_norm: bool = False
     """Qwen3 normalizes each query and key head before the rotation."""
@@ -81,7 +83,7 @@ class LayerConfig:
         """Entries of a head that are rotated, the first ones."""
         return int(self.head_size * self.rope_parameters.get("partial_rotary_factor", 1.0))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         return asdict(self)
 
 
@@ -285,7 +287,7 @@ def _attend_apart(
     attend: Callable[..., Tensor],
     inputs: Sequence[Tensor],
     lengths: Sequence[int],
-    options: dict[str, Any],
+    options: Values,
 ) -> Tensor:
     """
     Args:

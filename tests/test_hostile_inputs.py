@@ -15,7 +15,6 @@ import pytest
 import yaml
 from conftest import byte_tokenizer
 
-from pipedraft.chat_templates import ChatRefused, TemplateLimit, render_chat
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.server import TryAgain, read_choice
 from pipedraft.data_recipes.sources import TOO_MANY_BYTES, read_source
@@ -34,6 +33,7 @@ from pipedraft.files import (
 from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.transport import serve
+from pipedraft.model_limits import ChatRefused, TemplateLimit, render_chat
 from pipedraft.models.placement import resolve_device
 from pipedraft.options import Options
 from pipedraft.train.__main__ import RESOLVED
@@ -223,7 +223,7 @@ TURNS = [{"role": "user", "content": "hi"}]
 )  # fmt: skip
 def test_chat_templates_end_in_time_and_in_one_line(template, kind, reason, monkeypatch):
     if "0.2 s" in reason:
-        monkeypatch.setattr("pipedraft.chat_templates.RENDER_S", 0.2)
+        monkeypatch.setattr("pipedraft.model_limits.RENDER_S", 0.2)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(ValueError) as refused:

@@ -2,13 +2,14 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths
+from pipedraft.files import Values
 from pipedraft.models.draft import Draft
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.train.losses import chunked_distillation
@@ -156,7 +157,7 @@ class EagleObjective(DraftObjective):
             sums |= {f"{name}_{step}": value for name, value in found.items()}
         return sums
 
-    def evaluation_passes(self) -> list[dict[str, Any]]:
+    def evaluation_passes(self) -> list[Values]:
         return [{"depth": EVALUATED_DEPTH}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:

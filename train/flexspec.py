@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipedraft.data_recipes.batch import document_lengths
+from pipedraft.files import Values
 from pipedraft.models.draft import Draft
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
 from pipedraft.models.layers import LayerConfig
@@ -161,7 +162,7 @@ class FlexSpecObjective(DraftObjective):
                 sums[f"chains_{step + 1}"] = counts[step]
         return sums
 
-    def evaluation_passes(self) -> list[dict[str, Any]]:
+    def evaluation_passes(self) -> list[Values]:
         return [{"depth": EVALUATED_DEPTH}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import (
 )
 from tqdm import tqdm
 
-from pipedraft.files import publish
+from pipedraft.files import Values, publish
 
 if TYPE_CHECKING:
     from pipedraft.train.loop import Trainer
@@ -93,9 +93,9 @@ class MetricsLog:
         self.accelerator.end_training()
 
 
-def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(settings: Values, prefix: str = "") -> Values:
     """Dotted names -> values of the types that every tracker takes."""
-    flat: dict[str, Any] = {}
+    flat: Values = {}
     for key, value in settings.items():
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")

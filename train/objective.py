@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.files import Values
 from pipedraft.inference.clock import continuous_acceptance_length
 from pipedraft.models.draft import (
     Draft,
@@ -63,7 +64,7 @@ class Objective(nn.Module, ABC):
     def use_checkpointing(self) -> None:
         """Keep of every layer its input alone, and compute the rest again in backward."""
 
-    def evaluation_passes(self) -> list[dict[str, Any]]:
+    def evaluation_passes(self) -> list[Values]:
         """Keyword arguments of one validation pass each; their sums are prefixed by ``name``."""
         return [{}]
 
@@ -150,7 +151,7 @@ class DraftObjective(Objective):
     config: Any
     """The draft's architecture and its loss, by the method's dataclass."""
     draft: Draft
-    card: Callable[[dict[str, Any]], str] | None = None
+    card: Callable[[Values], str] | None = None
     """Makes the README.md of a checkpoint from its config.json."""
 
     def __init__(
@@ -193,7 +194,7 @@ class DraftObjective(Objective):
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
         """The draft of a configuration, from shapes alone."""
         kind = cls.draft_class.config_class
-        known: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(kind)}
+        known: Values = {f.name: getattr(config, f.name) for f in fields(kind)}
         if "num_target_layers" in known:
             known["num_target_layers"] = reference.fingerprint["num_layers"]
         return cls.draft_class(kind(**known), layer, reference)

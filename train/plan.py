@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipedraft.data_recipes.recipe import load_data
+from pipedraft.files import Values
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import layer_kinds
 from pipedraft.pretrained import load_tokenizer
@@ -76,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         func: Callable[..., Any],
         types: tuple[type, ...],
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Values | None = None,
     ) -> Any:
         given = (args, kwargs or {})
         tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]

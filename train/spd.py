@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths, reorder
+from pipedraft.files import Values
 from pipedraft.models.draft import Draft
 from pipedraft.models.spd import SPD, SPDConfig
 from pipedraft.train.objective import (
@@ -97,7 +98,7 @@ class SPDObjective(StagedObjective):
         fill, order = torch.tensor(drawn).sort(descending=True, stable=True)
         return reorder(batch, order), fill.tolist()
 
-    def evaluation_passes(self) -> list[dict[str, Any]]:
+    def evaluation_passes(self) -> list[Values]:
         return [{"occupancies": range(1, self.draft.config.max_in_flight + 1)}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:

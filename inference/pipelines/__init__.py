@@ -8,10 +8,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from pipedraft.files import Values
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.verify import Verifier, Walk
 from pipedraft.models.target import Keep, Segment
@@ -123,7 +124,7 @@ class Pipeline(ABC):
     def abandon(self) -> None:  # noqa: B027 (may stay empty)
         """The sequence ends where it is: something has failed."""
 
-    def reports(self) -> list[dict[str, Any]]:
+    def reports(self) -> list[Values]:
         """What every process measured since the last ``clear``."""
         return [self.timeline.report()]
 

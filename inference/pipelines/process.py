@@ -10,12 +10,12 @@ back costs no time, and nothing but the next verdict is on the critical path.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from pipedraft.files import Values
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned, pick_rows
 from pipedraft.inference.timeline import WAIT, Timeline
@@ -432,7 +432,7 @@ class ProcessPipeline(Pipeline):
         for stage in self._answering():
             self._fetch(stage, flight)
 
-    def reports(self) -> list[dict[str, Any]]:
+    def reports(self) -> list[Values]:
         """What every stage measured since the last ``clear``, in their order."""
         sequence = self._sequence
         self._send(Measure(action="report"))

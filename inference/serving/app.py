@@ -20,7 +20,6 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import StarletteHTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from pipedraft.chat_templates import ChatRefused, TemplateLimit
 from pipedraft.inference.arguments import encode_chat
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.answers import Answer
@@ -36,6 +35,7 @@ from pipedraft.inference.serving.requests import (
     parse,
 )
 from pipedraft.inference.transport import find_token
+from pipedraft.model_limits import ChatRefused, TemplateLimit
 
 log = getLogger(__name__)
 Send: TypeAlias = Callable[[Any], Awaitable[None]]

@@ -1,7 +1,8 @@
 """The ranks of a command on this machine, without a launcher: they meet at 127.0.0.1, end together.
 
 This process loads no library and is alone to see Ctrl-C, so that it ends them at any moment, with
-one line.
+one line. ``python -m ... DESCRIPTOR`` is the store of a launch on a socket that is given, until
+stdin ends.
 """
 
 import os
@@ -58,7 +59,7 @@ def run_ranks(
         os._exit(128 + number)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the others inherit it
-    store = [sys.executable, "-m", "pipedraft.inference.transport.store", str(listener.fileno())]
+    store = [sys.executable, "-m", __name__, str(listener.fileno())]
     started.append(subprocess.Popen(store, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]))
     for rank in range(num_ranks):
         environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -80,3 +81,14 @@ def run_ranks(
             late.start()
     started[0].kill()
     os._exit(status)
+
+
+if __name__ == "__main__":
+    import torch.distributed as dist
+
+    meeting = socket.socket(fileno=int(sys.argv[1]))
+    host, number = meeting.getsockname()
+    kept = dist.TCPStore(
+        host, number, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
+    )
+    sys.stdin.read()

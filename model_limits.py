@@ -1,4 +1,4 @@
-"""Chat templates: programs of whoever made the model, run with limits."""
+"""Limits on files of whoever made the model: sizes in a config.json, programs in chat templates."""
 
 import resource
 import signal
@@ -8,12 +8,47 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
 
 from pipedraft.errors import UsageError
+from pipedraft.files import Values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+TokenId = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
+
+
+class Sizes(msgspec.Struct):
+    """What every decoder's config.json may say; classes of transformers ask for less."""
+
+    model_type: str | None = None
+    num_hidden_layers: Size | None = None
+    hidden_size: Size | None = None
+    intermediate_size: Size | None = None
+    vocab_size: Size | None = None
+    num_attention_heads: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Size | None = None
+    rms_norm_eps: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
+    tie_word_embeddings: bool | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+    pad_token_id: TokenId | None = None
+    rope_parameters: Values | None = None
+
+
+def check_sizes(config: Values) -> None:
+    """Raise ValueError for a number of another type or range than any decoder's."""
+    known = msgspec.convert(config.get("text_config") or config, Sizes)
+    if known.pad_token_id is not None and known.pad_token_id >= (known.vocab_size or 2**31):
+        raise ValueError(f"pad_token_id {known.pad_token_id} is outside its vocabulary")
+
+
+# -- chat templates
 
 RENDER_S = 5.0
 """On the processor, of all threads."""
