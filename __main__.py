@@ -52,7 +52,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """What --help prints: every command with one line and an example."""
+    """Text of --help: every command with one line and an example."""
     lines = ["usage: pipedraft [--help] [--version] <command> ...", ""]
     for name, (_, summary, example) in COMMANDS.items():
         lines += [f"  {name:<12}{summary}", f"              {example}"]

@@ -214,7 +214,7 @@ def check_gloo() -> Iterator[Finding]:
 
 
 def add_numbers(rank: int, port: int, timeout_s: float) -> None:
-    """What each of the two processes does; gloo's own words would stand among the findings."""
+    """Add two ranks' numbers; gloo's own words would stand among the findings."""
     import torch
 
     dist = torch.distributed
@@ -269,12 +269,11 @@ def check_target(folder: Path) -> Iterator[Finding]:
             yield Finding("failure", name, f"{path} {fault}", fix)
             return
     import torch
-    from transformers.utils import logging
 
     from pipedraft.models.target import load_target, load_tokenizer
+    from pipedraft.pretrained import quieten
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     try:
         ids_BT = load_tokenizer(str(folder))("Hello", return_tensors="pt").input_ids
         for dtype in (torch.float32, torch.bfloat16):

@@ -120,7 +120,7 @@ def _tell_launcher(line: str) -> None:
 
 
 def leave_at_interrupts() -> None:
-    """Until ``run_command``, Ctrl-C ends the process with one line: for a start of seconds.
+    """Let Ctrl-C end the process with one line until ``run_command``: a start takes seconds.
 
     Libraries that are being loaded would make another error of KeyboardInterrupt.
     """
@@ -155,7 +155,7 @@ def _status(error: Exception) -> tuple[int, str] | None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """As ``'out/x': Permission denied; ...``; of one that says more, what it says."""
+    """The error as ``'out/x': Permission denied; ...``, or in its own words if it has more."""
     if error.errno is None or error.strerror is None:
         return str(error)
     place = "output" if error.filename is None else repr(os.fspath(error.filename))

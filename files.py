@@ -176,7 +176,7 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
 
 
 def _lock_owner(inode: int) -> str:
-    """Of a lock on a folder, in words; "" where the system does not say."""
+    """Who locks a folder, in words; "" where the system does not say."""
     try:
         lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     except OSError:
@@ -233,7 +233,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """To disk; a folder's flush makes its renames last."""
+    """Write a file through to disk; a folder's flush makes its renames last."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

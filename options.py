@@ -322,7 +322,7 @@ def explain(
 
 
 def _shown(name: str, parser: ArgumentParser) -> str:
-    """As the user writes it: the flag, or the metavar of what has none."""
+    """Name as the user writes it: the flag, or the metavar of what has none."""
     for action in parser._actions:
         if action.dest == name:
             return action.option_strings[0] if action.option_strings else str(action.metavar)

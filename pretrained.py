@@ -374,9 +374,15 @@ def explained(field: str, name: str) -> Iterator[None]:
         ) from error
 
 
+def quieten() -> None:
+    """Load without the libraries' warnings and bars."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' table of tensors, of which we say the same in one line."""
+    """Load without transformers' table of tensors, of which we say the same in one line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -271,7 +271,7 @@ class Dialogue:
 
     @classmethod
     def read(cls, row: int, text: str) -> "Dialogue":
-        """From {"prompt": text}, ``messages`` or ``conversations`` as JSON.
+        """Read {"prompt": text}, ``messages`` or ``conversations`` from JSON.
 
         A conversation that ends with the user's turn gets an answer to that as well.
 

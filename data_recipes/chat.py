@@ -34,7 +34,7 @@ PROBE = "pipedraftprobe"
 
 
 def normalize_conversation(row: dict) -> list[Message]:
-    """As ``read_turns``, of a row that has something to supervise.
+    """Turns of a row (see ``read_turns``) that has something to supervise.
 
     Raises:
         ValueError: as ``read_turns``, or there is no assistant turn.

@@ -95,7 +95,7 @@ class Estimate(NamedTuple):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Without an interval both are the value."""
+        """Ends of the interval; both are the value where there is none."""
         if is_known(self.low) and is_known(self.high):
             return self.low, self.high
         return self.value, self.value

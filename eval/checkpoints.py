@@ -8,10 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.errors import UsageError
-from pipedraft.eval.run import DraftNetwork
 from pipedraft.eval.spec import Role
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import Values, read_yaml
+from pipedraft.inference.engine import DraftNetwork
 from pipedraft.models import load_draft
 from pipedraft.models.draft import CONFIG_FILE, Draft, read_description, resolve_folder
 from pipedraft.models.language_model import load_draft_model

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from pipedraft.errors import make_folder
 from pipedraft.eval.arguments import EvaluationOptions
@@ -14,15 +13,17 @@ from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.replay import fit_cost
 from pipedraft.eval.report import format_table, write_report
-from pipedraft.eval.run import DraftNetwork, Evaluation, Method
+from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.scores import make_scorer
 from pipedraft.eval.spec import Row, Spec
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import Traces, remove_traces, traces_of
 from pipedraft.files import Values, locked, make_place, to_json, write_atomically
-from pipedraft.inference.arguments import place_of, settings_grid
+from pipedraft.inference.arguments import settings_grid
 from pipedraft.inference.clock import CostModel
+from pipedraft.inference.command import place_of
 from pipedraft.inference.config import read_cost
+from pipedraft.inference.engine import DraftNetwork
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.sources import default_schedule
@@ -37,6 +38,7 @@ from pipedraft.models.target import (
     load_tokenizer,
 )
 from pipedraft.models.target_part import weights_identity
+from pipedraft.pretrained import quieten
 
 
 def _method_name(folder: Path, drafts: dict[Path, Values]) -> str:
@@ -173,8 +175,7 @@ def evaluate_drafts(
         held: takes the lock of the output folder.
         cluster: None: everything runs in this process.
     """
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
     scorer, lines = make_scorer(options, benchmarks)
     target_name, revision, drafts = read_drafts(

@@ -10,11 +10,10 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.eval.run import DraftNetwork
 from pipedraft.files import Values
 from pipedraft.inference.channel import Channel, EnergyModel, Link
 from pipedraft.inference.config import DecodeConfig, RuleName
-from pipedraft.inference.engine import Engine
+from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.filters import Filters, sampling_label
 from pipedraft.inference.pipelines.link import LinkPipeline, Times
 from pipedraft.inference.pipelines.linked import RemoteTarget

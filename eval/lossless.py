@@ -132,7 +132,7 @@ class LosslessCheck:
         )
 
     def record(self) -> LosslessRecord:
-        """For results.json."""
+        """Counts for results.json."""
         if self.noise is None:
             return LosslessRecord(checked=self.checked, mismatches=self.mismatches)
         margins = list(self.margins)

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import pipedraft
 from pipedraft.eval.record import Manifest
-from pipedraft.eval.run import DraftNetwork
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import Values
+from pipedraft.inference.engine import DraftNetwork
 from pipedraft.models.fingerprint import tokenizer_hash
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import target_fingerprint

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.errors import UsageError
@@ -44,6 +43,7 @@ from pipedraft.models.export import export
 from pipedraft.models.peers import import_head
 from pipedraft.models.placement import place_draft, resolve_device, resolve_dtype
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
+from pipedraft.pretrained import quieten
 
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Differences that are no fault, in parts of the largest value that is compared."""
@@ -325,8 +325,7 @@ class Parity:
 
 def compare_all(options: ParityOptions) -> None:
     """The whole subcommand; bad input raises ValueError, and a difference ends with status 1."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     prompts = load_tasks(options.benchmarks, options.data_dir, options.limit)
     name, revision, drafts = read_drafts([options.checkpoint], options.target, None)
     ((folder, description),) = drafts.items()

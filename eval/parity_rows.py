@@ -229,7 +229,7 @@ class Decoding:
 def why_decoding_parts(
     draft: Draft, found: Drafted, text: Text, state: Tensor, rounding: float
 ) -> tuple[str, str]:
-    """What it is at a row, and in which words: the first input that differs, in their order."""
+    """Why decoding parts from training at a row: the first input that differs, in their order."""
     for read in found.read:
         ours_aH = text.taps[read.layer][0, read.first : read.first + len(read.rows_aH)]
         differ_a = difference(ours_aH, read.rows_aH)

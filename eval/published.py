@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from transformers.utils import logging
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.arguments import TableOptions
@@ -18,6 +17,7 @@ from pipedraft.eval.runner import KINDS, Finished, Outcome, Value, check, load_c
 from pipedraft.eval.spec import DEFAULT_TARGET, Measure, Row, Spec, read_spec, table_names
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.files import to_json, write_atomically
+from pipedraft.pretrained import quieten
 
 NOT_AVAILABLE = "not available here"
 LEGEND = """\
@@ -165,8 +165,7 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
     if options.out == Path():
         raise UsageError("--out: missing; give a folder for the results")
     spec = read_options(options)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     context = context_of(options, spec)
     finished = KINDS[spec.kind].run(spec, context)
     if finished.results is None:

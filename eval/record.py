@@ -42,7 +42,7 @@ def is_known(value: float | None | UnsetType) -> TypeGuard[float]:
 
 
 def number_or_nan(value: Figure) -> float:
-    """For arithmetic and plots, which leave NaN out."""
+    """The number, NaN for None: arithmetic and plots leave NaN out."""
     return math.nan if value is None else value
 
 

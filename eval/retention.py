@@ -27,14 +27,14 @@ from pipedraft.eval.record import (
     Results,
     RetentionRecord,
 )
-from pipedraft.eval.run import DecodedTurn, DraftNetwork, draft_hash, evaluate
+from pipedraft.eval.run import DecodedTurn, draft_hash, evaluate
 from pipedraft.eval.spec import BASE, Spec, decode_config
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.eval.traces import traces_of
 from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.channel import PRESETS
-from pipedraft.inference.engine import Engine
+from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.fingerprint import fingerprint_mismatch
 from pipedraft.models.language_model import LanguageModelDraft

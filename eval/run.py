@@ -46,18 +46,13 @@ from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.eval.traces import TraceFile, Traces, find_result
 from pipedraft.files import Values
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Engine
+from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
-from pipedraft.models.draft import Draft
 from pipedraft.models.fingerprint import weights_hash
-from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.lookup import Lookup
 from pipedraft.models.target import StagedTarget
-
-DraftNetwork = Draft | LanguageModelDraft | Lookup
 
 WARM_UP_TOKENS = 8
 
@@ -495,6 +490,6 @@ class Evaluation:
 
 
 def _described(method: Method) -> str:
-    """For progress bars."""
+    """Name of a method in progress bars."""
     config = method.config
     return f"{method.name} n={config.num_stages} T={config.sampling} W={config.schedule.width}"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from transformers.utils import logging
 
 from pipedraft.errors import UsageError, make_folder
 from pipedraft.eval.arguments import EdgeOptions
@@ -27,7 +26,7 @@ from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LatencyRecord, Results, RunRecord
 from pipedraft.eval.retention import Retention, sync_seconds
-from pipedraft.eval.run import DraftNetwork, Evaluation, Method
+from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.spec import BASE, Measure, Row, Spec, decode_config, read_roles
 from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import load_tasks
@@ -36,7 +35,7 @@ from pipedraft.files import Values, read_json
 from pipedraft.inference.channel import PRESETS, load_link
 from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.draft_length import parse_policy
-from pipedraft.inference.engine import Engine
+from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.pipelines.linked import check_draft
 from pipedraft.inference.shapes import TreeShape
@@ -47,6 +46,7 @@ from pipedraft.models.lookup import make_lookup
 from pipedraft.models.placement import resolve_device, resolve_dtype
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
+from pipedraft.pretrained import quieten
 
 Value = tuple[float | None, Sequence[float | None] | None]
 """A number and its 95 % interval, where there is one."""
@@ -184,7 +184,7 @@ def _runnable(spec: Spec) -> list[Row]:
 
 
 def _found(row: Row, context: TableContext) -> Outcome:
-    """Without a remark where the row can be tried."""
+    """The outcome of a row that is to be run; its remark says why it cannot be."""
     if row.run is None:
         return Outcome(remark=row.remark)
     if row.draft is not None and context.drafts.find(row.draft) is None:
@@ -267,8 +267,7 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
     Returns:
         What the terminal shows.
     """
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     for method in options.methods:
         if method not in METHODS:
             raise UsageError(f"--methods: {method!r} is unknown; give one of {', '.join(METHODS)}")

@@ -225,7 +225,7 @@ def judge(job: dict[str, Any], replies: IO[str], requests: IO[str]) -> str:
 
 
 def main() -> None:
-    """In a process namespace this one is number 1, and its end is the end of all."""
+    """Judge a job; in a process namespace the end of this process is the end of all."""
     job, script = json.load(sys.stdin), Path(__file__).read_text()
     report = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)

@@ -6,7 +6,7 @@ answers are scored all the same: a method that changes them shows it.
 Programs that a language model wrote run in a process that is short of everything. Limits against
 accidents (endless loops, memory, forks, large files), and where the system permits namespaces a
 file system of its own: read-only, without homes, /proc, network and other processes. The kernel is
-the same, so this is no defence against a program that has a fault of it at hand. Without namespaces
+the same, so this is no defense against a program that has a fault of it at hand. Without namespaces
 a program may read and write whatever its user may. Linux only.
 """
 

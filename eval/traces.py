@@ -197,7 +197,7 @@ class Recording:
 
     @property
     def name(self) -> str:
-        """For messages and tables."""
+        """Name in messages and tables."""
         if self.draft_type is None:
             return AUTOREGRESSIVE
         schedule = self.config.schedule

@@ -13,17 +13,15 @@ if __name__ == "__main__":
     leave_at_interrupts()
 
 from pipedraft.files import make_place, write_atomically
-from pipedraft.inference import remote_command
 from pipedraft.inference.arguments import (
     EngineOptions,
     FilterOptions,
+    ServerOptions,
     Stream,
     backend_of,
     encode,
-    load_engine,
     read_temperature,
 )
-from pipedraft.inference.remote_command import ServerOptions
 from pipedraft.options import Values, option, subcommand
 
 if TYPE_CHECKING:
@@ -112,6 +110,8 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
         raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
     if options.trace is not None:
         make_place("--trace", options.trace, b'{"traceEvents": ')
+    from pipedraft.inference.command import load_engine
+
     traces = options.trace is not None
     engine = load_engine(options, cluster, options.decode_settings(), traces=traces)
     stream = Stream(engine.tokenizer)
@@ -164,7 +164,9 @@ def main(words: Sequence[str] | None = None) -> None:
     if first and options.server is None:
         raise UsageError("--server: missing; give HOST:PORT of `pipedraft inference serve`")
     if options.server is not None:
-        remote_command.run(options)
+        from pipedraft.inference.command import decode_remotely
+
+        decode_remotely(options)
         return
     with backend_of(options) as cluster:
         if cluster is None or cluster.is_controller:

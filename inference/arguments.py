@@ -1,16 +1,20 @@
 """Options about decoding that several commands share, and the engine that they describe."""
 
+import ipaddress
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
 
 from pipedraft.errors import UsageError
+from pipedraft.files import read_text
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost
 from pipedraft.inference.filters import Filters
 from pipedraft.inference.schedules import SCHEDULES
@@ -21,14 +25,9 @@ from pipedraft.model_limits import render_chat
 from pipedraft.options import Group, Options, Values, checked, flag_name, help_of, listed, option
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
-    from pipedraft.inference.engine import Engine
     from pipedraft.inference.transport.cluster import Cluster
-    from pipedraft.models.draft import Draft
-    from pipedraft.models.language_model import LanguageModelDraft
-    from pipedraft.models.lookup import Lookup
 
 FILTER_NAMES = [f.name for f in fields(Filters)]
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
@@ -204,24 +203,6 @@ class BackendOptions(PlaceOptions):
     """seconds of a stage's forward pass, after which the run ends"""
 
 
-def place_of(options: PlaceOptions, cluster: "Cluster | None" = None) -> "torch.device":
-    """The device of this process's part of the target, and of the draft.
-
-    Raises:
-        ValueError: no such device here, or one that is not for a launch of several processes.
-    """
-    from pipedraft.models.placement import resolve_device
-
-    if cluster is None:
-        return resolve_device(options.device)
-    if options.device not in ("auto", "cpu"):
-        raise ValueError(
-            f"--device: {options.device!r} is for one process; with --backend process every "
-            "rank takes an accelerator of its own: leave it out, or give cpu"
-        )
-    return cluster.device
-
-
 @contextmanager
 def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
     """The cluster that the options ask for, entered; None for the local backend."""
@@ -342,110 +323,87 @@ class EngineOptions(BackendOptions, ScheduleOptions):
         return shared | cost | self.settings
 
 
-@dataclass(frozen=True)
-class Choice:
-    target: str
-    revision: str | None
-    schedule: str
-    num_stages: int | None
-    boundaries: tuple[int, ...]
+# -- a target on a server
+
+TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
+TOKEN = re.compile(r"[!-~]{1,4096}")
+MAX_TOKEN_BYTES = 2**20
+ELSEWHERE = ("target", "stages", "boundaries", "backend", "trace")
+"""Options of a target on this machine."""
 
 
-def describe(options: EngineOptions) -> Choice:
-    """Which target and schedule the options and the checkpoint's description ask for."""
-    from pipedraft.inference.sources import default_schedule
-    from pipedraft.models.draft import read_description, resolve_folder
-
-    stages, cut = options.stages, options.boundaries
-    if options.checkpoint is None:
-        if options.target is None:
-            if options.draft_model is None:
-                raise ValueError("--checkpoint: missing; give a trained draft, or --target for AR")
-            raise ValueError(f"--target: missing; --draft-model {options.draft_model} names none")
-        if options.draft_model is not None or options.draft is not None:
-            kind = options.draft or "language_model"
-            schedule = options.schedule or default_schedule(kind)
-            return Choice(options.target, None, schedule, stages, cut)
-        if options.schedule not in (None, "autoregressive"):
-            raise ValueError(
-                f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, "
-                "--draft-model DIR, --draft ngram, or --schedule autoregressive"
-            )
-        return Choice(options.target, None, "autoregressive", stages, cut)
-    description = read_description(resolve_folder(options.checkpoint))
-    reference, architecture = description["target"], description["architecture"]
-    return Choice(
-        options.target or reference["name"],
-        reference.get("revision") if options.target is None else None,
-        options.schedule or default_schedule(description["draft_type"]),
-        architecture.get("num_stages") if stages is None else stages,
-        cut or tuple(architecture.get("boundaries") or ()),
-    )
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{text!r} is no time; give seconds above 0")
+    return value
 
 
-def load_engine(
-    options: EngineOptions, cluster: "Cluster | None", settings: Values, *, traces: bool = False
-) -> "Engine":
-    """
-    Args:
-        settings: of the engine's ``DecodeConfig``.
-        traces: the ranks keep their spans.
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(Options):
+    """a target on a server (inference serve)"""
+
+    server: str | None = option(None, metavar="HOST:PORT")
+    """the target is there, the draft here"""
+    status: bool = False
+    """print what the server says of itself, as JSON"""
+    tokenizer: str | None = None
+    """folder or Hub id; default: that of the draft"""
+    keep_drafting: bool = False
+    """also where the target alone would be faster"""
+    tls: bool = False
+    """TLS; its certificate signed as the system wants it"""
+    tls_ca: Path | None = option(None, metavar="FILE")
+    """TLS; its certificate signed by this one (PEM)"""
+    token_file: Path | None = option(None, metavar="FILE")
+    """what the server wants to be sent"""
+    connect_s: float = option(10.0, metavar="S", parse=seconds)
+    """for one attempt"""
+    answer_s: float = option(30.0, metavar="S", parse=seconds)
+    """without an answer for so long the connection is made again"""
+    give_up_s: float = option(60.0, metavar="S", parse=seconds)
+    """without a server for so long the output ends, status 1"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ELSEWHERE if self.server else [part.name for part in fields(ServerOptions)]
+        defaults = {part.name: part.default for part in fields(self)}
+        for name in names:
+            if name != "server" and getattr(self, name) != defaults[name]:
+                if self.server is None:
+                    raise ValueError(f"{flag_name(name)}: it needs --server HOST:PORT")
+                where = self.server
+                raise ValueError(f"{flag_name(name)}: the target is on {where}; leave it out")
+
+
+def read_tokens(
+    file: Path | None, *, option: str = "--token-file", variable: str = TOKEN_VARIABLE
+) -> tuple[str, ...]:
+    """Tokens of the file, a line each, or of the environment; not of the command line, which others
+    can list.
 
     Raises:
-        ValueError: options that do not fit each other, the draft or the target.
+        ValueError: what is there is no token, as a secret that was not filled in.
     """
-    if options.beside is not None and options.checkpoint is None:
-        raise ValueError(f"--beside: {options.beside!r} without --checkpoint; give one, or --draft")
-    from transformers.utils import logging
-
-    from pipedraft.inference.config import DecodeConfig
-    from pipedraft.inference.engine import Engine
-    from pipedraft.inference.pipelines.local import LocalPipeline
-    from pipedraft.inference.sources import make_source
-    from pipedraft.inference.sources.lookup import beside
-    from pipedraft.models import load_draft
-    from pipedraft.models.language_model import load_draft_model
-    from pipedraft.models.lookup import make_lookup
-    from pipedraft.models.placement import place_draft, resolve_dtype
-    from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    choice = describe(options)
-    num_stages = 1 if choice.num_stages is None else choice.num_stages
-    if cluster is not None:
-        num_stages = cluster.num_stages(choice.num_stages)
-    # Before anything is loaded, so that bad values are refused at once.
-    config = DecodeConfig.of(
-        choice.schedule,
-        num_stages=num_stages,
-        boundaries=choice.boundaries,
-        **settings,
-    )
-    tokenizer = load_tokenizer(choice.target, revision=choice.revision)
-    device = place_of(options, cluster)
-    dtype = resolve_dtype(options.dtype, device, choice.target, choice.revision)
-    if cluster is None:
-        target = load_target(choice.target, revision=choice.revision, dtype=dtype, device=device)
-        choose_decoding_threads(target)
-    else:
-        target = cluster.load_target(
-            choice.target,
-            revision=choice.revision,
-            num_stages=num_stages,
-            boundaries=choice.boundaries,
-            dtype=dtype,
-            traces=traces,
+    place, text = f"${variable}", os.environ.get(variable)
+    if file is not None:
+        place = f"{option}: {str(file)!r}"
+        text = read_text(file, option, MAX_TOKEN_BYTES).strip()
+    if text is None:
+        return ()
+    tokens = tuple(text.split("\n"))
+    if not all(TOKEN.fullmatch(token) for token in tokens):
+        raise ValueError(
+            f"{place} holds no printable ASCII text without spaces; write one, or unset it"
         )
-    draft: Draft | LanguageModelDraft | Lookup | None = None
-    if options.checkpoint is not None:
-        draft = place_draft(load_draft(options.checkpoint, target), target)
-    elif options.draft_model is not None:
-        draft = load_draft_model(options.draft_model, target, tokenizer)
-    elif options.draft is not None:
-        draft = make_lookup(options.draft, target)
-    source = None
-    if options.beside is not None:
-        source = beside(make_source(draft), options.beside)
-    connect = LocalPipeline if cluster is None else cluster.connect
-    return Engine(target, tokenizer, config, draft, source=source, connect=connect)
+    return tokens

@@ -158,7 +158,7 @@ class Link:
         )
 
     def state(self, time_s: float) -> LinkState:
-        """What holds at this moment, jitter and loss aside."""
+        """Bandwidths and round trip at this moment, jitter and loss aside."""
         return LinkState(
             up_bytes_per_s=self.up_bytes_per_s.at(time_s),
             down_bytes_per_s=self.down_bytes_per_s.at(time_s),
@@ -311,7 +311,7 @@ class EnergyModel:
                 raise ValueError(f"energy.{name}: {value} is no energy; give 0 or more, finite")
 
     def joules(self, channel: Channel, *, num_drafted: int, elapsed_s: float) -> dict[str, float]:
-        """By cause: draft, up, down, idle, tail."""
+        """Energy by cause: draft, up, down, idle, tail."""
         return {
             "draft": self.joules_per_draft_token * num_drafted,
             "up": self.joules_per_byte_up * channel.traffic("up").wire_bytes,

@@ -86,7 +86,7 @@ class VirtualClock:
 
     @property
     def row_price(self) -> float:
-        """What a step takes longer for each row that every segment has more."""
+        """Time that a step takes longer for each row that every segment has more."""
         one, two = (
             self.duration([rows] * self.num_stages, draft_forwards=0, overlap=True)
             for rows in (1, 2)
@@ -94,7 +94,7 @@ class VirtualClock:
         return two - one
 
     def step_costs(self, num_tokens: int) -> RowCosts:
-        """Of rows that enter at every step, beside those on their way.
+        """Costs of rows that enter at every step, beside those on their way.
 
         One segment enters at each step, so a row more in every segment makes every step longer by
         the price of a row; one in a segment that is longer than the others costs more. A right
@@ -110,7 +110,7 @@ class VirtualClock:
         )
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
-        """Of a tree that is verified as a whole, in equal segments.
+        """Costs of a tree that is verified as a whole, in equal segments.
 
         Args:
             num_forwards: of the draft, while the stages wait.
@@ -136,7 +136,7 @@ class VirtualClock:
             self.log.append([1, *event])
 
     def duration(self, rows: Sequence[int], *, draft_forwards: float, overlap: bool) -> float:
-        """Of a pipeline step.
+        """Modeled time of a pipeline step.
 
         Args:
             rows: rows that each stage processes (0: idle).

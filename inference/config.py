@@ -131,7 +131,7 @@ class DecodeConfig(Filters):
 
     @classmethod
     def of(cls, schedule: str | Schedule = SPD.name, **settings: Any) -> DecodeConfig:
-        """From flat settings: those of the schedule, and those that every schedule has.
+        """Configuration of flat settings: the schedule's, and those that every schedule has.
 
         Raises:
             ValueError: unknown schedule, a setting that it does not have, a value out of range.

@@ -232,8 +232,8 @@ class SurvivalEstimate:
 
     S(k) = prod_{j <= k} (1 - rejected_j / tested_j)       Kaplan and Meier 1958, counts that fade
     Position j counts as tested only in rounds that came so far: a short round, or one accepted to
-    its end, says nothing about the positions behind it. Each position leans on the common rate of
-    all of them, so that lengths that were never drafted have an estimate too.
+    its end, says nothing about the positions behind it. Each position's rate is shrunk toward the
+    pooled rate, so that lengths that were never drafted have an estimate too.
 
     Several memories run side by side. Each is weighted by how probable it found what the latest
     rounds turned out to be, so the short ones take over after a change and the long ones in
@@ -287,8 +287,8 @@ class SurvivalEstimate:
     def _survival(self) -> np.ndarray:
         accepted_M1 = self.accepted_MK.sum(1, keepdims=True) + 2 * self.prior
         common_M1 = accepted_M1 / (self.tested_MK.sum(1, keepdims=True) + 2)
-        leant_MK = self.accepted_MK + self.weight * common_M1
-        return np.cumprod(leant_MK / (self.tested_MK + self.weight), axis=1)
+        shrunk_MK = self.accepted_MK + self.weight * common_M1
+        return np.cumprod(shrunk_MK / (self.tested_MK + self.weight), axis=1)
 
 
 def check_estimate(memory: float, acceptance: float, weight: float) -> None:
@@ -327,7 +327,7 @@ class DraftLengthPolicy(ABC):
         """
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:  # noqa: B027 (may stay empty)
-        """What became of a round."""
+        """Take note of what became of a round."""
 
 
 class Fixed(DraftLengthPolicy):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from pipedraft.inference.config import DecodeConfig, check_prompt
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
@@ -24,7 +25,12 @@ from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.base import DraftSource, Sampling
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import DraftToken, KeyedRandom, Walk, make_verifier
+from pipedraft.models.draft import Draft
+from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.lookup import Lookup
 from pipedraft.models.target import Keep, StagedTarget
+
+DraftNetwork = Draft | LanguageModelDraft | Lookup
 
 
 class Engine:
@@ -32,10 +38,10 @@ class Engine:
 
     def __init__(
         self,
-        target: Any,
+        target: PreTrainedModel | RemoteTarget,
         tokenizer: Any,
         config: DecodeConfig,
-        draft: Any | None = None,
+        draft: DraftNetwork | None = None,
         *,
         source: DraftSource | None = None,
         connect: Callable[[Any], Pipeline] = LocalPipeline,
@@ -65,7 +71,7 @@ class Engine:
         self.pipeline = connect(self.target)
         self._check_growth()
 
-    def _stage(self, target: Any) -> StagedTarget | RemoteTarget:
+    def _stage(self, target: PreTrainedModel | RemoteTarget) -> StagedTarget | RemoteTarget:
         """Cut the target; a draft that reads the stages' outputs says where."""
         config, trained = self.config, None
         if isinstance(target, RemoteTarget):
@@ -126,10 +132,10 @@ class Engine:
     @property
     def draft_cost(self) -> float:
         """Modeled time of one draft forward, in target passes of one token."""
-        is_elsewhere = isinstance(self.target, RemoteTarget)
-        if self.config.cost.draft_forward is not None or self.draft is None or is_elsewhere:
-            return self.config.cost.draft_forward or 0.0
-        return self.draft.relative_cost(self.target)
+        known, target = self.config.cost.draft_forward, self.target
+        if known is not None or self.draft is None or isinstance(target, RemoteTarget):
+            return known or 0.0
+        return self.draft.relative_cost(target)
 
     @torch.inference_mode()
     def decode(
@@ -315,7 +321,7 @@ class Session:
         return replace(self.sampling, attempt=self.num_rounds, costs=costs)
 
     def step_sampling(self, budget: Budget) -> Sampling:
-        """Of draft tokens that enter at every step."""
+        """Sampling of draft tokens that enter at every step."""
         costs = self.clock.step_costs(self.result.num_tokens)
         return self._round_sampling(costs if budget == "auto" else None)
 
@@ -425,7 +431,7 @@ class Session:
 
     @property
     def end_is_drafted(self) -> bool:
-        """If all draft tokens are right, the sequence ends with them."""
+        """Whether the sequence ends with its draft tokens, if all of them are right."""
         tree, target = self.tree, self.engine.target
         length = tree.position(len(tree) - 1) + 1
         longest = len(self.result.prompt_ids) + self.config.max_new_tokens

@@ -65,7 +65,7 @@ class Filters:
 
     @property
     def active(self) -> dict[str, float]:
-        """Those that remove something."""
+        """Filters that remove something, by name."""
         values = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(Filters))
         return {name: value for name, value, default in values if value != default}
 

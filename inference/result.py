@@ -31,7 +31,7 @@ class Observer:
     """Told of a sequence on its way, by the thread that decodes it."""
 
     def start(self) -> None:
-        """Its prompt is computed next."""
+        """Start the clock: the prompt is computed next."""
 
     def token(self, token: int, is_drafted: bool) -> bool:
         """A token is certain.

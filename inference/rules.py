@@ -269,7 +269,7 @@ class MatchVerifier(Verifier):
 
 
 class GumbelVerifier(MatchVerifier):
-    """As ``match``; target and draft draw with the same noise, so they agree more often.
+    """``match`` with shared noise: target and draft draw with the same, so they agree more often.
 
     The emitted token never depends on the tree, so the output is plain decoding's by this rule.
     """

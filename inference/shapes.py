@@ -119,7 +119,7 @@ class TreeShape:
 
     @property
     def label(self) -> str:
-        """As ``parse`` reads it."""
+        """The shape as ``parse`` reads it."""
         if self.kind == "static":
             return "static"
         sizes = [self.depth] if self.is_chain else [self.depth, self.top_k, self.num_tokens]

@@ -415,7 +415,7 @@ def make_verifier(
     payload_tokens: int,
     tail_samples: int,
 ) -> Verifier:
-    """At temperature 0 all rules are ``match``."""
+    """The rule of a name; at temperature 0 all rules are ``match``."""
     rule = RULES[name if temperature else "match"]
     return rule(
         temperature,

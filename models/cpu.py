@@ -108,7 +108,7 @@ def _is_for_onednn(x_H: Tensor) -> bool:
 
 
 def whole_rows(count: int) -> int:
-    """At least ``count`` rows: oneDNN compiles a kernel for every number of rows that it meets."""
+    """Rows from ``count`` up: oneDNN compiles a kernel for every number of rows that it meets."""
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 

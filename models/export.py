@@ -330,7 +330,7 @@ def eagle_config(head: Eagle) -> Config:
 
 
 def eagle_weights(head: Eagle) -> dict[str, Tensor]:
-    """Without the embedding and the LM head, which engines take from the target."""
+    """Weights without the embedding and the LM head, which engines take from the target."""
     return {
         name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: value
         for name, value in head.state_dict().items()

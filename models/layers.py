@@ -88,7 +88,7 @@ class LayerConfig:
 
 
 def intermediate_size(config: PreTrainedConfig) -> int:
-    """Of a target's MLP; of one that has experts alone, of all that work for a token."""
+    """Size of a target's MLP; of one that has experts alone, of all that work for a token."""
     if (size := getattr(config, "intermediate_size", None)) is not None:
         return int(size)
     chosen = config.num_experts_per_tok * config.moe_intermediate_size

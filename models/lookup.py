@@ -39,13 +39,13 @@ class Lookup(nn.Module):
 
 
 class NGram(Lookup):
-    """By the last few tokens."""
+    """Draft tokens looked up by the last few tokens."""
 
     draft_type: ClassVar[LookupKind] = "ngram"
 
 
 class Suffix(Lookup):
-    """By the longest end of the text that occurred before."""
+    """Draft tokens looked up by the longest end of the text that occurred before."""
 
     draft_type: ClassVar[LookupKind] = "suffix"
 

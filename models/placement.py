@@ -50,7 +50,7 @@ def stored_dtype(name: str, revision: str | None) -> torch.dtype | None:
 def resolve_dtype(
     dtype: str, device: torch.device, name: str, revision: str | None = None
 ) -> torch.dtype:
-    """Of target and draft. auto: float32 on a CPU, on a GPU as the target is stored.
+    """The dtype of target and draft. auto: float32 on a CPU, on a GPU as the target is stored.
 
     A GPU without bfloat16 of its own (before Ampere) takes float16 in place of it.
     """

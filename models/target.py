@@ -335,7 +335,7 @@ class StagedTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the embedding is, and a draft beside it."""
+        """Device of the embedding, and of a draft beside it."""
         return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
     def reset(self) -> None:

@@ -112,8 +112,8 @@ def main() -> None:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import pipedraft.inference.command
     import pipedraft.inference.pipelines.remote
-    import pipedraft.inference.remote_command
     import pipedraft.inference.schedules
     import pipedraft.inference.transport.serve
     import pipedraft.inference.transport.server

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_drafts import make_draft, make_exit, make_head, make_module
 
 from pipedraft.inference.__main__ import DecodeOptions
-from pipedraft.inference.arguments import describe
+from pipedraft.inference.command import describe
 from pipedraft.models.card import CardSource, License, render_card
 from pipedraft.models.draft import load_untied, read_description
 from pipedraft.models.target import load_target

@@ -27,7 +27,8 @@ from serve_runs import (
 
 from pipedraft.errors import Failure
 from pipedraft.inference.__main__ import DecodeOptions
-from pipedraft.inference.remote_command import read_access, read_tokens
+from pipedraft.inference.arguments import read_tokens
+from pipedraft.inference.command import read_access
 from pipedraft.inference.transport import stream, wire
 from pipedraft.inference.transport.session_messages import (
     REPLIES,

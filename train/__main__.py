@@ -20,8 +20,8 @@ if __name__ == "__main__":
 import datasets
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
+from pipedraft import pretrained
 from pipedraft.data_recipes.recipe import load_data, train_tokenizer
 from pipedraft.files import locked, make_place, write_atomically
 from pipedraft.models.hub import model_card
@@ -157,15 +157,13 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
 
 def quieten() -> None:
     """No loading bars of libraries; bars of the data's preparation only for a person."""
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    pretrained.quieten()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
 
 
 def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
-    """Without ``--plan``; with a file after it, it also says ``--config``."""
+    """The words without ``--plan``; with a file after it, it also says ``--config``."""
     if "--plan" not in arguments:
         return arguments, False
     at = arguments.index("--plan")

@@ -188,8 +188,11 @@ class Pace:
 
 @dataclass(frozen=True)
 class BadBatches:
-    """With the network of that step, ``trainer.module(batch, trainer.generator(step, place))`` is
-    the forward pass that failed."""
+    """Batches whose loss was not finite.
+
+    With the network of that step, ``trainer.module(batch, trainer.generator(step, place))`` is the
+    forward pass that failed.
+    """
 
     step: int
     rank: int

@@ -212,7 +212,7 @@ class Trainer:
             raise lost or FeaturesLost("features: another process has lost its server")
 
     def _set_rate(self) -> float:
-        """Before the backward pass, because DeepSpeed takes its step in there."""
+        """Set the learning rate before the backward pass, in which DeepSpeed takes its step."""
         optim = self.config.optim
         rate = optim.lr * rate_factor(self.progress.step, self.num_steps, optim)
         for optimizer in self.optimizers:

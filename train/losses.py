@@ -241,7 +241,7 @@ def _for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _logits(x_CH: Tensor, head_VH: Tensor, exact: torch.dtype) -> Tensor:
-    """In ``exact``; a GPU, which adds up in it, does not round them before."""
+    """Logits in the dtype ``exact``; a GPU, which adds up in it, does not round them before."""
     if x_CH.is_cuda and x_CH.dtype != exact:
         return torch.mm(x_CH, head_VH.t(), out_dtype=exact)
     return F.linear(x_CH, head_VH).to(exact)

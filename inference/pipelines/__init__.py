@@ -103,7 +103,7 @@ class Pipeline(ABC):
     def make_clock(
         self, cost: CostModel, boundaries: Sequence[int], draft_forward: float
     ) -> VirtualClock:
-        """Of one sequence."""
+        """The clock of one sequence."""
         return VirtualClock(cost, boundaries, draft_forward)
 
     def now(self) -> float:

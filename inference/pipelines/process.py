@@ -1,8 +1,8 @@
 """The controller's side of a pipeline of processes.
 
-It keeps the books of the lock-step pipeline (which rows would be where) and so counts the same
-steps as ``LocalPipeline``, but it waits only for what it needs: a step in which nothing can come
-back costs no time, and nothing but the next verdict is on the critical path.
+It tracks where every row would be in the lock-step pipeline and so counts the same steps as
+``LocalPipeline``, but it waits only for what it needs: a step in which nothing can come back costs
+no time, and nothing but the next verdict is on the critical path.
 """
 
 # P prompt rows, R rows, H hidden
@@ -250,7 +250,7 @@ class ProcessPipeline(Pipeline):
         return None if due is None else self._returned(due)
 
     def _due(self) -> _Flight | None:
-        """Whose verdicts end the step under way."""
+        """Flights whose verdicts end the step under way."""
         for flight in self._flights:
             has_entered = flight.segment is None
             if has_entered and flight.alive and flight.entered + self.num_stages == self._now:

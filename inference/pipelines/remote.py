@@ -260,7 +260,7 @@ class RemotePipeline(LinkedPipeline):
         self._take(waits=True)
 
     def verdict_waits(self) -> bool:
-        """Also where the next step begins with a new session."""
+        """Whether a verdict waits, or the next step begins with a new session."""
         while self._lost is None and self._take(waits=False):
             pass
         return self._lost is not None or super().verdict_waits()

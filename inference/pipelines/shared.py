@@ -71,7 +71,7 @@ class SharedPipeline(Pipeline):
 
 
 class SharedStages(SharedPipeline, LocalPipeline):
-    """In this process; ``step_together`` makes the step."""
+    """Stages in this process; ``step_together`` makes the step."""
 
     def __init__(self, target: StagedTarget, timeline: Timeline, sharing: Sharing) -> None:
         LocalPipeline.__init__(self, target, timeline)
@@ -106,7 +106,7 @@ class SharedStages(SharedPipeline, LocalPipeline):
 
 
 class SharedRanks(SharedPipeline, ProcessPipeline):
-    """On the ranks of another pipeline; ``step_ranks`` sends what the step begins with.
+    """Stages on another pipeline's ranks; ``step_ranks`` sends what the step begins with.
 
     The ranks go on while others wait, and a sequence that stands still is told later what came of
     its rows; so its steps are those of ``SharedStages``.

@@ -94,7 +94,7 @@ def beside_step(session: Session, asked: int | None, most: int) -> int:
 
 
 def forwards_conflict(name: str, recorded: CostModel, cost: CostModel) -> str:
-    """As ``Schedule.cost_conflict``, of drafting as much as fits beside a step of one row."""
+    """``Schedule.cost_conflict`` of drafting as much as fits beside a step of one row."""
     if recorded.draft_forward == cost.draft_forward and (
         recorded.draft_on_first_stage == cost.draft_on_first_stage
     ):

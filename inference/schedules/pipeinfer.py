@@ -267,5 +267,5 @@ class DraftGate:
 
 
 def _deepest(tree: TokenTree, rows: Iterable[int]) -> int:
-    """Of equally deep rows the one with the best score."""
+    """The deepest row; of equally deep ones the one with the best score."""
     return max(rows, key=lambda row: (tree.depths[row], tree.scores[row]))

@@ -11,8 +11,7 @@ from pipedraft.errors import leave_at_interrupts, run_command
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.inference.arguments import EngineOptions, backend_of, load_engine
-from pipedraft.inference.remote_command import is_loopback, read_tokens
+from pipedraft.inference.arguments import EngineOptions, backend_of, is_loopback, read_tokens
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.transport.serve import ListenOptions
 from pipedraft.options import option
@@ -81,6 +80,8 @@ def main(words: Sequence[str] | None = None) -> None:
             cluster.serve()
             return
         with listen.open_socket(options) as socket:
+            from pipedraft.inference.command import load_engine
+
             # Requests bring a temperature of their own: a rule for sampling is one for them.
             engine = load_engine(options, cluster, options.engine_settings() | {"temperature": 1.0})
             if not is_loopback(options.host) and (options.tls_cert is None or not keys):

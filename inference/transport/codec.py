@@ -239,7 +239,7 @@ class Codec(Generic[M]):
 def check_tensor(
     name: str, tensor: Tensor, dtypes: Collection[torch.dtype], *shape: int | None
 ) -> None:
-    """For ``__post_init__`` of a message.
+    """Refuse a tensor of another dtype or shape: for ``__post_init__`` of a message.
 
     Args:
         shape: None for an axis of any size.

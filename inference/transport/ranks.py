@@ -225,7 +225,7 @@ class Answers:
         self._open: WeakValueDictionary[int, Mailbox] = WeakValueDictionary()
 
     def open(self) -> "Mailbox":
-        """For one more sequence; the first one has slot 0."""
+        """Open answers for one more sequence; the first one has slot 0."""
         box = Mailbox(self, self._num_opened, [deque() for _ in self._links])
         self._open[box.slot] = box
         self._num_opened += 1

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.files import read_optional
-from pipedraft.inference.arguments import PlaceOptions, place_of
-from pipedraft.inference.remote_command import is_loopback, read_tokens
+from pipedraft.inference.arguments import PlaceOptions, is_loopback, read_tokens
 from pipedraft.inference.transport import ServerLimits
 
 if TYPE_CHECKING:
@@ -130,13 +129,11 @@ def run(argv: Sequence[str]) -> None:
         key=read_optional(options.tls_key, "--tls-key"),
         tokens=read_tokens(options.token_file),
     )
-    from transformers.utils import logging
-
-    from pipedraft.models.placement import resolve_dtype
+    from pipedraft.models.placement import resolve_device, resolve_dtype
     from pipedraft.models.target import load_target, load_tokenizer
+    from pipedraft.pretrained import quieten
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     if options.access_log:
         lines = StreamHandler()
         lines.setFormatter(Formatter("%(asctime)s %(message)s"))
@@ -144,7 +141,7 @@ def run(argv: Sequence[str]) -> None:
         access.addHandler(lines)
         access.setLevel(INFO)
     tokenizer = load_tokenizer(options.target)
-    device = place_of(options)
+    device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device, options.target)
     model = load_target(options.target, dtype=dtype, device=device)
     server = Server(
@@ -154,7 +151,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 async def serve(server: "Server", host: str, wanted_port: int) -> None:
-    """Until a signal."""
+    """Serve until a signal."""
     loop, ended, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def end() -> None:

@@ -138,7 +138,7 @@ class Server:
         return self.port
 
     async def wait(self, ended: asyncio.Event) -> None:
-        """Until ``ended`` is set.
+        """Wait until ``ended`` is set.
 
         Raises:
             Exception: what stopped the forward passes.
@@ -321,7 +321,7 @@ class Server:
             context.set_trailing_metadata(((wire.NUM_PASSES, str(session.num_passes)),))
 
     async def _read(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> None:
-        """Until the stream ends; what is wrong with it becomes its status."""
+        """Read until the stream ends; what is wrong with it becomes its status."""
         try:
             session = await self._enter(requests, stream)
             pace = Pace(self.limits.messages_s)

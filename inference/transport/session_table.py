@@ -38,7 +38,7 @@ class Refused(ValueError):
 
 
 class Pace:
-    """So many messages in a second, as many at once; the clock is the caller's."""
+    """A limit of so many messages in a second, as many at once; the clock is the caller's."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -46,7 +46,7 @@ class Pace:
         """When all messages so far would have been let through at this rate."""
 
     def wait_s(self, now_s: float) -> float:
-        """Before the message after this one is read."""
+        """Seconds before the message after this one is read."""
         self._free_s = max(self._free_s, now_s - 1) + 1 / self.rate
         return max(0.0, self._free_s - now_s)
 
@@ -110,7 +110,7 @@ class HeldSession:
 
     @property
     def name(self) -> str:
-        """For a log; it opens nothing."""
+        """Name in a log; it opens nothing."""
         return self.ticket[:4].hex()
 
     def add(self, replies: list[Reply]) -> list[bytes]:

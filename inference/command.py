@@ -1,0 +1,276 @@
+"""Loading what the options of decoding name, and decoding with the target on a server."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from pipedraft.errors import one_line
+from pipedraft.files import Values, read_optional
+from pipedraft.inference.arguments import (
+    EngineOptions,
+    PlaceOptions,
+    ServerOptions,
+    Stream,
+    encode,
+    is_loopback,
+    read_tokens,
+)
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import DraftNetwork, Engine
+from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
+from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.sources import default_schedule, make_source
+from pipedraft.inference.sources.lookup import beside
+from pipedraft.inference.transport.cluster import Cluster
+from pipedraft.inference.transport.stream import Access, Connection
+from pipedraft.inference.verify import RULES
+from pipedraft.models import load_draft
+from pipedraft.models.draft import read_description, resolve_folder
+from pipedraft.models.fingerprint import vocabulary_hash
+from pipedraft.models.flexspec import FlexSpec
+from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
+from pipedraft.models.lookup import make_lookup
+from pipedraft.models.placement import place_draft, resolve_device, resolve_dtype
+from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
+from pipedraft.pretrained import quieten
+
+if TYPE_CHECKING:
+    from pipedraft.inference.__main__ import DecodeOptions
+
+
+def place_of(options: PlaceOptions, cluster: Cluster | None = None) -> torch.device:
+    """The device of this process's part of the target, and of the draft.
+
+    Raises:
+        ValueError: no such device here, or one that is not for a launch of several processes.
+    """
+    if cluster is None:
+        return resolve_device(options.device)
+    if options.device not in ("auto", "cpu"):
+        raise ValueError(
+            f"--device: {options.device!r} is for one process; with --backend process every "
+            "rank takes an accelerator of its own: leave it out, or give cpu"
+        )
+    return cluster.device
+
+
+@dataclass(frozen=True)
+class Choice:
+    target: str
+    revision: str | None
+    schedule: str
+    num_stages: int | None
+    boundaries: tuple[int, ...]
+
+
+def describe(options: EngineOptions) -> Choice:
+    """Which target and schedule the options and the checkpoint's description ask for."""
+    stages, cut = options.stages, options.boundaries
+    if options.checkpoint is None:
+        if options.target is None:
+            if options.draft_model is None:
+                raise ValueError("--checkpoint: missing; give a trained draft, or --target for AR")
+            raise ValueError(f"--target: missing; --draft-model {options.draft_model} names none")
+        if options.draft_model is not None or options.draft is not None:
+            kind = options.draft or "language_model"
+            schedule = options.schedule or default_schedule(kind)
+            return Choice(options.target, None, schedule, stages, cut)
+        if options.schedule not in (None, "autoregressive"):
+            raise ValueError(
+                f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, "
+                "--draft-model DIR, --draft ngram, or --schedule autoregressive"
+            )
+        return Choice(options.target, None, "autoregressive", stages, cut)
+    description = read_description(resolve_folder(options.checkpoint))
+    reference, architecture = description["target"], description["architecture"]
+    return Choice(
+        options.target or reference["name"],
+        reference.get("revision") if options.target is None else None,
+        options.schedule or default_schedule(description["draft_type"]),
+        architecture.get("num_stages") if stages is None else stages,
+        cut or tuple(architecture.get("boundaries") or ()),
+    )
+
+
+def load_engine(
+    options: EngineOptions, cluster: Cluster | None, settings: Values, *, traces: bool = False
+) -> Engine:
+    """
+    Args:
+        settings: of the engine's ``DecodeConfig``.
+        traces: the ranks keep their spans.
+
+    Raises:
+        ValueError: options that do not fit each other, the draft or the target.
+    """
+    if options.beside is not None and options.checkpoint is None:
+        raise ValueError(f"--beside: {options.beside!r} without --checkpoint; give one, or --draft")
+    quieten()
+    choice = describe(options)
+    num_stages = 1 if choice.num_stages is None else choice.num_stages
+    if cluster is not None:
+        num_stages = cluster.num_stages(choice.num_stages)
+    # Before anything is loaded, so that bad values are refused at once.
+    config = DecodeConfig.of(
+        choice.schedule,
+        num_stages=num_stages,
+        boundaries=choice.boundaries,
+        **settings,
+    )
+    tokenizer = load_tokenizer(choice.target, revision=choice.revision)
+    device = place_of(options, cluster)
+    dtype = resolve_dtype(options.dtype, device, choice.target, choice.revision)
+    if cluster is None:
+        target = load_target(choice.target, revision=choice.revision, dtype=dtype, device=device)
+        choose_decoding_threads(target)
+    else:
+        target = cluster.load_target(
+            choice.target,
+            revision=choice.revision,
+            num_stages=num_stages,
+            boundaries=choice.boundaries,
+            dtype=dtype,
+            traces=traces,
+        )
+    draft: DraftNetwork | None = None
+    if options.checkpoint is not None:
+        draft = place_draft(load_draft(options.checkpoint, target), target)
+    elif options.draft_model is not None:
+        draft = load_draft_model(options.draft_model, target, tokenizer)
+    elif options.draft is not None:
+        draft = make_lookup(options.draft, target)
+    source = None
+    if options.beside is not None:
+        source = beside(make_source(draft), options.beside)
+    connect = LocalPipeline if cluster is None else cluster.connect
+    return Engine(target, tokenizer, config, draft, source=source, connect=connect)
+
+
+# -- a target on a server
+
+
+def read_access(options: ServerOptions) -> Access:
+
+    tokens, uses_tls = read_tokens(options.token_file), options.tls or options.tls_ca is not None
+    if len(tokens) > 1:
+        raise ValueError(f"--token-file: {len(tokens)} lines; an edge has one token, give its line")
+    host = str(options.server).rpartition(":")[0]
+    if tokens and not uses_tls and not is_loopback(host):
+        print(
+            f"warning: the token crosses the network to {one_line(host)} in plain text; give --tls "
+            "or --tls-ca",
+            file=sys.stderr,
+        )
+    return Access(
+        server=str(options.server),
+        uses_tls=uses_tls,
+        root_certificates=read_optional(options.tls_ca, "--tls-ca"),
+        token=tokens[0] if tokens else "",
+        connect_s=options.connect_s,
+        answer_s=options.answer_s,
+        give_up_s=options.give_up_s,
+    )
+
+
+def print_status(access: Access) -> None:
+
+    with Connection(access) as connection:
+        about, round_trip_s = connection.describe()
+    status = msgspec.to_builtins(about) | {"round_trip_s": round_trip_s}
+    print(msgspec.json.encode(status).decode())
+
+
+def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedTokenizerBase]:
+    """The draft, None without one, and the tokenizer."""
+
+    if options.draft_model is not None:
+        name, device = model_folder(options.draft_model), resolve_device(options.device)
+        dtype = resolve_dtype(options.dtype, device, name)
+        model = load_target(name, dtype=dtype, device=device)
+        tokenizer = load_tokenizer(options.tokenizer or name)
+        return LocalDraft(network=LanguageModelDraft(model, model)), tokenizer
+    if options.checkpoint is None:
+        if options.tokenizer is None:
+            raise ValueError("--tokenizer: missing; without a draft nothing names the target's")
+        return None, load_tokenizer(options.tokenizer)
+    folder = resolve_folder(options.checkpoint)
+    description = read_description(folder)
+    if description["draft_type"] != FlexSpec.draft_type:
+        raise ValueError(
+            f"--checkpoint: a {description['draft_type']} draft reads hidden states of the target, "
+            "which do not cross the link; give a FlexSpec draft, or a language model by "
+            "--draft-model"
+        )
+    draft = FlexSpec.load(folder, description)
+    reference = draft.reference
+    draft.to(resolve_device(options.device))
+    revision = reference.revision if options.tokenizer is None else None
+    tokenizer = load_tokenizer(options.tokenizer or reference.name, revision=revision)
+    own = reference.fingerprint
+    return (
+        LocalDraft(network=draft, target=str(own["hash"]), anchor=str(own["anchor"])),
+        tokenizer,
+    )
+
+
+def decode_remotely(options: DecodeOptions) -> None:
+    access = read_access(options)
+    if options.status:
+        print_status(access)
+        return
+
+    text, settings = options.read_prompt(), options.decode_settings()
+    has_draft = options.checkpoint is not None or options.draft_model is not None
+    name = options.schedule or ("flexspec" if has_draft else "autoregressive")
+    config = DecodeConfig.of(name, num_stages=1, **settings)
+    if config.schedule.grows is not None and not has_draft:
+        raise ValueError(f"--schedule: {name} drafts; give --checkpoint or --draft-model")
+    quieten()
+    draft, tokenizer = load_edge(options)
+    if config.schedule.grows is not None and RULES[config.rule].caveat:
+        print(f"warning: {RULES[config.rule].caveat}", file=sys.stderr)
+    stream = Stream(tokenizer)
+    with Connection(access) as connection:
+        pipeline = RemotePipeline(
+            connection,
+            draft,
+            keeps_drafting=options.keep_drafting,
+            tokenizer=vocabulary_hash(tokenizer),
+            warn=lambda line: print(f"warning: {one_line(line)}", file=sys.stderr),
+        )
+        network = None if draft is None else draft.network
+        engine = Engine(pipeline.target, tokenizer, config, network, connect=lambda _: pipeline)
+        result = engine.decode(encode(tokenizer, text, options.raw), on_token=stream)
+    stream.finish_line(result.text)
+    if not options.quiet:
+        print_figures(name, result, pipeline)
+
+
+def print_figures(name: str, result: DecodeResult, pipeline: RemotePipeline) -> None:
+    sent = pipeline.connection.bytes
+    elapsed_s = result.token_times_s[-1] - result.token_times_s[0]
+    round_trip_s = pipeline.estimates.link.state.round_trip_s
+    print(
+        f"[{name}] {result.num_tokens} tokens after the first: "
+        f"{elapsed_s * 1e3 / max(result.num_tokens, 1):.1f} ms a token, "
+        f"{result.prefill_s * 1e3:.0f} ms to the first; tokens per target pass L' "
+        f"{result.equivalent_acceptance_length:.2f}, tokens per round tau "
+        f"{result.mean_acceptance_length:.2f}, acceptance {result.draft_acceptance_rate:.2f}; "
+        f"{sent.up} bytes up in {sent.messages_up} messages, {sent.down} down in "
+        f"{sent.messages_down}; round trip {round_trip_s * 1e3:.1f} ms "
+        f"({result.stop_reason})",
+        file=sys.stderr,
+    )
+    num_breaks, num_reopened = pipeline.connection.num_breaks, pipeline.num_reopened
+    if num_breaks:
+        print(
+            f"{num_breaks} connections broke, {num_reopened} sessions began again",
+            file=sys.stderr,
+        )
