@@ -119,7 +119,7 @@ def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[flo
     Survey Methodology 24). Where v is 0, that is where all or none were accepted, every prompt
     counts as one test.
     Deviation: theirs widens Clopper and Pearson's interval, which is wider than 95 % asks for;
-    their variance is linearised, and their degrees of freedom take prompts for equally long.
+    their variance is linearized, and their degrees of freedom take prompts for equally long.
 
     From 10 prompts up, with log-normal numbers of tests (sigma 0.7 to 1.5), it covers the truth in
     91 to 99 %; Wilson's own interval, which takes the tests for independent, in 47 to 95 %. Unlike

@@ -74,7 +74,7 @@ class FilterOptions(Options):
 
     @property
     def filters(self) -> dict[str, float]:
-        """Those that remove something.
+        """Filters that remove something, by name.
 
         Raises:
             ValueError: one is out of range.
@@ -149,7 +149,7 @@ def _add_setting(
 
 
 def settings_grid(given: Values, schedules: Sequence[str]) -> list[list[Values]]:
-    """For each schedule all combinations of the given settings that it has.
+    """All combinations, for each schedule, of the given settings that it has.
 
     Raises:
         ValueError: a setting that none of the schedules has.

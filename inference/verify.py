@@ -366,6 +366,7 @@ class TailEscapeVerifier(TopKVerifier):
         if not parts or len(parts) < len(tops):
             raise self._wrong(payloads)
         ids_K, residual_K = self._residual(draft_token, parts[0])
+        # Tokens beyond the K best are drawn by the target in advance, and thinned here by p - q.
         sample_M = torch.cat([part.ids[part.num_top :] for part in parts])
         p_M = torch.cat([part.p[part.num_top :] for part in parts])
         inside, outside = float(residual_K.sum()), parts[0].tail_mass

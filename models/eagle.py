@@ -152,6 +152,7 @@ class EagleHead(Draft):
             if step:  # only rows that count are continued; no such row sees the others' keys
                 token_P, *turn_P = (x.index_select(0, rows_M) for x in (token_P, *turn_P))
             residual, *heads = self.project(self.embed(token_P), state_MH, *turn_P)
+            # Keys stand at their places in the text: those of a step are a diagonal then.
             if step:
                 zeros = [x.new_zeros(B * T, *x.shape[1:]) for x in heads]
                 heads = [x.index_put((rows_M,), y) for x, y in zip(zeros, heads, strict=True)]

@@ -156,7 +156,7 @@ class FlexSpec(Draft):
         return (self.reference.fingerprint["num_layers"] - 1,)
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Cost of a forward by weights: every decoder layer of the target has as many as the anchor."""
+        """Cost of a forward by weights: all layers of the target have as many as the anchor."""
         layer = _num_weights(self.anchor)
         own = layer + sum(_num_weights(part) for part in (self.stem, self.stem_layers, self.mlp))
         return self.config.num_readings * own / (layer * target.num_layers)

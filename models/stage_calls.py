@@ -123,6 +123,7 @@ class StageGraphs(Recordings):
     ) -> Tensor:
         """All of the stage, from fixed buffers to a new one."""
         stage, cache = self.stage, self.stage.cache
+        # A replay reads all that differs from call to call from `packed`.
         committed, slots_P, positions_P, ids_P, visible = shape.split(packed)
         if rows_PH is None:
             assert stage.embedding is not None
@@ -131,6 +132,7 @@ class StageGraphs(Recordings):
         masks = self._masks(shape, packed, hidden_1PH.dtype)
         rotary = stage.rotary(hidden_1PH, positions_P[None])
         collected = {0: hidden_1PH} if 0 in taps else {}
+        # Spare rows are written behind the cache, where no mask shows them.
         with cache.writing_to(slots_P):
             layers = zip(stage.layers, stage.kinds, strict=True)
             for index, (layer, kind) in enumerate(layers, start=stage.start + 1):
@@ -198,12 +200,14 @@ def forward_together(
     caches = [stage.cache for stage in stages]
     sizes = [segment.num_rows for segment in segments]
     own_positions = [segment.positions.to(first.device) for segment in segments]
+    # Every sequence has a cache of its own; the rows go through the layers side by side.
     known = [cache.begin(p) for cache, p in zip(caches, own_positions, strict=True)]
     parts = [
         stage._enter(segment.ids if stage.embedding is not None else segment.hidden)
         for stage, segment in zip(stages, segments, strict=True)
     ]
     hidden_1RH = torch.cat(parts)[None]
+    # A mask for each kind of layer and sequence: rows see the cache of their own sequence alone.
     masks = {}
     for kind in set(first.kinds):
         window = first.window if kind == "sliding_attention" else None
@@ -216,6 +220,7 @@ def forward_together(
     # Never read; without a mask transformers would ask for a causal one.
     unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
     collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
+    # The weights are read once for all rows; `apart` has each sequence attend by itself.
     with apart:
         for index, (layer, kind) in enumerate(
             zip(first.layers, first.kinds, strict=True), start=first.start + 1

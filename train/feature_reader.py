@@ -47,7 +47,7 @@ class Source(Protocol):
     """Where hidden states come from: a folder of shards, or a server."""
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Hidden states as in a shard: ``layer.I`` [M, H], perhaps ``layer.I.scale`` [M], row by row.
+        """Hidden states, row by row, as in shards: ``layer.I`` [M, H], and ``layer.I.scale`` [M].
 
         Args:
             rows: places in the data set, training rows first.

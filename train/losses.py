@@ -320,6 +320,7 @@ def _compare(
     """
     kind, (negentropy_C, inside_C, _) = measure.kind, target_3C
     q_CU, log_z_C, top_C = _softmax(draft_CU)
+    # Labels are the teacher's distribution, or its most likely tokens alone.
     labels_CU = p_CU
     if kind in ("ce", "ce_l1", "topk_kl"):
         count = measure.top_k if kind == "topk_kl" else 1
@@ -329,6 +330,7 @@ def _compare(
         # log q itself is never made, only its sum with the labels.
         divergence_C = negentropy_C + log_z_C - draft_CU.mul_(labels_CU).sum(-1)
     elif kind in ("rkl", "jsd"):
+        # q weighs the slope: its mean under q is the loss, and what the gradient is centered by.
         log_q_CU, log_p_CU = draft_CU.sub_(log_z_C[:, None]), _above_zero(p_CU).log()
         if kind == "jsd":
             log_m_CU = _above_zero((p_CU + q_CU) / 2).log()
@@ -337,10 +339,12 @@ def _compare(
             slope_CU, rest_C = log_q_CU - log_p_CU, torch.zeros_like(log_z_C)
         mean_C = (q_CU * slope_CU).sum(-1)
         gradient_CU, loss_C = slope_CU.sub_(mean_C[:, None]).mul_(q_CU), mean_C + rest_C
+    # Acceptance counts against the whole vocabulary: what the draft cannot say is never right.
     whole_CU = p_CU if rows_U is None else p_CU * inside_C[:, None]
     overlap_C = torch.minimum(whole_CU, q_CU, out=draft_CU).sum(-1)
     if kind in ("tv", "lk", "lk_hybrid", "ce_l1"):
         loss_C, gradient_CU = 1 - overlap_C, torch.lt(q_CU, whole_CU, out=draft_CU).mul_(q_CU)
+        # Tokens with q < p gain by a larger q; the others pay for it.
         capped_C1 = gradient_CU.sum(-1, keepdim=True)
         gradient_CU.neg_().addcmul_(q_CU, capped_C1)
         if kind == "lk":
