@@ -32,6 +32,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from pipedraft.data_recipes.config import CJK, Source
 from pipedraft.data_recipes.sources import list_files, read_source
+from pipedraft.files import Values
 
 # Chinese and Japanese are written without spaces, so each of their characters is a word.
 WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
@@ -177,18 +178,22 @@ def _read_prompts(source: Source) -> list[str]:
     return list(found)
 
 
+def user_turns(row: Values) -> list[str]:
+    """Texts of the users' turns, in the OpenAI or the ShareGPT form."""
+    turns = row.get("messages") or row.get("conversations") or []
+    return [
+        turn.get("content") or turn.get("value") or ""
+        for turn in turns
+        if isinstance(turn, dict) and (turn.get("role") or turn.get("from")) in ("user", "human")
+    ]
+
+
 def prompts_of(row: Any) -> list[str]:
     """The user's turns in one row of a benchmark."""
     if not isinstance(row, dict):
         raise ValueError("row is not an object")
-    turns = row.get("messages") or row.get("conversations")
-    if isinstance(turns, list):
-        texts = [
-            turn.get("content") or turn.get("value")
-            for turn in turns
-            if isinstance(turn, dict)
-            and (turn.get("role") or turn.get("from")) in ("user", "human")
-        ]
+    if isinstance(row.get("messages") or row.get("conversations"), list):
+        texts: Any = [text or None for text in user_turns(row)]
     elif row.get("turns"):
         texts = row["turns"]
     else:

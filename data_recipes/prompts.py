@@ -24,6 +24,7 @@ from pipedraft.files import Values
 if __name__ == "__main__":
     leave_at_interrupts()
 
+from pipedraft.data_recipes.overlap import user_turns
 from pipedraft.data_recipes.sources import Source, read_source
 from pipedraft.files import make_place, write_atomically
 from pipedraft.options import Options, option
@@ -65,16 +66,6 @@ def parse_take(text: str) -> tuple[str, int, int]:
     if not source or not rows.isdecimal() or not (turns or "1").isdecimal():
         raise ValueError(f"--take: {text!r} is not SOURCE=ROWS[:TURNS]; give for example all=100")
     return source, int(rows), int(turns or "1")
-
-
-def user_turns(row: Values) -> list[str]:
-    """Texts of the users' turns, in the OpenAI or the ShareGPT form."""
-    turns = row.get("messages") or row.get("conversations") or []
-    return [
-        turn.get("content") or turn.get("value") or ""
-        for turn in turns
-        if (turn.get("role") or turn.get("from")) in ("user", "human")
-    ]
 
 
 def task_stub(row: Values) -> str:

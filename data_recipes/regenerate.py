@@ -148,10 +148,6 @@ def is_address(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
-def as_option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def scan(source: Source) -> tuple[int, str]:
     """(number of rows, digest of their texts) of the input."""
     if not Path(source.path).is_file():
@@ -250,7 +246,7 @@ def settings_of(options: RegenerateOptions, sampling: Sampling, digest: str) -> 
         "--target": str(folder.resolve()) if is_folder else options.target,
         "--model": options.model,
         "--dtype": None if options.target is None else options.dtype,
-        **{as_option(name): value for name, value in asdict(sampling).items()},
+        **{flag_name(name): value for name, value in asdict(sampling).items()},
     }
 
 
