@@ -1,4 +1,4 @@
-"""What tests of attention and losses share: rows in memory order, outputs and gradients."""
+"""What tests of attention and objectives share: rows in memory order, losses and gradients."""
 
 import pytest
 import torch
@@ -32,3 +32,50 @@ def assert_loss_and_gradients(objective, batch, expected, expected_sums):
     gradients = torch.autograd.grad(output.loss, [*parameters.values()])
     for name, x, y in zip(parameters, gradients, expected_gradients, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_nothing_without_rows(objective, empty, full=None) -> None:
+    """No loss, and a zero gradient of every trained parameter: other processes wait for each.
+
+    Args:
+        empty: a batch without a counted row.
+        full: another batch, which has the same sums.
+    """
+    output = objective(empty, torch.Generator())
+    assert float(output.loss.detach()) == 0 and int(output.counted) == 0
+    if full is not None:
+        assert output.sums.keys() == objective(full, torch.Generator()).sums.keys()
+    output.loss.backward()
+    for name, parameter in objective.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def tune(objective, batch, steps: int) -> tuple[list[float], list[float]]:
+    """Loss and score at every step of training on one batch."""
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
+    losses, scores = [], []
+    for _ in range(steps):
+        output = objective(batch, torch.Generator())
+        (output.loss / output.counted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sums = {"loss": output.loss.item(), "count": output.counted.item()}
+        sums |= {name: value.item() for name, value in output.sums.items()}
+        losses.append(output.loss.item())
+        scores.append(objective.summarize(sums)["score"])
+    return losses, scores
+
+
+def assert_autocast_is_close(objective, batch) -> None:
+    """In bfloat16; rates of chains of three draft tokens among the sums."""
+    outputs = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            outputs.append(objective(batch, torch.Generator().manual_seed(0), depth=3))
+    exact, rounded = outputs
+    assert float(rounded.loss.detach()) == pytest.approx(float(exact.loss.detach()), rel=0.05)
+    for key, value in exact.sums.items():
+        assert float(rounded.sums[key]) == pytest.approx(float(value), rel=0.1, abs=3), key
+    rounded.loss.backward()
+    assert all(p.grad.isfinite().all() for p in objective.parameters() if p.requires_grad)

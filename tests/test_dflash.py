@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_runs import assert_loss_and_gradients
+from attention_runs import assert_loss_and_gradients, assert_nothing_without_rows, tune
 from block_runs import (
     MASKS,
     OTHER_WAYS,
@@ -166,29 +166,14 @@ def test_anchors_are_drawn_among_those_that_have_a_label():
 
 def test_a_batch_without_anchors_gives_zero_loss_and_the_same_sums():
     objective = make_objective()
-    empty = objective(make_batch([[0] * 6, [1] + [0] * 5]), torch.Generator())
-    full = objective(make_batch(MASKS), torch.Generator())
-    assert empty.loss.item() == 0 and int(empty.counted) == 0
-    assert empty.sums.keys() == full.sums.keys()
-    empty.loss.backward()
-    for name, parameter in objective.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), name
+    assert_nothing_without_rows(objective, make_batch([[0] * 6, [1] + [0] * 5]), make_batch(MASKS))
 
 
 def test_training_makes_blocks_longer():
     target = tiny_llama(layers=6, hidden=32, vocab=24)
     objective = make_objective(target).float()
     target.float()
-    batch, scores = make_batch([[0, 0] + [1] * 20] * 2), []
-    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
-    for _ in range(20):
-        output = objective(batch, torch.Generator())
-        (output.loss / output.counted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sums = {"loss": output.loss.item(), "count": output.counted.item()}
-        sums |= {name: value.item() for name, value in output.sums.items()}
-        scores.append(objective.summarize(sums)["score"])
+    _, scores = tune(objective, make_batch([[0, 0] + [1] * 20] * 2), 20)
     assert scores[-1] > scores[0] + 0.5
 
 

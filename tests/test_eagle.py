@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_runs import assert_autocast_is_close, assert_nothing_without_rows
 from conftest import tiny_llama, tiny_qwen3
 from train_runs import BY_HEART
 
@@ -201,11 +202,7 @@ def test_a_batch_without_counted_rows_has_a_zero_gradient_for_every_parameter(wo
     trainer = world.trainer("eagle", tmp_path)
     batch = batch_of(trainer, 2)
     batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-    output = trainer.objective(batch, seeded(0))
-    assert float(output.loss.detach()) == 0 and int(output.counted) == 0
-    output.loss.backward()
-    for name, parameter in trainer.objective.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), name
+    assert_nothing_without_rows(trainer.objective, batch)
 
 
 def test_rates_of_deeper_draft_tokens_are_those_of_decoded_chains(world, tmp_path):
@@ -257,17 +254,8 @@ def test_only_the_head_moves_and_all_of_it_does(world, tmp_path):
 
 
 def test_bfloat16_autocast_is_close_to_float32(world, tmp_path):
-    objective = (trainer := world.trainer("eagle", tmp_path)).objective
-    batch, outputs = batch_of(trainer, 4), []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            outputs.append(objective(batch, seeded(0), depth=3))
-    exact, rounded = outputs
-    assert float(rounded.loss.detach()) == pytest.approx(float(exact.loss.detach()), rel=0.05)
-    for key, value in exact.sums.items():
-        assert float(rounded.sums[key]) == pytest.approx(float(value), rel=0.1, abs=3), key
-    rounded.loss.backward()
-    assert all(p.grad.isfinite().all() for p in objective.parameters())
+    trainer = world.trainer("eagle", tmp_path)
+    assert_autocast_is_close(trainer.objective, batch_of(trainer, 4))
 
 
 @pytest.mark.parametrize("name", ["noise", "distillation_weight"])

@@ -4,7 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_runs import assert_loss_and_gradients, output_and_gradients, rows
+from attention_runs import (
+    assert_loss_and_gradients,
+    assert_nothing_without_rows,
+    output_and_gradients,
+    rows,
+    tune,
+)
 from conftest import tiny_llama, tiny_qwen3
 
 from pipedraft.data_recipes.batch import collate
@@ -291,13 +297,7 @@ def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_functio
 
 def test_a_batch_without_counted_rows_gives_zero_loss_and_the_same_sums():
     objective = make_objective()
-    empty = objective(make_batch([[0] * 6, [1] + [0] * 5]), torch.Generator())
-    full = objective(make_batch(MASKS), torch.Generator())
-    assert empty.loss.item() == 0 and int(empty.counted) == 0
-    assert empty.sums.keys() == full.sums.keys()
-    empty.loss.backward()
-    for name, parameter in objective.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), name
+    assert_nothing_without_rows(objective, make_batch([[0] * 6, [1] + [0] * 5]), make_batch(MASKS))
 
 
 def test_padding_and_company_change_nothing():
@@ -335,21 +335,11 @@ def test_training_makes_chains_longer_and_autocast_follows_float64():
     objective = make_objective(target, num_steps=3).float()
     target.float()
     batch = make_batch([[0, 0] + [1] * 20] * 2)
-    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
-    scores = []
-    for _ in range(20):
-        output = objective(batch, torch.Generator())
-        (output.loss / output.counted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sums = {"loss": output.loss.item(), "count": output.counted.item()}
-        scores.append(
-            objective.summarize({**sums, **{k: v.item() for k, v in output.sums.items()}})["score"]
-        )
+    losses, scores = tune(objective, batch, 20)
     assert scores[-1] > scores[0] + 0.5
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         lower = objective(batch, torch.Generator()).loss
-    assert abs(lower.item() - output.loss.item()) < 0.1 * output.loss.item()
+    assert abs(lower.item() - losses[-1]) < 0.1 * losses[-1]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_runs import assert_autocast_is_close, assert_nothing_without_rows
 from decode_runs import (
     CHAIN,
     engine_for,
@@ -136,27 +137,13 @@ def test_a_batch_without_counted_rows_has_a_zero_gradient_for_every_trained_part
     trainer = world.trainer("flexspec", tmp_path, model__feature_source="self")
     batch = trainer.load(trainer.data.train, [0, 1])
     batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-    output = trainer.objective(batch, torch.Generator())
-    assert float(output.loss.detach()) == 0 and int(output.counted) == 0
-    output.loss.backward()
-    for name, parameter in trainer.objective.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None and not parameter.grad.any(), name
+    assert_nothing_without_rows(trainer.objective, batch)
 
 
 def test_bfloat16_autocast_is_close_to_float32(world, tmp_path):
-    objective = (trainer := world.trainer("flexspec", tmp_path)).objective
-    batch, outputs = trainer.load(trainer.data.train, [0, 1, 2, 3]), []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            outputs.append(objective(batch, torch.Generator(), depth=3))
-    exact, rounded = outputs
-    assert float(rounded.loss.detach()) == pytest.approx(float(exact.loss.detach()), rel=0.05)
-    for key, value in exact.sums.items():
-        assert float(rounded.sums[key]) == pytest.approx(float(value), rel=0.1, abs=3), key
-    rounded.loss.backward()
-    named = trainer.objective.named_parameters()
-    assert all(p.grad.isfinite().all() for _, p in named if p.requires_grad)
+    trainer = world.trainer("flexspec", tmp_path)
+    batch = trainer.load(trainer.data.train, [0, 1, 2, 3])
+    assert_autocast_is_close(trainer.objective, batch)
 
 
 # -- acceptance in evaluation -------------------------------------------------------------------

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_runs import tune
 from command_runs import assert_one_line, call
 from decode_runs import (
     CHAIN,
@@ -314,17 +315,7 @@ def test_a_layer_is_fine_tuned_and_goes_back_into_its_target(place, tmp_path):
         assert torch.equal(draft.state_dict()[name], value)
     ids = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(2)).tolist()
     batch = collate([{"input_ids": row, "loss_mask": [0] * 2 + [1] * 22} for row in ids], 0)
-    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
-    losses, scores = [], []
-    for _ in range(15):
-        output = objective(batch, torch.Generator())
-        (output.loss / output.counted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sums = {"loss": output.loss.item(), "count": output.counted.item()}
-        sums |= {name: value.item() for name, value in output.sums.items()}
-        losses.append(output.loss.item())
-        scores.append(objective.summarize(sums)["score"])
+    losses, scores = tune(objective, batch, 15)
     assert losses[-1] < 0.5 * losses[0] and scores[-1] > scores[0] + 0.3
     (tmp_path / "tuned").mkdir()
     draft.save(tmp_path / "tuned")
