@@ -152,7 +152,7 @@ class Options:
 
     @classmethod
     def values(cls, parsed: Values) -> Values:
-        """Arguments of the class."""
+        """Parsed values as arguments of the class."""
         return {
             part.name: tuple(value) if isinstance(value, list) else value
             for part in fields(cls)

@@ -341,7 +341,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def open_weights(
     name_or_path: str, revision: str | None, file: str, *, field: str = "target"
 ) -> safe_open:
-    """One of ``weight_files``.
+    """Open one of ``weight_files``.
 
     Raises:
         ValueError: it is missing or damaged.

@@ -202,7 +202,7 @@ class AnswerFile:
 
 
 def _json(value: object) -> bytes:
-    """Half a surrogate pair, which UTF-8 cannot hold, becomes a question mark."""
+    """JSON in UTF-8; half a surrogate pair, which that cannot hold, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
@@ -239,7 +239,7 @@ class Sampling:
         return int(row * self.greedy_share) < int((row + 1) * self.greedy_share)
 
     def seed_of(self, row: int, turn: int, attempt: int = 0) -> int:
-        """Below 2**31, which every server takes."""
+        """Seed of one answer, below 2**31, which every server takes."""
         return zlib.crc32(f"{self.seed} {row} {turn} {attempt}".encode()) & 0x7FFFFFFF
 
 

@@ -84,7 +84,7 @@ class DataReport:
         return {reason: count for reason, count in counts.items() if count}
 
     def summary(self) -> str:
-        """A few lines for a person."""
+        """The report in a few lines for a person."""
         bad = sum(self.bad_rows.values())
         refused = self.refused_rows()
         lines = [

@@ -84,7 +84,7 @@ def count_letters(texts: Sequence[str]) -> int:
 
 
 def non_alphabetic_share(texts: Sequence[str]) -> float:
-    """1 for a row without any character but white space."""
+    """Share of no letters among the visible characters; 1 for a row without any."""
     visible = sum(len(part) for text in texts for part in text.split())
     return 1 - count_letters(texts) / visible if visible else 1.0
 
@@ -95,7 +95,7 @@ def repeated_line_share(texts: Sequence[str]) -> float:
 
 
 def cjk_share(texts: Sequence[str]) -> float:
-    """0 for a row without letters."""
+    """Share of Chinese and Japanese among the letters; 0 for a row without letters."""
     letters = count_letters(texts)
     found = sum(len(CJK_CHARACTER.findall(text)) for text in texts)
     return min(1.0, found / letters) if letters else 0.0
@@ -179,7 +179,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """How reports and the ``source`` column call it."""
+        """Name of the source in reports and in the column ``source``."""
         return ":".join(part for part in (self.path, self.subset, self.files) if part) or self.kind
 
     @property

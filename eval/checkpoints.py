@@ -29,7 +29,7 @@ def _folder_of(path: Path) -> Path | None:
 
 
 def _description(folder: Path) -> Values:
-    """Empty for a file of something else."""
+    """config.json of a folder; empty if it is of something else."""
     try:
         found = json.loads((folder / CONFIG_FILE).read_text())
     except ValueError:
@@ -195,7 +195,7 @@ class Drafts:
         return None
 
     def missing(self, name: str) -> str:
-        """Why there is none, and what makes one."""
+        """Why there is no draft of this name, and what makes one."""
         return self._missing[name]
 
     def is_model(self, name: str) -> bool:

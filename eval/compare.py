@@ -80,7 +80,7 @@ class Quantity:
     """Index in the fields, where these are lists."""
 
     def counts(self, row: PromptRecord) -> tuple[float, float] | None:
-        """None: this prompt did not record it."""
+        """Numerator and denominator of a prompt; None: it did not record them."""
         fields = getattr(row, self.numerator), getattr(row, self.denominator)
         if UNSET in fields:
             return None

@@ -52,7 +52,7 @@ def _padded(counts: Sequence[Sequence[int]], length: int = 0) -> np.ndarray:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """NaN, not an error, where nothing was counted."""
+    """Numerator over denominator; NaN, not an error, where nothing was counted."""
     return numerator / denominator if denominator else math.nan
 
 

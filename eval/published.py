@@ -106,7 +106,7 @@ def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
 
 
 def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """table.json."""
+    """What table.json holds."""
     rows = []
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
         ours = {}

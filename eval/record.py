@@ -107,7 +107,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
-    """One process on several benchmarks."""
+    """Add up the reports of one process on several benchmarks."""
 
     def total(counts: Iterable[Mapping[str, Any]]) -> Values:
         return dict(sum(map(Counter, counts), Counter()))
@@ -407,7 +407,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def entries(self) -> list[RunRecord]:
-        """Runs, then what is pooled over them."""
+        """All entries: runs, then what is pooled over them."""
         return [*(self.runs or ()), *(self.overall or ())]
 
 

@@ -261,7 +261,7 @@ def format_table(runs: Sequence[RunRecord]) -> str:
 def format_report(
     runs: Sequence[RunRecord], manifest: Manifest, pictures: Collection[str] = ()
 ) -> str:
-    """report.md.
+    """Text of report.md.
 
     Args:
         pictures: files of plots that there are.

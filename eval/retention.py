@@ -326,7 +326,7 @@ def retention_table(
 def format_retention(
     targets: Sequence[DriftRecord], drafts: Sequence[RetentionRecord], manifest: Manifest
 ) -> str:
-    """report.md."""
+    """Text of report.md."""
     turns, same = (
         sum(getattr(target, key) for target in targets) for key in ("turns", "same_text")
     )

@@ -250,7 +250,7 @@ class _Decoded:
 
     @property
     def times(self) -> list[DecodeResult]:
-        """Turns of all repeats."""
+        """Results of all repeats' turns, for their times."""
         return [record.result for records in self.repeats for record in records]
 
     def entry(self, method: Method, name: str, baseline: "_Decoded", engine: Engine) -> RunRecord:

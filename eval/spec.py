@@ -68,7 +68,7 @@ class Measure:
 
     @property
     def benchmark(self) -> str | None:
-        """None: all of them pooled."""
+        """Benchmark that is measured; None: all of them pooled."""
         return self.text.partition(" on ")[2] or None
 
 

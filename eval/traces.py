@@ -211,7 +211,7 @@ class Recording:
         return replace(cost, draft_forward=self.relative_cost)
 
     def clock(self, cost: CostModel) -> VirtualClock:
-        """A fresh one of the recorded pipeline."""
+        """A fresh clock of the recorded pipeline."""
         return VirtualClock(cost, self.boundaries, cost.draft_forward or 0.0)
 
 

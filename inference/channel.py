@@ -281,7 +281,7 @@ class LinkEstimate:
         )
 
     def observe(self, network_s: float, *, up_bytes: int, down_bytes: int) -> None:
-        """A request and its answer took this long, without the cloud's computing.
+        """Take note of how long a request and its answer took, without the cloud's computing.
 
         Args:
             up_bytes, down_bytes: on the wire, headers included.
@@ -322,7 +322,7 @@ class EnergyModel:
 
 
 def load_link(text: str) -> Link:
-    """``5g``, ``4g``, ``wifi``, ``FILE.csv``, ``PRESET:FILE.csv`` or ``FILE.json:NAME``.
+    """The link ``5g``, ``4g``, ``wifi``, ``FILE.csv``, ``PRESET:FILE.csv`` or ``FILE.json:NAME``.
 
     Raises:
         ValueError: none of these, or a file that does not say what it should.
@@ -393,7 +393,7 @@ def _scaled(steps: Steps, factor: float) -> Steps:
 
 
 def _trace_rows(path: Path) -> Iterator[dict[str, float]]:
-    """Rows as numbers.
+    """Rows of a trace as numbers.
 
     Raises:
         ValueError: names the file, the line and the column.

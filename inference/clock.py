@@ -174,7 +174,7 @@ class VirtualClock:
         return max(1, int(room / self.draft_forward + 1e-9))
 
     def serial_draft(self, forwards: int) -> None:
-        """Drafting while every stage waits."""
+        """Add drafting while every stage waits."""
         self.time += forwards * self.draft_forward
         self._note([forwards])
 

@@ -151,7 +151,7 @@ class Estimates:
 
     @property
     def away_s(self) -> float:
-        """RTT + T_v."""
+        """Seconds that a batch is away: RTT + T_v."""
         return self.link.state.round_trip_s + self.verify_s
 
     def window(self, batch_size: int) -> int:

@@ -166,7 +166,7 @@ class Top(Message, tag="k"):
 
     @property
     def num_samples(self) -> int:
-        """M."""
+        """M: drawn tokens behind the best ones."""
         return len(self.ids) - self.num_top
 
 
@@ -183,5 +183,5 @@ class DraftToken:
 
     @property
     def q(self) -> float:
-        """Its own probability, 1 where it was not drawn."""
+        """Probability of the draft token, 1 where it was not drawn."""
         return 1.0 if self.q_V is None else float(self.q_V[self.token])

@@ -34,7 +34,7 @@ class Observer:
         """Start the clock: the prompt is computed next."""
 
     def token(self, token: int, is_drafted: bool) -> bool:
-        """A token is certain.
+        """Take in a token that is certain.
 
         Args:
             is_drafted: a draft token that the target accepted, not the target's own.
@@ -118,7 +118,7 @@ class DecodeResult:
         )
 
     def count_test(self, place: int, is_accepted: bool) -> None:
-        """A draft token was tested.
+        """Count a test of a draft token.
 
         Args:
             place: in its round; there is a test of each place before it.

@@ -91,7 +91,7 @@ class Timeline:
                 self._end(launched, kind)
 
     def _launch(self, kind: str, start: float, num_rows: int) -> _Launched | None:
-        """None: its time is the host's."""
+        """An event of the GPU at the beginning of a span; None: its time is the host's."""
         if not self._is_on_gpu or kind == WAIT:
             return None
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]

@@ -290,7 +290,7 @@ class Measured:
         return found
 
     def _dataset(self, benchmark: str) -> Values:
-        """The prompts' own name: prompts in the form of a benchmark are not the benchmark."""
+        """Name and kind of the prompts; those in the form of a benchmark are not the benchmark."""
         folder, prompts = self.manifest.config.data_dir, self.manifest.prompts[benchmark]
         kind, name = benchmark, f"{benchmark}, {prompts.count} prompts"
         if folder is None:

@@ -135,7 +135,7 @@ class MTP(TiedHead):
 
     @property
     def lm_head(self) -> nn.Module:
-        """The target's."""
+        """The target's LM head."""
         return self._head[0]
 
 

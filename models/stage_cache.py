@@ -51,7 +51,7 @@ class Keep:
         return tuple(i for i in self.rows[self.num_committed :] if i < hi)
 
     def check_committed(self, num_cached: int) -> None:
-        """Committed rows must be in the cache already.
+        """Refuse to commit rows that are not in the cache yet.
 
         Schedules commit a row only after it has left the last stage, hence after every stage has
         cached it. A committed row that still waited would have lost its own mask column.

@@ -157,7 +157,7 @@ def _read(
 
 
 def _size(weight: DTensor) -> int:
-    """Numbers of it that this process holds."""
+    """Numbers of a tensor that this process holds."""
     return weight.to_local().numel()
 
 

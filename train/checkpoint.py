@@ -226,7 +226,7 @@ class TrainingState:
         return kind.value if is_sharded else "NO"
 
     def save(self, folder: Path, progress: Progress) -> None:
-        """Every process calls it; ``folder`` is there."""
+        """Save the state of every process, which all call it; ``folder`` is there."""
         rank = self.accelerator.process_index
         if self.sharding == DistributedType.DEEPSPEED:
             self.module.save_checkpoint(str(folder), DEEPSPEED_TAG)

@@ -176,7 +176,7 @@ class States:
 
     @torch.no_grad()
     def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
-        """{layer: [M, H]}, row after row."""
+        """Hidden states {layer: [M, H]}, row after row."""
         batch = collate(
             [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], self.pad_id
         )

@@ -109,7 +109,7 @@ class FeaturesLost(ValueError):
 
 
 def address_of(features: str) -> tuple[str, int] | None:
-    """Host and port; None for a folder.
+    """Host and port of a feature server; None for a folder.
 
     Raises:
         ValueError: no such port.

@@ -79,7 +79,7 @@ class Features:
     def read(
         self, batch: dict[str, Tensor], layers: Collection[int], dtype: torch.dtype
     ) -> dict[int, Tensor]:
-        """{layer: [B, T, H]}, zeros on padding.
+        """Hidden states {layer: [B, T, H]}, zeros on padding.
 
         Args:
             batch: with ``rows``, the place of every sequence in the data set.

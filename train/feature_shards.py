@@ -294,7 +294,7 @@ def read_index(folder: Path) -> Index:
 
 
 def open_shard(path: Path) -> safe_open:
-    """A shard, memory-mapped.
+    """Open a shard, memory-mapped.
 
     Raises:
         ValueError: it is not safetensors.

@@ -364,7 +364,7 @@ def load_frozen_target(config: RunConfig, accelerator: Accelerator) -> PreTraine
 
 
 def is_sharded(config: RunConfig, accelerator: Accelerator) -> bool:
-    """Every process holds a part of the target."""
+    """Whether every process holds a part of the target."""
     return config.shard_target and accelerator.num_processes > 1
 
 

@@ -61,7 +61,7 @@ class Pipeline(ABC):
     """Rows that each stage processed in the last tick."""
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:  # noqa: B027 (may stay empty)
-        """A prompt follows."""
+        """Begin a sequence: its prompt follows."""
 
     @abstractmethod
     def prefill(
@@ -107,14 +107,14 @@ class Pipeline(ABC):
         return VirtualClock(cost, boundaries, draft_forward)
 
     def now(self) -> float:
-        """Seconds; differences count."""
+        """Time in seconds; differences count."""
         return time.perf_counter()
 
     def drafted(self, num_tokens: int, started_s: float) -> None:  # noqa: B027 (may stay empty)
         """The draft has made so many tokens since a moment of ``now``."""
 
     def close(self) -> int | None:
-        """The sequence has ended.
+        """End the sequence.
 
         Returns:
             Passes over the target after the prompt's, where no step was counted.

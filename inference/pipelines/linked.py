@@ -139,7 +139,7 @@ class LinkedPipeline(Pipeline):
 
     @abstractmethod
     def _begin(self) -> Estimates:
-        """A session is about to be opened."""
+        """Prepare for a session that is about to be opened."""
 
     draft_vocab_size = sys.maxsize
     """Tokens that the draft can read."""
@@ -174,7 +174,7 @@ class LinkedPipeline(Pipeline):
         self._restart()
 
     def _restart(self) -> None:
-        """A session of the same sequence begins."""
+        """Begin a session of the same sequence."""
         self.batch: Batch | None = None
         self.flights: deque[Batch] = deque()
         self.num_batches = 0
@@ -288,7 +288,7 @@ class LinkedPipeline(Pipeline):
         return self._stream_request is not None
 
     def stream(self, certain: list[int]) -> None:
-        """Ask for that.
+        """Ask the target to decode alone, from the present epoch on.
 
         Args:
             certain: as of ``send``.
@@ -393,7 +393,7 @@ class LinkedPipeline(Pipeline):
             raise ValueError(f"server: token {found} is outside the vocabulary of {size}")
 
     def _measure(self, verdict: Result | Reject, arrived_s: float) -> None:
-        """What the answer to a batch says about link and target."""
+        """Measure link and target by the answer to a batch."""
         batch = next((batch for batch in self.flights if batch.seq == verdict.seq), None)
         if batch is None:
             return
@@ -435,7 +435,7 @@ class LinkedPipeline(Pipeline):
         return LinkVerdict(num_accepted=num_accepted, payload=payload, outcomes=outcomes)
 
     def _accept(self, length: int) -> int:
-        """Draft tokens become certain.
+        """Make draft tokens certain up to a length; returns how many.
 
         Raises:
             ValueError: a length that the sequence cannot have.
@@ -451,7 +451,7 @@ class LinkedPipeline(Pipeline):
         return count
 
     def _start_epoch(self, token: int | None) -> None:
-        """What is away or being drafted belongs to another sequence.
+        """Begin an epoch: what is away or being drafted belongs to another sequence.
 
         Args:
             token: the new root, if it is the target's own.

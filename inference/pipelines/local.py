@@ -142,7 +142,7 @@ class LocalPipeline(Pipeline):
             self._waiting[0] = self._entrance.popleft()
 
     def run_alone(self, index: int, segment: Segment) -> Segment:
-        """A segment of this sequence through a stage."""
+        """Run a segment of this sequence alone through a stage."""
         stage, taps = self.target.stages[index], self._deeper
         if not self.is_prefilling:
             return stage.forward(segment, taps)

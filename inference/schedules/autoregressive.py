@@ -28,7 +28,7 @@ class Autoregressive(Schedule):
             session.resolve(session.collect())
 
     def replay(self, clock: VirtualClock, found: Round) -> None:
-        """n steps a token."""
+        """Advance the clock by n steps a token."""
         travel(clock, [1], clock.num_stages, forwards=0, overlap=False)
 
     def replay_basis(self, draft_type: str | None, num_stages: int, cost: CostModel) -> str:

@@ -80,7 +80,7 @@ class LinkSchedule(Schedule):
         return False
 
     def reads(self, is_complete: bool) -> bool:
-        """Verdicts that wait are read now.
+        """Whether verdicts that wait are read now.
 
         Args:
             is_complete: the batch under way.

@@ -118,7 +118,7 @@ class Cluster:
         return self
 
     def _have_own_devices(self) -> bool:
-        """Every rank has a GPU that no other rank has."""
+        """Whether every rank has a GPU that no other rank has."""
         if self.device.type == "cpu":
             mine = ""
         else:

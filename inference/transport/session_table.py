@@ -133,7 +133,7 @@ class HeldSession:
             self.retained_bytes -= len(self.retained.popleft()[1])
 
     def since(self, number: int) -> list[bytes]:
-        """Replies from this one on."""
+        """Encoded replies from a number on."""
         return [data for reply, data in self.retained if reply.number >= number]
 
 

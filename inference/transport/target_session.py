@@ -304,7 +304,7 @@ class TargetSession:
 
     @property
     def _hits_end(self) -> bool:
-        """The oldest batch is accepted to its end."""
+        """Whether the oldest batch is accepted to its end."""
         return bool(self._batches) and len(self._tokens) >= self._batches[0].end
 
     def _test_one(self, now_s: float) -> Reject | None:
@@ -368,12 +368,12 @@ class TargetSession:
 
     @property
     def is_streaming(self) -> bool:
-        """The target decodes alone."""
+        """Whether the target decodes alone."""
         return self._streams_for is not None
 
     @property
     def wants_prefill(self) -> bool:
-        """The next pass is over the prompt."""
+        """Whether the next pass is over the prompt."""
         return self._opening is not None and not self._tokens
 
     @property

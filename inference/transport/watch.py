@@ -134,7 +134,7 @@ class Watch:
         self.fail(f"{type(error).__name__}: {text}")
 
     def announce(self, line: str) -> None:
-        """Let every other rank end."""
+        """Tell every other rank to end, and why."""
         self._failure = line
         if threading.current_thread() is self._outward:
             # Any of these may be why this rank leaves.
