@@ -183,21 +183,6 @@ class VirtualClock:
         return num_tokens * (1.0 + self.num_stages * self._between([1]))
 
 
-def chain_acceptance_length(acceptance: float, draft_length: int) -> float:
-    """Tokens per round of a chain of m drafts with i.i.d. acceptance: (1 - a^(m+1)) / (1 - a)."""
-    if acceptance == 1.0:
-        return float(draft_length + 1)
-    return (1 - acceptance ** (draft_length + 1)) / (1 - acceptance)
-
-
-def micro_batch_acceptance_length(acceptance: float, size: int, num_stages: int) -> float:
-    """Equivalent acceptance length of a chain of ``size`` draft tokens at every step (PipeInfer).
-
-    L' = 1 / ((1 - a) + a / (m n)) with i.i.d. acceptance, if rounds filled their micro-batches.
-    """
-    return 1.0 / ((1.0 - acceptance) + acceptance / (size * num_stages))
-
-
 def continuous_acceptance_length(acceptance: Sequence[float], num_stages: int) -> float:
     """Equivalent acceptance length of one draft token per step (SPD, PPSD, PipeDec).
 

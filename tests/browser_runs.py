@@ -1,6 +1,5 @@
 """A headless Chromium that tests drive over a pipe, by the DevTools protocol."""
 
-import base64
 import json
 import os
 import shutil
@@ -77,9 +76,6 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
             self.call("Input.dispatchKeyEvent", type=kind, **key)
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pipedraft.inference.channel import PRESETS, LinkState
-from pipedraft.inference.clock import chain_acceptance_length
 from pipedraft.inference.draft_length import (
     Alg2,
     DraftLengthPolicy,
@@ -85,7 +84,7 @@ def test_a_waiting_round_costs_eq_10_and_its_rejection() -> None:
     assert cost.hit_s_K == pytest.approx(FIXED_S + number_K * MARGINAL_S)
     assert cost.miss_s_K == pytest.approx(cost.hit_s_K + REJECT_S)
     survival_K = 0.7**number_K
-    tokens = [chain_acceptance_length(0.7, length) for length in range(1, MAX_LENGTH + 1)]
+    tokens = [(1 - 0.7 ** (length + 1)) / (1 - 0.7) for length in range(1, MAX_LENGTH + 1)]
     assert cost.expected_tokens(survival_K) == pytest.approx(tokens)
 
 

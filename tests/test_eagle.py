@@ -9,7 +9,6 @@ from attention_runs import assert_autocast_is_close, assert_nothing_without_rows
 from conftest import tiny_llama, tiny_qwen3
 from train_runs import BY_HEART
 
-from pipedraft.inference.clock import chain_acceptance_length
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig
@@ -232,8 +231,8 @@ def test_the_score_is_the_length_of_a_chain_with_the_measured_rates(world, tmp_p
     sums |= {f"count_{i}": 5.0 for i in steps}
     sums |= {f"agreement_{i}": 4.0 for i in steps} | {f"acceptance_{i}": 3.0 for i in steps}
     metrics = trainer.objective.summarize(sums)
-    assert metrics["score"] == pytest.approx(chain_acceptance_length(0.8, EVALUATED_DEPTH))
-    length = chain_acceptance_length(0.6, EVALUATED_DEPTH)
+    assert metrics["score"] == pytest.approx((1 - 0.8 ** (EVALUATED_DEPTH + 1)) / (1 - 0.8))
+    length = (1 - 0.6 ** (EVALUATED_DEPTH + 1)) / (1 - 0.6)
     assert metrics["acceptance_length_T1"] == pytest.approx(length)
     sums["agreement_3"] = 0.0
     assert trainer.objective.summarize(sums)["score"] == pytest.approx(1 + 0.8 + 0.64)
