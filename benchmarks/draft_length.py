@@ -41,7 +41,6 @@ from pipedraft.inference.channel import (
 )
 from pipedraft.inference.draft_length import (
     DraftLengthPolicy,
-    Oracle,
     RoundCost,
     RoundShape,
     parse_policy,
@@ -224,8 +223,15 @@ class Contestant:
     """Else its costs are from the edge's estimate of the link."""
 
 
-def informed(world: World) -> Oracle:
-    return Oracle(MAX_LENGTH, survival=world.survival)
+class Informed(DraftLengthPolicy):
+    """Highest rate under the true survival, which a simulation knows."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(MAX_LENGTH)
+        self.world = world
+
+    def choose(self, cost: RoundCost) -> int:
+        return cost.best_length(self.world.survival())
 
 
 def named(name: str) -> Contestant:
@@ -235,8 +241,8 @@ def named(name: str) -> Contestant:
 CONTESTANTS = {
     **{name: named(name) for name in ("fixed:2", "fixed:4", "eq11", "alg2", "geometric")},
     "survival": named("survival"),
-    "oracle, est. link": Contestant(informed),
-    "oracle": Contestant(informed, knows_link=True),
+    "oracle, est. link": Contestant(Informed),
+    "oracle": Contestant(Informed, knows_link=True),
 }
 
 

@@ -15,7 +15,7 @@ drafted is not.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -409,18 +409,6 @@ class Survival(DraftLengthPolicy):
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self.estimate.observe(num_drafted, num_accepted)
-
-
-class Oracle(DraftLengthPolicy):
-    """Highest rate under the true survival; for simulations, which know it."""
-
-    def __init__(self, max_length: int, *, survival: Callable[[], np.ndarray]) -> None:
-        """``survival``: [K] of the coming round, asked before each."""
-        super().__init__(max_length)
-        self.survival = survival
-
-    def choose(self, cost: RoundCost) -> int:
-        return cost.best_length(self.survival())
 
 
 POLICIES: dict[str, type[DraftLengthPolicy]] = {

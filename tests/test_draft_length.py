@@ -16,7 +16,6 @@ from pipedraft.inference.draft_length import (
     Fixed,
     Geometric,
     GeometricEstimate,
-    Oracle,
     RoundCost,
     RoundShape,
     Survival,
@@ -147,7 +146,6 @@ def test_the_best_length_is_that_of_the_enumerated_outcomes() -> None:
             cost = make(shape, link, MAX_LENGTH)
             best = brute_force(survival_K, seconds, bonus)
             assert cost.best_length(survival_K) == best
-            assert Oracle(MAX_LENGTH, survival=lambda s=survival_K: s).choose(cost) == best
             chosen[bonus].add(best)
     assert len(chosen[True]) == MAX_LENGTH and len(chosen[False]) >= 4
 
@@ -437,7 +435,7 @@ def test_survival_comes_within_3_percent_of_the_oracle() -> None:
     worst = {"survival": 1.0, "uncensored": 1.0, "fixed:2": 1.0, "eq11": 1.0, "alg2": 1.0}
     for acceptance_K, cost in cases:
         survival_K = np.cumprod(acceptance_K)
-        best = rate_of(Oracle(MAX_LENGTH, survival=lambda s=survival_K: s), acceptance_K, cost)
+        best = rate_of(Fixed(cost.best_length(survival_K)), acceptance_K, cost)
         for name in worst:
             policy = Uncensored(MAX_LENGTH) if name == "uncensored" else parse_policy(name)
             worst[name] = min(worst[name], rate_of(policy, acceptance_K, cost) / best)
