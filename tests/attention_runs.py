@@ -51,10 +51,10 @@ def assert_nothing_without_rows(objective, empty, full=None) -> None:
             assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-def tune(objective, batch, steps: int) -> tuple[list[float], list[float]]:
-    """Loss and score at every step of training on one batch."""
+def tune(objective, batch, steps: int) -> list[dict[str, float]]:
+    """Metrics at every step of training on one batch."""
     optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
-    losses, scores = [], []
+    metrics = []
     for _ in range(steps):
         output = objective(batch, torch.Generator())
         (output.loss / output.counted).backward()
@@ -62,9 +62,8 @@ def tune(objective, batch, steps: int) -> tuple[list[float], list[float]]:
         optimizer.zero_grad()
         sums = {"loss": output.loss.item(), "count": output.counted.item()}
         sums |= {name: value.item() for name, value in output.sums.items()}
-        losses.append(output.loss.item())
-        scores.append(objective.summarize(sums)["score"])
-    return losses, scores
+        metrics.append(objective.summarize(sums))
+    return metrics
 
 
 def assert_autocast_is_close(objective, batch) -> None:

@@ -173,8 +173,8 @@ def test_training_makes_blocks_longer():
     target = tiny_llama(layers=6, hidden=32, vocab=24)
     objective = make_objective(target).float()
     target.float()
-    _, scores = tune(objective, make_batch([[0, 0] + [1] * 20] * 2), 20)
-    assert scores[-1] > scores[0] + 0.5
+    first, *_, last = tune(objective, make_batch([[0, 0] + [1] * 20] * 2), 20)
+    assert last["score"] > first["score"] + 0.5
 
 
 # -- decoding -----------------------------------------------------------------------------------

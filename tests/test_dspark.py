@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_runs import assert_loss_and_gradients
+from attention_runs import assert_loss_and_gradients, tune
 from block_runs import (
     MASKS,
     OTHER_WAYS,
@@ -116,18 +116,9 @@ def test_training_makes_blocks_longer_and_foretells_it():
     target = tiny_llama(layers=6, hidden=32, vocab=24)
     objective = make_objective(target, "dspark", loss="kl").float()
     target.float()
-    batch, found = make_batch([[0, 0] + [1] * 20] * 2), []
-    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
-    for _ in range(30):
-        output = objective(batch, torch.Generator())
-        (output.loss / output.counted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sums = {"loss": output.loss.item(), "count": output.counted.item()}
-        sums |= {name: value.item() for name, value in output.sums.items()}
-        found.append(objective.summarize(sums))
-    assert found[-1]["score"] > found[0]["score"] + 0.5
-    assert found[-1]["confidence_error"] < 0.1 < found[0]["confidence_error"]
+    first, *_, last = tune(objective, make_batch([[0, 0] + [1] * 20] * 2), 30)
+    assert last["score"] > first["score"] + 0.5
+    assert last["confidence_error"] < 0.1 < first["confidence_error"]
 
 
 # -- decoding -----------------------------------------------------------------------------------

@@ -315,8 +315,8 @@ def test_a_layer_is_fine_tuned_and_goes_back_into_its_target(place, tmp_path):
         assert torch.equal(draft.state_dict()[name], value)
     ids = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(2)).tolist()
     batch = collate([{"input_ids": row, "loss_mask": [0] * 2 + [1] * 22} for row in ids], 0)
-    losses, scores = tune(objective, batch, 15)
-    assert losses[-1] < 0.5 * losses[0] and scores[-1] > scores[0] + 0.3
+    first, *_, last = tune(objective, batch, 15)
+    assert last["loss"] < 0.5 * first["loss"] and last["score"] > first["score"] + 0.3
     (tmp_path / "tuned").mkdir()
     draft.save(tmp_path / "tuned")
     export(tmp_path / "tuned", "sglang", tmp_path / "out", target=str(place.path))
