@@ -33,6 +33,7 @@ NOT_RUN = {
     "zipfile": "not a program of this project",
     "benchmarks/gpu_check.py": "needs a GPU; test_gpu_check.py runs it on a pretended one",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
+    "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
 }
 """By launcher or module."""
 
