@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,6 +37,7 @@ from pipedraft.inference.pipelines.shared import (
 from pipedraft.inference.result import DecodeResult, Observer
 from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.sources.base import DraftSource
+from pipedraft.models.draft_calls import Call, asking, make_first
 
 
 class QueueFull(RuntimeError):
@@ -94,6 +95,8 @@ class _Sequence:
         self.phase: int | None = None
         """Of the steps at which its tokens enter, if it decodes plainly."""
         self.has_ended = False
+        self.asked: Call | None = None
+        """What it waits for of its draft; None: for the next step."""
         self._ends_with: BaseException | None = None
         """Raised in the sequence's thread when it goes on."""
         self._clock = batch.clock
@@ -104,11 +107,13 @@ class _Sequence:
         engine = batch.engine_for(handle, self._wait)
         assert isinstance(engine.pipeline, SharedPipeline)
         self.pipeline = engine.pipeline
-        self._thread = threading.Thread(target=self._decode, args=[engine], daemon=True)
+        # Rules that compare q with p see the last bits of q, which depend on the company.
+        joins_rows = batch.clock.drafts_together and not handle.config.bitwise
+        self._thread = threading.Thread(target=self._decode, args=[engine, joins_rows], daemon=True)
         self._thread.start()
 
     def resume(self) -> None:
-        """Let it go on until it waits for the next step, or has ended."""
+        """Let it go on until it waits for its draft or for the next step, or has ended."""
         self._go.release()
         self._waits.acquire()
         if self.has_ended:
@@ -133,16 +138,26 @@ class _Sequence:
         if self._ends_with is not None:
             raise self._ends_with
 
-    def _decode(self, engine: Engine) -> None:
+    def _ask(self, call: Call) -> Any:
+        """``call``'s outcome, once it was made with those of other sequences."""
+        self.asked = call
+        try:
+            self._wait()
+        finally:
+            self.asked = None
+        return call.outcome()
+
+    def _decode(self, engine: Engine, joins_rows: bool) -> None:
         handle = self.handle
         self._go.acquire()
         try:
-            self._outcome = engine.decode(
-                handle.prompt_ids,
-                prompt_index=handle.prompt_index,
-                on_token=self._emit,
-                observer=handle.observer,
-            )
+            with asking(self._ask if joins_rows else None):
+                self._outcome = engine.decode(
+                    handle.prompt_ids,
+                    prompt_index=handle.prompt_index,
+                    on_token=self._emit,
+                    observer=handle.observer,
+                )
         except BaseException as error:
             self._outcome = error.with_traceback(None)  # its frames hold the caches
         self.has_ended = True
@@ -164,8 +179,9 @@ class BatchEngine:
 
     Every sequence runs its own schedule, with its own settings, seed, token tree and caches, as on
     a pipeline of its own. Where it waits for a step it is stopped; when all of them wait, one step
-    of every stage is made for all. Exactly one thread runs at any time, so outputs, steps and
-    virtual times are the same in every run that submits at the same steps.
+    of every stage is made for all. It is stopped where it asks its draft, too: forwards of several
+    sequences are one, where the draft's rows join. Exactly one thread runs at any time, so outputs,
+    steps and virtual times are the same in every run that submits at the same steps.
 
     ``submit`` and ``cancel`` may be called from any thread. ``on_token``, the observer and the
     callbacks of a handle's future are called from the batch's threads and hold up every sequence:
@@ -181,14 +197,15 @@ class BatchEngine:
         draft: Any | None = None,
         *,
         limits: Limits | None = None,
-        drafts_together: bool = False,
+        drafts_together: bool = True,
         connect: Callable[[Any], Pipeline] = LocalPipeline,
     ) -> None:
         """
         Args:
             target: causal LM as returned by ``load_target``.
             config: of requests without one; its stages and its cost model hold for all.
-            drafts_together: the virtual clock's; see ``batch_clock``.
+            drafts_together: forwards of the drafts of several sequences are one, where the draft's
+                rows join; else they are made one after the other.
             connect: as of ``Engine``; the ranks of a ``Cluster`` may be shared, too.
 
         Raises:
@@ -205,7 +222,10 @@ class BatchEngine:
         if config.cost.draft_forward is not None:
             draft_cost = config.cost.draft_forward
         self.clock = BatchClock(
-            config.cost, self.config.boundaries, draft_cost, drafts_together=drafts_together
+            config.cost,
+            self.config.boundaries,
+            draft_cost,
+            drafts_together=drafts_together and _joins_rows(draft),
         )
         self._root, self.timeline = engine.pipeline, engine.pipeline.timeline
         self.last_rows: list[list[int]] = []
@@ -382,9 +402,21 @@ class BatchEngine:
         self.last_rows = [pipeline.last_rows for pipeline in pipelines]
         for sequence in sequences:
             sequence.last_step = self.clock.num_steps
-            sequence.resume()
+        self._go_on(sequences)
         self._end_those_done()
         return True
+
+    def _go_on(self, sequences: Sequence[_Sequence]) -> None:
+        """Let them go on until all wait for the next step, and make what they ask of the draft."""
+        asking: list[_Sequence] = []
+        while sequences:
+            for sequence in sequences:
+                sequence.resume()
+            asking += [sequence for sequence in sequences if sequence.asked is not None]
+            calls = [sequence.asked for sequence in asking if sequence.asked is not None]
+            made = make_first(calls) if calls else []
+            sequences = [sequence for sequence in asking if sequence.asked in made]
+            asking = [sequence for sequence in asking if sequence not in sequences]
 
     def _admit(self) -> None:
         """First come first served: a request that does not fit holds back those behind it."""
@@ -403,7 +435,7 @@ class BatchEngine:
             except Exception as error:
                 handle.future.set_exception(error)
                 continue
-            self._live[-1].resume()
+            self._go_on(self._live[-1:])
 
     def _taking_part(self) -> list[_Sequence]:
         """Sequences of the next step: those that took part longest ago first, decoding first.
@@ -445,6 +477,11 @@ class BatchEngine:
         for sequence in ended:
             self.clock.leave(sequence.pipeline)
             sequence.tell()
+
+
+def _joins_rows(draft: Any) -> bool:
+    """On a GPU a draft's forwards are recorded for one sequence."""
+    return getattr(draft, "joins_rows", False) and next(draft.parameters()).device.type == "cpu"
 
 
 def _row_bytes(target: Any) -> int:

@@ -1,9 +1,9 @@
 """Virtual time of the steps that several sequences share, and how much to speculate in them.
 
 Rows of all sequences in a stage take the time of one segment of as many rows. Drafts run on one
-device: one after the other, as this program runs them, or as one forward of all sequences' rows
-(``drafts_together``). Drafting beside a step makes it longer only where it takes longer than the
-stages; a sequence that drafts while its rows wait sits steps out, and the others go on.
+device: the forwards of all sequences as one (``drafts_together``), or one after the other. Drafting
+beside a step makes it longer only where it takes longer than the stages; a sequence that drafts
+while its rows wait sits steps out, and the others go on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BatchClock:
         boundaries: Sequence[int],
         draft_forward: float,
         *,
-        drafts_together: bool = False,
+        drafts_together: bool,
     ) -> None:
         self.drafts_together = drafts_together
         self.num_steps = 0
@@ -51,7 +51,7 @@ class BatchClock:
         self._rows = [0] * self._stages.num_stages
         self._beside: list[int] = []
         """Forwards of each sequence that drafted beside the step."""
-        self._after = 0
+        self._after: list[int] = []
         self._is_open = False
         self._unpriced: list[list[float]] = []
         self._tokens = self._steps = 0.0
@@ -98,10 +98,8 @@ class BatchClock:
 
     def drafted(self, num_forwards: int, *, beside: bool) -> None:
         """A sequence has drafted beside the open step, or after it."""
-        if beside and num_forwards:
-            self._beside.append(num_forwards)
-        elif num_forwards:
-            self._after += num_forwards
+        if num_forwards:
+            (self._beside if beside else self._after).append(num_forwards)
 
     def emitted(self, pipeline: SharedPipeline, times: list[float], *, is_first: bool) -> None:
         """A sequence has a token at the end of the open step, whose time goes to its list."""
@@ -117,19 +115,27 @@ class BatchClock:
 
     def settle(self) -> None:
         """Price the open step."""
-        stages, cost = self._stages, self._stages.cost
+        stages = self._stages
         if self._is_open:
-            forwards: float = sum(self._beside)
-            if self.drafts_together and self._beside:
-                forwards = max(self._beside) * (1 + cost.row * (len(self._beside) - 1))
+            forwards = self._passes(self._beside)
             if any(self._rows):
                 time = stages.duration(self._rows, draft_forwards=forwards, overlap=True)
             else:
                 time = forwards * stages.draft_forward
-            stages.time += time + self._after * stages.draft_forward
+            stages.time += time + self._passes(self._after) * stages.draft_forward
         for times in self._unpriced:
             times.append(stages.time)
-        self._beside, self._after, self._unpriced, self._is_open = [], 0, [], False
+        self._beside, self._after, self._unpriced, self._is_open = [], [], [], False
+
+    def _passes(self, forwards: Sequence[int]) -> float:
+        """Time of so many draft forwards of each sequence, in forwards of one alone.
+
+        Together the k-th ones are one pass, longer by a row for every sequence but the first.
+        """
+        total, longest = sum(forwards), max(forwards, default=0)
+        if not self.drafts_together:
+            return total
+        return longest + self._stages.cost.row * (total - longest)
 
     # -- how much to speculate --------------------------------------------------------------
 
@@ -143,9 +149,7 @@ class BatchClock:
         num_plain = len(self.live) - num_drafting
         rows = max(1.0, (num_drafting * self._per_step + num_plain / n))
         busy = max(stages.shares) * (1 + stages.cost.row * (rows - 1))
-        forwards = float(num_drafting)
-        if self.drafts_together and num_drafting:
-            forwards = 1 + stages.cost.row * (num_drafting - 1)
+        forwards = self._passes([1] * num_drafting)
         further = max(0.0, rows - 1)
         time = max(busy, forwards * stages.draft_forward) + stages.between(further)
         known = self._tokens + PRIOR_STEPS * PRIOR_LENGTH / n
@@ -180,12 +184,10 @@ class BatchClock:
     def hidden_forwards(self, alone: int) -> int:
         """Draft forwards of one sequence that fit beside a step, of those that fit for one alone.
 
-        The sequences that draft share the draft's device.
+        The sequences that draft share the draft's device. Together they make its forwards longer as
+        their rows make the stages' steps.
         """
-        num_drafting = max(1, len(self.live))
-        if self.drafts_together:
-            return max(1, int(alone / (1 + self._stages.cost.row * (num_drafting - 1))))
-        return max(1, alone // num_drafting)
+        return alone if self.drafts_together else max(1, alone // max(1, len(self.live)))
 
     @property
     def row_price(self) -> float:

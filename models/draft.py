@@ -127,6 +127,8 @@ class Draft(nn.Module):
 
     draft_type: ClassVar[str]
     config_class: ClassVar[type]
+    joins_rows: ClassVar[bool] = False
+    """Rows of several sequences can be one forward pass (``draft_calls``)."""
     checkpointing: bool = False
     """Training keeps of a layer its input alone, and computes the rest again in backward."""
 
@@ -429,6 +431,7 @@ class StagedDraftConfig:
 class StagedDraft(Draft):
     """Base of the drafts for a fixed number of stages: decoder layers, a norm and an LM head."""
 
+    joins_rows: ClassVar[bool] = True
     config: StagedDraftConfig
     draft_ids: Tensor
 

@@ -46,6 +46,7 @@ class EagleHead(Draft):
     shift: ClassVar[int] = 1
     """A row joins a token to the state at the position before it, and stands at that."""
     reads_rows: ClassVar[bool] = False
+    joins_rows: ClassVar[bool] = True
 
     @property
     def state_shape(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
+from pipedraft.models.draft_calls import call
 from pipedraft.models.layers import (
     DecoderLayer,
     KeyValues,
@@ -416,7 +417,8 @@ class SPD(StagedDraft):
         positions_R = torch.arange(num_rows, device=rows_RH.device) + first_position
         # A new row sees all positions committed before, and of the new ones those up to itself.
         visible_RC = rows_RH.new_ones(num_rows, num_before + num_rows, dtype=torch.bool)
-        self.extend_rows(caches, taps, positions_R, visible_RC.tril_(num_before))
+        rows = {"positions_R": positions_R, "visible_RC": visible_RC.tril_(num_before)}
+        call(self.extend_rows, caches=caches, taps=taps, **rows)
 
     def extend_rows(
         self,
@@ -451,7 +453,7 @@ class SPD(StagedDraft):
         positions: Tensor,
         visible_RR: Tensor,
     ) -> Tensor:
-        """Logits of the tokens that should follow the depth-0 rows.
+        """Logits [Q, U] of the tokens that should follow the Q rows of depth 0, the last ones.
 
         Args:
             caches: of the committed positions; they stay as they are.
@@ -461,14 +463,13 @@ class SPD(StagedDraft):
                 non-increasing. A row may be presented less deep than it is.
             positions: absolute positions [R].
             visible_RR: ancestors-or-self among the rows in flight.
-
-        Returns:
-            [Q, U] for the Q rows of depth 0 (the last ones).
         """
         # Committed positions are visible to every row in flight.
-        committed_RP = visible_RR.new_ones(len(depths), caches[0].num_rows)
-        visible_RC = torch.cat([committed_RP, visible_RR], 1)
-        return self.propose_rows(caches, taps, depths, positions, visible_RC)
+        visible_RC = torch.cat(
+            [visible_RR.new_ones(len(depths), caches[0].num_rows), visible_RR], 1
+        )
+        rows = {"depths": depths, "positions": positions, "visible_RC": visible_RC}
+        return call(self.propose_rows, caches=caches, taps=taps, **rows)
 
     def propose_rows(
         self,

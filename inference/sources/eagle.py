@@ -17,6 +17,7 @@ from pipedraft.inference.sources.recorded_rows import RecordedRows, make_rows
 from pipedraft.inference.sources.row_cache import TEXT, NewText, RowCache
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.draft_calls import call
 from pipedraft.models.eagle import EagleHead
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import Keep
@@ -146,7 +147,8 @@ class EagleSource(TreeSource):
     ) -> Tensor:
         self.num_forwards += 1
         device = states_RH.device
-        return self.draft.rows(
+        return call(
+            self.draft.rows,
             torch.tensor(tokens, device=device),
             states_RH,
             positions_R=torch.tensor(positions, device=device),

@@ -19,6 +19,7 @@ from pipedraft.inference.sources.base import (
 from pipedraft.inference.sources.recorded_rows import Ask, RecordedRows, make_rows
 from pipedraft.inference.sources.row_cache import TEXT, NewText
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.draft_calls import call
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.ppsd import PPSD
 from pipedraft.models.target import Keep
@@ -93,7 +94,8 @@ class PPSDSource(DraftSource):
             return add_children(tree, leaves, level.best_2QW, width, sampling)
         if new:
             self._forward(tree, new, stream_H[new], [tree.position(row) for row in new])
-        logits_QU = self.draft.logits(torch.stack([self._rows.outputs[row] for row in leaves]))
+        outputs_QH = torch.stack([self._rows.outputs[row] for row in leaves])
+        logits_QU = call(self.draft.logits, outputs_QH)
         return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
 
     def _forward(
@@ -103,7 +105,8 @@ class PPSDSource(DraftSource):
         device = stream_RH.device
 
         def forward(caches: list[KeyValues], visible_RC: Tensor) -> Tensor:
-            return self.draft.rows(
+            return call(
+                self.draft.rows,
                 stream_RH,
                 positions_R=torch.tensor(positions, device=device),
                 caches=caches,

@@ -24,6 +24,7 @@ from pipedraft.inference.sources.recorded_rows import Ask, RecordedRows, make_ro
 from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RecursiveVerifier
+from pipedraft.models.draft_calls import call
 from pipedraft.models.target import Keep
 
 _Child: TypeAlias = tuple[int, float, Tensor | None]
@@ -173,7 +174,7 @@ class TreeSource(DraftSource):
         if missing:
             self._compute(tree, missing)
         outputs = [self._outputs[names[row]] if row else self._root_output(tree) for row in rows]
-        return self.draft.logits(torch.stack(outputs))
+        return call(self.draft.logits, torch.stack(outputs))
 
     def _ask(
         self,

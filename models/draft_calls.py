@@ -1,0 +1,230 @@
+"""Draft forwards of several sequences as one: rows one after the other, attention apart.
+
+Every sequence decodes on a thread of its own. Inside ``asking``, what its draft source asks of the
+network goes to whoever makes the calls of all sequences; elsewhere it is made at once.
+"""
+
+# R rows of all sequences, Q queries among them, C cached rows of one, N query heads, J key heads
+# D head size, H hidden, U draft vocabulary
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pipedraft.models.layers import KeyValues
+
+ORDER = ("extend_rows", "rows", "propose_rows", "logits")
+"""Of the networks' methods: a sequence that is further waits until the others ask the same."""
+VISIBLE = "visible_RC"
+
+
+@dataclass(eq=False)
+class Call:
+    """What one sequence asks of its draft."""
+
+    function: Any
+    """A method of ``ORDER``."""
+    rows: tuple[Any, ...]
+    options: dict[str, Any]
+    _result: Any = None
+    _error: Exception | None = field(default=None, repr=False)
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        return ORDER.index(self.function.__name__), id(self.function.__self__)
+
+    def make(self) -> None:
+        """By itself."""
+        try:
+            self._result = self.function(*self.rows, **self.options)
+        except Exception as error:
+            self._error = error
+
+    def outcome(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def settle(self, result: Any) -> None:
+        self._result = result
+
+    def caches(self) -> Sequence[KeyValues]:
+        found = self.options.get("caches") or [self.options.get("cache")]
+        return [cache for cache in found if cache is not None]
+
+
+_thread = threading.local()
+"""``ask``: takes the calls of this thread, if anybody does."""
+
+
+@contextmanager
+def asking(ask: Callable[[Call], Any] | None) -> Iterator[None]:
+    """``ask`` makes this thread's calls and returns their outcomes; None: each is made at once."""
+    _thread.ask = ask
+    try:
+        yield
+    finally:
+        _thread.ask = None
+
+
+def call(function: Any, *rows: Any, **options: Any) -> Any:
+    """``function(*rows, **options)``, perhaps with the rows of other sequences.
+
+    Args:
+        function: method of a draft, of a name in ``ORDER``, that computes row by row but for
+            attention, which goes to ``cache`` or ``caches``.
+        rows: tensors of this sequence's rows, of which each has a result.
+        options: more of each row, or ``positions_R`` and more, by name, tensors by layer as well;
+            ``cache`` or ``caches``; ``visible_RC``, which the function hands to these.
+    """
+    ask = getattr(_thread, "ask", None)
+    return function(*rows, **options) if ask is None else ask(Call(function, rows, options))
+
+
+def make_first(calls: Sequence[Call]) -> list[Call]:
+    """Make the calls of one kind, the first in order, as one; returns these."""
+    kind = min(one.kind for one in calls)
+    chosen = [one for one in calls if one.kind == kind]
+    if len(chosen) == 1 or not _are_made_together(chosen):
+        for one in chosen:
+            one.make()
+    return chosen
+
+
+def _are_made_together(calls: Sequence[Call]) -> bool:
+    """False: it failed, and every cache is as it was before."""
+    caches = [(cache, cache.num_rows) for one in calls for cache in one.caches()]
+    join = _propose if calls[0].function.__name__ == "propose_rows" else _make_joined
+    try:
+        for one, result in zip(calls, join(calls), strict=True):
+            one.settle(result)
+    except Exception:  # each alone then, so that the one whose rows fail is found
+        for cache, num_rows in caches:
+            cache.num_rows = num_rows
+        return False
+    return True
+
+
+def _make_joined(calls: Sequence[Call]) -> Sequence[Any]:
+    """Rows of all sequences in their order."""
+    sizes = [len(one.rows[0] if one.rows else one.options["positions_R"]) for one in calls]
+    ends = list(accumulate(sizes))
+    places = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    rows = [_joined(parts) for parts in zip(*(one.rows for one in calls), strict=True)]
+    result = calls[0].function(*rows, **_joined_options(calls, places))
+    return [None] * len(calls) if result is None else result.split(sizes)
+
+
+def _joined_options(
+    calls: Sequence[Call], places: Sequence[slice | Tensor], *, leaving: Sequence[str] = ()
+) -> dict[str, Any]:
+    options = [one.options for one in calls]
+    visible = [own[VISIBLE] for own in options if VISIBLE in own]
+    found: dict[str, Any] = {}
+    for name in options[0].keys() - {*leaving}:
+        parts = [own[name] for own in options]
+        if name == VISIBLE:
+            found[name] = parts[0]  # each sequence's own, where its rows attend
+        elif name == "cache":
+            found[name] = _Apart(parts, places, visible)
+        elif name == "caches":
+            layers = zip(*parts, strict=True)
+            found[name] = [_Apart(layer, places, visible) for layer in layers]
+        else:
+            found[name] = _joined(parts)
+    return found
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(list(parts))
+    return {layer: torch.cat([part[layer] for part in parts]) for layer in parts[0]}
+
+
+def _propose(calls: Sequence[Call]) -> Sequence[Tensor]:
+    """The speculation module's rows, whose deepest ones come first; queries are the last ones."""
+    options = [one.options for one in calls]
+    draft, depths = calls[0].function.__self__, [own["depths"] for own in options]
+    first = [0, *accumulate(map(len, depths))]
+    order = sorted(
+        ((s, row) for s, own in enumerate(depths) for row in range(len(own))),
+        key=lambda at: -depths[at[0]][at[1]],  # stable: within a sequence as before
+    )
+    rows_of: list[list[int]] = [[] for _ in calls]
+    for place, (s, _) in enumerate(order):
+        rows_of[s].append(place)
+    joined = _joined_options(
+        calls, [torch.tensor(own) for own in rows_of], leaving=("depths", "positions", "taps")
+    )
+    positions_R = torch.cat([own["positions"] for own in options])
+    logits_QU = draft.propose_rows(
+        **joined,
+        taps=_ordered_taps(draft, options, order),
+        depths=[depths[s][row] for s, row in order],
+        positions=positions_R[[first[s] + row for s, row in order]],
+    )
+    return logits_QU.split([sum(depth == 0 for depth in own) for own in depths])
+
+
+def _ordered_taps(
+    draft: Any, options: Sequence[dict[str, Any]], order: Sequence[tuple[int, int]]
+) -> dict[int, Tensor]:
+    """Hidden states in the order of all rows; a layer that a row has not passed is not read."""
+    found: dict[int, dict[int, Tensor]] = {}
+    for s, own in enumerate(options):
+        for layer in {layer for depth in own["depths"] for layer in draft.feature_layers[depth]}:
+            found.setdefault(layer, {})[s] = own["taps"][layer]
+    taps = {}
+    for layer, parts in found.items():
+        first = dict(zip(parts, [0, *accumulate(map(len, parts.values()))], strict=False))
+        places = [first[s] + row if s in parts and row < len(parts[s]) else 0 for s, row in order]
+        taps[layer] = torch.cat(list(parts.values()))[places]
+    return taps
+
+
+class _Apart(KeyValues):
+    """Stands where one sequence's keys and values stand, and lets each attend to its own rows."""
+
+    def __init__(
+        self,
+        caches: Sequence[KeyValues],
+        places: Sequence[slice | Tensor],
+        visible: Sequence[Tensor],
+    ) -> None:
+        """
+        Args:
+            places: of each sequence's rows among those of the call, ascending.
+            visible: bool [.., C] of each.
+        """
+        super().__init__()
+        self._own = list(zip(caches, places, visible, strict=True))
+
+    def append_rows(self, keys_RJD: Tensor, values_RJD: Tensor) -> None:
+        for cache, place, _ in self._own:
+            cache.append_rows(keys_RJD[place], values_RJD[place])
+
+    def attend(self, query_RND: Tensor, visible_RP: Tensor) -> Tensor:
+        out_RND = torch.empty_like(query_RND)
+        for cache, place, own_lP in self._own:
+            out_RND[place] = cache.attend(query_RND[place], own_lP)
+        return out_RND
+
+    def attend_with(
+        self, query_RND: Tensor, keys_KJD: Tensor, values_KJD: Tensor, visible_RC: Tensor
+    ) -> Tensor:
+        """``query_RND``: of the last rows of the call."""
+        out_QND, first = torch.empty_like(query_RND), len(keys_KJD) - len(query_RND)
+        for cache, place, own_lC in self._own:
+            asks = cast(Tensor, place)[place >= first] - first
+            out_QND[asks] = cache.attend_with(
+                query_RND[asks], keys_KJD[place], values_KJD[place], own_lC[-len(asks) :]
+            )
+        return out_QND
