@@ -476,6 +476,7 @@ class BatchEngine:
         self._live = [sequence for sequence in self._live if not sequence.has_ended]
         for sequence in ended:
             self.clock.leave(sequence.pipeline)
+            sequence.pipeline.let_go()
             sequence.tell()
 
 

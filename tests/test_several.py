@@ -8,7 +8,6 @@ import weakref
 from concurrent.futures import CancelledError
 
 import pytest
-import torch
 from conftest import tiny_mistral
 from decode_runs import PlainTokenizer, SimulatedSource, attentive_llama, friendly_module
 from several_runs import (
@@ -19,6 +18,7 @@ from several_runs import (
     decode_alone,
     decode_several,
     requests,
+    see_everything,
     share_seed,
     stages_of,
     swap_rows,
@@ -32,7 +32,6 @@ from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import Observer
-from pipedraft.models import stage_calls
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +90,6 @@ def test_windows_and_recurrent_layers_decode_as_alone(name):
 
 
 # -- mutants --------------------------------------------------------------------------------
-
-
-def see_everything(monkeypatch):
-    def mutant(visible, positions, window, dtype):
-        return right(torch.ones_like(visible), positions, window, dtype)
-
-    right = stage_calls.additive_mask
-    monkeypatch.setattr(stage_calls, "additive_mask", mutant)
 
 
 @pytest.mark.parametrize("mutate", [swap_rows, share_seed, see_everything])
@@ -243,16 +234,20 @@ def test_others_decode_while_a_prompt_enters(llama):
 
 
 def test_what_has_ended_keeps_no_caches(llama):
+    """Not even until a garbage collection: a sequence's caches may be large."""
     config = DecodeConfig.of("spd", num_stages=2, max_new_tokens=6, tree_width="auto")
     batch = BatchEngine(llama, PlainTokenizer(), DecodeConfig.of(**PLAIN, num_stages=2))
     for index in range(3):
         batch.submit([index], config, source=SimulatedSource(llama, [index], 0.8, 8))
     batch.step()
     caches = [weakref.ref(s.cache) for one in batch._live for s in one.pipeline.target.stages]
-    while batch.step():
-        pass
-    gc.collect()
-    assert len(caches) == 6 and not any(cache() for cache in caches)
+    gc.disable()
+    try:
+        while batch.step():
+            pass
+        assert len(caches) == 6 and not any(cache() for cache in caches)
+    finally:
+        gc.enable()
 
 
 # -- the clock ------------------------------------------------------------------------------

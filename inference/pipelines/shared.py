@@ -64,10 +64,21 @@ class SharedPipeline(Pipeline):
         self._own_clock = SequenceClock(self.clock, self, cost, boundaries, draft_forward)
         return self._own_clock
 
+    def let_go(self) -> None:
+        """The sequence has ended: whoever is asked no more leads to no caches.
+
+        Else they would be there until a garbage collection, which may be hundreds of them later.
+        """
+        self._own_clock, self._wait = None, _is_over
+
     @property
     def time_alone(self) -> float:
         """T of the steps of this sequence, as if it were alone."""
         return self._own_clock.time if self._own_clock else 0.0
+
+
+def _is_over() -> None:
+    raise AssertionError("the sequence has ended")
 
 
 class SharedStages(SharedPipeline, LocalPipeline):
