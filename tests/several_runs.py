@@ -1,6 +1,6 @@
 """What tests of several sequences share, and what every rank of tests/test_several_ranks.py runs.
 
-torchrun --nproc-per-node 2 tests/several_runs.py FOLDER
+torchrun --nproc-per-node 2 tests/several_runs.py FOLDER KINDS SEQUENCES
 """
 
 import json
@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from decode_runs import SMALL, PlainTokenizer, SimulatedSource, attentive_llama, friendly_module
-from tiny_drafts import make_head
+from tiny_drafts import make_exit, make_head, noisy_copy
 
 from pipedraft.inference.batch import BatchEngine, Limits
 from pipedraft.inference.config import DecodeConfig
@@ -126,6 +127,14 @@ def swap_rows(monkeypatch, module=local):
     monkeypatch.setattr(module, "forward_together", mutant)
 
 
+def see_everything(monkeypatch):
+    def mutant(visible, positions, window, dtype):
+        return right(torch.ones_like(visible), positions, window, dtype)
+
+    right = stage_calls.additive_mask
+    monkeypatch.setattr(stage_calls, "additive_mask", mutant)
+
+
 def share_seed(monkeypatch):
     monkeypatch.setattr(
         "pipedraft.inference.engine.KeyedRandom", lambda seed, index: KeyedRandom(0, 0)
@@ -144,24 +153,33 @@ def main() -> None:
         whole = attentive_llama(1.0)
         whole.save_pretrained(name)
         part = cluster.load_target(name, revision=None, num_stages=2)
-        print(json.dumps(compare(cluster, whole, part)))
+        kinds, count = sys.argv[2].split(","), int(sys.argv[3])
+        print(json.dumps(compare(cluster, whole, part, kinds, count)))
 
 
-def compare(cluster, whole, part):
-    """Of each kind, how many of eight sequences are other ones than alone in one process."""
-    drafts = {
-        "module": friendly_module(whole, num_stages=2, num_layers=1),
-        "head": make_head(whole),
+def compare(cluster, whole, part, kinds, count):
+    """Of each kind, how many of its sequences are other ones than alone in one process.
+
+    Mutants decode eight.
+    """
+    makers = {
+        "module": lambda: friendly_module(whole, num_stages=2, num_layers=1),
+        "head": lambda: make_head(whole),
+        "exit": lambda: make_exit(whole, num_stages=2),
+        "language model": lambda: noisy_copy(whole),
     }
     mutants = {
-        "right": lambda patched: None,
         "swapped caches": lambda patched: swap_rows(patched, worker),
         "shared seed": share_seed,
+        "wrong mask": see_everything,
+        "right": lambda patched: None,
     }
     wrong, steps = {}, {}
-    for kind, draft in drafts.items():
+    for kind in kinds:
+        draft = makers[kind]()
         for name, mutate in mutants.items():
-            asked, rng = list(requests(random.Random(5), WAYS[kind], 2, 8)), random.Random(6)
+            most = count if name == "right" else 8
+            asked, rng = list(requests(random.Random(5), WAYS[kind], 2, most)), random.Random(6)
             with pytest.MonkeyPatch.context() as patched:
                 mutate(patched)
                 batch, handles = decode_several(

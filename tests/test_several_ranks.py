@@ -1,6 +1,5 @@
 """Several sequences in one pipeline of processes."""
 
-import gc
 import json
 import random
 
@@ -118,17 +117,22 @@ def test_a_sequence_that_fails_ends_alone(llama, fault, monkeypatch):
     for handle in (handles[0], *handles[2:]):
         assert handle.future.result(0).token_ids == alone.decode(handle.prompt_ids).token_ids
     assert Ranks.last.caches() == 0 and batch.num_live == 0
-    del batch
-    gc.collect()
     assert len(Ranks.last.pipeline.answers._open) == 1
 
 
-def test_two_ranks_decode_what_each_sequence_decodes_alone(parent, tmp_path):
-    output = run_ranks(parent, "tests/several_runs.py", [str(tmp_path)], 2)
-    found = json.loads(output.splitlines()[-1])
-    for kind in ("module", "head"):
+@pytest.mark.parametrize(
+    ("kinds", "count"),
+    [
+        (("module", "head"), 8),
+        pytest.param(tuple(WAYS), 125, marks=pytest.mark.all),
+    ],
+)
+def test_two_ranks_decode_what_each_sequence_decodes_alone(parent, tmp_path, kinds, count):
+    words = [str(tmp_path), ",".join(kinds), str(count)]
+    found = json.loads(run_ranks(parent, "tests/several_runs.py", words, 2).splitlines()[-1])
+    for kind in kinds:
         assert found["wrong"][f"{kind}, right"] == 0
         together, apart = found["steps"][kind]
-        assert together < apart / 2
-        for mutant in ("swapped caches", "shared seed"):
-            assert found["wrong"][f"{kind}, {mutant}"] > 1
+        assert together < apart
+        for mutant in ("swapped caches", "shared seed", "wrong mask"):
+            assert found["wrong"][f"{kind}, {mutant}"] > 1, mutant
