@@ -163,12 +163,15 @@ class Decoding:
         max_new_tokens: int,
     ) -> None:
         self.draft, schedule = draft, default_schedule(draft.draft_type)
-        timing = draft.config.timing if isinstance(draft, SPD) else "input_states"
-        own = {"tree": f"chain:{depth}"} if schedule == "eagle" else {}
-        own |= {"timing": timing} if schedule == "spd" else {}
+        own: dict[str, str | int] = {"tree": f"chain:{depth}"} if schedule == "eagle" else {}
+        if isinstance(draft, SPD):
+            timing, count = draft.config.timing, draft.config.tokens_per_step
+            own = {"timing": timing, "tokens_per_step": count}
+            self.source = make_source(draft, timing, count)
+        else:
+            self.source = make_source(draft)
         stages = draft.num_stages or 1
         config = DecodeConfig.of(schedule, num_stages=stages, max_new_tokens=max_new_tokens, **own)
-        self.source = make_source(draft, timing)
         self.engine = Engine(target, tokenizer, config, draft, source=self.source)
         self.target, self.tokenizer = target, tokenizer
 

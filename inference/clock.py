@@ -183,21 +183,25 @@ class VirtualClock:
         return num_tokens * (1.0 + self.num_stages * self._between([1]))
 
 
-def continuous_acceptance_length(acceptance: Sequence[float], num_stages: int) -> float:
-    """Equivalent acceptance length of one draft token per step (SPD, PPSD, PipeDec).
+def continuous_acceptance_length(
+    acceptance: Sequence[float], num_stages: int, tokens_per_step: int = 1
+) -> float:
+    """Equivalent acceptance length of m draft tokens per step, one by default (SPD, PPSD, PipeDec).
 
-    L' = n E / (n + E - 1), with E = 1 + sum_j prod_{i<=j} a_i the tokens of a round: the first
-    token of a round costs n steps, every further one a single step. With equal a_i this is
-    1 / ((1 - a) + a / n).
+    L' = n E / (n + K), with E = 1 + sum_j r_j the tokens of a round, r_j = prod_{i<=j} a_i and
+    K = r_1 + r_{m+1} + r_{2m+1} + ..: the first token of a round costs n steps, every m further
+    ones a single step. With equal a_i and m = 1 this is 1 / ((1 - a) + a / n).
 
     Args:
         acceptance: a_1.. by position in the round, the last one holds for all later positions.
-            The j-th draft token of a round is drawn while min(j, n) tokens are in flight.
+            The j-th draft token of a round is drawn while min(j, m n + m - 1) tokens are in flight.
     """
-    rates = np.asarray(acceptance, dtype=np.float64)
-    if rates[-1] >= 1:
-        return float(num_stages)
+    m, last = tokens_per_step, acceptance[-1]
+    if last >= 1:
+        return float(num_stages * m)
+    # To whole steps, so that what follows is a geometric series of tokens and one of steps.
+    rates = np.pad(np.asarray(acceptance, np.float64), (0, -len(acceptance) % m), mode="edge")
     reached = np.cumprod(rates)
-    before_last = reached[-2] if len(rates) > 1 else 1.0
-    tokens = 1 + reached[:-1].sum() + before_last * rates[-1] / (1 - rates[-1])
-    return float(num_stages * tokens / (num_stages + tokens - 1))
+    tokens = 1 + reached.sum() + reached[-1] * last / (1 - last)
+    steps = num_stages + reached[::m].sum() + reached[-1] * last / (1 - last**m)
+    return float(num_stages * tokens / steps)

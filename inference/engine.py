@@ -126,8 +126,8 @@ class Engine:
         if self.draft is None:
             return None
         schedule = self.config.schedule
-        timing = schedule.timing if isinstance(schedule, SPD) else "input_states"
-        return make_source(self.draft, timing)
+        own = ("timing", "tokens_per_step") if isinstance(schedule, SPD) else ()
+        return make_source(self.draft, **{name: getattr(schedule, name) for name in own})
 
     @property
     def draft_cost(self) -> float:
@@ -229,7 +229,7 @@ class Session:
     @property
     def features(self) -> Mapping[int, Tensor]:
         """Hidden states [r, H] of the rows in flight, by layer, as they are now."""
-        return self.pipeline.features()
+        return self.pipeline.features_with(self.tree.tokens[self.tree.num_injected :])
 
     @property
     def drafter(self) -> DraftSource:

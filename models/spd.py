@@ -31,7 +31,7 @@ from pipedraft.models.layers import (
     positions_of,
     rotate,
 )
-from pipedraft.models.structural import structural_attention
+from pipedraft.models.structural import Fill, structural_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,9 @@ class SPDConfig(StagedDraftConfig):
     timing: Literal["input_states", "output_states"] = "input_states"
     """The module reads the states before a step or, for decoding with the same timing, those after
     it: one stage deeper, with as many fewer depths."""
+    tokens_per_step: int = 1
+    """Draft tokens of a branch at every step, one forward each, for decoding with the same number:
+    where Ls < L / n leaves room for several. Tokens that enter together have the same depth."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +68,11 @@ class SPDConfig(StagedDraftConfig):
             raise ValueError(
                 f"model.num_stages, model.num_layers: {self.num_stages}, {self.num_layers}; "
                 "both must be at least 1"
+            )
+        if self.tokens_per_step < 1 or self.lead and self.tokens_per_step > 1:
+            raise ValueError(
+                f"model.tokens_per_step: {self.tokens_per_step} with timing {self.timing!r}; give "
+                "at least 1, and 1 with output states, where the stages wait for each forward"
             )
         if self.max_in_flight < 1:
             raise ValueError(
@@ -93,14 +101,17 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def max_in_flight(self) -> int:
-        """Depth of committed tokens, counted from the newest one's: n, or n - 1 after a step."""
-        return self.num_stages - self.lead
+        """Rows that the newest one is the last of: m n + m - 1 with m tokens a step, of which m - 1
+        have just been drafted; n - 1 after a step. Rows before them are committed."""
+        return self.num_stages * self.tokens_per_step + self.tokens_per_step - 1 - self.lead
 
 
 def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
-    """Layer indices whose raw hidden states make the feature of each depth 0..n.
+    """Layer indices whose raw hidden states make the feature of each distance 0..max_in_flight
+    from the newest token: depth 0..n, with output states 1..n, as that token has passed a stage.
 
-    With output states of depth 1..n: the newest token has passed a stage.
+    With m tokens a step, distance i has depth max((i - m + 1) // m, 0): what is true of the last of
+    a step's m forwards, and no more than is true of the others.
     Index 0 is the embedding, index i the raw output of layer i - 1, never the final norm's.
     With l the last layer index that a token of depth k has passed:
       paper    (0, l // 2, l)                              Eq. 1
@@ -123,30 +134,8 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
         else:
             chosen = {0, last // 3, 2 * (last // 3), last}
         depths.append(tuple(sorted(chosen)))
-    return depths[config.lead :]
-
-
-@dataclass(frozen=True)
-class _Examples:
-    """Examples of a forward pass: along the first axis, in a packed row along the positions."""
-
-    occupancy: Sequence[int]
-    lengths: Sequence[int] | None
-    max_in_flight: int
-
-    @property
-    def axis(self) -> int:
-        return 0 if self.lengths is None else 1
-
-    def count(self, depth: int) -> int:
-        """Entries of the axis up to the last example that has rows of this depth."""
-        count = len(self.occupancy)
-        if 0 < depth < self.max_in_flight:
-            count = max((b + 1 for b, a in enumerate(self.occupancy) if a > depth), default=0)
-        return count if self.lengths is None else sum(self.lengths[:count])
-
-    def first(self, taps: Mapping[int, Tensor], count: int) -> dict[int, Tensor]:
-        return {index: x_BTH.narrow(self.axis, 0, count) for index, x_BTH in taps.items()}
+    depths, m = depths[config.lead :], config.tokens_per_step
+    return [depths[max((i - m + 1) // m, 0)] for i in range(config.max_in_flight + 1)]
 
 
 class SPD(StagedDraft):
@@ -247,7 +236,7 @@ class SPD(StagedDraft):
         Returns:
             [B, T, H], before the final norm; row t predicts the token at position t + 1.
         """
-        examples = _Examples(occupancy, lengths, self.config.max_in_flight)
+        examples = Fill(occupancy, lengths, self.config.max_in_flight)
         if self.config.query == "all":
             return self._forward_all(taps, examples)
         stream_BTH = self.feature(taps, 0)
@@ -272,7 +261,7 @@ class SPD(StagedDraft):
         return stream_BTH
 
     def _static_key_values(
-        self, taps: Mapping[int, Tensor], examples: "_Examples", rotation: tuple[Tensor, Tensor]
+        self, taps: Mapping[int, Tensor], examples: Fill, rotation: tuple[Tensor, Tensor]
     ) -> tuple[list[list[Tensor]], list[list[Tensor]], list[int]]:
         """Keys and values of the depths 1..n, whose rows are the same for every layer.
 
@@ -357,7 +346,7 @@ class SPD(StagedDraft):
         query = layer.self_attn.query(asked, *(x[: asked.shape[1]] for x in rotation))
         return query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
-    def _forward_all(self, taps: Mapping[int, Tensor], examples: "_Examples") -> Tensor:
+    def _forward_all(self, taps: Mapping[int, Tensor], examples: Fill) -> Tensor:
         """Every depth is a stream of its own: row (depth d, position t) is the module's view of
         position t while the newest token is d positions later.
 

@@ -9,7 +9,7 @@ nearest W positions appear at increasing depth (a band of W diagonals, one key e
 ones at depth n, which is ordinary causal attention against one block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -17,6 +17,29 @@ import torch
 from torch import Tensor
 
 from pipedraft.models.banded_attention import EVERY, Band, Place, banded_attention
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Tokens in flight in each example of a pass: along the first axis, in a packed row along T."""
+
+    occupancy: Sequence[int]
+    lengths: Sequence[int] | None
+    max_in_flight: int
+
+    @property
+    def axis(self) -> int:
+        return 0 if self.lengths is None else 1
+
+    def count(self, depth: int) -> int:
+        """Entries of the axis up to the last example that has rows of this depth."""
+        count = len(self.occupancy)
+        if 0 < depth < self.max_in_flight:
+            count = max((b + 1 for b, a in enumerate(self.occupancy) if a > depth), default=0)
+        return count if self.lengths is None else sum(self.lengths[:count])
+
+    def first(self, taps: Mapping[int, Tensor], count: int) -> dict[int, Tensor]:
+        return {index: x_BTH.narrow(self.axis, 0, count) for index, x_BTH in taps.items()}
 
 
 def structural_attention(

@@ -92,6 +92,7 @@ EXACT = [
     ("language_model", {"schedule": "flowspec", "tree": CHAIN, **NO_EXPANSION}),
     ("language_model", {"schedule": "spd"}),
     ("language_model", {"schedule": "spd", "temperature": 1.0}),
+    ("language_model", {"schedule": "spd", "tokens_per_step": 3}),
     ("language_model", {"schedule": "ppsd"}),
     ("language_model", {"schedule": "pipeinfer"}),
     ("flexspec", {"schedule": "spd"}),

@@ -44,6 +44,9 @@ HEADS = {
     "spd_output_states": lambda target: make_module(
         target, num_stages=4, timing="output_states", query="all"
     ).float(),
+    "spd_several_a_step": lambda target: make_module(
+        target, num_stages=4, tokens_per_step=2
+    ).float(),
     "ppsd": lambda target: make_exit(target, num_stages=4),
     "flexspec": lambda target: make_draft(target, feature_source="self"),
 }

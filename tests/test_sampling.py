@@ -21,6 +21,7 @@ FEW = TreeShape(depth=2, top_k=3, num_tokens=2)
 CHAINS = {
     "spd": {},
     "spd output_states": {"timing": "output_states"},
+    "spd several a step": {"tokens_per_step": 2},
     "ppsd": {},
     "pipedec": {"tree_width": 1},
     "eagle": {"tree": "chain:5"},
@@ -30,6 +31,7 @@ CHAINS = {
 }
 TREES = {
     "spd": {"tree_width": 3},
+    "spd several a step": {"tree_width": 3, "tokens_per_step": 2},
     "ppsd": {"tree_width": 2},
     "pipedec": {"tree_width": 6},
     "eagle": {"tree": SMALL},

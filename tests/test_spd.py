@@ -52,6 +52,7 @@ def decode_time_output(module, taps, newest: int, occupancy: int) -> torch.Tenso
         {"features": "thirds"},
         {"features": "anchors", "anchors": (4, 8)},
         {"timing": "output_states"},
+        {"tokens_per_step": 2},
     ],
 )
 def test_training_logits_equal_decoding_logits_at_every_occupancy(query, features):

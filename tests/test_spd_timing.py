@@ -15,6 +15,7 @@ from decode_runs import (
     friendly_module,
     sampling_target,
 )
+from spd_runs import decode_like_training
 from tiny_drafts import make_head, make_module
 
 from pipedraft.data_recipes.batch import collate
@@ -106,37 +107,6 @@ def test_the_check_notices_states_of_the_other_timing():
         Engine(target, PlainTokenizer(), config, module, source=source).decode(PROMPTS[2])
 
 
-class LikeTraining(RemembersText, SPDSource):
-    """Compares the logits of every chain with the row of a training pass over the whole text."""
-
-    def __init__(self, draft, target, *, more=0, shallower=0) -> None:
-        super().__init__(draft)
-        self.target, self.more, self.fills = target, more, set()
-        own = draft.feature_layers
-        self.trained_layers = [own[max(depth - shallower, 0)] for depth in range(len(own))]
-
-    def deepest_logits(self, tree, features):
-        found_QU = super().deepest_logits(tree, features)
-        ids = torch.tensor([[*self.text[:-1], *tree.tokens]])
-        self.fills.add(len(tree))
-        own, self.draft.feature_layers = self.draft.feature_layers, self.trained_layers
-        with torch.no_grad():
-            taps = capture_hidden(self.target, ids, self.taps)
-            trained_TU = self.draft.logits(self.draft(taps, [len(tree) + self.more]))[0]
-        self.draft.feature_layers = own
-        torch.testing.assert_close(found_QU[0], trained_TU[-1], rtol=1e-8, atol=1e-8)
-        return found_QU
-
-
-def decode_like_training(features, query, **mutant):
-    target = tiny_llama(layers=8, vocab=16).double()
-    module = make_module(target, num_stages=4, num_layers=2, query=query, **features, **TRAINED)
-    source = LikeTraining(module, target, **mutant)
-    config = DecodeConfig.of(num_stages=4, max_new_tokens=24, **OUTPUT)
-    Engine(target, PlainTokenizer(), config, module, source=source).decode(PROMPTS[2])
-    return source.fills
-
-
 @pytest.mark.parametrize("query", ["newest", "all"])
 @pytest.mark.parametrize(
     "features",
@@ -145,13 +115,13 @@ def decode_like_training(features, query, **mutant):
 )
 def test_a_module_for_output_states_decodes_the_rows_it_was_trained_on(features, query):
     # After a step the oldest row is committed: n - 1 are in flight.
-    assert decode_like_training(features, query) == {1, 2, 3}
+    assert decode_like_training(query=query, **features, **TRAINED) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("mutant", [{"shallower": 1}, {"more": 1}], ids=["a stage less", "fuller"])
 def test_the_comparison_notices_training_rows_of_before_the_step(mutant):
     with pytest.raises(AssertionError, match="not close"):
-        decode_like_training({}, "newest", **mutant)
+        decode_like_training(mutant, **TRAINED)
 
 
 def test_a_module_for_output_states_reads_no_others():

@@ -356,16 +356,18 @@ class StagedObjective(DraftObjective):
         return self.distil(rows_MH, teacher_MH, measure=self.measure)
 
     def add_rates(
-        self, metrics: dict[str, float], rates: Mapping[str, list[float]]
+        self, metrics: dict[str, float], rates: Mapping[str, list[float]], tokens_per_step: int = 1
     ) -> dict[str, float]:
         """Metrics with the L' that follows if draft tokens are accepted independently.
 
         Args:
-            rates: agreement and acceptance, each with 1 .. n tokens in the pipeline, or always.
+            rates: agreement and acceptance, each with 1, 2 .. tokens in the pipeline, or always.
         """
         for key, temperature in (("agreement", 0), ("acceptance", 1)):
             metrics[key] = rates[key][-1]
-            simulated = continuous_acceptance_length(rates[key], self.config.num_stages)
+            simulated = continuous_acceptance_length(
+                rates[key], self.config.num_stages, tokens_per_step
+            )
             metrics[f"equivalent_acceptance_length_T{temperature}"] = simulated
         return metrics | {"score": metrics["equivalent_acceptance_length_T0"]}
 

@@ -26,14 +26,19 @@ class SPDTrainConfig(SPDConfig, DivergenceConfig):
     """The module and its loss."""
 
     full_probability: float = 0.5
-    """Share of examples seen with the pipeline full, n tokens in flight (n - 1 with output states);
-    the others get 1 or more."""
+    """Share of examples seen with the pipeline full, n tokens in flight (n - 1 with output states,
+    m n to m n + m - 1 with m tokens a step); the others get 1 or more."""
 
 
 def sample_occupancy(
-    num_examples: int, most: int, full_probability: float, generator: torch.Generator
+    num_examples: int,
+    most: int,
+    full_probability: float,
+    generator: torch.Generator,
+    num_full: int = 1,
 ) -> list[int]:
-    """Tokens in flight for each example: the most with ``full_probability``, else uniform below.
+    """Tokens in flight for each example: one of the most with ``full_probability``, else uniform
+    below these ``num_full``, which a full pipeline has before the forwards of a step.
 
     Drawn per example as in the paper. Deviation from the authors' code, which draws once per
     micro-batch.
@@ -41,8 +46,11 @@ def sample_occupancy(
     if most == 1:
         return [1] * num_examples
     is_full = torch.rand(num_examples, generator=generator) < full_probability
-    partial = torch.randint(1, most, (num_examples,), generator=generator)
-    return torch.where(is_full, most, partial).tolist()
+    partial = torch.randint(1, most - num_full + 1, (num_examples,), generator=generator)
+    full = torch.full_like(partial, most)
+    if num_full > 1:
+        full -= torch.randint(0, num_full, (num_examples,), generator=generator)
+    return torch.where(is_full, full, partial).tolist()
 
 
 class SPDObjective(StagedObjective):
@@ -94,6 +102,7 @@ class SPDObjective(StagedObjective):
             self.draft.config.max_in_flight,
             self.config.full_probability,
             generator,
+            self.draft.config.tokens_per_step,
         )
         fill, order = torch.tensor(drawn).sort(descending=True, stable=True)
         return reorder(batch, order), fill.tolist()
@@ -112,4 +121,4 @@ class SPDObjective(StagedObjective):
         fills = range(1, self.draft.config.max_in_flight + 1)
         rates = {name: [sums[f"fill{a}_{name}"] / count for a in fills] for name in names}
         metrics |= {f"{name}_filling": rates[name][0] for name in names}
-        return self.add_rates(metrics, rates)
+        return self.add_rates(metrics, rates, self.config.tokens_per_step)

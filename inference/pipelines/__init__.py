@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from pipedraft.files import Values
@@ -87,6 +88,17 @@ class Pipeline(ABC):
     def features(self) -> Mapping[int, Tensor]:
         """Hidden states [r, H] of the rows in flight as they are now, by tapped layer."""
         return {}
+
+    def features_with(self, waiting: Sequence[int]) -> Mapping[int, Tensor]:
+        """``features``, and the embeddings of draft tokens that will be injected after these."""
+        features = self.features()
+        if waiting and 0 in features:
+            return {**features, 0: torch.cat([features[0], self.embed(torch.tensor(waiting))])}
+        return features
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Layer 0, where a pipeline has hidden states at all."""
+        raise AssertionError("this pipeline has no hidden states")
 
     def verdict_waits(self) -> bool:
         """Rows are back before they are due: drafting on would delay them."""

@@ -194,10 +194,13 @@ class ProcessPipeline(Pipeline):
             if result.verdicts is not None:
                 token = int(result.verdicts)
         if 0 in parts:
-            parts[0].append(self.target.embed(ids))
+            parts[0].append(self.embed(ids))
         return token
 
     # -- steps ------------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.target.embed(ids)
 
     def inject(self, segment: Segment) -> None:
         """Queue rows at the first stage; one segment enters per step."""
@@ -212,7 +215,7 @@ class ProcessPipeline(Pipeline):
         assert segment.ids is not None
         flight = _Flight(segment, list(range(segment.num_rows)))
         if 0 in self.taps:
-            flight.taps[0] = self.target.embed(segment.ids)
+            flight.taps[0] = self.embed(segment.ids)
         return flight
 
     def start(self) -> None:

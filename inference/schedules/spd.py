@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pipedraft.inference.clock import VirtualClock
-from pipedraft.inference.schedules.base import LayerSchedule, Round, travel
+from pipedraft.inference.schedules.base import LayerSchedule, Round, check_at_least, travel
 from pipedraft.inference.schedules.ppsd import draft_after_step, replay_after_step
 
 if TYPE_CHECKING:
@@ -22,18 +22,39 @@ class SPD(LayerSchedule):
     """The module reads the states before the step, beside the stages, or those after it, one stage
     deeper, while they wait (the SPD paper's ablation). A module trained for output states
     (model.timing) reads these alone."""
+    tokens_per_step: int = 1
+    """Draft tokens of a branch at every step, one forward each; they enter together. A module has a
+    number of its own (model.tokens_per_step)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "tokens_per_step")
+        if self.tokens_per_step > 1 and self.timing == "output_states":
+            raise ValueError(
+                f"tokens_per_step: {self.tokens_per_step} with timing output_states, where the "
+                "stages wait for each forward; give 1"
+            )
+
+    @property
+    def label(self) -> str | None:
+        width = super().label or f"width:{self.width}"
+        return f"{width}:{self.tokens_per_step}" if self.tokens_per_step > 1 else super().label
 
     def run(self, session: Session) -> None:
+        def grow() -> None:
+            for _ in range(self.tokens_per_step):
+                session.grow_layer(self.tree_width)
+
         if self.timing == "output_states":
             draft_after_step(session, self.tree_width)
         else:
-            draft_beside_step(session, lambda: session.grow_layer(self.tree_width))
+            draft_beside_step(session, grow)
 
     def replay(self, clock: VirtualClock, found: Round) -> None:
         if self.timing == "output_states":
             replay_after_step(clock, found)
         else:
-            replay_beside_step(clock, found)
+            replay_beside_step(clock, found, self.tokens_per_step)
 
 
 def draft_beside_step(session: Session, grow: Callable[[], None]) -> None:
@@ -54,7 +75,7 @@ def draft_beside_step(session: Session, grow: Callable[[], None]) -> None:
                 session.inject()
 
 
-def replay_beside_step(clock: VirtualClock, found: Round) -> None:
-    """A chain that grows by a row a step: n steps to the first token, one to each further one."""
-    num_steps = clock.num_stages + found.length - 1
-    travel(clock, [1] * num_steps, num_steps, forwards=1, overlap=True)
+def replay_beside_step(clock: VirtualClock, found: Round, rows: int = 1) -> None:
+    """A chain that grows by some rows a step: n steps to the first token, one to as many more."""
+    num_steps = clock.num_stages + (found.length - 2 + rows) // rows
+    travel(clock, [1] + [rows] * (num_steps - 1), num_steps, forwards=rows, overlap=True)

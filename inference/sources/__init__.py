@@ -14,14 +14,15 @@ from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.spd import SPDSource
 
 
-def make_source(draft: Any, timing: str = "input_states") -> DraftSource:
+def make_source(draft: Any, timing: str = "input_states", tokens_per_step: int = 1) -> DraftSource:
     """The decode-time side of a loaded draft.
 
     Args:
         timing: of the schedule ``spd``; anything but the default is for a speculation module.
+        tokens_per_step: of the schedule ``spd``.
 
     Raises:
-        ValueError: the draft cannot read the states of this timing.
+        ValueError: the draft cannot read the states of this timing, or of so many tokens a step.
     """
 
     sources: dict[str, Callable[[Any], DraftSource]] = {
@@ -41,6 +42,12 @@ def make_source(draft: Any, timing: str = "input_states") -> DraftSource:
             raise ValueError(
                 f"timing: {timing!r}, but this module was trained for output states, which do not "
                 "exist before a step; give --schedule spd --timing output_states"
+            )
+        if tokens_per_step != draft.config.tokens_per_step:
+            raise ValueError(
+                f"tokens_per_step: {tokens_per_step}, but this module was trained for "
+                f"{draft.config.tokens_per_step}; give --schedule spd --tokens-per-step "
+                f"{draft.config.tokens_per_step}"
             )
         return SPDSource(draft, lead=int(timing != draft.config.timing))
     if timing == "output_states":
