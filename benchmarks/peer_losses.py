@@ -113,7 +113,6 @@ def divergences() -> Iterator[tuple[str, Found]]:
 
         for kind, name in EAGER.items():
             function, _ = resolve_loss_config(name, "eager")[name]
-
             yield (
                 f"speculators, {kind}",
                 compare_rows(kind, 20, VOCABULARY, partial(summed, function)),

@@ -431,7 +431,8 @@ def block_speculators_config(head: DFlash, target: str, architectures: list[str]
         "aux_hidden_state_layer_ids": list(config.feature_layers),
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.first_row == 0,
-        "sliding_window_non_causal": False,
+        # Of windows, which there are none of; vLLM takes false for a causal block all the same.
+        "sliding_window_non_causal": True,
         **own,
     }
 

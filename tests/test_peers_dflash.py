@@ -102,7 +102,7 @@ def block_files(name, target):
         "aux_hidden_state_layer_ids": [number + 1 for number in NUMBERS],
         "mask_token_id": MASK,
         "sample_from_anchor": bool(sides) and "not from" not in name,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": True,
         **sides,
     }, weights
 
