@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from pipedraft.errors import check_ranges
 
@@ -183,7 +183,7 @@ class Source:
         return ":".join(part for part in (self.path, self.subset, self.files) if part) or self.kind
 
     @property
-    def reading_key(self) -> tuple[Any, ...]:
+    def reading_key(self) -> tuple[object, ...]:
         """Fields that decide the raw rows, apart from the files themselves."""
         place = (self.path, self.kind, self.split, self.subset, self.files, self.revision)
         return (*place, self.streaming, self.max_rows, self.text_field, self.max_row_bytes)

@@ -67,7 +67,7 @@ class RowRefused(Exception):
     """A readable row that the configuration leaves out: the reason, and details."""
 
 
-def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | None) -> list[Any]:
+def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | None) -> list[object]:
     """Settings that decide the columns of a row: with the tokenizer, the fingerprint of a table."""
     fields = [source.prompt_field, source.answer_field, source.license, repr(source.filters)]
     max_length = None if config.pack else config.max_length
@@ -97,7 +97,7 @@ def tokenize_batch(
     config: DataConfig,
     source: Source,
     benchmarks: Benchmarks | None,
-) -> dict[str, list[Any]]:
+) -> dict[str, list[object]]:
     """Table columns for a batch of raw rows; a bad row keeps its place, with the reason."""
     renderer = ChatRenderer(tokenizer) if source.kind == "conversations" else None
     rows = [TableRow(error) for error in batch["error"]]

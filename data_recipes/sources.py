@@ -269,7 +269,7 @@ def hub_stamp(source: Source) -> str:
     return load_hub(source)._fingerprint
 
 
-def _load(loader: Callable[..., Any], source: Source, **options: Any) -> Any:
+def _load(loader: Callable[..., Any], source: Source, **options: object) -> Any:
     place = {"name": source.subset, "data_files": source.files, "revision": source.revision}
     try:
         return loader(source.path, **place, **options)
@@ -288,7 +288,7 @@ CHUNK_CHARACTERS = 1 << 20
 SPACE = re.compile(r"[ \t\n\r]*")
 
 
-def read_array(file: IO[bytes], most: int, chunk: int = CHUNK_CHARACTERS) -> Iterator[Any]:
+def read_array(file: IO[bytes], most: int, chunk: int = CHUNK_CHARACTERS) -> Iterator[object]:
     """The elements of a JSON array one by one: ShareGPT's file is an array of 670 MB.
 
     The UTF-8 text begins with "[" and holds nothing after its "]".

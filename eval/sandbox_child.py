@@ -22,6 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 MS_NOSUID_NODEV, MS_BIND_REC = 2 | 4, 4096 | 16384
 MOUNT_ATTR_RDONLY, AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = 1, -100, 0x8000, 442
 MAX_REPLY_BYTES = 2**20
+Values = dict[str, Any]
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -74,7 +75,7 @@ def give_up_root(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def confine(limits: dict[str, Any]) -> None:
+def confine(limits: Values) -> None:
     # Dies with its parent. Set here, since a change of user clears it.
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -138,7 +139,7 @@ def unpack(value: Any) -> Any:
 def run_program(requests: IO[str], replies: IO[str]) -> None:
     """Run the program, say how that went, and then answer calls of its function."""
     job = json.loads(requests.readline())
-    namespace: dict[str, Any] = {"__name__": "answer"}
+    namespace: Values = {"__name__": "answer"}
 
     def attempt(action: Callable[[], object]) -> None:
         try:
@@ -159,7 +160,7 @@ def run_program(requests: IO[str], replies: IO[str]) -> None:
     os._exit(0)  # what the program left for the end of the interpreter is not run
 
 
-def start(limits: dict[str, Any], script: str) -> tuple[int, IO[str], IO[str]]:
+def start(limits: Values, script: str) -> tuple[int, IO[str], IO[str]]:
     """Start the program's interpreter; its process, and the ends of its pipes.
 
     Args:
@@ -187,7 +188,7 @@ class Ended(Exception):
     """The program's interpreter is gone."""
 
 
-def judge(job: dict[str, Any], replies: IO[str], requests: IO[str]) -> str:
+def judge(job: Values, replies: IO[str], requests: IO[str]) -> str:
     """PASSED, or "raises" and the name of the exception.
 
     Raises:
@@ -213,7 +214,7 @@ def judge(job: dict[str, Any], replies: IO[str], requests: IO[str]) -> str:
     try:
         ask({"sources": job["sources"], "entry_point": job["entry_point"]})
         if job["tests"]:
-            namespace: dict[str, Any] = {"__name__": "tests"}
+            namespace: Values = {"__name__": "tests"}
             for source in job["tests"]:
                 exec(compile(source, "<tests>", "exec"), namespace)
             namespace["check"](lambda *args, **kwargs: ask(pack((args, kwargs))))

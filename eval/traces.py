@@ -91,7 +91,7 @@ class TraceFile:
             os.fsync(file.fileno())
 
 
-def read_lines(path: Path) -> tuple[str, list[tuple[str, Any]]]:
+def read_lines(path: Path) -> tuple[str, list[tuple[str, object]]]:
     """The identity as it was written, and (key as JSON, value) of every whole line."""
     header, *lines = path.read_bytes().splitlines() or [b""]
     found = []

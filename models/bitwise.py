@@ -7,7 +7,7 @@ attends alone, to its own ancestors in their order: exactly what a row of plain 
 
 # l rows of a pass, P padded rows, C rows of a cache, N query heads, J key heads, D head size
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
+from pipedraft.files import Values
 from pipedraft.models.stage_cache import Segment, StageCache
 
 if TYPE_CHECKING:
@@ -115,8 +116,12 @@ class RowByRow(TorchFunctionMode):
         return keys_1JPD, values_1JPD
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., Tensor],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Values | None = None,
+    ) -> Tensor:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
