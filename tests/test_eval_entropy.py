@@ -113,7 +113,7 @@ def test_tests_fall_into_the_bins_of_their_entropies() -> None:
     assert acceptance_by_entropy([prompt_record()]) == []
 
 
-def test_a_certain_target_is_draft_tokened_better_and_entries_say_so(tmp_path) -> None:
+def test_a_certain_target_is_drafted_for_better_and_entries_say_so(tmp_path) -> None:
     """End to end; a copy with noise agrees where the target is sure."""
     tokenizer = byte_tokenizer()
     model = tiny_llama(layers=2, vocab=len(tokenizer))
