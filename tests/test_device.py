@@ -181,9 +181,9 @@ class FakeEvent:
 def test_spans_of_a_gpu_add_up_to_its_time(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "now_ms", 0.0)
-    monkeypatch.setattr("pipedraft.inference.clock.MAX_PENDING", 3)
+    monkeypatch.setattr("pipedraft.inference.timeline.MAX_PENDING", 3)
     host = SimpleNamespace(monotonic=lambda: 0.0)  # a busy machine's own would go on between spans
-    monkeypatch.setattr("pipedraft.inference.clock.time", host)
+    monkeypatch.setattr("pipedraft.inference.timeline.time", host)
     timeline = Timeline("stage 0", device=torch.device("cuda", 0))
 
     def work(ms: float) -> None:
