@@ -4,6 +4,7 @@ Pickled files are opened with ``weights_only=True``: tensors and plain values, n
 """
 
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,17 @@ MAX_BYTES = 2**36
 PICKLED = (".bin", ".pt", ".pth")
 
 MTP_PREFIX = "mtp."
-"""Of the names of the MTP layer in a target's files."""
+"""Of the names of the MTP layer in a target's files, as Qwen3.5 has them."""
+NEXT_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+"""DeepSeek-V3 and GLM-4.5 have it as one more layer of the decoder, of these names."""
+NEXT_NAMES = {
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "fc.weight",
+    "shared_head.norm.weight": "norm.weight",
+    "shared_head.head.weight": "lm_head.weight",
+    "embed_tokens.weight": "embed_tokens.weight",
+}
 
 Weights = dict[str, Tensor]
 Settings = dict[str, Any]
@@ -76,7 +87,7 @@ def read_head(name: str, place: Path) -> tuple[Settings, Weights]:
         for key, value in state.items():
             if not isinstance(value, Tensor) or not value.is_contiguous():
                 raise ValueError(f"--from: {str(file)!r} has {key!r}, which is no plain tensor")
-            weights[str(key)] = value
+            weights[_mtp_name(str(key), prefix)] = value
     if (folder / "config.json").is_file() and not config:
         config = read_config(str(folder), None, field="--from", drops_code=True)
     return config, weights
@@ -86,16 +97,23 @@ def _prefix(name: str, files: list[Path]) -> str:
     """What the names of the wanted tensors begin with.
 
     Raises:
-        ValueError: MTP layers in the names of DeepSeek and GLM.
+        ValueError: several MTP layers.
     """
     keys = {key for file in files if file.suffix not in PICKLED for key in _names(file)}
-    foreign = sorted(key for key in keys if key.endswith(".eh_proj.weight"))
-    if foreign:
-        raise ValueError(
-            f"--from: {name!r} has {foreign[0]}, an MTP layer as DeepSeek's and GLM's, with "
-            "experts; only dense ones of Qwen3.5 (mtp.*) can be expressed here"
-        )
-    return MTP_PREFIX if any(key.startswith(MTP_PREFIX) for key in keys) else ""
+    found = {match[1] for key in keys if (match := NEXT_LAYER.fullmatch(key))}
+    found |= {MTP_PREFIX for key in keys if key.startswith(MTP_PREFIX)}
+    if len(found) > 1:
+        listed = ", ".join(prefix + "*" for prefix in sorted(found))
+        raise ValueError(f"--from: {name!r} has several MTP layers ({listed}); one can be run here")
+    return found.pop() if found else ""
+
+
+def _mtp_name(key: str, prefix: str) -> str:
+    """Qwen3.5's name of a tensor of an MTP layer."""
+    if prefix in ("", MTP_PREFIX):
+        return key
+    key = key.removeprefix(prefix)
+    return MTP_PREFIX + NEXT_NAMES.get(key, f"layers.0.{key}")
 
 
 def _names(file: Path) -> list[str]:

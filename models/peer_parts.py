@@ -116,11 +116,7 @@ def fill(peer: Peer, head: Head, weights: Weights, found: TargetFiles) -> Head:
     """The head with these weights, in float32, each of which it must have and no other."""
     embedding = weights.pop(EMBEDDING, None)
     if embedding is not None:
-        ours = found.embedding_VH.to(embedding.dtype)
-        if embedding.shape != ours.shape or not torch.equal(embedding, ours):
-            raise peer.refuse(
-                EMBEDDING, tuple(embedding.shape), "it is not the target's; give its own --target"
-            )
+        check_shared(peer, EMBEDDING, embedding, found.embedding_VH)
     weights = {key: x for key, x in weights.items() if not key.startswith(UNREAD)}
     expected = head.state_dict()
     for key in sorted(weights.keys() ^ expected.keys()):
@@ -136,3 +132,9 @@ def fill(peer: Peer, head: Head, weights: Weights, found: TargetFiles) -> Head:
             raise peer.refuse(key, "NaN or infinite", "use another copy")
     head.load_state_dict(weights)
     return head.eval().requires_grad_(False)
+
+
+def check_shared(peer: Peer, key: str, theirs: Tensor, targets: Tensor) -> None:
+    ours = targets.to(theirs.dtype)
+    if theirs.shape != ours.shape or not torch.equal(theirs, ours):
+        raise peer.refuse(key, tuple(theirs.shape), "it is not the target's; give its own --target")

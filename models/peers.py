@@ -6,7 +6,8 @@ What a folder holds is told by its tensors and its config.json:
     EAGLE-3              SafeAILab's and SGLang's (SpecForge writes it): midlayer.*
     EAGLE-3              vLLM's, of the package speculators: layers.0.*, speculators_model_type
     DFlash, DSpark       their authors', SpecForge's, and vLLM's of speculators: hidden_norm
-    MTP                  of a target itself, Qwen3.5: mtp.*
+    MTP                  of a target itself: mtp.* (Qwen3.5), or one more layer of its decoder
+                         (DeepSeek-V3, GLM-4.5), where that is a Llama's or a Qwen's
     SPD                  the authors' .pt files, versions 10 and 11
 
 Every setting is either expressed in ours or refused by its name and value; so is every tensor. The
@@ -16,6 +17,7 @@ are opened with ``weights_only=True``: tensors and plain values, no code.
 
 # H hidden, V target vocabulary, U draft vocabulary
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config, default_feature_layers
 from pipedraft.models.hub import model_card
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.mtp import MTP, native_parts
+from pipedraft.models.mtp import MTP, MTPConfig, native_parts
 from pipedraft.models.peer_blocks import block_head
 from pipedraft.models.peer_files import (
     MTP_PREFIX,
@@ -40,9 +42,11 @@ from pipedraft.models.peer_files import (
     read_target,
 )
 from pipedraft.models.peer_parts import (
+    EMBEDDING,
     FAMILIES,
     Peer,
     check,
+    check_shared,
     convert,
     fill,
     layer_of,
@@ -51,6 +55,9 @@ from pipedraft.models.peer_parts import (
 )
 from pipedraft.models.spd import SPD, SPDConfig
 from pipedraft.pretrained import load_config
+
+UNKNOWN_LAYER = re.compile(r"experts?\.|mlp\.gate\.|_a_proj|kv_b_proj")
+"""Tensors of experts, and of DeepSeek's latent attention, in an MTP layer."""
 
 
 class _Fields(msgspec.Struct):
@@ -100,8 +107,8 @@ def import_head(
     elif "fc.weight" not in peer.weights:
         raise ValueError(
             f"--from: {name!r} holds no head that is known (no fc.weight, no spec_layers, "
-            "no mtp.*); known: EAGLE-1, EAGLE-3 of SafeAILab, SGLang and speculators, DFlash, "
-            "DSpark, SPD's .pt, the MTP layer of a Qwen3.5"
+            "no mtp.*, no eh_proj); known: EAGLE-1, EAGLE-3 of SafeAILab, SGLang and speculators, "
+            "DFlash, DSpark, SPD's .pt, the MTP layer of a target"
         )
     elif "hidden_norm.weight" in peer.weights:
         draft = block_head(peer, found, reference)
@@ -170,17 +177,31 @@ def _eagle(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle:
 
 
 def _mtp(peer: Peer, found: TargetFiles, reference: TargetReference) -> MTP:
-    """Beside its MTP layer a target has all its other weights, and an export has some of them."""
+    """Beside its MTP layer a target has all its other weights, and an export has some of them.
+
+    DeepSeek's and GLM's layers have copies of the embedding and of the LM head instead. Their
+    states are fed back as SGLang does it, normed; vLLM norms them for the LM head alone.
+    """
     settings = load_config(reference.name, None).get_text_config()
-    if settings.model_type != "qwen3_5_text":
+    if settings.model_type not in (*FAMILIES, "qwen3_5_text"):
         raise ValueError(
-            f"--target: {reference.name!r} is a {settings.model_type}; MTP layers are known of "
-            "qwen3_5 alone, dense ones; train another head for it"
+            f"--target: {reference.name!r} is a {settings.model_type}; MTP layers are run for "
+            f"{', '.join(FAMILIES)} and qwen3_5, dense ones; train another head for it"
         )
-    if peer.name != reference.name:
-        reference.check_fingerprint(read_target(peer.name, peer.revision).fingerprint)
     weights = {key.removeprefix(MTP_PREFIX): value for key, value in peer.weights.items()}
-    return fill(peer, MTP(*native_parts(settings), reference), weights, found)
+    foreign = next((key for key in sorted(weights) if UNKNOWN_LAYER.search(key)), None)
+    if foreign is not None:
+        raise peer.refuse("tensor", foreign, "experts and latent attention cannot be expressed")
+    if peer.name != reference.name and EMBEDDING not in weights:
+        reference.check_fingerprint(read_target(peer.name, peer.revision).fingerprint)
+    head_VH = weights.pop("lm_head.weight", None)
+    if head_VH is not None:
+        check_shared(peer, "shared_head.head", head_VH, found.head_VH)
+    config = MTPConfig(num_target_layers=settings.num_hidden_layers)
+    parts = config, LayerConfig.of_target_layer(settings)
+    if settings.model_type == "qwen3_5_text":
+        parts = native_parts(settings)
+    return fill(peer, MTP(*parts, reference), weights, found)
 
 
 # -- settings -------------------------------------------------------------------------------

@@ -25,10 +25,7 @@ from decode_runs import (
 from safetensors.torch import load_file, save_file
 from staged_targets import tiny
 from tiny_drafts import make_head, step_logits
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5DecoderLayer,
-    Qwen3_5TextRotaryEmbedding,
-)
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
 from pipedraft.data_recipes.batch import collate
 from pipedraft.models.draft import load_draft
@@ -93,12 +90,16 @@ def place(tmp_path_factory):
 def logits_by_formula(target, weights, row, depth):
     """Logits of 1 .. depth draft tokens below a row, by transformers' own decoder layer."""
     config = target.config
-    layer = Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))
+    kind = type(target.model.layers[-1])
+    rotary = type(target.model.rotary_emb)
+    types = getattr(config, "layer_types", None) or ["full_attention"]
+    layer = kind(config, types.index("full_attention"))
     of_layer = {n.removeprefix("mtp.layers.0."): x for n, x in weights.items() if ".layers." in n}
     layer.load_state_dict(of_layer)
+    offset = config.model_type.startswith("qwen3_5")
 
     def norm(x, name):
-        weight = 1 + weights[f"mtp.{name}.weight"]
+        weight = offset + weights[f"mtp.{name}.weight"]
         return x * (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * weight
 
     raw = {}
@@ -113,7 +114,7 @@ def logits_by_formula(target, weights, row, depth):
         positions = torch.arange(x.shape[1])[None]
         hidden = layer(
             x,
-            position_embeddings=Qwen3_5TextRotaryEmbedding(config)(x, positions),
+            position_embeddings=rotary(config)(x, positions),
             attention_mask=torch.full((len(states),) * 2, -torch.inf).triu(1)[None, None],
         )
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden
@@ -122,11 +123,92 @@ def logits_by_formula(target, weights, row, depth):
     return out
 
 
-def test_an_imported_layer_computes_what_transformers_layer_says(place):
-    ours = step_logits(place.target, place.head, IDS, STEPS)
+def assert_logits_by_formula(target, head, weights):
+    ours = step_logits(target, head, IDS, STEPS)
     for row in (0, 3, LENGTH - STEPS - 1):
-        for step, theirs in enumerate(logits_by_formula(place.target, place.weights, row, STEPS)):
+        for step, theirs in enumerate(logits_by_formula(target, weights, row, STEPS)):
             assert (ours[step][row] - theirs).abs().max() < 1e-5 * theirs.abs().max(), (row, step)
+
+
+def test_an_imported_layer_computes_what_transformers_layer_says(place):
+    assert_logits_by_formula(place.target, place.head, place.weights)
+
+
+THEIR_NAMES = {
+    "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight",
+    "fc.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
+}
+
+
+def next_layer(target, weights, number=4):
+    """The same weights as DeepSeek and GLM name them, with copies of the target's two ends."""
+    named = {name.removeprefix("mtp."): x for name, x in weights.items()}
+    named = {THEIR_NAMES.get(n, n.removeprefix("layers.0.")): x for n, x in named.items()}
+    named["embed_tokens.weight"] = target.get_input_embeddings().weight.data.clone()
+    named["shared_head.head.weight"] = target.lm_head.weight.data.clone()
+    return {f"model.layers.{number}.{name}": x for name, x in named.items()}
+
+
+def write_next_layer(tmp_path, family, change=lambda weights: None):
+    """Folder of the target, and of a layer beside it; and that by Qwen3.5's names."""
+    target = tiny(family)
+    path = write_target(tmp_path / "target", target, {})
+    native = {f"mtp.{name}": x for name, x in make_head(target, "mtp").state_dict().items()}
+    weights = next_layer(target, native)
+    change(weights)
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    return str(path), str(source), native
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_layer_in_the_names_of_deepseek_and_glm_is_run(family, tmp_path):
+    path, source, native = write_next_layer(tmp_path, family)
+    import_head(source, path, tmp_path / "mtp")
+    target = load_target(path)
+    head = load_draft(str(tmp_path / "mtp"), target)
+    assert_logits_by_formula(target, head, native)
+    options = {"schedule": "eagle", "tree": CHAIN, "max_new_tokens": NEW_TOKENS}
+    decode_exactly(engine_for(target, draft=head, num_stages=2, **options), PROMPTS[2])
+
+
+REFUSED_LAYERS = {
+    "experts": (
+        lambda weights: weights.update({"model.layers.4.mlp.gate.weight": torch.zeros(4, 32)}),
+        ["tensor", "layers.0.mlp.gate.weight", "experts"],
+    ),
+    "latent attention": (
+        lambda weights: weights.update(
+            {"model.layers.4.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(8, 32)}
+        ),
+        ["kv_a_proj_with_mqa", "latent attention"],
+    ),
+    "another LM head": (
+        lambda weights: weights["model.layers.4.shared_head.head.weight"].add_(1),
+        ["shared_head.head", "not the target's"],
+    ),
+    "another embedding": (
+        lambda weights: weights["model.layers.4.embed_tokens.weight"].add_(1),
+        ["embed_tokens", "not the target's"],
+    ),
+    "two layers": (
+        lambda weights: weights.update({"model.layers.5.eh_proj.weight": torch.zeros(32, 64)}),
+        ["several MTP layers", "model.layers.4.*", "model.layers.5.*"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LAYERS)
+def test_a_layer_of_another_form_is_refused_by_name(tmp_path, name, monkeypatch, capfd):
+    change, words = REFUSED_LAYERS[name]
+    path, source, _ = write_next_layer(tmp_path, "llama", change)
+    command = ["import", "--from", source, "--target", path, "--out", str(tmp_path / "out")]
+    capfd.readouterr()
+    status = call("models", command, monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["--from", *words])
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3", "llama"])
@@ -212,9 +294,9 @@ REFUSED = {
         ["tensor", "mlp.gate.weight"],
     ),
     "not finite": (lambda weights: weights["mtp.norm.weight"].fill_(torch.nan), ["norm", "NaN"]),
-    "GLM": (
+    "GLM's beside it": (
         lambda weights: weights.update({"model.layers.4.eh_proj.weight": torch.zeros(32, 64)}),
-        ["model.layers.4.eh_proj.weight", "DeepSeek"],
+        ["several MTP layers", "model.layers.4.*"],
     ),
 }
 
@@ -234,9 +316,11 @@ def test_what_cannot_be_expressed_is_refused_by_name(place, tmp_path, name, monk
 
 
 def test_another_target_is_refused(place, tmp_path, monkeypatch, capfd):
+    other_family = str(write_target(tmp_path / "mixtral", tiny("mixtral"), {}))
     llama = str(write_target(tmp_path / "llama", tiny("llama"), {}))
     for target, words in (
-        (llama, ["--target", "is a llama", "qwen3_5"]),
+        (other_family, ["--target", "is a mixtral", "qwen3_5"]),
+        (llama, ["target: does not match", "llama"]),
         (str(other_target(tmp_path)), ["target: does not match", "other"]),
     ):
         words_of_command = ["import", "--from", str(place.path), "--target", target]
