@@ -8,7 +8,8 @@ decodes every prompt with one process a stage and in one process. The prompts ar
 the three benchmarks, in equal parts. One line of JSON: decodings compared for each schedule and
 temperature, and the prompts whose text or K differ; how many were compared with plain decoding's
 text, where plain decoding came first and by the same rule, and those unlike it on either backend.
-PipeInfer has another K on processes, where a verdict that waits cuts a micro-batch short.
+PipeInfer and SSD have another K on processes, where a verdict that waits cuts a micro-batch, or the
+preparation of the next batch, short.
 """
 
 import argparse

@@ -122,8 +122,9 @@ def test_plain_decoding_above_temperature_0_sends_a_token_a_step(verifier, is_to
         assert (num_bytes < 200) == is_token
 
 
-def test_pipeinfer_has_the_same_text_when_waiting_verdicts_cut_its_drafting_short(monkeypatch):
-    """Here every verdict waits at once, so micro-batches shrink, and K is another one."""
+@pytest.mark.parametrize("schedule", ["pipeinfer", "ssd"])
+def test_the_text_is_the_same_where_waiting_verdicts_cut_drafting_short(schedule, monkeypatch):
+    """Here every verdict waits at once: micro-batches shrink, nothing is prepared, K is another."""
     target = tiny_llama(layers=4, vocab=16)
     waited = []
     waits = ProcessPipeline.verdict_waits
@@ -133,7 +134,7 @@ def test_pipeinfer_has_the_same_text_when_waiting_verdicts_cut_its_drafting_shor
         return waited[-1]
 
     monkeypatch.setattr(ProcessPipeline, "verdict_waits", watched)
-    config = DecodeConfig.of(schedule="pipeinfer", num_stages=4, max_new_tokens=NEW_TOKENS)
+    config = DecodeConfig.of(schedule=schedule, num_stages=4, max_new_tokens=NEW_TOKENS)
     engine = Engine(target, PlainTokenizer(), config, make_head(target), connect=connect_inline)
     for prompt in PROMPTS:
         assert engine.decode(prompt).token_ids == greedy_reference(target, prompt)

@@ -56,10 +56,16 @@ def test_a_right_token_that_was_an_outcome_is_a_hit():
 
 
 def test_a_verdict_that_was_no_outcome_is_a_miss():
-    """One outcome: a wrong first draft token seems likelier than a whole batch of right ones."""
-    result = decode(1.0, outcomes=1)
-    assert result.round_lengths == [LENGTH + 1] * (TOKENS // (LENGTH + 1))
-    assert sum(serial_forwards(result)) == len(result.round_lengths) * LENGTH
+    """One outcome: a wrong first draft token seems likelier than a whole long batch of right ones.
+
+    Each miss is followed by a batch of its own length, drafted while the stages wait.
+    """
+    result = decode(1.0, outcomes=1, draft_tokens=6)
+    assert result.round_lengths == [7, 7, 7, 3]
+    assert sum(serial_forwards(result)) == 4 * 6
+    shorter = decode(1.0, outcomes=1, draft_tokens=6, fallback_tokens=5)
+    assert shorter.round_lengths == [6] * 4
+    assert sum(serial_forwards(shorter)) == 4 * 5
 
 
 def test_a_slow_draft_prepares_what_there_is_time_for():

@@ -24,8 +24,9 @@ class SSD(Schedule):
     takes n steps, so hits are the batches, K / n, that are not the first of a round.
 
     What differs from the publication: outcomes are chosen over the whole batch by the draft's own
-    probabilities, not so many for each length; above temperature 0 by the shared noise, so that the
-    draft guesses the target's own draw; the preparation ends with the verdict.
+    probabilities (``_flatten``), not so many for each length; above temperature 0 by the shared
+    noise, so that the draft guesses the target's own draw and no text depends on what was guessed;
+    the preparation ends with the verdict.
     """
 
     name: ClassVar[str] = "ssd"
@@ -33,15 +34,18 @@ class SSD(Schedule):
 
     draft_tokens: int = 7
     """Of a batch."""
-    outcomes: int = 8
+    outcomes: int = 16
     """Verdicts that are prepared for; one draft forward continues all of them."""
+    fallback_tokens: int | None = None
+    """Of a batch after a miss, for which every stage waits; None: as many as of the others."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "draft_tokens", "outcomes")
+        check_at_least(self, 1, "draft_tokens", "outcomes", "fallback_tokens")
 
     @property
     def label(self) -> str | None:
-        return f"chain:{self.draft_tokens}:outcomes:{self.outcomes}"
+        fallback = f":fallback:{self.fallback_tokens}" if self.fallback_tokens else ""
+        return f"chain:{self.draft_tokens}:outcomes:{self.outcomes}{fallback}"
 
     @property
     def is_chain(self) -> bool:
@@ -52,22 +56,27 @@ class SSD(Schedule):
         while not session.done:
             if len(session.tree) == 1:
                 with session.drafting():
-                    left, leaves = self.draft_tokens, [0]
+                    left, leaves = self.fallback_tokens or self.draft_tokens, [0]
                     while left:
                         done, leaves = self._grow(session, leaves, left)
                         left -= done
                 session.draft_alone()
             session.inject()
+            _flatten(session.tree.scores)
             # Rows of the batch, whose further children are the outcomes, then the newest rows.
             left, leaves = self.draft_tokens + 1, list(range(len(session.tree)))
             returned = None
             while returned is None:
-                room = min(left, session.hidden_forwards())
-                while room and not session.verdict_waits():
+                most = session.hidden_forwards()
+                while left and not session.verdict_waits():
+                    # Text that the draft has not read yet takes a pass of its own.
+                    room = most - session.pending_forwards
+                    if room <= 0:
+                        break
                     with session.drafting():
                         outcomes = self.outcomes if left > self.draft_tokens else 0
-                        done, leaves = self._grow(session, leaves, room, outcomes)
-                    left, room = left - done, room - done
+                        done, leaves = self._grow(session, leaves, min(left, room), outcomes)
+                    left -= done
                 returned = session.step(overlap=True)
             session.resolve(returned)
 
@@ -105,8 +114,8 @@ def _children(
 ) -> list[tuple[float, int, int]]:
     """Loss, parent and token of children that are not in the tree.
 
-    The score of a row is the log-probability that the text goes there, so that of a child is the
-    outcome's: all draft tokens above it are right, and the target's next token is this one.
+    An outcome's score is log(p sqrt(P)): P is the draft's probability that all draft tokens above
+    it are right, p that the target's next token is this one.
     """
     return [
         (-score, parent, int(token))
@@ -114,3 +123,13 @@ def _children(
         for token, score in zip(tokens, scores, strict=True)
         if session.tree.child(parent, int(token)) is None
     ]
+
+
+def _flatten(scores: list[float]) -> None:
+    """Rows of a batch on its way are worth as many outcomes as the root of their probability says.
+
+    The misses of a row fall with a power r of the number of tokens that are prepared for below it,
+    so the fewest in all are left by numbers in proportion to P^(1 / (1 + r)), P being the
+    probability that the verdict gets to the row; r is near one.
+    """
+    scores[:] = [score / 2 for score in scores]
