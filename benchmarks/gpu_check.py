@@ -47,9 +47,9 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.transport.ranks import DeviceLink
 from pipedraft.models.banded_attention import ttt_attention
-from pipedraft.models.placement import has_native_bf16, place_draft
 from pipedraft.models.stage_cache import Segment
 from pipedraft.models.target import StagedTarget
+from pipedraft.placement import has_native_bf16, place_draft
 
 Findings = dict[str, Any]
 DRAFTS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {

@@ -81,7 +81,9 @@ class LocalOptions(Options):
 
     batch: int = option(32, least=1)
     """rows at a time"""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = option("auto", metavar="DEVICE")
+    """cpu, cuda, cuda:N; auto: the accelerator if any"""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """of the weights"""
 
 
@@ -232,7 +234,7 @@ def ask_local(run: Run, options: RegenerateOptions) -> str:
     from pipedraft.data_recipes.sample import LocalTarget, answer_dialogues
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    target = LocalTarget(str(options.target), options.dtype, run.sampling)
+    target = LocalTarget(str(options.target), options.device, options.dtype, run.sampling)
     answer_dialogues(target, run.dialogues(), run.settle, batch_size=options.batch)
     return ""
 

@@ -42,6 +42,7 @@ from pipedraft.data_recipes.answers import (
 from pipedraft.files import make_place, publish
 from pipedraft.model_limits import ChatRefused, render_chat
 from pipedraft.options import Options, option
+from pipedraft.placement import resolve_device
 from pipedraft.pretrained import load_model, load_tokenizer
 
 # B rows, T positions, V vocabulary
@@ -86,16 +87,16 @@ def sample_batch(
     """Token ids of B sequences, sampled in lock-step without padding.
 
     Args:
-        greedy_B: rows whose assistant turns are greedy.
+        greedy_B: rows whose assistant turns are greedy; on the model's device, as the generator.
     """
-    num_rows, opening = len(greedy_B), len(markers.assistant)
+    num_rows, opening, device = len(greedy_B), len(markers.assistant), greedy_B.device
     sequences: list[list[int]] = [list(markers.user) for _ in range(num_rows)]
-    alive = torch.arange(num_rows)
-    answering_B = torch.zeros(num_rows, dtype=torch.bool)
+    alive = torch.arange(num_rows, device=device)
+    answering_B = torch.zeros(num_rows, dtype=torch.bool, device=device)
     cache = DynamicCache(config=model.config)
-    assistant = torch.tensor(markers.assistant)
-    recent_BT = torch.full((num_rows, opening), -1)
-    step_BT = torch.tensor([markers.user] * num_rows)
+    assistant = torch.tensor(markers.assistant, device=device)
+    recent_BT = torch.full((num_rows, opening), -1, device=device)
+    step_BT = torch.tensor([markers.user] * num_rows, device=device)
     while len(alive) and len(sequences[int(alive[0])]) < max_tokens:
         logits_BV = model(input_ids=step_BT, past_key_values=cache).logits[:, -1].float()
         drawn_B = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)[:, 0]
@@ -145,13 +146,17 @@ def parse_turns(tokenizer: PreTrainedTokenizerBase, markers: Markers, ids: list[
 BATCHES_SORTED_TOGETHER = 16
 
 
-class LocalTarget:
-    """A chat model and its tokenizer, on the GPU if there is one."""
+def load_on(name: str, device: str, dtype: str) -> PreTrainedModel:
+    """The chat model of ``--target``, ``--device`` and ``--dtype``."""
+    place, weights = resolve_device(device), getattr(torch, dtype)
+    return load_model(name, field="--target", dtype=weights, device=place).eval()
 
-    def __init__(self, name: str, dtype: str, sampling: Sampling) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = load_model(name, field="--target", dtype=getattr(torch, dtype))
-        self.model: Any = model.eval().to(device)
+
+class LocalTarget:
+    """A chat model and its tokenizer."""
+
+    def __init__(self, name: str, device: str, dtype: str, sampling: Sampling) -> None:
+        self.model: Any = load_on(name, device, dtype)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(name, field="--target")
         self.sampling = sampling
         if not self.tokenizer.chat_template:
@@ -383,7 +388,9 @@ class SampleOptions(Options):
     """per row"""
     greedy_share: float = option(0.5, metavar="P")
     """rows with greedy answers"""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = option("auto", metavar="DEVICE")
+    """cpu, cuda, cuda:N; auto: the accelerator if any"""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """of the weights"""
     seed: int = 0
     """of the sampling"""
@@ -396,10 +403,11 @@ def sampled_rows(
 ) -> Iterator[tuple[bool, Messages]]:
     """(answers are greedy, messages) of sequences the model makes up; no messages: malformed."""
     markers = Markers.of(tokenizer)
-    generator = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator(model.device).manual_seed(options.seed)
     for first in range(0, options.rows, options.batch):
         size = min(options.batch, options.rows - first)
-        greedy_B = torch.rand(size, generator=generator) < options.greedy_share
+        uniform_B = torch.rand(size, generator=generator, device=model.device)
+        greedy_B = uniform_B < options.greedy_share
         sequences = sample_batch(
             model,
             markers,
@@ -414,8 +422,7 @@ def sampled_rows(
 def main() -> None:
     options = SampleOptions.read(sys.argv[1:])
     make_place("--out", options.out, b'{"greedy_answers": ')
-    dtype = getattr(torch, options.dtype)
-    model = load_model(options.target, field="--target", dtype=dtype).eval()
+    model = load_on(options.target, options.device, options.dtype)
     tokenizer = load_tokenizer(options.target, field="--target")
     torch.manual_seed(options.seed)
     counts = {"written": 0, "malformed": 0}

@@ -30,7 +30,6 @@ from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.lookup import make_lookup
-from pipedraft.models.placement import resolve_dtype
 from pipedraft.models.target import (
     StagedTarget,
     choose_decoding_threads,
@@ -38,6 +37,7 @@ from pipedraft.models.target import (
     load_tokenizer,
 )
 from pipedraft.models.target_part import weights_identity
+from pipedraft.placement import resolve_dtype
 from pipedraft.pretrained import quieten
 
 

@@ -41,8 +41,8 @@ from pipedraft.models.card import LAYOUTS
 from pipedraft.models.draft import Draft
 from pipedraft.models.export import export
 from pipedraft.models.peers import import_head
-from pipedraft.models.placement import place_draft, resolve_device, resolve_dtype
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
+from pipedraft.placement import place_draft, resolve_device, resolve_dtype
 from pipedraft.pretrained import quieten
 
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -43,9 +43,9 @@ from pipedraft.inference.sources import make_source
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.lookup import make_lookup
-from pipedraft.models.placement import resolve_device, resolve_dtype
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
+from pipedraft.placement import resolve_device, resolve_dtype
 from pipedraft.pretrained import quieten
 
 Value = tuple[float | None, Sequence[float | None] | None]

@@ -37,8 +37,8 @@ from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
 from pipedraft.models.lookup import make_lookup
-from pipedraft.models.placement import place_draft, resolve_device, resolve_dtype
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
+from pipedraft.placement import place_draft, resolve_device, resolve_dtype
 from pipedraft.pretrained import quieten
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.sources.row_cache import TEXT, RowCache
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.placement import place_draft
+from pipedraft.placement import place_draft
 from pipedraft.train.launch import make_optimizers
 
 CUDA = torch.device("cuda", 0)

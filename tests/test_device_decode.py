@@ -28,9 +28,9 @@ from pipedraft.inference.sources import make_source
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models import stage_cache
-from pipedraft.models.placement import place_draft
 from pipedraft.models.recorded import UNDER_WAY, Recordings
 from pipedraft.models.target import StagedTarget
+from pipedraft.placement import place_draft
 
 PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes
 NEW_TOKENS = 8

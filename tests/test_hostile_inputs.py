@@ -34,8 +34,8 @@ from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.transport import serve
 from pipedraft.model_limits import ChatRefused, TemplateLimit, render_chat
-from pipedraft.models.placement import resolve_device
 from pipedraft.options import Options
+from pipedraft.placement import resolve_device
 from pipedraft.train.__main__ import RESOLVED
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
 

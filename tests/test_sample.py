@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
+from pretended_device import pretended_cuda
 
 from pipedraft.data_recipes import prompts, sample
 from pipedraft.data_recipes.recipe import DataConfig, Source, train_tokenizer
@@ -42,6 +43,30 @@ def test_an_unfinished_answer_is_dropped_with_its_question(tokenizer):
     last_end = len(ids) - 1 - ids[::-1].index(markers.end_of_turn)
     assert sample.parse_turns(tokenizer, markers, ids[:last_end]) == CHAT[:2]
     assert sample.parse_turns(tokenizer, markers, ids[3:]) == []
+
+
+def test_conversations_are_made_on_the_models_device():
+    markers = sample.Markers(user=(1, 2), assistant=(3,), end_of_turn=4, end_of_text=5)
+    found = []
+    for device in ("cpu", "cuda:0"):
+        with pretended_cuda():
+            target = tiny_llama(layers=2, vocab=12).to(device)
+            torch.manual_seed(0)
+            generator = torch.Generator(device).manual_seed(0)
+            texts = sample.sample_batch(
+                target,
+                markers,
+                greedy_B=torch.tensor([True, False] * 4, device=device),
+                max_tokens=20,
+                generator=generator,
+            )
+            prompts = torch.tensor([[1, 2, 3]] * 2, device=device)
+            mask = torch.ones_like(prompts)
+            answers = sample.decode_batch(
+                target, prompts, mask, ends=[5], sampling=None, max_tokens=8
+            )
+            found.append((texts, answers))
+    assert found[0] == found[1]
 
 
 def test_answers_of_greedy_rows_follow_the_argmax_and_rows_may_end_early():

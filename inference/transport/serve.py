@@ -129,8 +129,8 @@ def run(argv: Sequence[str]) -> None:
         key=read_optional(options.tls_key, "--tls-key"),
         tokens=read_tokens(options.token_file),
     )
-    from pipedraft.models.placement import resolve_device, resolve_dtype
     from pipedraft.models.target import load_target, load_tokenizer
+    from pipedraft.placement import resolve_device, resolve_dtype
     from pipedraft.pretrained import quieten
 
     quieten()
