@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -46,6 +47,8 @@ EXAMPLE = """example:
 each line: ok, warning or FAILURE, what was checked, what was found and what to do about it."""
 
 LIBRARIES = ("transformers", "accelerate", "datasets", "huggingface-hub", "safetensors")
+RECURRENT_KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
+"""What transformers computes Qwen3.5's recurrent layers by, and what it imports for it."""
 EXTRA = re.compile(r'extra == "(.*)"')
 OLDEST_PYTHON = (3, 11)
 GLOO_TIMEOUT_S = 60
@@ -166,6 +169,38 @@ def check_torch() -> Iterator[Finding]:
         if not asked and cores > 1:
             detail += "; under several processes each takes as many, unless it is set"
         yield Finding("ok", "cores", detail)
+
+
+def check_gpu() -> Iterator[Finding]:
+    """Attention as SPD and EAGLE-3 train with it, and what recurrent layers are computed by."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from pipedraft.models.banded_attention import ttt_attention
+    from pipedraft.placement import has_native_bf16
+
+    name, device = "GPU training", torch.device("cuda", torch.cuda.current_device())
+    is_native = has_native_bf16(device)
+    dtype = torch.bfloat16 if is_native else torch.float16
+    query, keys, values = torch.zeros(3, 1, 1, 8, 64, dtype=dtype, device=device).unbind()
+    try:
+        out = ttt_attention(query.requires_grad_(), [keys, keys], [values, values])
+        out.sum().backward()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        fix = "train SPD and EAGLE-3 on an Ampere GPU or a later one, or EAGLE-1 and FlexSpec here"
+        yield Finding("warning", name, str(error).splitlines()[0], fix)
+    else:
+        emulated = "" if is_native else "; bfloat16 is emulated, so float32 and float16 are taken"
+        yield Finding("ok", name, f"attention of drafts runs in {dtype}{emulated}")
+    missing = [x for x in RECURRENT_KERNELS if find_spec(RECURRENT_KERNELS[x]) is None]
+    if missing:
+        detail = f"without {' and '.join(missing)} they run as Python loops over chunks, in float32"
+        fix = "before a Qwen3.5 target pip install 'pipedraft[linear-attention]' causal-conv1d"
+        yield Finding("warning", "recurrent layers", detail, fix)
+    else:
+        yield Finding("ok", "recurrent layers", "fused kernels are installed")
 
 
 def available_cores() -> tuple[int, str]:
@@ -343,6 +378,7 @@ def findings(assets: Path) -> Iterator[Finding]:
         check_python(),
         check_versions(constraints),
         check_torch(),
+        check_gpu(),
         check_gloo(),
         check_folder(Path.cwd()),
         check_target(assets / "target"),

@@ -13,6 +13,7 @@ import pytest
 from conftest import REPOSITORY
 from fake_hub import FakeHub, Fault
 from huggingface_hub import constants
+from pretended_device import pretended_cuda
 
 from pipedraft import doctor
 
@@ -107,6 +108,30 @@ def test_versions_are_compared_with_bounds_and_with_the_tested_set(tmp_path, mon
     assert found["datasets"].status == "warning" and "tested with" in found["datasets"].detail
     without = {f.check: f for f in doctor.check_versions(tmp_path / "no_constraints.txt")}
     assert without["datasets"].status == "ok"
+
+
+def test_a_gpu_is_tried_and_what_recurrent_layers_lack_is_named(monkeypatch):
+    assert list(doctor.check_gpu()) == []  # without one
+    with pretended_cuda():
+        training, layers = doctor.check_gpu()
+        assert training.status == "ok" and training.detail.endswith("runs in torch.bfloat16")
+        assert layers.status == "warning" and "'pipedraft[linear-attention]'" in layers.fix
+        monkeypatch.setattr(doctor, "find_spec", lambda name: name)
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
+        training, layers = doctor.check_gpu()
+        assert "in torch.float16; bfloat16 is emulated" in training.detail
+        assert layers.status == "ok"
+        words = "FlashAttention only supports Ampere GPUs or newer."
+        monkeypatch.setattr("pipedraft.models.banded_attention.ttt_attention", refuses(words))
+        training, _ = doctor.check_gpu()
+        assert training.status == "warning" and words in training.line()
+
+
+def refuses(words: str):
+    def refuse(*_: object) -> None:
+        raise RuntimeError(words)
+
+    return refuse
 
 
 HANG_S = 900
