@@ -18,10 +18,12 @@ import pytest
 import torch
 from feature_runs import HIDDEN, METHODS, dump, write_config
 from fork_server import forked, status_of
+from pretended_device import pretended_cuda
 from safetensors.torch import load_file, save_file
 from train_runs import (
     LAYERS,
     World,
+    as_rank,
     assert_equal_weights,
     logged,
     train,
@@ -29,10 +31,13 @@ from train_runs import (
 )
 
 from pipedraft.inference.transport.codec import MAGIC, PREFIX
+from pipedraft.models.target import load_tokenizer
 from pipedraft.train import feature_link
 from pipedraft.train import features as command
 from pipedraft.train.checkpoint import step_folders
+from pipedraft.train.feature_reader import Features, open_features
 from pipedraft.train.feature_shards import INDEX
+from pipedraft.train.loop import OF_THE_HOST
 
 world = feature_runs.world
 dumps = feature_runs.dumps
@@ -187,6 +192,56 @@ def test_a_server_that_is_killed_and_comes_back_is_asked_again(world, tmp_path, 
         trainer.objective.hidden(batch)
 
 
+def test_processes_share_servers_and_take_over_from_one_that_ends(world, tmp_path, monkeypatch):
+    """Rank 1 of two asks the second server, then the first one, which is still there."""
+    with served(world, "--dtype", "fp32") as (first, _):
+        with served(world, "--dtype", "fp32") as (second, _):
+            changes = METHODS["eagle"] | {"features": f"{first},{second}"}
+            trainer = world.trainer("eagle", tmp_path, **changes)
+            run, objective = trainer.config, trainer.objective
+            batch = trainer.load(trainer.data.train, [3, 5])
+            expected = objective.hidden(batch)[LAYERS]
+            assert objective.features.source.address == first
+            rank = as_rank(trainer, 1, 2)
+            tokenizer = load_tokenizer(str(world.target))
+            objective.features = open_features(run, objective, tokenizer, trainer.data, rank)
+            assert objective.features.source.address == second
+            assert torch.equal(objective.hidden(batch)[LAYERS], expected)
+        assert torch.equal(objective.hidden(batch)[LAYERS], expected)
+        assert objective.features.source.address == first
+    monkeypatch.setattr(feature_link, "CONNECT_S", 0.5)
+    with pytest.raises(ValueError, match="nobody serves hidden states at 127.0.0.1:.*; start"):
+        objective.hidden(batch)
+    with pytest.raises(ValueError, match="features: 'out/dump' among addresses; give HOST:PORT,"):
+        world.trainer("eagle", tmp_path, **changes | {"features": f"{first},out/dump"})
+
+
+def test_states_go_to_a_gpu_from_pinned_memory(world, dumps, tmp_path, monkeypatch):
+    """The next batch's too, which a thread fetches while the present one is computed."""
+    changes = METHODS["spd"] | {"features": dumps["int8"]}
+    trainer = world.trainer("spd", tmp_path, **changes)
+    source, by_main = trainer.objective.features.source, []
+    rows = [[3, 5], [4, 7]]
+    batches = [trainer.load(trainer.data.train, chosen) for chosen in rows]
+    expected = [Features(source, pins=False).read(x, [2, 4], torch.float32) for x in batches]
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        by_main.append(threading.current_thread() is threading.main_thread())
+        return tensor
+
+    with pretended_cuda():
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+        features = Features(source, pins=True)
+        features.expect([(rows[1], trainer.data.train[rows[1]]["input_ids"])])
+        for batch, states in zip(batches, expected, strict=True):
+            moved = {key: x if key in OF_THE_HOST else x.to("cuda:0") for key, x in batch.items()}
+            found = features.read(moved, [2, 4], torch.float32)
+            for layer, states_BTH in states.items():
+                assert torch.equal(found[layer].cpu(), states_BTH)
+    num_tensors = 2 * len(source.layers)  # int8 has scales
+    assert by_main == [True] * num_tensors + [False] * num_tensors
+
+
 def test_a_server_refuses_what_its_target_cannot_answer_and_goes_on(world, tmp_path):
     with served(world) as (address, _):
         trainer = world.trainer("eagle", tmp_path, **METHODS["eagle"], features=address)
@@ -277,9 +332,9 @@ LIES = {  # what a server sends, how often, and what is said of it
     "nothing": (b"", 0, "nobody serves hidden states at .*nothing came for 0.3 s"),
     "half a frame": (PREFIX.pack(MAGIC, 8, 0), 1, "nobody serves .*it came too slowly"),
     "noise": (bytes(range(256)), 1, "no server at .*starts with"),
-    "a greeting": (feature_link.ANSWERS.encode(GREETING).join(), 1, "lost twice .*nothing came"),
+    "a greeting": (feature_link.ANSWERS.encode(GREETING).join(), 1, "last of 2 .*nothing came"),
     "greetings": (feature_link.ANSWERS.encode(GREETING).join(), 99, "refuses: it only greets"),
-    "drops": (feature_link.ANSWERS.encode(GREETING).join(), -1, "lost twice .*it came too slowly"),
+    "drops": (feature_link.ANSWERS.encode(GREETING).join(), -1, "last of 2 .*came too slowly"),
 }
 
 
@@ -312,7 +367,7 @@ def test_a_server_that_lies_or_is_silent_is_lost_in_time(sent, times, text, monk
         began = time.monotonic()
         with pytest.raises(feature_link.FeaturesLost, match=f"^features: .*{text}"):
             identity = {"hidden_size": HIDDEN}
-            feature_link.RemoteStates(server.getsockname(), identity, [1]).fetch([0], [[1, 2]])
+            feature_link.RemoteStates([server.getsockname()], identity, [1]).fetch([0], [[1, 2]])
         assert time.monotonic() - began < 60
 
 

@@ -141,7 +141,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         )
         objective.card = model_card
         if run.features is not None:
-            objective.features = open_features(run, objective, tokenizer, data)
+            objective.features = open_features(run, objective, tokenizer, data, accelerator)
         if is_sharded(run, accelerator):
             shard_target(target, accelerator)
     if run.packing and run.features is None:

@@ -98,7 +98,7 @@ class RunConfig:
     """Each process holds a part of every layer of the target, and gathers a layer while it runs."""
     features: str | None = None
     """Folder of hidden states written by python -m pipedraft.train.features, or HOST:PORT of its
-    serve: the target's layers are then not loaded."""
+    serve, of several HOST:PORT,HOST:PORT: the target's layers are then not loaded."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     batch_tokens: int = 4096

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -38,6 +39,7 @@ ADDRESS = re.compile(r"(?P<host>[\w.-]+):(?P<port>\d+)")
 
 Name: TypeAlias = Annotated[str, Meta(max_length=64)]
 Value: TypeAlias = Annotated[str, Meta(max_length=256)] | int
+Address: TypeAlias = tuple[str, int]
 Layer: TypeAlias = Annotated[int, Meta(ge=0, le=10_000)]
 
 
@@ -108,47 +110,67 @@ class FeaturesLost(ValueError):
     """The server does not give what a run that has begun with it needs; start one, then go on."""
 
 
-def address_of(features: str) -> tuple[str, int] | None:
-    """Host and port of a feature server; None for a folder.
+def addresses_of(features: str) -> list[Address]:
+    """Host and port of each feature server; none for a folder.
 
     Raises:
-        ValueError: no such port.
+        ValueError: no such port, or something else among addresses.
     """
-    found = ADDRESS.fullmatch(features)
-    if found is None:
-        return None
-    port = int(found["port"])
-    if not 0 < port < 2**16:
-        raise ValueError(f"features: {features!r}: port {port} is not in 1..65535; give another")
-    return found["host"], port
+    parts = features.split(",")
+    if not ADDRESS.fullmatch(parts[0]):
+        return []
+    places = []
+    for part in parts:
+        found = ADDRESS.fullmatch(part)
+        if found is None:
+            raise ValueError(f"features: {part!r} among addresses; give HOST:PORT,HOST:PORT")
+        port = int(found["port"])
+        if not 0 < port < 2**16:
+            raise ValueError(f"features: {part!r}: port {port} is not in 1..65535; give another")
+        places.append((found["host"], port))
+    return places
 
 
 class RemoteStates:
-    """A ``Source`` that asks a server; connects again if the link is lost."""
+    """A ``Source`` that asks a server, and goes to the next one, or the same, if it is lost."""
 
     def __init__(
-        self, place: tuple[str, int], identity: dict[str, int | str], layers: Collection[int]
+        self,
+        places: Sequence[Address],
+        identity: dict[str, int | str],
+        layers: Collection[int],
+        *,
+        first: int = 0,
     ) -> None:
         """
         Args:
+            places: of servers of one target.
             identity: of the run's target; see ``target_identity``.
+            first: whom this process asks, so that processes share the servers; counted on and on.
 
         Raises:
             FeaturesLost: nobody listens there, or another target is served.
         """
-        self.place, self.identity, self.layers = place, identity, sorted(layers)
-        self.address = f"{place[0]}:{place[1]}"
+        self.identity, self.layers = identity, sorted(layers)
+        self.places = deque(places)
+        """The one that is asked comes first."""
+        self.places.rotate(-first)
         self._turn = threading.Lock()
         self._link: socket.socket | None = None
         self._dtype = "fp32"
         with self._turn:
             self._connect(CONNECT_S)
 
+    @property
+    def address(self) -> str:
+        host, port = self.places[0]
+        return f"{host}:{port}"
+
     def _connect(self, patience_s: float) -> socket.socket:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                link = socket.create_connection(self.place, timeout=FRAME_S)
+                link = socket.create_connection(self.places[0], timeout=FRAME_S)
                 hello = ANSWERS.read(filling(link, FRAME_S), max_tensor_bytes=0)
                 break
             except OSError as error:
@@ -157,7 +179,8 @@ class RemoteStates:
                         f"features: nobody serves hidden states at {self.address} ({error}); start "
                         "python -m pipedraft.train.features serve there"
                     ) from error
-                time.sleep(0.5)
+                self.places.rotate(-1)
+                time.sleep(0.5 / len(self.places))
             except ValueError as error:
                 link.close()
                 raise FeaturesLost(f"features: no server at {self.address} ({error})") from error
@@ -185,19 +208,20 @@ class RemoteStates:
             lengths=torch.tensor([len(row) for row in ids], dtype=torch.int32),
             layers=self.layers,
         )
+        tries = max(2, len(self.places))
         with self._turn:
-            try:
-                return self._ask(question)
-            except OSError:
-                self._disconnect()
-            try:
-                return self._ask(question)
-            except OSError as error:
-                self._disconnect()
-                raise FeaturesLost(
-                    f"features: {self.address} was lost twice in one question ({error}); look why "
-                    "it ends, and start it again"
-                ) from error
+            for number in range(1, tries + 1):
+                try:
+                    return self._ask(question)
+                except OSError as error:
+                    self._disconnect()
+                    if number == tries:
+                        raise FeaturesLost(
+                            f"features: {self.address} was lost at the last of {tries} tries of "
+                            f"one question ({error}); look why it ends, and start it again"
+                        ) from error
+                    self.places.rotate(-1)
+        raise AssertionError("one of the tries returns or raises")
 
     def _ask(self, question: Question) -> dict[str, Tensor]:
         link = self._link or self._connect(CONNECT_S)

@@ -22,7 +22,7 @@ from pipedraft.models.target import check_family
 from pipedraft.models.target_part import load_target_part
 from pipedraft.pretrained import load_config, read_config
 from pipedraft.train.config import RunConfig
-from pipedraft.train.feature_link import FeaturesLost, RemoteStates, address_of
+from pipedraft.train.feature_link import FeaturesLost, RemoteStates, addresses_of
 from pipedraft.train.feature_shards import (
     decode,
     difference,
@@ -61,8 +61,12 @@ class Features:
     The next batch is fetched while the step of the present one is computed.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Source, *, pins: bool) -> None:
+        """
+        Args:
+            pins: fetch into page-locked memory, from which a GPU copies while others compute.
+        """
+        self.source, self.pins = source, pins
         self._executor = ThreadPoolExecutor(1)
         self._expected: deque[tuple[list[int], list[list[int]]]] = deque()
         self._under_way: tuple[list[int], Future[dict[str, Tensor]]] | None = None
@@ -93,8 +97,10 @@ class Features:
         read: dict[int, Tensor] = {}
         for layer in layers:
             scale_M = stored.get(f"layer.{layer}.scale")
-            scale_M = None if scale_M is None else scale_M.to(ids_BT.device)
-            kept_MH = decode(stored[f"layer.{layer}"].to(ids_BT.device), scale_M, dtype)
+            if scale_M is not None:
+                scale_M = scale_M.to(ids_BT.device, non_blocking=self.pins)
+            stored_MH = stored[f"layer.{layer}"].to(ids_BT.device, non_blocking=self.pins)
+            kept_MH = decode(stored_MH, scale_M, dtype)
             hidden_PH = kept_MH.new_zeros(B * T, kept_MH.shape[1])
             read[layer] = hidden_PH.index_copy_(0, places_M, kept_MH).view(B, T, -1)
         return read
@@ -118,11 +124,15 @@ class Features:
         else:
             ids_P = batch["input_ids"].flatten().tolist()
             ids = [ids_P[start:end] for start, end in _spans(batch)]
-            found = wanted, self.source.fetch(wanted, ids)
+            found = wanted, self._fetch(wanted, ids)
         if self._under_way is None and self._expected:
             rows, ids = self._expected.popleft()
-            self._under_way = rows, self._executor.submit(self.source.fetch, rows, ids)
+            self._under_way = rows, self._executor.submit(self._fetch, rows, ids)
         return found
+
+    def _fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        tensors = self.source.fetch(rows, ids)
+        return {name: x.pin_memory() for name, x in tensors.items()} if self.pins else tensors
 
 
 def _spans(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
@@ -282,7 +292,7 @@ def load_embedding_and_head(
             )
     assert run.target is not None
     if run.features is not None:
-        address_of(run.features)
+        addresses_of(run.features)
     draft = weightless_draft(objective_class, config, decoder_config(run))
     return load_target_part(
         run.target,
@@ -300,8 +310,9 @@ def open_features(
     objective: DraftObjective,
     tokenizer: PreTrainedTokenizerBase,
     data: TokenizedData,
+    accelerator: Accelerator,
 ) -> Features:
-    """The dump or the server that a run names.
+    """The dump or the servers that a run names.
 
     Raises:
         ValueError: it does not belong to this target and these data, or lacks a layer.
@@ -309,9 +320,12 @@ def open_features(
     assert run.features is not None
     config = objective.target.get_decoder().config
     layers = needed_layers(objective.draft, config.num_hidden_layers)
-    place = address_of(run.features)
-    if place is not None:
-        return Features(RemoteStates(place, target_identity(run, config), layers))
-    identity = identity_of(run, config, tokenizer, data)
-    lengths = row_lengths(data.train) + row_lengths(data.valid)
-    return Features(ShardFolder(Path(run.features), identity, layers, lengths))
+    source: Source
+    if places := addresses_of(run.features):
+        rank = accelerator.process_index
+        source = RemoteStates(places, target_identity(run, config), layers, first=rank)
+    else:
+        identity = identity_of(run, config, tokenizer, data)
+        lengths = row_lengths(data.train) + row_lengths(data.valid)
+        source = ShardFolder(Path(run.features), identity, layers, lengths)
+    return Features(source, pins=accelerator.device.type == "cuda")
