@@ -29,6 +29,7 @@ from pipedraft.models.layers import (
     RotaryEmbedding,
     document_slices,
     initialize_matrices,
+    masked_attention,
     positions_of,
 )
 
@@ -331,14 +332,11 @@ def _attend_in_groups(
             torch.cat([before_PJD[rows], own_ARJD[blocks].flatten(0, 1)])
             for before_PJD, own_ARJD in zip(context, block, strict=True)
         )
-        attended_NGD = F.scaled_dot_product_attention(
-            query_ARND[blocks].flatten(0, 1).transpose(0, 1)[None],
-            keys_KJD.transpose(0, 1)[None],
-            values_KJD.transpose(0, 1)[None],
-            attn_mask=visible_GK,
-            enable_gqa=query_ARND.shape[2] != keys_KJD.shape[1],
-        )[0]
-        outs.append(attended_NGD.transpose(0, 1).unflatten(0, (-1, query_ARND.shape[1])))
+        query_GND = query_ARND[blocks].flatten(0, 1)
+        attended_GND = masked_attention(
+            query_GND, keys_KJD.transpose(0, 1), values_KJD.transpose(0, 1), visible_GK
+        )
+        outs.append(attended_GND.unflatten(0, (-1, query_ARND.shape[1])))
     if not outs:  # no block, but a gradient for every parameter, as other processes may have
         return query_ARND + 0 * sum(x.sum() for x in (*context, *block))
     return torch.cat(outs)

@@ -6,7 +6,8 @@ sequences, packed or not, and over cached rows.
 """
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, I intermediate size
-# B batch, T positions, R rows of a decode call, P cached rows, C with those
+# B batch, T positions, R rows of a decode call, P cached rows, C with those, g rows of all heads
+# that share a key head
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -376,7 +377,7 @@ class KeyValues:
     ) -> Tensor:
         """``attend`` to some more rows, too, which are forgotten again."""
         keys_JCD, values_JCD = self._write(keys_KJD, values_KJD)
-        return _attend(query_RND, keys_JCD, values_JCD, visible_RC)
+        return masked_attention(query_RND, keys_JCD, values_JCD, visible_RC)
 
     def attend(self, query_RND: Tensor, visible_RP: Tensor) -> Tensor:
         """Attention over the cached rows: [R, N, D].
@@ -384,7 +385,7 @@ class KeyValues:
         Args:
             visible_RP: bool, rows of the cache that each query may see.
         """
-        return _attend(query_RND, self.keys, self.values, visible_RP)
+        return masked_attention(query_RND, self.keys, self.values, visible_RP)
 
 
 class FixedKeyValues(KeyValues):
@@ -418,15 +419,39 @@ class FixedKeyValues(KeyValues):
             self._rows(C).copy_(small_2JCD)
 
 
-def _attend(query_RND: Tensor, keys_JPD: Tensor, values_JPD: Tensor, visible_RP: Tensor) -> Tensor:
-    attended_NRD = F.scaled_dot_product_attention(
-        query_RND.transpose(0, 1)[None],
-        keys_JPD[None],
-        values_JPD[None],
-        attn_mask=visible_RP,
-        enable_gqa=query_RND.shape[1] != keys_JPD.shape[0],
-    )[0]
-    return attended_NRD.transpose(0, 1)
+def masked_attention(
+    query_RND: Tensor, keys_JPD: Tensor, values_JPD: Tensor, visible_RP: Tensor
+) -> Tensor:
+    """[R, N, D]: each row over the keys that its mask shows."""
+    inputs = (query_RND.transpose(0, 1)[None], keys_JPD[None], values_JPD[None])
+    G = query_RND.shape[1] // len(keys_JPD)
+    if G > 1 and query_RND.is_cuda:
+        out_1NRD = grouped_attention(*inputs, visible_RP.repeat(G, 1))
+    else:
+        out_1NRD = F.scaled_dot_product_attention(*inputs, visible_RP, enable_gqa=G > 1)
+    return out_1NRD[0].transpose(0, 1)
+
+
+def grouped_attention(
+    query_1NRD: Tensor,
+    keys_1JPD: Tensor,
+    values_1JPD: Tensor,
+    mask_gP: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention [1, N, R, D] behind a mask, the query heads of a key head being rows of one head.
+
+    A GPU has no kernel for grouped heads and a mask: keys and values would be written once for each
+    query head, at every layer of every step.
+
+    Args:
+        mask_gP: bool or additive [..., g, P], g = N / J times the R rows, head after head.
+    """
+    rows_1JgD = query_1NRD.reshape(1, keys_1JPD.shape[1], -1, query_1NRD.shape[-1])
+    out_1JgD = F.scaled_dot_product_attention(
+        rows_1JgD, keys_1JPD, values_1JPD, attn_mask=mask_gP, scale=scale
+    )
+    return out_1JgD.reshape(query_1NRD.shape)
 
 
 # -- plain causal layers ----------------------------------------------------------------------

@@ -12,7 +12,8 @@ attention runs sequence by sequence over its own keys.
 # S mask columns, N query heads, J key heads, D head size
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from pipedraft.models.layers import grouped_attention
 from pipedraft.models.recorded import Recordings, hidden_columns, lend, padded_rows
 from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
 
@@ -44,7 +46,8 @@ READ_BY_HOST = ("dynamic", "longrope")
 
 def can_record(config: "PreTrainedConfig") -> bool:
     rope = config.rope_parameters.get("rope_type", "default")
-    return config.model_type in FAMILIES and rope not in READ_BY_HOST
+    is_fixed = config.model_type in FAMILIES and rope not in READ_BY_HOST
+    return is_fixed and config._attn_implementation == "sdpa"
 
 
 @dataclass
@@ -133,7 +136,7 @@ class StageGraphs(Recordings):
         rotary = stage.rotary(hidden_1PH, positions_P[None])
         collected = {0: hidden_1PH} if 0 in taps else {}
         # Spare rows are written behind the cache, where no mask shows them.
-        with cache.writing_to(slots_P):
+        with cache.writing_to(slots_P), attending_by(grouped_attention):
             layers = zip(stage.layers, stage.kinds, strict=True)
             for index, (layer, kind) in enumerate(layers, start=stage.start + 1):
                 hidden_1PH = layer(
@@ -147,7 +150,8 @@ class StageGraphs(Recordings):
         return torch.cat([hidden_1PH, *(collected[index] for index in taps)])
 
     def _masks(self, shape: Shape, packed: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Kind of layer -> [1, 1, P, C], additive, over the whole buffers of the cache."""
+        """Kind of layer -> [1, 1, g, C], additive, over the whole buffers of the cache; see
+        ``grouped_attention``."""
         stage, cache, S = self.stage, self.stage.cache, shape.num_columns
         committed, slots_P, positions_P, _, visible = shape.split(packed)
         positions_C = cache.write_positions(slots_P, positions_P)
@@ -159,8 +163,9 @@ class StageGraphs(Recordings):
             if kind == "sliding_attention":
                 unseen_PC = hidden_PC | (positions_C <= positions_P[:, None] - stage.window)
             zeros_PC = torch.zeros(unseen_PC.shape, dtype=dtype, device=packed.device)
-            lowest = torch.finfo(dtype).min
-            masks[kind] = zeros_PC.masked_fill_(unseen_PC, lowest)[None, None]
+            mask_PC = zeros_PC.masked_fill_(unseen_PC, torch.finfo(dtype).min)
+            groups = stage.layers[0].self_attn.num_key_value_groups
+            masks[kind] = mask_PC.repeat(groups, 1)[None, None]
         return masks
 
 
@@ -221,7 +226,7 @@ def forward_together(
     unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
     collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
     # The weights are read once for all rows; `apart` has each sequence attend by itself.
-    with apart:
+    with attending_by(apart.attend):
         for index, (layer, kind) in enumerate(
             zip(first.layers, first.kinds, strict=True), start=first.start + 1
         ):
@@ -257,14 +262,6 @@ class _Apart:
         self.masks: list[Tensor] = []
         self._known: list[tuple[Tensor, Tensor]] = []
 
-    def __enter__(self) -> None:
-        # A TorchFunctionMode would do, but is asked at every call: a fourth of a small pass.
-        AttentionInterface.register("sdpa", _attend)
-        _passing.apart = self
-
-    def __exit__(self, *error: object) -> None:
-        _passing.apart = None
-
     def update(
         self, keys_1JRD: Tensor, values_1JRD: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
@@ -276,8 +273,8 @@ class _Apart:
         ]
         return keys_1JRD, values_1JRD
 
-    def attend(self, query_1NRD: Tensor, scale: float | None) -> Tensor:
-        """Rows in the order of the sequences: [1, R, N, D]."""
+    def attend(self, query_1NRD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
+        """Rows in the order of the sequences: [1, N, R, D]."""
         outs = [
             F.scaled_dot_product_attention(
                 query_1NlD,
@@ -291,11 +288,26 @@ class _Apart:
                 query_1NRD.split(self.sizes, 2), self._known, self.masks, strict=True
             )
         ]
-        return torch.cat(outs, 2).transpose(1, 2).contiguous()
+        return torch.cat(outs, 2)
 
 
+# -- attention in transformers' layers ---------------------------------------------------------
+
+Attend = Callable[..., Tensor]
+"""(query [1, N, R, D], keys, values, mask, scale=) -> [1, N, R, D]."""
 _passing = threading.local()
-"""``apart``: whose pass this thread is in, if any."""
+"""``attend``: what this thread's pass attends by, if not by transformers' own way."""
+
+
+@contextmanager
+def attending_by(attend: Attend) -> Iterator[None]:
+    # A TorchFunctionMode would do, but is asked at every call: a fourth of a small pass.
+    AttentionInterface.register("sdpa", _attend)
+    _passing.attend = attend
+    try:
+        yield
+    finally:
+        _passing.attend = None
 
 
 def _attend(
@@ -306,8 +318,9 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' "sdpa", and that of several sequences inside ``_Apart``."""
-    apart = getattr(_passing, "apart", None)
-    if apart is None:
+    """transformers' "sdpa", unless inside ``attending_by``."""
+    attend = getattr(_passing, "attend", None)
+    if attend is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    return apart.attend(query, options.get("scaling")), None
+    out_1NRD = attend(query, key, value, attention_mask, scale=options.get("scaling"))
+    return out_1NRD.transpose(1, 2).contiguous(), None

@@ -17,8 +17,15 @@ from pipedraft.inference.transport.worker import SharedWorker
 class Wire(Local):
     """A link that turns every message into bytes and back, as between processes."""
 
+    def __init__(self, handle=None, ends=(None, None)) -> None:
+        """``ends``: devices of a direct way for what is on the first one; else all is bytes."""
+        super().__init__(handle)
+        self.ends = ends
+
     def send(self, message: AnyMessage) -> None:
-        super().send(CODEC.decode(CODEC.encode(message).join()))
+        frame = CODEC.encode(message, self.ends[0])
+        apart = iter(frame.apart)
+        super().send(CODEC.decode(frame.join(), lambda *_: next(apart).to(self.ends[1])))
 
 
 class LateWire(Wire):
@@ -32,16 +39,17 @@ class LateWire(Wire):
             super().send(message)
 
 
-def connect_inline(target, others=(), wire=Wire):
+def connect_inline(target, others=(), *, is_direct=False):
     """All stages in this process, each finishing a message before the next is sent.
 
     Args:
         others: the same target once more for each stage after the first, on devices of their own.
-        wire: kind of the links.
+        is_direct: hidden states go from device to device beside their frames.
     """
     last = target.num_stages - 1
     targets = [target, *others] if others else [target] * target.num_stages
-    answers = [wire() for _ in range(target.num_stages)]
+    devices = [x.device if is_direct else None for x in targets]
+    answers = [Wire(ends=(device, devices[0])) for device in devices]
     workers: list[SharedWorker] = []
     following = None
     for index in range(last, -1, -1):
@@ -53,7 +61,7 @@ def connect_inline(target, others=(), wire=Wire):
             timeline=Timeline(f"stage {index}"),
         )
         workers.append(worker)
-        following = wire(worker.handle)
+        following = Wire(worker.handle, ends=(devices[max(index - 1, 0)], devices[index]))
 
     def cancel(worker):
         return LateWire(worker.cancel)
