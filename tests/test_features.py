@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from fork_server import forked, rank_environments, status_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
+from train_processes import before_calls, shorten_usual_timeout
 from train_runs import (
     World,
     assert_equal_weights,
@@ -297,13 +299,17 @@ def test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder(
 
 
 def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):
-    """Two, of which one finds some of its shards there."""
+    """Two, of which one finds some of its shards there, and hashes them for longer than a usual
+    collective call may last."""
     out = tmp_path / "dump"
     assert dump_killed_at(world, out, 10)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = rank_environments(2, store.port)
 
     def work(rank: int) -> None:
+        shorten_usual_timeout(1)
+        if rank == 0:
+            before_calls(ShardRecord, "damage", partial(time.sleep, 2.5))
         os.environ.update(ranks[rank], ACCELERATE_USE_CPU="true")
         AcceleratorState._reset_state(reset_partial_state=True)
         with pytest.MonkeyPatch.context() as monkeypatch:

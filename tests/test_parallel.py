@@ -14,6 +14,8 @@ import pytest
 import torch
 from accelerate.commands import launch
 from conftest import REPOSITORY
+from fork_server import rank_environments
+from torch.distributed import TCPStore
 from train_runs import Runs, logged, said, start_runs, weights
 
 from pipedraft.train import checkpoint
@@ -279,13 +281,32 @@ def test_resuming_runs_no_code_of_a_checkpoint(runs, tmp_path, name):
 SHORT = {"max_steps": 1, "accumulation": 1, "batch_group": None}
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", pytest.param("zero3", marks=pytest.mark.all)])
-def test_processes_wait_for_one_that_is_longer_than_the_usual_timeout(runs, tmp_path, name):
+SLOW = [("ddp", "load_data"), ("fsdp2", "load_frozen_target"), ("zero3", "load_tokenizer_of")]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [*SLOW[:2], pytest.param(*SLOW[2], marks=pytest.mark.all)]
+)
+def test_processes_wait_for_one_that_is_longer_than_the_usual_timeout(runs, tmp_path, name, part):
     """The first process downloads, loads and tokenizes for hours while the others wait."""
     folder, environment = tmp_path / "spd", launcher_environment(name)
-    jobs = {0: {"usual_timeout_s": 1, "sleeps": {"load_data": 2.5}}, 1: {"usual_timeout_s": 1}}
+    jobs = {0: {"usual_timeout_s": 1, "sleeps": {part: 2.5}}, 1: {"usual_timeout_s": 1}}
     statuses = runs.together("spd", folder, environment, changes=SHORT, jobs=jobs)
     assert statuses == [0, 0], said(folder)
+
+
+def test_processes_on_two_disks_are_refused_at_once(runs, tmp_path):
+    environment, folders = launcher_environment("ddp"), [tmp_path / "one", tmp_path / "other"]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = rank_environments(2, store.port)
+    pids = [
+        runs.start("spd", folder, environment=rank | environment)
+        for folder, rank in zip(folders, ranks, strict=True)
+    ]
+    assert [runs.parent.wait(pid) for pid in pids] == [2, 2]
+    for folder in folders:
+        assert f"output_dir: {str(folder)!r} is another folder for 1 of 2 processes" in said(folder)
+        assert not (folder / "checkpoints").exists()
 
 
 def test_a_process_that_never_comes_ends_the_others_with_a_line(runs, tmp_path):

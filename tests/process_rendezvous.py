@@ -1,0 +1,153 @@
+"""What every rank of a test of recording runs: GPUs that pretend, whose sends wait for their peer.
+
+As NCCL's, a send is under way until the peer has posted its receive; and recording a graph waits
+for the whole device, so for the sends of its rank. Ranks that record at once could wait for each
+other for ever.
+
+tests/process_rendezvous.py FOLDER guarded (or unguarded: recording asks for nothing)
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.distributed as dist
+from conftest import tiny_llama
+from decode_runs import PROMPTS, SMALL, PlainTokenizer, friendly_module, plain_text
+from pretended_device import pretended_cuda
+from tiny_drafts import make_exit, make_head
+
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.schedules import SCHEDULES
+from pipedraft.inference.transport import cluster as cluster_module
+from pipedraft.inference.transport.cluster import Cluster
+from pipedraft.inference.transport.ranks import DeviceLink, Sender
+from pipedraft.inference.transport.watch import Limits
+from pipedraft.models.recorded import UNDER_WAY, Recordings
+from pipedraft.placement import place_draft
+
+NEW_TOKENS, PROMPT = 8, PROMPTS[2]
+RANK = int(os.environ["RANK"])
+HANGS_S = 20
+PATIENT = Limits(silence_s=99, undelivered_s=99, step_s=99)
+"""A busy machine is no failure; what hangs is ended by ``Taken``."""
+FORGETS = 0.3
+"""Share of the calls before which a rank forgets its graphs, at steps of its own."""
+
+
+class Rendezvous:
+    """A ``DeviceLink`` over gloo: a rank tells in the launch's store what it asks for."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.link, self.device = DeviceLink(group, torch.device("cpu")), device
+        self.name, self.num_sent, self.num_asked = group.group_name, 0, 0
+
+    def send(self, array, peer):
+        work, whole = self.link.send(array.cpu(), peer)
+        self.num_sent += 1
+        return Taken(work, f"{self.name}/{self.num_sent}"), whole
+
+    def receive(self, shape, dtype, peer):
+        self.num_asked += 1
+        store().set(f"{self.name}/{self.num_asked}", "")
+        return self.link.receive(shape, dtype, peer).to(self.device)
+
+
+class Taken:
+    def __init__(self, work: dist.Work, key: str) -> None:
+        self.work, self.key = work, key
+        self.has_gone = False
+
+    def is_completed(self) -> bool:
+        if not self.has_gone and store().check([self.key]):
+            self.work.wait()  # once: it will be forgotten
+            self.has_gone = True
+        return self.has_gone
+
+    def wait(self) -> None:
+        deadline_s = time.monotonic() + HANGS_S
+        while not self.is_completed():
+            assert time.monotonic() < deadline_s, "recording waits for a peer that records, too"
+            time.sleep(0.01)
+
+
+def store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def recording(right, counts):
+    def record(self, packed, rows, compute):
+        counts["recorded"] += 1
+        for sender in list(UNDER_WAY):
+            for work, _ in sender._apart:
+                work.wait()
+        return right(self, packed, rows, compute)
+
+    return record
+
+
+def forgetting(right, random):
+    def run(self, *arguments, **options):
+        if random.random() < FORGETS:
+            self.clear()
+        return right(self, *arguments, **options)
+
+    return run
+
+
+def over_gloo(right):
+    return lambda ranks, *, timeout, backend: right(ranks, timeout=timeout, backend="gloo")
+
+
+def main() -> None:
+    folder, counts = Path(sys.argv[1]), {"rank": RANK, "recorded": 0}
+    Recordings._record = recording(Recordings._record, counts)
+    Recordings.run = forgetting(Recordings.run, Random(RANK))
+    cluster_module.DeviceLink, dist.new_group = Rendezvous, over_gloo(dist.new_group)
+    # Weights are loaded before, and moved to a GPU that pretends.
+    Cluster._load_part = lambda self, job, **_: tiny_llama(layers=4, vocab=16).to(self.device)
+    if sys.argv[2] == "unguarded":
+        Sender.is_sending = lambda self: False
+    with pretended_cuda(num_devices=4), Cluster(PATIENT, "device") as cluster:
+        if cluster.is_controller:
+            name = str(folder / "target")
+            whole = tiny_llama(layers=4, vocab=16)
+            whole.save_pretrained(name)
+            part = cluster.load_target(name, revision=None, num_stages=3)
+            counts["unlike plain"] = unlike_plain(cluster, part, whole)
+        else:
+            cluster.serve()
+    print(json.dumps(counts))
+
+
+def unlike_plain(cluster, part, whole) -> list[str]:
+    """Schedules whose text is not plain decoding's on a CPU."""
+    head = make_head(whole)
+    special = {
+        "autoregressive": None,
+        "spd": friendly_module(whole, num_stages=3, num_layers=1),
+        "ppsd": make_exit(whole, num_stages=3),
+    }
+    unlike = []
+    expected = plain_text(whole, PROMPT, max_new_tokens=NEW_TOKENS)
+    for draft in (head, special["spd"], special["ppsd"]):
+        draft.attach(part)
+        place_draft(draft, part)
+    for name in (name for name, kind in SCHEDULES.items() if not kind.needs_link):
+        own = {"tree": SMALL} if hasattr(SCHEDULES[name], "tree") else {}
+        own |= {"draft_tokens": 2} if name == "pipeinfer" else {}  # it drafts while it waits
+        config = DecodeConfig.of(name, num_stages=3, max_new_tokens=NEW_TOKENS, **own)
+        draft = special.get(name, head)
+        engine = Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect)
+        if engine.decode(PROMPT).token_ids != expected:
+            unlike.append(name)
+    return unlike
+
+
+if __name__ == "__main__":
+    main()
