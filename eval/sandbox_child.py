@@ -93,7 +93,7 @@ def confine(limits: Values) -> None:
 
 # -- values on the pipe: plain data alone ---------------------------------------------------------
 
-CONTAINERS: dict[str, Callable[[Any], Any]] = {
+CONTAINERS: dict[str, Callable[..., object]] = {
     "list": list,
     "tuple": tuple,
     "set": set,
@@ -102,7 +102,7 @@ CONTAINERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def pack(value: object) -> Any:
+def pack(value: object) -> object:
     """JSON of plain data.
 
     Raises:
@@ -124,7 +124,7 @@ def pack(value: object) -> Any:
     raise TypeError(type(value).__name__)
 
 
-def unpack(value: Any) -> Any:
+def unpack(value: object) -> Any:
     if not isinstance(value, list):
         return value
     name, *parts = value

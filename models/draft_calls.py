@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pipedraft.files import Values
 from pipedraft.models.layers import KeyValues
 
 ORDER = ("extend_rows", "rows", "propose_rows", "logits")
@@ -33,7 +34,7 @@ class Call:
     function: Any
     """A method of ``ORDER``."""
     rows: tuple[Any, ...]
-    options: dict[str, Any]
+    options: Values
     _result: Any = None
     _error: Exception | None = field(default=None, repr=False)
 
@@ -125,10 +126,10 @@ def _make_joined(calls: Sequence[Call]) -> Sequence[Any]:
 
 def _joined_options(
     calls: Sequence[Call], places: Sequence[slice | Tensor], *, leaving: Sequence[str] = ()
-) -> dict[str, Any]:
+) -> Values:
     options = [one.options for one in calls]
     visible = [own[VISIBLE] for own in options if VISIBLE in own]
-    found: dict[str, Any] = {}
+    found: Values = {}
     for name in options[0].keys() - {*leaving}:
         parts = [own[name] for own in options]
         if name == VISIBLE:
@@ -175,7 +176,7 @@ def _propose(calls: Sequence[Call]) -> Sequence[Tensor]:
 
 
 def _ordered_taps(
-    draft: Any, options: Sequence[dict[str, Any]], order: Sequence[tuple[int, int]]
+    draft: Any, options: Sequence[Values], order: Sequence[tuple[int, int]]
 ) -> dict[int, Tensor]:
     """Hidden states in the order of all rows; a layer that a row has not passed is not read."""
     found: dict[int, dict[int, Tensor]] = {}

@@ -29,6 +29,7 @@ from accelerate.utils import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -235,7 +236,9 @@ def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:
 # -- optimizers -------------------------------------------------------------------------------
 
 
-def make_optimizers(parameters: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> list[Any]:
+def make_optimizers(
+    parameters: list[tuple[str, nn.Parameter]], optim: OptimConfig
+) -> list[Optimizer]:
     """AdamW; or Muon for the matrices inside decoder layers and AdamW for the rest."""
     parameters = [(name, p) for name, p in parameters if p.requires_grad]
     is_hidden = {n: optim.name == "muon" and p.ndim == 2 and "layer" in n for n, p in parameters}
@@ -247,7 +250,7 @@ def make_optimizers(parameters: list[tuple[str, nn.Parameter]], optim: OptimConf
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    optimizers: list[Any] = []
+    optimizers: list[Optimizer] = []
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True))
     if hidden:

@@ -78,7 +78,7 @@ class LiveBytes(TorchDispatchMode):
         types: tuple[type, ...],
         args: tuple[Any, ...] = (),
         kwargs: Values | None = None,
-    ) -> Any:
+    ) -> object:
         given = (args, kwargs or {})
         tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
         for tensor in tensors:  # what was there before does not count, nor do views of it
