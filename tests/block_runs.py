@@ -6,11 +6,15 @@ from types import SimpleNamespace
 import torch
 from conftest import tiny_llama
 from datasets import Dataset
+from decode_runs import CHAIN, PROMPTS, SMALL
 
 from pipedraft.data_recipes.batch import collate
 from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.dflash import DFlashSource
 from pipedraft.inference.sources.dspark import DSparkSource
+from pipedraft.inference.tree import TokenTree
+from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.dspark import DSpark
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import capture_hidden
@@ -26,6 +30,14 @@ OTHER_WAYS = [
 ]
 
 
+SAMPLED_WAYS = [
+    {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"},
+    {"schedule": "eagle", "tree": SMALL},
+    {"schedule": "pruned_pp", "tree": SMALL},
+    {"schedule": "pipedec", "tree_width": 3},
+    {"schedule": "flowspec_continued"},
+    {"schedule": "pipeinfer"},
+]
 LABELS = [list(range(23, 3, -1)), [9, 20, 3, 11, 20]]
 KINDS = {
     "dflash": (DFlashObjective, DFlashTrainConfig, {}),
@@ -227,3 +239,15 @@ class CheckedDFlash(Checked, DFlashSource):
 
 class CheckedDSpark(Checked, DSparkSource):
     pass
+
+
+def tree_of_one_pass(target, source, shape: TreeShape) -> TokenTree:
+    """The tree that a source grows behind a prompt, by one pass of its head."""
+    ids = PROMPTS[2]
+    taps = capture_hidden(target, torch.tensor([ids]), source.taps)
+    source.begin({layer: x[0] for layer, x in taps.items()}, [*ids, 5])
+    tree = TokenTree(5, len(ids))
+    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
+    assert source.grow_tree(tree, shape, by_score=True, sampling=sampling) > 2
+    assert source.num_forwards == 1
+    return tree

@@ -6,11 +6,13 @@ from attention_runs import assert_loss_and_gradients, assert_nothing_without_row
 from block_runs import (
     MASKS,
     OTHER_WAYS,
+    SAMPLED_WAYS,
     CheckedDFlash,
     assert_training_is_decoding,
     make_batch,
     make_objective,
     plain_loss,
+    tree_of_one_pass,
 )
 from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
@@ -29,12 +31,8 @@ from decode_runs import (
 from tiny_drafts import make_head
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.dflash import DFlashSource
-from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models import dflash
-from pipedraft.models.target import capture_hidden
 from pipedraft.train.dflash import (
     block_lengths,
     dpace_weights,
@@ -200,18 +198,7 @@ def test_a_block_that_outlives_its_root_is_noticed(monkeypatch):
         engine.decode(PROMPTS[2])
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"},
-        {"schedule": "eagle", "tree": SMALL},
-        {"schedule": "pruned_pp", "tree": SMALL},
-        {"schedule": "pipedec", "tree_width": 3},
-        {"schedule": "flowspec_continued"},
-        {"schedule": "pipeinfer"},
-    ],
-    ids=way_name,
-)
+@pytest.mark.parametrize("way", SAMPLED_WAYS, ids=way_name)
 def test_sampled_text_is_the_targets(way):
     target = sampling_target()
     draft = make_head(target, "dflash", block_size=5)
@@ -223,13 +210,7 @@ def test_sampled_text_is_the_targets(way):
 def test_a_tree_takes_one_forward_pass(shape):
     target = tiny_llama(layers=4, vocab=16)
     source = DFlashSource(make_head(target, "dflash", block_size=6))
-    ids = PROMPTS[2]
-    taps = capture_hidden(target, torch.tensor([ids]), source.taps)
-    source.begin({layer: x[0] for layer, x in taps.items()}, [*ids, 5])
-    tree = TokenTree(5, len(ids))
-    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
-    assert source.grow_tree(tree, shape, by_score=True, sampling=sampling) > 2
-    assert source.num_forwards == 1
+    tree = tree_of_one_pass(target, source, shape)
     # Below any row of a depth the best token is the same.
     best = {}
     for row in range(len(tree)):

@@ -6,11 +6,13 @@ from attention_runs import assert_loss_and_gradients, tune
 from block_runs import (
     MASKS,
     OTHER_WAYS,
+    SAMPLED_WAYS,
     CheckedDSpark,
     assert_training_is_decoding,
     make_batch,
     make_objective,
     plain_loss,
+    tree_of_one_pass,
 )
 from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
@@ -28,12 +30,8 @@ from decode_runs import (
 from tiny_drafts import make_head
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.dspark import DSparkSource
-from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.dspark import DSpark
-from pipedraft.models.target import capture_hidden
 
 BATCH = make_batch(MASKS)
 KINDS = [
@@ -158,18 +156,7 @@ def test_a_row_that_is_taken_for_its_parent_is_noticed(monkeypatch):
         engine.decode(PROMPTS[2])
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"},
-        {"schedule": "eagle", "tree": SMALL},
-        {"schedule": "pruned_pp", "tree": SMALL},
-        {"schedule": "pipedec", "tree_width": 3},
-        {"schedule": "flowspec_continued"},
-        {"schedule": "pipeinfer"},
-    ],
-    ids=way_name,
-)
+@pytest.mark.parametrize("way", SAMPLED_WAYS, ids=way_name)
 def test_sampled_text_is_the_targets(way):
     target = sampling_target()
     assert_sampled_like_the_target(target, make_head(target, "dspark", block_size=5), **way)
@@ -179,13 +166,7 @@ def test_sampled_text_is_the_targets(way):
 def test_a_tree_takes_one_pass_and_its_rows_differ(shape):
     target = tiny_llama(layers=4, vocab=16)
     source = DSparkSource(make_head(target, "dspark", block_size=6))
-    ids = PROMPTS[2]
-    taps = capture_hidden(target, torch.tensor([ids]), source.taps)
-    source.begin({layer: x[0] for layer, x in taps.items()}, [*ids, 5])
-    tree = TokenTree(5, len(ids))
-    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
-    assert source.grow_tree(tree, shape, by_score=True, sampling=sampling) > 2
-    assert source.num_forwards == 1
+    tree = tree_of_one_pass(target, source, shape)
     rows = [row for row in range(len(tree)) if tree.depths[row] == 1]
     logits_QU = source._logits(tree, rows)
     if shape is not CHAIN:
