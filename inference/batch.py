@@ -37,6 +37,7 @@ from pipedraft.inference.pipelines.shared import (
 from pipedraft.inference.result import DecodeResult, Observer
 from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.sources.base import DraftSource
+from pipedraft.inference.timeline import WAIT
 from pipedraft.models.draft_calls import Call, asking, make_first
 
 
@@ -142,7 +143,8 @@ class _Sequence:
         """``call``'s outcome, once it was made with those of other sequences."""
         self.asked = call
         try:
-            self._wait()
+            with self.pipeline.timeline.span(WAIT):
+                self._wait()
         finally:
             self.asked = None
         return call.outcome()
@@ -414,7 +416,10 @@ class BatchEngine:
                 sequence.resume()
             asking += [sequence for sequence in sequences if sequence.asked is not None]
             calls = [sequence.asked for sequence in asking if sequence.asked is not None]
-            made = make_first(calls) if calls else []
+            if not calls:
+                return
+            with self.timeline.span("draft"):
+                made = make_first(calls)
             sequences = [sequence for sequence in asking if sequence.asked in made]
             asking = [sequence for sequence in asking if sequence not in sequences]
 

@@ -1,6 +1,7 @@
 """What a process did when: spans for a Chrome trace, sums for the breakdown, its peak memory."""
 
 import resource
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -40,6 +41,15 @@ class _Launched:
         return self.started.elapsed_time(self.ended) / 1e3
 
 
+class _Open(threading.local):
+    """The spans that are open in a thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.launched: list[list[_Launched]] = [[]]
+        self.inside_s = [0.0]
+        """Seconds of finished spans inside each of them."""
+
+
 class Timeline:
     """Spans of one process on the machine's monotonic clock.
 
@@ -54,11 +64,9 @@ class Timeline:
         """``device``: of the work; None: the CPU."""
         self.name, self.traces = name, traces
         self._is_on_gpu = device is not None and device.type == "cuda"
-        self._open: list[list[_Launched]] = [[]]
+        self._open = _Open()
         self.working_since = 0.0
         """Start of the work under way; 0 while the process waits. ``Watch`` reads it."""
-        self._inside = [0.0]
-        """Seconds of finished spans inside each span that is open."""
         self.clear()
 
     def clear(self) -> None:
@@ -73,7 +81,7 @@ class Timeline:
     def span(self, kind: str, num_rows: int = 0) -> Iterator[None]:
         start = time.monotonic()
         self.working_since = 0.0 if kind == WAIT else start
-        self._inside.append(0.0)
+        self._open.inside_s.append(0.0)
         launched = self._launch(kind, start, num_rows)
         try:
             yield
@@ -82,9 +90,9 @@ class Timeline:
             raise
         finally:
             end = time.monotonic()
-            inside = self._inside.pop()
-            self._inside[-1] += end - start
-            self.working_since = end if len(self._inside) > 1 else 0.0
+            inside = self._open.inside_s.pop()
+            self._open.inside_s[-1] += end - start
+            self.working_since = end if len(self._open.inside_s) > 1 else 0.0
             if launched is None:
                 self._add(kind, start, end, inside, num_rows)
             else:
@@ -97,17 +105,17 @@ class Timeline:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         launched = _Launched(kind, events[0], events[1], start, num_rows)
-        self._open.append(launched.inside)
+        self._open.launched.append(launched.inside)
         return launched
 
     def _end(self, launched: _Launched, kind: str) -> None:
         launched.ended.record()
         launched.kind = kind
-        self._open.pop()
-        self._open[-1].append(launched)
+        self._open.launched.pop()
+        self._open.launched[-1].append(launched)
         self._pending.append(launched)
-        if len(self._open) == 1:
-            self._open[0].clear()
+        if len(self._open.launched) == 1:
+            self._open.launched[0].clear()
             if len(self._pending) > MAX_PENDING:
                 self._settle()
 

@@ -1,5 +1,6 @@
 """Draft forwards of several sequences as one: each drafts what it drafts alone."""
 
+import time
 from copy import deepcopy
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_drafts import make_exit, make_head
 
 from pipedraft.inference.batch import BatchEngine
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.timeline import WAIT
 from pipedraft.models import draft_calls
 from pipedraft.models.draft_calls import Call, make_first
 from pipedraft.models.layers import KeyValues
@@ -72,7 +74,7 @@ def differs(one, apart):
     return not all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in pairs)
 
 
-def decode(target, draft, ways, **options):
+def submit(target, draft, ways, **options):
     """Six sequences of different lengths, greedy."""
     num_stages = stages_of(draft)
     configs = [
@@ -84,6 +86,11 @@ def decode(target, draft, ways, **options):
         batch.submit([index, 3] * (1 + 4 * (index % 2)), configs[index % len(ways)])
         for index in range(6)
     ]
+    return batch, handles
+
+
+def decode(target, draft, ways, **options):
+    batch, handles = submit(target, draft, ways, **options)
     while batch.step():
         pass
     return handles
@@ -156,6 +163,17 @@ def test_bitwise_outputs_have_drafts_of_their_own(target, calls_made):
     handles = decode(target, draft, [CONTINUED], bitwise=True)
     assert not calls_made
     assert check_as_alone(target, draft, handles) == 0
+
+
+def test_the_time_of_drafts_is_counted_once(target):
+    """Although each sequence's drafting is open while others draft."""
+    batch, _ = submit(target, make_head(target), [CONTINUED])
+    started_s = time.monotonic()
+    while batch.step():
+        pass
+    elapsed_s, seconds = time.monotonic() - started_s, batch.timeline.seconds
+    assert seconds["draft"] > 0
+    assert sum(seconds.values()) - seconds[WAIT] < elapsed_s
 
 
 def test_a_call_that_fails_fails_alone(target):
