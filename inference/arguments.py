@@ -200,7 +200,8 @@ class BackendOptions(PlaceOptions):
     """way of hidden states between ranks; device: NCCL between GPUs, host: through host memory;
     auto: device where every rank has a GPU of its own"""
     step_timeout: float = option(8.0, metavar="S")
-    """seconds of a stage's forward pass, after which the run ends"""
+    """seconds of a stage's forward pass, after which the run ends; above 8 a process may also be
+    silent for so long, as on a crowded machine"""
 
 
 @contextmanager
@@ -230,7 +231,7 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
     from pipedraft.inference.transport.cluster import Cluster
     from pipedraft.inference.transport.watch import Limits
 
-    limits = Limits(step_s=options.step_timeout)
+    limits = Limits.of_step(options.step_timeout)
     with Cluster(limits, options.links, on_cpu=options.device == "cpu") as cluster:
         yield cluster
 

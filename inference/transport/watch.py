@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import msgspec
 import torch.distributed as dist
@@ -45,6 +45,13 @@ class Limits:
     """After a rank says it sent a message that did not come."""
     step_s: float = 8.0
     """One forward pass of a stage or of the draft. Raise it for targets that need longer."""
+
+    @classmethod
+    def of_step(cls, step_s: float) -> Self:
+        """Whoever waits longer for a step waits as long for the processes that make it."""
+        if step_s <= cls.step_s:
+            return cls(step_s=step_s)
+        return cls(step_s=step_s, silence_s=step_s, undelivered_s=step_s)
 
 
 class Beat(msgspec.Struct, forbid_unknown_fields=True):
