@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.shapes import LONGEST, RowCosts
+from pipedraft.inference.shapes import LONGEST, SHARPNESS, RowCosts
 
 if TYPE_CHECKING:
     from pipedraft.inference.pipelines.shared import SharedPipeline
+    from pipedraft.inference.tree import TokenTree
+    from pipedraft.inference.verify import Walk
 
 
 MEMORY = 0.99
@@ -26,6 +29,9 @@ PRIOR_STEPS = 64.0
 """Steps for which a sequence that drafts is taken to emit ``PRIOR_LENGTH`` / n tokens each; they
 count for more as what was measured is forgotten, so that drafting is tried again."""
 PRIOR_LENGTH = 2.0
+LEARNING = 0.1
+"""What a test changes of the sharpness, in logarithms, if the draft was sure and wrong."""
+SHARPEST = 4.0
 SWITCH = 1.02
 """Gain in the rate for which the number of drafting sequences changes."""
 
@@ -62,6 +68,7 @@ class BatchClock:
         """Rows of one of them in a stage."""
         self.drafting: frozenset[SharedPipeline] = frozenset()
         """Those that draft where their budgets are automatic."""
+        self._sharpness = SHARPNESS
 
     @property
     def num_stages(self) -> int:
@@ -106,6 +113,20 @@ class BatchClock:
         self.num_tokens += not is_first
         self._tokens += not is_first and pipeline in self._before[0]
         self._unpriced.append(times)
+
+    def tested(self, said: float, right: bool) -> None:
+        """Take the draft's probabilities as they prove: in the mean, as many are right as it says.
+
+        log s <- log s + LEARNING (right - said), s from 1 to SHARPEST: how much a draft understates
+        its best tokens differs from draft to draft.
+        """
+        change = math.exp(LEARNING * (right - said))
+        self._sharpness = min(max(self._sharpness * change, 1.0), SHARPEST)
+
+    @property
+    def sharpness(self) -> float:
+        """In quarters: recorded graphs have it inside."""
+        return round(4 * self._sharpness) / 4
 
     def leave(self, pipeline: SharedPipeline) -> None:
         """A sequence has ended; nothing here keeps its caches."""
@@ -179,7 +200,7 @@ class BatchClock:
         """
         factor = 1 + (LONGEST - 1) / math.sqrt(max(1, len(self.live)))
         rate = self.rate(len(self.drafting))
-        return RowCosts(tokens=rate, time=1.0, row=factor * row)
+        return RowCosts(tokens=rate, time=1.0, row=factor * row, sharpness=self.sharpness)
 
     def hidden_forwards(self, alone: int) -> int:
         """Draft forwards of one sequence that fit beside a step, of those that fit for one alone.
@@ -207,6 +228,8 @@ class SequenceClock(VirtualClock):
     ) -> None:
         super().__init__(cost, boundaries, draft_forward)
         self.batch, self.pipeline = batch, pipeline
+        self._weighs = False
+        """Draft tokens enter while their probabilities pay."""
 
     def step(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> None:
         super().step(rows, draft_forwards=draft_forwards, overlap=overlap)
@@ -219,12 +242,20 @@ class SequenceClock(VirtualClock):
     def drafts_pay(self) -> bool:
         return self.batch.drafts_pay(self.pipeline)
 
+    def verified(self, tree: TokenTree, walk: Walk) -> None:
+        if not self._weighs:
+            return
+        for row, right in zip(walk.path, walk.tests, strict=False):
+            scores = [tree.scores[child] - tree.scores[row] for child in tree.children(row)]
+            self.batch.tested(min(1.0, sum(map(math.exp, scores))), right)
+
     def hidden_forwards(self) -> int:
         return self.batch.hidden_forwards(super().hidden_forwards())
 
     def step_costs(self, num_tokens: int) -> RowCosts:
+        self._weighs = True
         if len(self.batch.live) <= 1:
-            return super().step_costs(num_tokens)
+            return replace(super().step_costs(num_tokens), sharpness=self.batch.sharpness)
         return self.batch.costs(self.batch.row_price)
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:

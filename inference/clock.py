@@ -1,11 +1,18 @@
 """The virtual clock: counts steps (K) and adds up a modeled time."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipedraft.inference.shapes import LONGEST, RowCosts
+
+if TYPE_CHECKING:
+    from pipedraft.inference.tree import TokenTree
+    from pipedraft.inference.verify import Walk
 
 MAX_COST = 1e6
 """Target passes."""
@@ -159,6 +166,9 @@ class VirtualClock:
     def drafts_pay(self) -> bool:
         """Drafting is worth its time, where the budget is automatic."""
         return True
+
+    def verified(self, tree: TokenTree, walk: Walk) -> None:
+        """What came of the draft tokens of a tree."""
 
     def hidden_forwards(self) -> int:
         """Draft forwards that take no longer than a step of one row; at least 1.

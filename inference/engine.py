@@ -322,8 +322,8 @@ class Session:
 
     def step_sampling(self, budget: Budget) -> Sampling:
         """Sampling of draft tokens that enter at every step."""
-        costs = self.clock.step_costs(self.result.num_tokens)
-        return self._round_sampling(costs if budget == "auto" else None)
+        costs = self.clock.step_costs(self.result.num_tokens) if budget == "auto" else None
+        return self._round_sampling(costs)
 
     def draft_alone(self, *, at_least: int = 0) -> None:
         """Spend the time of the drafting since the last step while every stage waits.
@@ -386,14 +386,14 @@ class Session:
             True when the next token is a row of the tree (nothing has to restart).
         """
         walk, keep = self._verify(returned)
+        self.clock.verified(self.tree, walk)
         emitted = [self.tree.tokens[row] for row in walk.path[1:]] + [walk.next_token]
         committed = self.pipeline.keep(keep)
-        next_position = self.tree.position(walk.path[-1]) + 1
         hit = len(keep.rows) > keep.num_committed
         if hit:
             self.tree = self.tree.reroot(keep)
         else:
-            self.tree = self._fresh_tree(walk.next_token, next_position)
+            self.tree = self._fresh_tree(walk.next_token, self.tree.position(walk.path[-1]) + 1)
         accepted = None
         for index, token in enumerate(emitted):
             if self.done:

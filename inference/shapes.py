@@ -30,6 +30,8 @@ class RowCosts:
     """In this time."""
     row: float
     """Time that each of them adds."""
+    sharpness: float = SHARPNESS
+    """See there; more where the draft's best tokens are right more often than it says."""
 
 
 def rows_that_pay(scores: Sequence[float], costs: RowCosts) -> int:

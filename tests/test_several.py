@@ -314,6 +314,25 @@ def test_drafts_of_several_sequences_share_a_device(together, time):
     assert clock.time == pytest.approx(time)
 
 
+@pytest.mark.parametrize("power", [1.0, 1.5, 3.0])
+def test_the_clock_learns_how_much_a_draft_understates_its_best_tokens(power):
+    """Tokens are right with its probabilities raised to a power, of which it knows nothing."""
+    rng, clock = random.Random(0), BatchClock(CostModel(), (0, 2, 4), 0.1, drafts_together=True)
+
+    def shares(sharpness):
+        raised = [p**sharpness for p in draft]
+        return [p / sum(raised) for p in raised]
+
+    learned = []
+    for index in range(600):
+        first = rng.uniform(0.3, 0.8)
+        draft = [first, *((1 - first) / 4 for _ in range(4))]
+        clock.tested(shares(clock.sharpness)[0], rng.random() < shares(power)[0])
+        if index >= 200:
+            learned.append(clock.sharpness)
+    assert statistics.mean(learned) == pytest.approx(power, rel=0.2)
+
+
 # -- threads --------------------------------------------------------------------------------
 
 

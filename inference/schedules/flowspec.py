@@ -72,11 +72,8 @@ class FlowSpec(PrunedPP):
                 if returned is not None:
                     depth = beside_step(session, self.expansion_depth, self.tree.depth)
                     fresh = replace(self.tree, depth=depth, num_tokens=self.expansion_tokens)
-                    session.grow_tree(
-                        fresh,
-                        session.clock.step_costs(session.result.num_tokens),
-                        by_score=not self.level_order,
-                    )
+                    costs = session.step_sampling(self.expansion_tokens).costs
+                    session.grow_tree(fresh, costs, by_score=not self.level_order)
                 elif num_steps >= session.num_stages and self.refill_depth:
                     session.deepen_tree(self.refill_depth, self.refill_tokens)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.schedules.base import Growth
-from pipedraft.inference.shapes import SHARPNESS, RowCosts, TreeShape, rows_that_pay
+from pipedraft.inference.shapes import RowCosts, TreeShape, rows_that_pay
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.target import Keep
@@ -42,7 +42,9 @@ class Sampling:
         return self._sharpened(self.rule.noisy_scores(logits_QU, noise_QU))
 
     def _sharpened(self, scores_QU: Tensor) -> Tensor:
-        return scores_QU if self.costs is None else torch.log_softmax(scores_QU * SHARPNESS, -1)
+        if self.costs is None:
+            return scores_QU
+        return torch.log_softmax(scores_QU * self.costs.sharpness, -1)
 
     @property
     def recorded_as(self) -> tuple[object, ...] | None:
@@ -50,7 +52,8 @@ class Sampling:
         filters = self.rule.filters
         if filters.top_p < 1 or filters.typical_p < 1:
             return None
-        return type(self.rule), self.rule.temperature, filters, self.costs is None
+        sharpness = None if self.costs is None else self.costs.sharpness
+        return type(self.rule), self.rule.temperature, filters, sharpness
 
     def worth(self, tree: TokenTree, scores: Sequence[float]) -> int:
         """How many of the best new draft tokens are added.
