@@ -12,10 +12,9 @@ token to the one in which the first sequence ends:
     slowdown    time of a sequence's tokens over their time alone in the pipeline; the largest
 
 Rows of all sequences in a stage cost what a segment of as many rows costs (``--cost``, ``--row``).
-The drafts of several sequences run one after the other on one device, as in this program, or with
-``--drafts together`` as one forward of all their rows. Ways: plain decoding; naive pipeline
-parallelism with a chain of draft tokens; one tree a round in one
-segment; the pipelined schedules, and these with automatic budgets.
+Draft forwards of several sequences are one, or with ``--drafts apart`` made one after the other on
+one device. Ways: plain decoding; naive pipeline parallelism with a chain of draft tokens; one tree
+a round in one segment; the pipelined schedules, and these with automatic budgets.
 """
 
 import argparse
@@ -131,7 +130,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--cost", default="h100", help="a preset or a file of --calibrate")
     parser.add_argument("--row", type=float, help="instead of the cost model's price of a row")
-    parser.add_argument("--drafts", choices=["apart", "together"], default="apart")
+    parser.add_argument("--drafts", choices=["together", "apart"], default="together")
     options = parser.parse_args()
     torch.set_num_threads(1)
     target = load_target(str(ASSETS / "target"))
