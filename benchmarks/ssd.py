@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 \\
         benchmarks/ssd.py --checkpoint assets/heads/eagle3
+    torchrun ... benchmarks/ssd.py --noise 0.13 --pass-ms 100 --draft-cost 0.125 --draft-tokens 7
 
 One process holds the draft, the others a stage each: with two, the target is not split. Every
 prompt is decoded by rounds (``eagle``, a chain), by SSD with chains as long, plainly, by SSD and by
@@ -9,18 +10,35 @@ rounds again, all on these processes; so a machine that grows slower or faster d
 line of JSON. For each temperature: tokens per second of the three; ``ssd_over_round``, time of the
 rounds over SSD's, with a 95 % bootstrap interval over prompts; batches of SSD, and hits among them,
 for which no stage waited; S on the virtual clock of the same runs, on which a draft forward takes
-its layers over the target's; and prompts whose five texts are not one.
+--draft-cost, else its layers over the target's; and prompts whose five texts are not one. SSD
+prepares what has time beside a pass on that clock, and no more once the verdict is back.
+
+With --noise the draft is the target with noise in its weights, as large as itself. With --pass-ms a
+pass of a stage takes that long, as a larger target's would: the stage waits, and computes nothing.
 """
 
 import argparse
 import json
 import statistics
+import time
 from collections import Counter
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from backend_agreement import read_prompts
+from sampled_trees import with_noise
+
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.transport.cluster import Cluster
+from pipedraft.inference.transport.watch import Limits
+from pipedraft.models import load_draft
+from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.target import Stage, load_target, load_tokenizer
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,6 +48,9 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--checkpoint", help="draft head")
     add("--draft-model", help="a language model as the draft instead")
+    add("--noise", type=float, help="the target with so much noise as the draft instead")
+    add("--pass-ms", type=float, default=0.0, help="least time of a pass of a stage")
+    add("--draft-cost", type=float, help="target passes that a draft forward is taken to last")
     add("--target", default="assets/target")
     add("--data-dir", help="official files (default: the prompts of assets/eval)")
     add("--draft-tokens", type=int, default=4, help="of a chain, of both")
@@ -43,17 +64,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
-    from pipedraft.inference.config import DecodeConfig
-    from pipedraft.inference.engine import Engine
-    from pipedraft.inference.shapes import TreeShape
-    from pipedraft.models import load_draft
-    from pipedraft.models.language_model import load_draft_model
-    from pipedraft.models.target import load_target, load_tokenizer
-
     num_stages = cluster.world_size - 1
     tokenizer, whole = load_tokenizer(args.target), load_target(args.target)
-    if args.draft_model:
-        draft: Any = load_draft_model(args.draft_model, whole, tokenizer)
+    if args.noise is not None:
+        draft: Any = with_noise(whole, args.noise)
+    elif args.draft_model:
+        draft = load_draft_model(args.draft_model, whole, tokenizer)
     else:
         draft = load_draft(args.checkpoint, whole)
     part = cluster.load_target(args.target, revision=None, num_stages=num_stages)
@@ -78,6 +94,7 @@ def measure(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
             "temperature": temperature,
             "max_new_tokens": args.max_new_tokens,
             "verifier": "gumbel",
+            "cost": CostModel(draft_forward=args.draft_cost),
         }
         engines = {
             way: Engine(
@@ -147,16 +164,22 @@ def speedup(slow_s: list[float], fast_s: list[float]) -> tuple[float, float, flo
 
 
 def main() -> None:
-    from pipedraft.inference.transport.cluster import Cluster
-    from pipedraft.inference.transport.watch import Limits
-
     args = parse_arguments()
     torch.set_num_threads(1)
     with Cluster(Limits(silence_s=60, undelivered_s=60, step_s=60)) as cluster:
         if cluster.is_controller:
             print(json.dumps(measure(args, cluster)), flush=True)
         else:
-            cluster.serve()
+            forward = Stage.forward
+
+            def slowed(stage: Stage, *rows: Any) -> Any:
+                began_s = time.perf_counter()
+                output = forward(stage, *rows)
+                time.sleep(max(0.0, args.pass_ms / 1e3 - (time.perf_counter() - began_s)))
+                return output
+
+            with patch.object(Stage, "forward", slowed):
+                cluster.serve()
 
 
 if __name__ == "__main__":

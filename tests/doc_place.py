@@ -162,6 +162,7 @@ SMALLER = {
     "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
     "benchmarks/pipeinfer.py": [*SMALL_TARGET.split(), "--acceptance", "0.85"],
     "benchmarks/backend_agreement.py": ["--prompts=1", "--max-new-tokens=4"],
+    "benchmarks/ssd.py": ["--prompts=3", "--max-new-tokens=4", "--pass-ms=0"],
 }
 # What stands for files that do not ship.
 STAND_INS = {
