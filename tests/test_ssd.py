@@ -68,6 +68,20 @@ def test_a_verdict_that_was_no_outcome_is_a_miss():
     assert sum(serial_forwards(shorter)) == 4 * 5
 
 
+def test_a_late_row_of_a_batch_is_worth_more_than_all_probabilities_above_it():
+    """Of three right draft tokens .616 each and a wrong one .226: .616 sqrt(.616^3) is more."""
+    assert decode(1.0, outcomes=1).round_lengths == [TOKENS]
+
+
+def test_all_that_is_prepared_fits_beside_a_step():
+    """A head's pass over text that it has not read is one of the four."""
+    target = tiny_llama(vocab=16, layers=4)
+    cost = CostModel(draft_forward=1 / 16)
+    options = {"num_stages": 4, "max_new_tokens": 24, "cost": cost, "schedule": "ssd"}
+    result = engine_for(target, draft=make_head(target), **options).decode(PROMPT)
+    assert max(event[1] for event in result.step_log if len(event) > 2) == 4
+
+
 def test_a_slow_draft_prepares_what_there_is_time_for():
     """A forward a step, n in all: the outcomes, and n - 1 draft tokens below each of them."""
     result = decode(1.0, forward=0.2, draft_tokens=NUM_STAGES)
