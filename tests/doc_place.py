@@ -58,6 +58,8 @@ def runner_of(command: Command) -> str:
         return "test_peers.py"  # which makes heads as others write them
     if command.page.startswith("adding_"):
         return "test_doc_examples.py"  # on a copy that has the code of the page
+    if command.module in ("benchmarks/serve_storm.py", "benchmarks/concurrent_streams.py"):
+        return "test_serve_load.py"
     if command.module == "pipedraft.inference.serving":
         return "test_serve_http.py"  # which starts such servers
     if command.module.startswith("docs/images/"):

@@ -1,0 +1,38 @@
+"""`pipedraft serve` under load, in small: what benchmarks/ measures at length."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.all
+LIMIT_S = 900
+
+
+def run(repository, script, *words):
+    """Its last line."""
+    ended = subprocess.run(
+        [sys.executable, f"benchmarks/{script}.py", *words, "--json"],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_a_storm_of_clients_gets_its_own_texts_or_none(repository):
+    words = ["--clients", "20", "--seconds", "20", "--requests", "5"]
+    found = run(repository, "serve_storm", *words)
+    assert (found["wrong"], found["failed"]) == (0, []), found
+    assert sum(count for what, count in found["found"].items() if "right" in what) > 20
+    assert found["killed"]["status"] == 1 and found["ended"]["status"] == 0
+    assert found["ended"]["said"][0].startswith("ended: ")
+
+
+def test_streams_at_once_have_the_texts_of_streams_in_turn(repository):
+    words = ["--streams", "4", "--pairs", "1", "--max-new-tokens", "16"]
+    for found in run(repository, "concurrent_streams", *words)["runs"]:
+        assert found["same_texts"] and found["tokens"] > 16, found
