@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from pipedraft.errors import leave_at_interrupts, run_command
-from pipedraft.files import Values
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
 from pipedraft.data_recipes.overlap import user_turns
 from pipedraft.data_recipes.sources import Source, read_source
-from pipedraft.files import make_place, write_atomically
+from pipedraft.files import Values, make_place, write_atomically
 from pipedraft.options import Options, option
 
 COMPLETE = "Complete this Python function. Answer with the whole function.\n```python\n{}\n```"

@@ -29,7 +29,6 @@ from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pipedraft.errors import UsageError, leave_at_interrupts, one_line, run_command
-from pipedraft.files import Values
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -38,6 +37,7 @@ from tqdm import tqdm
 
 from pipedraft.data_recipes.answers import AnswerFile, Dialogue, RowFailed, Sampling, TargetLost
 from pipedraft.data_recipes.sources import Source, read_source
+from pipedraft.files import Values
 from pipedraft.options import Options, flag_name, option
 
 
