@@ -447,9 +447,7 @@ def print_tables(cells: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     for protocol, process in dict.fromkeys((c["protocol"], c["process"]) for c in cells):
         print(f"### {protocol}, {process}: over the oracle, mean (standard deviation over texts)\n")
         print(header + "\n" + "|---" * (len(names) + 2) + "|")
-        for cell in cells:
-            if (cell["protocol"], cell["process"]) != (protocol, process):
-                continue
+        for cell in (c for c in cells if (c["protocol"], c["process"]) == (protocol, process)):
             found = [cell["over_oracle"][name] for name in names]
             values = " | ".join(f"{v['mean']:.3f} ({v['sd']:.3f})" for v in found)
             print(f"| {cell['link']} | {cell['oracle_tokens_per_s']:.2f} | {values} |")
@@ -484,19 +482,18 @@ def main() -> None:
         parser.error(f"--seeds: {args.seeds} texts have no spread; give at least 2")
     if args.tokens < 1:
         parser.error(f"--tokens: {args.tokens} is below 1; give at least 1")
-    links = list(find_links(args.traces))
     cells = [
         {"protocol": protocol, "process": process, "kind": kind, "link": name}
         | measure_cell(name, link, PROTOCOLS[protocol], process, args)
         for protocol in args.protocols
         for process in args.processes
-        for kind, name, link in links
+        for kind, name, link in find_links(args.traces)
     ]
     summary = summarize(cells)
     if not args.json:
         print_tables(cells, summary)
-    outcome = {"seeds": args.seeds, "tokens": args.tokens, "over_oracle": summary}
-    print(json.dumps({**outcome, "cells": cells} if args.json else outcome))
+    more = {"cells": cells} if args.json else {}
+    print(json.dumps({"seeds": args.seeds, "tokens": args.tokens, "over_oracle": summary, **more}))
 
 
 if __name__ == "__main__":
