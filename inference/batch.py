@@ -355,9 +355,8 @@ class BatchEngine:
                 if not self.step():
                     with self._changed:
                         self._changed.wait_for(lambda: self._queue or self._is_closing)
-        except BaseException as error:  # whoever waits for a result must hear of it
+        except BaseException as error:  # told to whoever waits for a result
             self.close(error)
-            raise
 
     def close(self, error: BaseException | None = None) -> None:
         """End every sequence and refuse new ones; not while ``running``, which does it.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 
+import httpx
 import openai
 import pytest
 from command_processes import Process
@@ -91,6 +92,31 @@ def test_ranks_answer_together_and_end_it_at_a_signal(parent, repository, tmp_pa
             if rank.status is None:
                 rank.send(signal.SIGKILL)
                 rank.finish()
+
+
+def test_a_killed_rank_ends_it_with_one_line(parent, repository, tmp_path):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = ("--target", str(repository / "assets" / "target"), "--port", "0", "--stages", "2")
+    words += ("--schedule", "autoregressive", "--backend", "process", "--step-timeout", "60")
+    ranks = [
+        Process.start(
+            parent, tmp_path, *words, module="pipedraft.inference.serving", environment=rank
+        )
+        for rank in rank_environments(2, store.port)
+    ]
+    port = ranks[0].wait_for(r"on http://127\.0\.0\.1:(\d+) \(.*\n")[1]
+    streams = [ask_at(port, model="target", max_tokens=900, stream=True) for _ in range(3)]
+    for stream in streams:
+        next(iter(stream))
+    ranks[1].send(signal.SIGKILL)
+    for stream in streams:
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            list(stream)
+    ranks[1].finish()
+    status, _, err = ranks[0].finish()
+    (line,) = err.splitlines()
+    assert (status, line.startswith("error: rank 0 (controller and stage 0): ")) == (1, True)
+    assert "rank 1 (stage 1)" in line
 
 
 @pytest.mark.all

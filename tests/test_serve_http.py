@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import gc
 import hashlib
 import json
 import re
@@ -25,7 +26,10 @@ from http_runs import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from pipedraft.inference.batch import Handle
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.shared import SharedStages
+from pipedraft.inference.serving.choice import Choice, Piece
 
 AS_PROMPT = f"user:{PROMPT};"
 """What the tests' chat template makes of it."""
@@ -345,6 +349,25 @@ def test_a_sequence_that_fails_takes_no_other_with_it(monkeypatch):
         assert other[1][0].status == 200 == place.chat().status
 
 
+def test_nothing_is_left_of_requests_that_have_ended(place):
+    """Without a collection of cycles, which may be thousands of requests later."""
+
+    def records():
+        kinds = (Choice, Handle, Piece, SharedStages)
+        return sum(isinstance(thing, kinds) for thing in gc.get_objects())
+
+    place.chat()
+    gc.collect()
+    gc.disable()
+    try:
+        for stream in (False, True, False, True):
+            assert place.chat(stream=stream).status == 200
+        wait_until(lambda: place.service.num_open == 0)
+        wait_until(lambda: records() == 0)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("hurries", [False, True])
 def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(hurries):
     with serving(make_engine(), grace_s=WAIT_S) as place, place.held() as held:
@@ -357,7 +380,8 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(hurries):
         assert place.ask("GET", "/health").status == 503
         if hurries:
             place.service.end()
-            wait_until(lambda: place.service.is_ending)
+            thread.join(WAIT_S)  # though its sequence goes no further
+            assert found and place.service.num_open == 0
         held.release()
         thread.join(WAIT_S)
         place.thread.join(WAIT_S)

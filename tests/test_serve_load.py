@@ -29,6 +29,7 @@ def test_a_storm_of_clients_gets_its_own_texts_or_none(repository):
     assert (found["wrong"], found["failed"]) == (0, []), found
     assert sum(count for what, count in found["found"].items() if "right" in what) > 20
     assert found["killed"]["status"] == 1 and found["ended"]["status"] == 0
+    assert found["killed"]["said"][-1].startswith("error: rank 0 (controller and stage 0): ")
     assert found["ended"]["said"][0].startswith("ended: ")
 
 

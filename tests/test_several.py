@@ -369,7 +369,6 @@ def test_requests_come_from_any_thread_and_closing_ends_the_rest(llama):
 def test_a_failing_step_is_told_to_everybody(llama, monkeypatch):
     config = DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=12)
     batch = BatchEngine(llama, PlainTokenizer(), config)
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
     def fail(pipelines):
         raise OSError("no memory")

@@ -82,13 +82,14 @@ class Service:
         self.engine = decoder.engine
         self.metrics = Metrics(name)
         self.created = int(time.time())
-        self.is_draining = self.is_ending = False
+        self.is_draining = False
+        self.ending = asyncio.Event()
+        """Answers end now, as far as they are."""
         self.num_open = 0
         """Requests that are answered now."""
         self.num_answered = 0
         self.end: Callable[[], object] = lambda: None
         """As a signal; called from any thread."""
-        self._open: set[Choice] = set()
         self._of_client: Counter[str] = Counter()
 
     def describe(self) -> str:
@@ -259,7 +260,6 @@ class Service:
         if self._of_client[client] + count > self.limits.max_client_sequences:
             raise self._busy(f"{self._of_client[client]} sequences of this client are open")
         self._of_client[client] += count
-        self._open.update(choices)
         self.num_open += 1
         try:
             self._submit(choices)
@@ -270,7 +270,6 @@ class Service:
                     decoder.cancel(choice)
             self.num_open -= 1
             self.num_answered += 1
-            self._open.difference_update(choices)
             self._of_client[client] -= count
             self._of_client += Counter()  # forgets clients without one
 
@@ -305,7 +304,7 @@ class Service:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(left())]
+        tasks = [asyncio.ensure_future(x) for x in (work, left(), self.ending.wait())]
         try:
             done, _ = await asyncio.wait(
                 tasks, timeout=self.limits.request_s, return_when=asyncio.FIRST_COMPLETED
@@ -313,26 +312,29 @@ class Service:
             if tasks[0] in done:
                 tasks[0].result()
                 return True
-            if done:
+            if tasks[1] in done:
                 return False
         finally:
             for task in tasks:
                 task.cancel()
+        if done:
+            raise RequestError("the server ended the sequence", status=503)
         said = f"no answer within {self.limits.request_s:g} s; ask for fewer tokens"
         raise RequestError(said, status=504, code="timeout", headers=NOT_AGAIN)
 
     # -- its end ----------------------------------------------------------------------------
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Refuse new requests and let the open ones end, for ``grace_s``; then end them."""
+        """Refuse new requests and let the open ones end, for ``grace_s``; then end them.
+
+        An answer that is cut says so at once, whatever its sequence does then.
+        """
         self.is_draining = True
         until_s = time.monotonic() + self.limits.grace_s
         while self.num_open and not hurry.is_set() and time.monotonic() < until_s:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(hurry.wait(), 0.05)
-        self.is_ending = True
-        for choice in list(self._open):
-            self.decoder.cancel(choice)
+        self.ending.set()
 
 
 class JsonResponse(Response):

@@ -68,6 +68,7 @@ class Decoder(ABC):
     def _cancel(self, choice: Choice) -> None: ...
 
     def _end(self, choice: Choice, future: "Future[DecodeResult]") -> None:
+        choice.handle = None  # which leads back to the choice
         error = CancelledError() if future.cancelled() else future.exception()
         if error is None:
             result = future.result()
@@ -76,9 +77,10 @@ class Decoder(ABC):
         elif isinstance(error, CancelledError):
             choice.end(None)
         else:
-            log.error("a sequence ended", exc_info=error)
             if isinstance(error, LostLink):
-                self._fail(error)
+                self._fail(error)  # the server ends with it
+            else:
+                log.error("a sequence ended", exc_info=error)
             choice.end(None, error)
 
     def _fail(self, error: Exception) -> None:
@@ -128,8 +130,8 @@ class SharedDecoder(Decoder):
         return choice.handle.future
 
     def _cancel(self, choice: Choice) -> None:
-        if choice.handle is not None:
-            self.batch.cancel(choice.handle)
+        if (handle := choice.handle) is not None:
+            self.batch.cancel(handle)
 
 
 class TurnDecoder(Decoder):
@@ -158,8 +160,8 @@ class TurnDecoder(Decoder):
         return future
 
     def _cancel(self, choice: Choice) -> None:
-        if choice.handle is not None:
-            choice.handle.cancel()  # where it has not begun; else it ends at its next token
+        if (handle := choice.handle) is not None:
+            handle.cancel()  # where it has not begun; else it ends at its next token
 
     def _decode(self, choice: Choice) -> DecodeResult:
         if self.failure is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import ssl
@@ -15,6 +16,7 @@ from pipedraft.errors import Failure
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.serving.app import Service, make_app
 from pipedraft.inference.serving.decoder import SharedDecoder, TurnDecoder
+from pipedraft.inference.transport.ranks import LostLink
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine
@@ -68,6 +70,7 @@ def http_server(service: Service, **options: object) -> HttpServer:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",  # what clients send is no fault of this program
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -101,8 +104,12 @@ def run(
         f"{listener.getsockname()[1]} ({service.describe()})",
         flush=True,
     )
+    # Requests leave cycles; a collection need not walk over the libraries, and so comes sooner.
+    gc.freeze()
     asyncio.run(serve(server, service, listener))
     print(f"ended: {service.num_answered} requests answered", flush=True)
+    if isinstance(decoder.failure, LostLink):
+        raise decoder.failure  # the cluster says which process it was
     if decoder.failure is not None:
         raise Failure(f"the pipeline has failed: {decoder.failure}")
 
