@@ -124,7 +124,7 @@ def test_a_sequence_that_fails_ends_alone(llama, fault, monkeypatch):
     ("kinds", "count"),
     [
         (("module", "head"), 8),
-        pytest.param(tuple(WAYS), 125, marks=pytest.mark.all),
+        *(pytest.param((kind,), 125, marks=pytest.mark.all) for kind in WAYS),
     ],
 )
 def test_two_ranks_decode_what_each_sequence_decodes_alone(parent, tmp_path, kinds, count):
@@ -135,4 +135,4 @@ def test_two_ranks_decode_what_each_sequence_decodes_alone(parent, tmp_path, kin
         together, apart = found["steps"][kind]
         assert together < apart
         for mutant in ("swapped caches", "shared seed", "wrong mask"):
-            assert found["wrong"][f"{kind}, {mutant}"] > 1, mutant
+            assert found["wrong"][f"{kind}, {mutant}"] > 0, mutant
