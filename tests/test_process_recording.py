@@ -14,6 +14,8 @@ def test_every_schedule_ends_with_plain_decodings_text(num_processes, parent, tm
     found = {line["rank"]: line for line in map(json.loads, output.splitlines())}
     assert found[0]["unlike plain"] == []
     assert len(found) == num_processes and all(rank["recorded"] > 9 for rank in found.values())
+    # NCCL connects two ranks when a link is first used: else in a step, which has a time limit.
+    assert all(rank["never used"] == 0 for rank in found.values())
 
 
 def test_ranks_that_record_while_they_send_wait_for_ever(parent, tmp_path):

@@ -130,7 +130,10 @@ class Cluster:
         return all(devices) and len(set(devices)) == len(devices)
 
     def _open_device_links(self) -> None:
-        """Each to the next rank, and each back to the controller: on all ranks in this order."""
+        """Each to the next rank, and each back to the controller: on all ranks in this order.
+
+        NCCL connects two ranks when they first use a link: here, not in a step with a time limit.
+        """
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         forward = [(rank, rank + 1, FORWARD) for rank in range(self.world_size - 1)]
         back = [(rank, 0, ANSWER) for rank in range(1, self.world_size)]
@@ -140,6 +143,7 @@ class Cluster:
             if self.rank in pair:
                 link = DeviceLink(group, self.device)
                 self._device_links[sender, receiver, channel] = link
+                link.open(receiver if self.rank == sender else sender, self.rank == sender)
 
     def __exit__(
         self,

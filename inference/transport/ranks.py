@@ -90,6 +90,13 @@ class DeviceLink:
     group: dist.ProcessGroup
     device: torch.device
 
+    def open(self, peer: int, sends: bool) -> None:
+        """Both ranks connect: a number crosses the link."""
+        if sends:
+            self.send(torch.zeros(1, device=self.device), peer)[0].wait()
+        else:
+            self.receive((1,), torch.float32, peer)
+
     def send(self, array: Tensor, peer: int) -> tuple[dist.Work, Tensor]:
         whole = array.contiguous()
         work = dist.isend(whole, peer, group=self.group)
