@@ -115,6 +115,7 @@ class _Target:
 
     model: PreTrainedModel
     reference: PreTrainedModel | None
+    trusts_plain: bool
     connect: Callable[[StagedTarget], Pipeline]
     boundaries: tuple[int, ...]
     num_stages: int | None
@@ -137,7 +138,7 @@ def _load_target(
         model = load_target(name, revision=revision, dtype=dtype, device=device)
         choose_decoding_threads(model)
         reference = None if options.no_lossless else model
-        return _Target(model, reference, LocalPipeline, options.boundaries, options.stages)
+        return _Target(model, reference, False, LocalPipeline, options.boundaries, options.stages)
     architectures = [description["architecture"] for description in trained]
     wanted = {a["num_stages"] for a in architectures if a.get("num_stages")}
     cuts = {tuple(a["boundaries"]) for a in architectures if a.get("boundaries")}
@@ -151,8 +152,12 @@ def _load_target(
     model = cluster.load_target(
         name, revision=revision, num_stages=num_stages, boundaries=cut, dtype=dtype
     )
-    reference = None if options.no_lossless else load_target(name, revision=revision, dtype=dtype)
-    return _Target(model, reference, cluster.connect, cluster.job.boundaries, num_stages)
+    # No GPU here has room for all of the target, and a CPU would decode it for hours.
+    is_loaded = device.type == "cpu" and not options.no_lossless
+    reference = load_target(name, revision=revision, dtype=dtype) if is_loaded else None
+    trusts_plain = not (is_loaded or options.no_lossless)
+    cut = cluster.job.boundaries
+    return _Target(model, reference, trusts_plain, cluster.connect, cut, num_stages)
 
 
 def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
@@ -196,6 +201,7 @@ def evaluate_drafts(
         tokenizer=tokenizer,
         benchmarks=benchmarks,
         reference=target.reference,
+        trusts_plain=target.trusts_plain,
         connect=target.connect,
         scorer=scorer,
         repeats=options.repeats,

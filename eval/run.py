@@ -310,6 +310,8 @@ class Evaluation:
     reference: PreTrainedModel | None
     """Whole target with which transformers decodes every turn once more, to compare greedy outputs,
     and that says how certain it was of every token; None: neither."""
+    trusts_plain: bool = False
+    """Without one, greedy outputs are compared with plain decoding's, as sampled ones are."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
     """Makes the pipeline; see ``Engine``."""
     scorer: Scorer | None = None
@@ -405,7 +407,8 @@ class Evaluation:
                     records, description=f"{where} scores", progress=self.progress
                 )
             check, is_greedy, has_reference = None, not config.temperature, bool(self.reference)
-            repeats_draws = config.bitwise or (has_reference and self.target.dtype.itemsize >= 4)
+            is_compared = has_reference or self.trusts_plain
+            repeats_draws = config.bitwise or (is_compared and self.target.dtype.itemsize >= 4)
             if has_reference and is_greedy and not (config.bitwise and name in plain):
                 reference = references.setdefault(
                     config.max_new_tokens, self._greedy_reference(config.max_new_tokens)

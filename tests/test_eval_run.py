@@ -6,6 +6,7 @@ round would; end-to-end tests with the real engine are elsewhere.
 
 import copy
 import json
+from types import SimpleNamespace
 
 import eval_runs
 import pytest
@@ -13,6 +14,7 @@ import torch
 from eval_runs import AnyDraft, StubEngine, assert_refused, command, status
 from transformers import GenerationConfig
 
+from pipedraft.eval import command as command_module
 from pipedraft.eval.lossless import GreedyReference, generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LosslessRecord
@@ -44,7 +46,7 @@ def make_method(**settings) -> Method:
     return Method(name="spd", config=config, draft=AnyDraft(), checkpoint="out/spd")
 
 
-def compare(target, tokenizer, methods, *, lossless=True, prompts=None):
+def compare(target, tokenizer, methods, *, lossless=True, prompts=None, **options):
     prompts = prompts or {
         "one": make_prompts("one", ["hello", "again"], ["bye", "now"]),
         "two": make_prompts("two", ["what"], ["who"], ["why"]),
@@ -55,6 +57,7 @@ def compare(target, tokenizer, methods, *, lossless=True, prompts=None):
         benchmarks=prompts,
         reference=target if lossless else None,
         progress=False,
+        **options,
     )
     return comparison.run(methods)
 
@@ -84,6 +87,39 @@ def test_bitwise_outputs_are_compared_with_plain_decodings_in_half_precision(
         (found,) = [e.lossless for e in entries if (e.benchmark, e.method) == ("two", "spd")]
         expected = LosslessRecord(checked=3, mismatches=3)
         assert found == (expected if is_bitwise else LosslessRecord(checked=0, mismatches=0))
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_greedy_outputs_without_a_reference_are_compared_with_plain_decodings(
+    is_wrong, target, tokenizer, engine, monkeypatch
+) -> None:
+    monkeypatch.setattr(StubEngine, "wrong_last_token", is_wrong)
+    methods = [make_method(tree_width=4)]
+    entries = compare(target, tokenizer, methods, lossless=False, trusts_plain=True)
+    checks = [entry.lossless for entry in entries if entry.benchmark == "two"]
+    assert [check.checked for check in checks] == [0, 3]
+    assert checks[1].mismatches == 3 * is_wrong
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda:0"])
+def test_ranks_on_gpus_load_no_whole_target(place, monkeypatch) -> None:
+    loaded = []
+    monkeypatch.setattr(command_module, "load_target", lambda *_, **__: loaded.append(1) or "all")
+    monkeypatch.setattr(command_module, "resolve_dtype", lambda *_: torch.float32)
+    ranks = SimpleNamespace(
+        device=torch.device(place),
+        job=SimpleNamespace(boundaries=(0, 2)),
+        connect=None,
+        num_stages=lambda wanted: 1,
+        load_target=lambda *_, **__: "part",
+    )
+    options = SimpleNamespace(
+        device="auto", dtype="auto", no_lossless=False, stages=1, boundaries=()
+    )
+    found = command_module._load_target(options, "name", None, [], ranks)
+    is_cpu = place == "cpu"
+    assert (found.reference, found.trusts_plain) == ("all" if is_cpu else None, not is_cpu)
+    assert len(loaded) == is_cpu
 
 
 def test_second_turn_answers_the_generated_text(target, tokenizer, engine) -> None:
