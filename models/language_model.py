@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.models.draft import CONFIG_FILE
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.stage_calls import can_record
+from pipedraft.models.stage_calls import can_record, folding_heads, shared_heads
 from pipedraft.models.target import StagedTarget, layer_kinds, load_target, load_tokenizer
 
 
@@ -93,13 +93,15 @@ class LanguageModelDraft(nn.Module):
         turn = decoder.rotary_emb(hidden_1RH, positions_R[None])
         zeros_RC = torch.zeros_like(visible_RC, dtype=hidden_1RH.dtype)
         mask_RC = zeros_RC.masked_fill_(~visible_RC, torch.finfo(hidden_1RH.dtype).min)
-        for layer in decoder.layers:
-            hidden_1RH = layer(
-                hidden_1RH,
-                attention_mask=mask_RC[None, None],
-                position_embeddings=turn,
-                past_key_values=_Rows(caches),
-            )
+        groups = shared_heads(decoder.config, hidden_1RH.device)
+        with folding_heads(groups):
+            for layer in decoder.layers:
+                hidden_1RH = layer(
+                    hidden_1RH,
+                    attention_mask=mask_RC.repeat(groups, 1)[None, None],
+                    position_embeddings=turn,
+                    past_key_values=_Rows(caches),
+                )
         return hidden_1RH[0]
 
     def relative_cost(self, target: StagedTarget) -> float:

@@ -127,9 +127,13 @@ def prune_segment(segment: Segment, keep: Keep, num_cached: int) -> Segment | No
 
 
 def additive_mask(
-    visible_lS: Tensor, positions_C: Tensor, window: int | None, dtype: torch.dtype
+    visible_lS: Tensor,
+    positions_C: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+    groups: int = 1,
 ) -> Tensor:
-    """0 where a row may look, the dtype's minimum elsewhere; [1, 1, l, C].
+    """0 where a row may look, the dtype's minimum elsewhere; [1, 1, l, C], so many times.
 
     The S columns of ``visible_lS`` are the last of the C rows; all earlier rows are visible. A
     sliding window also hides keys at positions <= own position - window (Mistral's rule).
@@ -146,7 +150,8 @@ def additive_mask(
     if window is not None:
         hidden_lC |= positions_C <= positions_C[-num_rows:, None] - window
     mask_lC = torch.zeros(hidden_lC.shape, dtype=dtype, device=positions_C.device)
-    return mask_lC.masked_fill_(hidden_lC, torch.finfo(dtype).min)[None, None]
+    mask_lC.masked_fill_(hidden_lC, torch.finfo(dtype).min)
+    return (mask_lC if groups == 1 else mask_lC.repeat(groups, 1))[None, None]
 
 
 class Abandoned(Exception):

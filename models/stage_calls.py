@@ -13,7 +13,7 @@ attention runs sequence by sequence over its own keys.
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -184,8 +184,8 @@ def lend_graphs(stage: "Stage") -> StageGraphs:
 
 
 def can_run_together(stage: "Stage") -> bool:
-    """Attention must be torch's, on a CPU or without recorded graphs, and nothing recurrent."""
-    if stage.cache.recurrent_layers or stage.graphs is not None or stage.is_bitwise:
+    """Attention must be torch's, and nothing recurrent or of one shape."""
+    if stage.cache.recurrent_layers or stage.is_bitwise:
         return False
     return stage.layers[0].self_attn.config._attn_implementation == "sdpa"
 
@@ -217,11 +217,17 @@ def forward_together(
     for kind in set(first.kinds):
         window = first.window if kind == "sliding_attention" else None
         masks[kind] = [
-            additive_mask(segment.visible.to(first.device), positions_C, window, hidden_1RH.dtype)
+            additive_mask(
+                segment.visible.to(first.device),
+                positions_C,
+                window,
+                hidden_1RH.dtype,
+                groups=first.groups,
+            )
             for segment, positions_C in zip(segments, known, strict=True)
         ]
     rotary = first.rotary(hidden_1RH, torch.cat(own_positions)[None])
-    apart = _Apart(caches, sizes)
+    apart = _Apart(caches, sizes, is_folded=first.groups > 1)
     # Never read; without a mask transformers would ask for a causal one.
     unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
     collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
@@ -257,8 +263,11 @@ def forward_together(
 class _Apart:
     """Stands where a cache stands, and lets each sequence attend to its own rows."""
 
-    def __init__(self, caches: Sequence[StageCache], sizes: Sequence[int]) -> None:
-        self.caches, self.sizes = caches, list(sizes)
+    def __init__(
+        self, caches: Sequence[StageCache], sizes: Sequence[int], *, is_folded: bool
+    ) -> None:
+        """``is_folded``: masks are of query heads as rows of their key head."""
+        self.caches, self.sizes, self.is_folded = caches, list(sizes), is_folded
         self.masks: list[Tensor] = []
         self._known: list[tuple[Tensor, Tensor]] = []
 
@@ -275,20 +284,22 @@ class _Apart:
 
     def attend(self, query_1NRD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
         """Rows in the order of the sequences: [1, N, R, D]."""
+        attend = grouped_attention if self.is_folded else _masked
         outs = [
-            F.scaled_dot_product_attention(
-                query_1NlD,
-                keys_1JCD,
-                values_1JCD,
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=query_1NlD.shape[1] != keys_1JCD.shape[1],
-            )
-            for query_1NlD, (keys_1JCD, values_1JCD), mask in zip(
+            attend(query_1NlD, *known, mask, scale)
+            for query_1NlD, known, mask in zip(
                 query_1NRD.split(self.sizes, 2), self._known, self.masks, strict=True
             )
         ]
         return torch.cat(outs, 2)
+
+
+def _masked(
+    query_1NlD: Tensor, keys_1JCD: Tensor, values_1JCD: Tensor, mask: Tensor, scale: float | None
+) -> Tensor:
+    is_shared = query_1NlD.shape[1] != keys_1JCD.shape[1]
+    inputs = (query_1NlD, keys_1JCD, values_1JCD, mask)
+    return F.scaled_dot_product_attention(*inputs, scale=scale, enable_gqa=is_shared)
 
 
 # -- attention in transformers' layers ---------------------------------------------------------
@@ -308,6 +319,17 @@ def attending_by(attend: Attend) -> Iterator[None]:
         yield
     finally:
         _passing.attend = None
+
+
+def shared_heads(config: "PreTrainedConfig", device: torch.device) -> int:
+    """Query heads of a key head which attention takes as rows of it, else 1."""
+    is_folded = device.type == "cuda" and config._attn_implementation == "sdpa"
+    return config.num_attention_heads // config.num_key_value_heads if is_folded else 1
+
+
+def folding_heads(groups: int) -> AbstractContextManager[None]:
+    """Masks inside are of ``groups`` times the rows; see ``grouped_attention``."""
+    return attending_by(grouped_attention) if groups > 1 else nullcontext()
 
 
 def _attend(

@@ -160,6 +160,7 @@ class Stage:
         self.is_bitwise = False
         can_record = stage_calls.can_record(decoder.config)
         on_gpu = self.device.type == "cuda"
+        self.groups = stage_calls.shared_heads(decoder.config, self.device)
         self.graphs: StageGraphs | None = None
         """Runs speculative rows; None: layer by layer."""
         if on_gpu and can_record:
@@ -262,7 +263,9 @@ class Stage:
         taps: Collection[int],
         is_wanted: Callable[[], bool] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        build = partial(additive_mask, visible_lS, positions_C, dtype=hidden_lH.dtype)
+        build = partial(
+            additive_mask, visible_lS, positions_C, dtype=hidden_lH.dtype, groups=self.groups
+        )
         masks = {
             "full_attention": build(window=None) if "full_attention" in self.kinds else None,
             "sliding_attention": build(window=self.window) if self.window is not None else None,
@@ -271,23 +274,23 @@ class Stage:
         hidden_1lH = hidden_lH[None]
         rotary = self.rotary(hidden_1lH, positions_C[None, -len(hidden_lH) :])
         collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
-        for index, (layer, kind) in enumerate(
-            zip(self.layers, self.kinds, strict=True), start=self.start + 1
-        ):
-            if is_wanted is not None and not is_wanted():
-                raise Abandoned
-            call = partial(
-                layer,
-                attention_mask=masks[kind],
-                position_embeddings=rotary,
-                past_key_values=self.cache,
-            )
-            if kind == "linear_attention":
-                hidden_1lH = self._call_recurrent(call, hidden_1lH)
-            else:
-                hidden_1lH = call(hidden_1lH)
-            if index in taps:
-                collected[index] = hidden_1lH[0]
+        layers = zip(self.layers, self.kinds, strict=True)
+        with stage_calls.folding_heads(self.groups):
+            for index, (layer, kind) in enumerate(layers, start=self.start + 1):
+                if is_wanted is not None and not is_wanted():
+                    raise Abandoned
+                call = partial(
+                    layer,
+                    attention_mask=masks[kind],
+                    position_embeddings=rotary,
+                    past_key_values=self.cache,
+                )
+                if kind == "linear_attention":
+                    hidden_1lH = self._call_recurrent(call, hidden_1lH)
+                else:
+                    hidden_1lH = call(hidden_1lH)
+                if index in taps:
+                    collected[index] = hidden_1lH[0]
         return hidden_1lH[0], collected
 
     def _call_recurrent(self, call: Callable[[Tensor], Tensor], hidden_1lH: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models import stage_cache
 from pipedraft.models.recorded import UNDER_WAY, Recordings
-from pipedraft.models.target import StagedTarget
+from pipedraft.models.stage_calls import can_run_together, forward_together
+from pipedraft.models.target import Segment, StagedTarget
 from pipedraft.placement import place_draft
 
 PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes
@@ -286,7 +287,7 @@ class Attentions(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and isinstance(args[0], Pretended):
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             assert mask is None or not kwargs.get("enable_gqa"), "no kernel of a GPU has both"
-            if mask is not None and args[0].shape[2] < len(PROMPT):  # which enters once
+            if mask is not None:
                 self.heads.add((args[0].shape[1], args[1].shape[1]))
         return func(*args, **kwargs)
 
@@ -298,3 +299,27 @@ def test_keys_are_not_repeated_for_the_heads_that_share_them(head):
         cpu, gpu = decode_twice(head, default_schedule(head), {}, 0.0, LocalPipeline)
     assert cpu.token_ids == gpu.token_ids
     assert found.heads == {(2, 2)}
+
+
+def test_several_sequences_on_a_gpu_are_one_pass_of_the_weights():
+    """Their caches are those that the graphs of one sequence write to, before it and after."""
+    model, rounds = tiny_llama(), [[5, 9], [4, 2], [8, 1]]
+    with pretended_cuda() as log, Attentions() as found:
+        model.to("cuda:0")
+        several, alone = ([StagedTarget(model, 1).stages[0] for _ in range(2)] for _ in range(2))
+        for stage in (*several, *alone):
+            stage.prefill(torch.tensor(PROMPT), torch.arange(len(PROMPT)))
+        for turn, tokens in enumerate(rounds):
+            position, visible = torch.tensor([len(PROMPT) + turn]), torch.ones(1, turn + 1).bool()
+            rows = [Segment(position, visible, ids=torch.tensor([token])) for token in tokens]
+            right = [stage.forward(row) for stage, row in zip(alone, rows, strict=True)]
+            log.clear()
+            if turn == 1:
+                assert all(map(can_run_together, several))
+                outputs = forward_together(several, rows)
+                products = sum(log.launches[name] for name in ("mm", "addmm", "linear"))
+            else:
+                outputs = [stage.forward(row) for stage, row in zip(several, rows, strict=True)]
+            for ours, theirs in zip(outputs, right, strict=True):
+                torch.testing.assert_close(ours.hidden.cpu(), theirs.hidden.cpu())
+    assert products == 7 * len(model.model.layers) and found.heads == {(2, 2)}
