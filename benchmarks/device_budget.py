@@ -8,6 +8,8 @@ host waits for the device at the same ones. Counted are the largest numbers of a
 mismatches: operations that see tensors of two devices, which a GPU refuses.
 syncs_per_micro_batch: times that the host waits for the device in forward and backward.
 syncs_per_decode_step: the same in a pipeline step after the prompt, draft and verdict included.
+syncs_of_a_controller, launches_of_a_controller: a step where all stages are other processes; waits,
+    and kernels beside those of drafting.
 launches_outside_graphs_per_stage: kernels of a stage's pass beside its recorded graph.
 launches_outside_graphs_per_draft_forward: kernels of drafting, by the draft's forward passes.
 draft_bookkeeping_32k_over_1k: processor time of what a draft notes of a row behind 32,768 tokens,
@@ -70,6 +72,11 @@ def main() -> None:
             decoded[name] = decode_on_gpu(make, schedule, **settings)
         except MixedDevices:
             mismatches += 1
+    ranks = []
+    for name in ("spd", "eagle3"):
+        make, schedule, settings = DECODES[name]
+        settings = settings | {"num_stages": 2}
+        ranks.append(decode_on_gpu(make, schedule, of_controller=True, **settings))
     if not options.json:
         print("kernels of a Llama layer in a recorded graph:", kernels_of_a_layer())
         print("host synchronizations per micro-batch:", syncs)
@@ -83,6 +90,8 @@ def main() -> None:
         "launches_outside_graphs_per_draft_forward": max(
             x["launches_per_draft_forward"] for x in decoded.values()
         ),
+        "syncs_of_a_controller": max(x["syncs_per_step"] for x in ranks),
+        "launches_of_a_controller": max(x["launches_beside_per_step"] for x in ranks),
         "draft_bookkeeping_32k_over_1k": bookkeeping_s(32_768) / bookkeeping_s(1024),
     }
     print(json.dumps({name: round(value, 2) for name, value in found.items()}))

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,18 @@ from unittest.mock import patch
 import torch
 from conftest import tiny_llama
 from decode_runs import PlainTokenizer
+from inline_ranks import connect_inline
 from pretended_device import Log, pretended_cuda
 from train_runs import World
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.sources.row_cache import TEXT, RowCache
+from pipedraft.inference.transport.worker import SharedWorker
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.target import StagedTarget
 from pipedraft.placement import place_draft
 from pipedraft.train.launch import make_optimizers
 
@@ -53,8 +58,37 @@ def train_on_gpu(world: World, method: str, folder: Path, **changes: Any) -> tup
         state["device"] = before
 
 
-def decode_on_gpu(make_draft: Any, schedule: str, **settings: Any) -> dict[str, float]:
-    """What a decode does after its prompt; the same text before has recorded the graphs."""
+def connect_ranks(target: StagedTarget, *, is_direct: bool = False) -> ProcessPipeline:
+    """Two ranks, each with a GPU; hidden states pass through the host's memory, or do not."""
+    other = tiny_llama().to("cuda:1")
+    return connect_inline(target, [StagedTarget(other, target.boundaries)], is_direct=is_direct)
+
+
+@contextmanager
+def without_stages(log: Log) -> Iterator[None]:
+    """Nothing of what the stages' ranks do is counted: what is left is the controller's."""
+    right, working = SharedWorker.handle, []
+
+    def handle(self: SharedWorker, message: Any) -> None:
+        before = [log.launches.copy(), log.uploads.copy(), log.syncs.copy()]
+        working.append(self)  # each sends to the next one, which is called from here
+        right(self, message)
+        working.pop()
+        if not working:
+            log.launches, log.uploads, log.syncs = before
+
+    with patch.object(SharedWorker, "handle", handle):
+        yield
+
+
+def decode_on_gpu(
+    make_draft: Any, schedule: str, *, of_controller: bool = False, **settings: Any
+) -> dict[str, float]:
+    """What a decode does after its prompt; the same text before has recorded the graphs.
+
+    Args:
+        of_controller: the stages are ranks on another GPU, and are not counted.
+    """
     config = DecodeConfig.of(schedule, max_new_tokens=12, **settings)
     target = tiny_llama()
     draft = make_draft(target)
@@ -78,18 +112,23 @@ def decode_on_gpu(make_draft: Any, schedule: str, **settings: Any) -> dict[str, 
 
         target.to(CUDA)
         place_draft(draft, target)
-        engine = Engine(target, PlainTokenizer(), config, draft)
-        engine.decode(PROMPT)
-        started: list[int] = []
-        with patch.object(engine.pipeline.timeline, "span", span):
-            result = engine.decode(PROMPT, on_token=start)
+        connect = partial(connect_ranks, is_direct=True) if of_controller else LocalPipeline
+        with without_stages(log) if of_controller else nullcontext():
+            engine = Engine(target, PlainTokenizer(), config, draft, connect=connect)
+            for _ in range(1 + of_controller):  # the caches of SPD's trees grow in the first one
+                engine.decode(PROMPT)
+            started: list[int] = []
+            with patch.object(engine.pipeline.timeline, "span", span):
+                result = engine.decode(PROMPT, on_token=start)
     steps = max(result.num_steps, 1)
+    beside = log.launches.total() - launches["stage"] - launches["draft"] - launches["verify"]
     return {
         "syncs_per_step": log.syncs.total() / steps,
         "uploads_per_step": log.uploads.total() / steps,
-        "launches_per_stage": launches["stage"] / passes["stage"],
+        "launches_per_stage": launches["stage"] / max(passes["stage"], 1),
         "launches_per_draft_forward": launches["draft"] / max(result.num_draft_forwards, 1),
-        "launches_of_a_verification": launches["verify"] / passes["verify"],
+        "launches_of_a_verification": launches["verify"] / max(passes["verify"], 1),
+        "launches_beside_per_step": beside / steps,
     } | {f"sync: {what} {where}": count / steps for (what, where), count in log.syncs.items()}
 
 

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_llama
 from decode_runs import SMALL, STATIC, PlainTokenizer, engine_for
-from device_runs import bookkeeping_s, decode_on_gpu
-from inline_ranks import connect_inline
+from device_runs import bookkeeping_s, connect_ranks, decode_on_gpu
 from link_runs import run_session
 from pretended_device import MixedDevices, Pretended, pretended_cuda
 from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_copy
@@ -101,12 +100,6 @@ def decode_twice(head, schedule, settings, temperature, connect):
         place_draft(draft, target)
         engine = Engine(target, PlainTokenizer(), config, draft, connect=connect)
         return expected, engine.decode(PROMPT)
-
-
-def connect_ranks(target: StagedTarget, *, is_direct: bool = False):
-    """Two ranks, each with a GPU; hidden states pass through the host's memory, or do not."""
-    other = tiny_llama().to("cuda:1")
-    return connect_inline(target, [StagedTarget(other, target.boundaries)], is_direct=is_direct)
 
 
 CONNECTS = {
@@ -202,6 +195,24 @@ def test_a_step_launches_and_waits_a_few_times_only(head, schedule, settings, te
     assert counts["syncs_per_step"] <= 2, counts
     assert counts["launches_per_stage"] <= 5, counts
     assert counts["launches_per_draft_forward"] <= 5, counts
+
+
+@pytest.mark.parametrize(
+    ("head", "schedule", "settings", "temperature"),
+    [
+        ("spd_all", "spd", {"tree_width": 3}, 1.0),
+        ("eagle3", "eagle", {"tree": STATIC}, 0.0),
+        *(pytest.param(*run, 0.0, marks=pytest.mark.all) for run in BUDGETS),
+    ],
+)
+def test_a_controller_launches_and_waits_a_few_times_only(head, schedule, settings, temperature):
+    """States that other ranks send are written once; reading them, again and again, is free."""
+    settings = {**settings, "num_stages": 2, "temperature": temperature}
+    counts = decode_on_gpu(HEADS[head], schedule, of_controller=True, **settings)
+    assert counts["syncs_per_step"] <= 2, counts
+    assert counts["launches_beside_per_step"] <= 5, counts
+    assert counts["launches_per_draft_forward"] <= 5, counts
+    assert counts["uploads_per_step"] <= 4, counts
 
 
 def test_tokens_drawn_on_the_device_are_those_drawn_on_the_host():

@@ -8,41 +8,12 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines import Ahead, Pipeline, Returned, pick_rows
+from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
+from pipedraft.inference.pipelines.states import FeatureStore
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
-
-
-class FeatureStore:
-    """Hidden states of the rows in flight, per layer index, in the order of the token tree.
-
-    Rows enter and leave the stages first-in first-out, so the rows that have passed a layer are
-    always a prefix of the tree's rows, and a Keep acts on them as on a stage's cache.
-    """
-
-    def __init__(self, layers: tuple[int, ...]) -> None:
-        self.rows: dict[int, Tensor | None] = dict.fromkeys(layers)
-
-    def append(self, layer: int, hidden_RH: Tensor) -> None:
-        stored = self.rows[layer]
-        self.rows[layer] = hidden_RH if stored is None else torch.cat([stored, hidden_RH])
-
-    def view(self) -> dict[int, Tensor]:
-        """Layer index -> [r, H] for the first r rows of the tree, r falling with the layer."""
-        return {layer: rows for layer, rows in self.rows.items() if rows is not None}
-
-    def keep(self, keep: Keep) -> dict[int, Tensor]:
-        """Prune; returns the committed rows [a, H] of every layer."""
-        committed = {}
-        for layer, rows in self.rows.items():
-            if rows is None:
-                continue
-            kept = pick_rows(rows, keep.cached(len(rows)))
-            committed[layer] = kept[: keep.num_committed]
-            self.rows[layer] = kept[keep.num_committed :]
-        return committed
 
 
 class LocalPipeline(Pipeline):
@@ -60,7 +31,7 @@ class LocalPipeline(Pipeline):
 
     def _restart(self, taps: tuple[int, ...], verifier: Verifier | None) -> None:
         self.taps, self._verifier = taps, verifier
-        self._features = FeatureStore(taps)
+        self._features = FeatureStore()
         self._entrance: deque[Segment] = deque()
         self._waiting: list[Segment | None] = [None] * self.num_stages
         self._returned: Returned | None = None
@@ -94,9 +65,9 @@ class LocalPipeline(Pipeline):
     def inject(self, segment: Segment) -> None:
         """Queue rows at the first stage; one segment enters per step."""
         self._entrance.append(segment)
-        if 0 in self._features.rows:
+        if 0 in self.taps:
             assert segment.ids is not None
-            self._features.append(0, self.embed(segment.ids))
+            self._features.append({0: self.embed(segment.ids)})
 
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
         """Every stage processes what waits at its input; returns what leaves the last one.
@@ -153,9 +124,8 @@ class LocalPipeline(Pipeline):
 
     def leave_stage(self, index: int, output: Segment) -> None:
         start, end = self.target.boundaries[index : index + 2]
-        for layer in self._deeper:
-            if start < layer <= end:
-                self._features.append(layer, output.taps[layer])
+        own = [layer for layer in self._deeper if start < layer <= end]
+        self._features.append({layer: output.taps[layer] for layer in own})
         if index == self.num_stages - 1:
             self._returned = self._judge(output)
         else:

@@ -10,6 +10,7 @@ no time, and nothing but the next verdict is on the critical path.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from torch import Tensor
 from pipedraft.files import Values
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned, pick_rows
+from pipedraft.inference.pipelines.states import FeatureStore
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport.codec import (
     AnyMessage,
@@ -48,7 +50,8 @@ class _Flight:
     sequence: int = -1
     entered: int = -1
     """Number of the step in which the first stage processes it."""
-    taps: dict[int, Tensor] = field(default_factory=dict)
+    answered: set[int] = field(default_factory=set)
+    """Stages whose hidden states of these rows are here."""
     verdicts: Tensor | None = None
 
 
@@ -105,6 +108,8 @@ class ProcessPipeline(Pipeline):
         self._now = 0
         self._has_started = False
         self._flights: list[_Flight] = []
+        self._states = FeatureStore()
+        """Of the rows alive, those of the segment ahead included."""
         self._keeps: list[Keep] = []
         self._ahead: _Flight | None = None
         """Sent before its step; it joins the flights when it is injected."""
@@ -215,7 +220,7 @@ class ProcessPipeline(Pipeline):
         assert segment.ids is not None
         flight = _Flight(segment, list(range(segment.num_rows)))
         if 0 in self.taps:
-            flight.taps[0] = self.embed(segment.ids)
+            self._states.append({0: self.embed(segment.ids)})
         return flight
 
     def start(self) -> None:
@@ -313,28 +318,22 @@ class ProcessPipeline(Pipeline):
         """
         self._keeps.append(keep)
         lost = self._lost_ahead(keep)
-        committed: dict[int, list[Tensor]] = {layer: [] for layer in self.taps}
-        first = 0
-        for flight in self._flights:
-            count = len(flight.alive)
-            rows = [
-                i - first for i in keep.rows[: keep.num_committed] if first <= i < first + count
-            ]
-            if rows:
+        ends = accumulate((len(flight.alive) for flight in self._flights), initial=0)
+        places = list(zip(self._flights, pairwise(ends), strict=True))
+        for flight, (first, _) in places:
+            if keep.num_committed and first <= keep.rows[keep.num_committed - 1]:
                 self._fetch_all(flight)
-                places = [flight.alive[row] for row in rows]
-                for layer, parts in committed.items():
-                    parts.append(pick_rows(flight.taps[layer], places))
-            kept = keep.segment_rows(first, first + count)
+        committed = self._states.keep(keep)
+        for flight, (first, end) in places:
+            kept = keep.segment_rows(first, end)
             if flight.segment is not None:
                 flight.segment = prune_segment(flight.segment, keep, first)
-                flight.taps = {layer: pick_rows(part, kept) for layer, part in flight.taps.items()}
                 flight.alive = list(range(len(kept)))
             else:
-                flight.alive = [flight.alive[row] for row in kept[len(rows) :]]
-            first += count
+                num_committed = sum(first <= i < end for i in keep.rows[: keep.num_committed])
+                flight.alive = [flight.alive[row] for row in kept[num_committed:]]
         self._drop_finished(lost)
-        return {layer: torch.cat(parts) for layer, parts in committed.items()}
+        return committed
 
     def _lost_ahead(self, keep: Keep) -> list[_Flight]:
         """The segment ahead, if it is no part of the tree any more."""
@@ -365,17 +364,19 @@ class ProcessPipeline(Pipeline):
 
     def rows_past(self, layer: int) -> Tensor:
         """Live rows that have passed a layer in the lock-step pipeline: [r, H]."""
+        if layer not in self.taps:
+            raise KeyError(layer)
         stage = next((k for k in range(self.num_stages) if layer <= self._end(k)), 0)
-        parts = []
+        num_rows = 0
         for flight in self._flights:
             if layer and (flight.segment is not None or flight.entered + stage >= self._now):
                 break
             if layer:
                 self._fetch(stage, flight)
-            parts.append(pick_rows(flight.taps[layer], flight.alive))
-        if not parts:
+            num_rows += len(flight.alive)
+        if not num_rows:
             raise KeyError(layer)
-        return torch.cat(parts)
+        return self._states.view()[layer][:num_rows]
 
     # -- answers ----------------------------------------------------------------------------
 
@@ -416,20 +417,18 @@ class ProcessPipeline(Pipeline):
         under_way = self._flights if self._ahead is None else [*self._flights, self._ahead]
         for flight in under_way:
             if flight.sequence == message.sequence:
+                flight.answered.add(stage)
                 device = self.target.device  # a frame's states arrive in the host's memory
-                flight.taps.update({i: rows.to(device) for i, rows in message.taps.items()})
+                taps = {i: rows.to(device) for i, rows in message.taps.items()}
+                alive = {i: pick_rows(rows, flight.alive) for i, rows in taps.items()}
+                self._states.append(alive)
                 if message.verdicts is not None:
                     flight.verdicts = message.verdicts
 
     def _fetch(self, stage: int, flight: _Flight) -> None:
         """Take in what a stage has to say of a live flight, if that was not done before."""
-        layers = self._layers(stage)
-        if stage == self.num_stages - 1:
-            while flight.verdicts is None:
-                self._take_answer(stage)
-        elif layers:
-            while layers[0] not in flight.taps:
-                self._take_answer(stage)
+        while stage not in flight.answered:
+            self._take_answer(stage)
 
     def _fetch_all(self, flight: _Flight) -> None:
         for stage in self._answering():

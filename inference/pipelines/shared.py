@@ -12,8 +12,9 @@ from pipedraft.inference.batch_clock import BatchClock, SequenceClock
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
-from pipedraft.inference.pipelines.local import FeatureStore, LocalPipeline
+from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.inference.pipelines.states import FeatureStore
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.codec import Leave, Part, Together
 from pipedraft.inference.transport.ranks import Local
@@ -107,7 +108,7 @@ class SharedStages(SharedPipeline, LocalPipeline):
             returned = self.tick()
         assert returned is not None
         self.is_prefilling = False
-        features, self._features = self._features.view(), FeatureStore(taps)
+        features, self._features = self._features.view(), FeatureStore()
         last = torch.tensor([len(input_ids) - 1])
         return int(verifier.target_tokens(returned.verdicts, last)), features
 
