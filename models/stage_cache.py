@@ -9,7 +9,7 @@ D head size, W channels and K inputs of the short convolution, T rows of one cal
 that continue different ones.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -281,22 +281,32 @@ class StageCache:
         self._new_states = self._states[-1:] * self._num_new
         self.advance(committed=False)
 
-    def keep(self, keep: Keep) -> None:
-        """Gather the retained rows in place; a prefix that stays where it is costs nothing."""
+    def keep(self, keep: Keep, move: Callable[[list[int], int], None] | None = None) -> None:
+        """Gather the retained rows in place; a prefix that stays where it is costs nothing.
+
+        Args:
+            move: does what ``move`` here does.
+        """
         keep.check_committed(self.num_speculative)
         rows = keep.cached(self.num_speculative)
         first_moved = next((j for j, i in enumerate(rows) if i != j), len(rows))
         if first_moved < len(rows):
-            source = torch.tensor(rows[first_moved:], device=self._positions_C.device)
-            source += self.num_committed
-            to = slice(self.num_committed + first_moved, self.num_committed + len(rows))
-            self._positions_C[to] = self._positions_C[source]
-            for buffer_1NCD in (*self._keys.values(), *self._values.values()):
-                buffer_1NCD[:, :, to] = buffer_1NCD[:, :, source]
+            source = [self.num_committed + row for row in rows[first_moved:]]
+            (move or self.move)(source, self.num_committed + first_moved)
         if self.recurrent_layers:
             self._states = [self._states[row + 1] for row in (-1, *rows)][keep.num_committed :]
         self.num_committed += keep.num_committed
         self.num_speculative = len(rows) - keep.num_committed
+
+    def move(self, rows: list[int], first: int) -> None:
+        """Put rows side by side, from the place ``first`` on."""
+        source = torch.tensor(rows, device=self._positions_C.device)
+        self.copy_rows(source, torch.arange(first, first + len(rows), device=source.device))
+
+    def copy_rows(self, source_R: Tensor, to_R: Tensor) -> None:
+        self._positions_C.index_copy_(0, to_R, self._positions_C.index_select(0, source_R))
+        for buffer_1NCD in (*self._keys.values(), *self._values.values()):
+            buffer_1NCD.index_copy_(2, to_R, buffer_1NCD.index_select(2, source_R))
 
     def _grow(self, capacity: int, device: torch.device) -> None:
         used = self.num_rows

@@ -91,9 +91,7 @@ class StageGraphs(Recordings):
         cache, num_rows = self.stage.cache, len(positions_l)
         shape = Shape(padded_rows(num_rows), padded_rows(max(visible_lS.shape[1], MIN_COLUMNS)))
         cache.reserve(num_rows, self.stage.device)
-        if cache.capacity != self._capacity:  # graphs of smaller buffers read freed memory
-            self.clear()
-            self._capacity = cache.capacity
+        self._forget_smaller()
         own = [i for i in sorted(taps) if self.stage.start < i <= self.stage.end]
         if self.stage.start == 0 and 0 in taps:
             own.insert(0, 0)
@@ -104,6 +102,32 @@ class StageGraphs(Recordings):
         out_KPH = self.run(key, packed, [] if is_first else [hidden_or_ids], compute)
         out_KlH = out_KPH[:, :num_rows].clone()
         return out_KlH[0], dict(zip(own, out_KlH[1:], strict=True))
+
+    def move(self, rows: list[int], first: int) -> None:
+        """``StageCache.move`` of all layers in one graph; spare rows stay where they are."""
+        cache, num_spare = self.stage.cache, padded_rows(len(rows)) - len(rows)
+        if num_spare > MAX_ROWS:
+            cache.move(rows, first)
+            return
+        self._forget_smaller()
+        spare = range(cache.capacity, cache.capacity + num_spare)
+        packed = torch.tensor([*rows, *spare, *range(first, first + len(rows)), *spare])
+
+        def compute(packed: Tensor, _: Tensor | None) -> Tensor:
+            cache.copy_rows(*packed.chunk(2))
+            return packed
+
+        key = ("move",)
+        if (key, len(packed), 0) not in self._recorded:  # recording runs it, and more than once
+            itself = torch.arange(len(packed) // 2).repeat(2)
+            self.run(key, itself, [], compute)
+        self.run(key, packed, [], compute)
+
+    def _forget_smaller(self) -> None:
+        """Graphs of smaller buffers read freed memory."""
+        if self.stage.cache.capacity != self._capacity:
+            self.clear()
+            self._capacity = self.stage.cache.capacity
 
     def _pack(
         self, shape: Shape, positions_l: Tensor, visible_lS: Tensor, ids_l: Tensor | None

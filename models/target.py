@@ -181,7 +181,7 @@ class Stage:
     @torch.inference_mode()
     def keep(self, keep: Keep) -> None:
         """Apply a Keep to the cached rows; see ``prune_segment`` for waiting ones."""
-        self.cache.keep(keep)
+        self.cache.keep(keep, None if self.graphs is None else self.graphs.move)
 
     @torch.inference_mode()
     def skip(self, segment: Segment) -> None:

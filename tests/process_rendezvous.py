@@ -46,13 +46,18 @@ class Rendezvous:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.link, self.device = DeviceLink(group, torch.device("cpu")), device
         self.name, self.num_sent, self.num_asked = group.group_name, 0, 0
+        self.patience_s = HANGS_S
 
-    open = DeviceLink.open
+    def open(self, peer, sends):
+        """The peer may have come later than this rank."""
+        self.patience_s = PATIENT.step_s
+        DeviceLink.open(self, peer, sends)
+        self.patience_s = HANGS_S
 
     def send(self, array, peer):
         work, whole = self.link.send(array.cpu(), peer)
         self.num_sent += 1
-        return Taken(work, f"{self.name}/{self.num_sent}"), whole
+        return Taken(work, f"{self.name}/{self.num_sent}", self.patience_s), whole
 
     def receive(self, shape, dtype, peer):
         self.num_asked += 1
@@ -61,8 +66,8 @@ class Rendezvous:
 
 
 class Taken:
-    def __init__(self, work: dist.Work, key: str) -> None:
-        self.work, self.key = work, key
+    def __init__(self, work: dist.Work, key: str, patience_s: float) -> None:
+        self.work, self.key, self.patience_s = work, key, patience_s
         self.has_gone = False
 
     def is_completed(self) -> bool:
@@ -72,7 +77,7 @@ class Taken:
         return self.has_gone
 
     def wait(self) -> None:
-        deadline_s = time.monotonic() + HANGS_S
+        deadline_s = time.monotonic() + self.patience_s
         while not self.is_completed():
             assert time.monotonic() < deadline_s, "recording waits for a peer that records, too"
             time.sleep(0.01)

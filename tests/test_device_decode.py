@@ -33,7 +33,7 @@ from pipedraft.inference.tree import TokenTree
 from pipedraft.models import stage_cache
 from pipedraft.models.recorded import UNDER_WAY, Recordings
 from pipedraft.models.stage_calls import can_run_together, forward_together
-from pipedraft.models.target import Segment, StagedTarget
+from pipedraft.models.target import Keep, Segment, StagedTarget
 from pipedraft.placement import place_draft
 
 PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes
@@ -310,6 +310,29 @@ def test_keys_are_not_repeated_for_the_heads_that_share_them(head):
         cpu, gpu = decode_twice(head, default_schedule(head), {}, 0.0, LocalPipeline)
     assert cpu.token_ids == gpu.token_ids
     assert found.heads == {(2, 2)}
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_tree_is_pruned_by_one_graph_whatever_the_layers(num_layers):
+    """Rows that survive become neighbors in the cache of every layer."""
+    model, kept = tiny_llama(layers=num_layers), Keep((0, 2, 3), 1)
+    positions, visible = torch.arange(4) + len(PROMPT), torch.ones(4, 5).bool().tril_()
+    row = Segment(torch.tensor([len(PROMPT) + 2]), torch.ones(1, 3).bool(), ids=torch.tensor([8]))
+    outputs, launches = [], []
+    for place in ("cpu", "cuda:0"):
+        with pretended_cuda() as log:
+            (stage,) = StagedTarget(model.to(place), 1).stages
+            for _ in range(2):
+                stage.reset()
+                stage.prefill(torch.tensor(PROMPT), torch.arange(len(PROMPT)))
+                stage.forward(Segment(positions, visible[:, :4], ids=torch.tensor([5, 9, 4, 2])))
+                log.clear()
+                stage.keep(kept)
+                launches.append(log.launches.total())
+                outputs.append(stage.forward(row).hidden.cpu())
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
+    assert launches[-1] <= 1
 
 
 def test_several_sequences_on_a_gpu_are_one_pass_of_the_weights():
