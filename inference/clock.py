@@ -114,6 +114,9 @@ class VirtualClock:
             tokens=num_tokens + 1,
             time=self.time + self.autoregressive_time(1),
             row=LONGEST * self.row_price,
+            # What enters a step earlier saves a step, the n-th part of a pass, and no more; a token
+            # takes about a fourth of a pass (docs/log.md).
+            later=max(1.0, self.num_stages / 4),
         )
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:

@@ -30,6 +30,9 @@ class RowCosts:
     """In this time."""
     row: float
     """Time that each of them adds."""
+    later: float = 1.0
+    """Price of a row that a further draft forward of the step makes, over that of the first one's:
+    it could come with the next step as well."""
     sharpness: float = SHARPNESS
     """See there; more where the draft's best tokens are right more often than it says."""
 

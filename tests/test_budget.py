@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from conftest import tiny_llama
 from decode_runs import PROMPTS, engine_for, greedy_reference
+from markov_runs import PROMPT, markov_engine
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.shapes import RowCosts, rows_that_pay
+from pipedraft.inference.sources import tree_source
+from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.models.language_model import LanguageModelDraft
 
 AUTO = [
@@ -86,6 +89,43 @@ def test_fewer_rows_enter_where_they_cost_more(way, pair):
         results = decode(pair, way, cost=CostModel(row=row, draft_forward=1 / 16), temperature=1.0)
         rows.append(max(max(e[3:]) for r in results for e in r.step_log if len(e) > 2))
     assert rows[1] < rows[0] <= 60
+
+
+def steps_where_no_row_pays(**way):
+    """Of five texts, on four stages: a row after a segment's first costs nine times as much."""
+    cost = CostModel(row=9.0, draft_forward=1 / 16)
+    engine = markov_engine(num_stages=4, max_new_tokens=24, cost=cost, **way)
+    return [engine.decode(PROMPT, prompt_index=index).num_steps for index in range(5)]
+
+
+CHAIN = {"schedule": "spd", "verifier": "gumbel"}
+CONTINUED = {"schedule": "flowspec_continued", "step_tokens": "auto"}
+
+
+def test_where_no_row_pays_a_tree_is_a_chain():
+    """The first row of every step is free, so none is left out."""
+    assert steps_where_no_row_pays(**CONTINUED) == steps_where_no_row_pays(**CHAIN)
+
+
+def best_child_alone(tree, leaves, best_2QW, width, sampling):
+    """Adds one, or the one that the tree has already takes its place."""
+    tokens_K, scores_K = best_2QW.flatten(1)
+    place = int(scores_K.argmax())
+    if sampling.worth(tree, scores_K[place : place + 1].tolist()):
+        parent = leaves[place // best_2QW.shape[2]]
+        tree.add(parent, int(tokens_K[place]), float(scores_K[place]))
+
+
+@pytest.mark.parametrize("mutant", ["asked_once", "counts_what_is_on_its_way"])
+def test_a_free_row_that_is_left_out_is_noticed(mutant, monkeypatch):
+    if mutant == "asked_once":  # a draft token whose children did not pay gets none any more
+        whole = TreeSource._rows_to_continue
+        monkeypatch.setattr(
+            TreeSource, "_rows_to_continue", lambda self, *args: whole(self, *args[:3])
+        )
+    else:
+        monkeypatch.setattr(tree_source, "add_children", best_child_alone)
+    assert sum(steps_where_no_row_pays(**CONTINUED)) > sum(steps_where_no_row_pays(**CHAIN))
 
 
 @pytest.mark.parametrize(

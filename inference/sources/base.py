@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,13 @@ class Sampling:
             return None
         sharpness = None if self.costs is None else self.costs.sharpness
         return type(self.rule), self.rule.temperature, filters, sharpness
+
+    @property
+    def later(self) -> "Sampling":
+        """For draft tokens that could enter a step later as well: they save a step at most."""
+        if self.costs is None:
+            return self
+        return replace(self, costs=replace(self.costs, row=self.costs.later * self.costs.row))
 
     def worth(self, tree: TokenTree, scores: Sequence[float]) -> int:
         """How many of the best new draft tokens are added.
@@ -266,9 +273,13 @@ def add_children(
     """Add the best of what ``best_children`` gives, if they pay."""
     tokens_QW, total_QW = best_2QW
     scores_W, places_W = total_QW.flatten().topk(min(width, total_QW.numel()))
-    scores, places = scores_W.tolist(), places_W.tolist()
-    tokens = tokens_QW.flatten()[places_W].tolist()
-    count = sampling.worth(tree, scores)
-    for place, token, score in list(zip(places, tokens, scores, strict=True))[:count]:
-        tree.add(leaves[place // total_QW.shape[1]], int(token), score)
+    parents = [leaves[place // total_QW.shape[1]] for place in places_W.tolist()]
+    tokens = map(int, tokens_QW.flatten()[places_W].tolist())
+    best = list(zip(parents, tokens, scores_W.tolist(), strict=True))
+    if sampling.costs is not None:
+        # A draft token on its way costs nothing more, so it takes no part of the budget.
+        best = [child for child in best if tree.child(*child[:2]) is None]
+    count = sampling.worth(tree, [score for *_, score in best])
+    for child in best[:count]:
+        tree.add(*child)
     return count

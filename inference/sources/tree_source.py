@@ -269,33 +269,44 @@ class TreeSource(DraftSource):
         sampling: Sampling,
     ) -> int:
         before, limit = len(tree), self.num_forwards + num_forwards
+        again = by_score and sampling.costs is not None
         while self.num_forwards < limit:
             left = min(width, max_rows - (len(tree) - before))
-            rows = self._rows_to_continue(tree, left, by_score) if left else []
+            rows = self._rows_to_continue(tree, left, by_score, again) if left else []
             if not rows:
                 break
             best_2QW = self._best_rows(tree, rows, left, sampling)
-            self._root_waits = False
+            self._root_waits = again = False
             if by_score:
                 add_children(tree, rows, best_2QW, left, sampling)
+                sampling = sampling.later
                 continue
             for row, best_2W in zip(rows, best_2QW.unbind(1), strict=True):
                 share = left // len(rows)
                 add_children(tree, [row], best_2W[:, None], share, sampling)
         return len(tree) - before
 
-    def _rows_to_continue(self, tree: TokenTree, width: int, by_score: bool) -> list[int]:
+    def _rows_to_continue(
+        self, tree: TokenTree, width: int, by_score: bool, again: bool = False
+    ) -> list[int]:
         """The root once per context, and the best rows that were not continued yet.
 
         A child of a root that waits is left to the next forward pass, which needs this one's state.
+
+        Args:
+            again: with those whose children did not pay at an earlier step. Nothing is computed for
+                them, and the best of their children may be this step's first row, which is free.
         """
         self._adopt_fresh()
-        waiting = [row for row in range(1, len(tree)) if row not in self._known]
         # Rows that came from elsewhere wait for their parents.
         known = {0, *self._known}
-        waiting = [row for row in waiting if tree.parents[row] in known]
+        unseen = [row for row in range(1, len(tree)) if row not in known]
+        waiting = [row for row in unseen if tree.parents[row] in known]
         if self._root_waits:
             waiting = [row for row in waiting if tree.parents[row]]
+        if again:
+            asked = range(1, len(tree))
+            waiting += [row for row in asked if row in known and not tree.children(row)]
         if by_score:
             waiting.sort(key=lambda row: -tree.scores[row])
         else:
