@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from pipedraft.eval.charts import Estimate, LineChart
 from pipedraft.eval.tasks import encode_turn, load_task
 from pipedraft.inference.batch import BatchEngine, Handle, Limits
 from pipedraft.inference.config import DecodeConfig, read_cost
@@ -120,6 +121,22 @@ def long_answers(target: Any, tokenizer: Any, length: int) -> list[list[int]]:
     return [handle.prompt_ids for handle in handles if len(handle.token_ids) == length]
 
 
+def plot(rows: list[dict[str, Any]]) -> bytes:
+    """A PNG: tokens of all sequences and of one against concurrency, for each number of stages."""
+    panels: dict[str, Any] = {}
+    for row in rows:
+        for value, of in (("throughput", "all sequences"), ("user", "one sequence")):
+            panel = panels.setdefault(f"n = {row['stages']}, {of}", {})
+            panel.setdefault(row["way"], {})[row["concurrency"]] = Estimate(row[value])
+    return LineChart(
+        title="Several sequences",
+        caption="",
+        panels=panels,
+        axis="tokens in a pass",
+        place_axis="sequences at once",
+    ).png()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one line of JSON at the end")
@@ -131,6 +148,7 @@ def main() -> None:
     parser.add_argument("--cost", default="h100", help="a preset or a file of --calibrate")
     parser.add_argument("--row", type=float, help="instead of the cost model's price of a row")
     parser.add_argument("--drafts", choices=["together", "apart"], default="together")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves as a PNG")
     options = parser.parse_args()
     torch.set_num_threads(1)
     target = load_target(str(ASSETS / "target"))
@@ -149,6 +167,8 @@ def main() -> None:
                     continue
                 rows.append(measure(world, way, num_stages, concurrency, options))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    if options.plot:
+        options.plot.write_bytes(plot(rows))
     if options.json:
         print(json.dumps({"runs": rows, "cost": options.cost, "row": options.row}))
 
