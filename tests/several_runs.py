@@ -128,8 +128,8 @@ def swap_rows(monkeypatch, module=local):
 
 
 def see_everything(monkeypatch):
-    def mutant(visible, positions, window, dtype):
-        return right(torch.ones_like(visible), positions, window, dtype)
+    def mutant(visible, *others, **options):
+        return right(torch.ones_like(visible), *others, **options)
 
     right = stage_calls.additive_mask
     monkeypatch.setattr(stage_calls, "additive_mask", mutant)

@@ -92,16 +92,16 @@ def test_fuzz_holds_with_eager_attention():
 
 
 def ignore_the_mask_of_single_rows(monkeypatch) -> None:
-    def mutant(visible_lS, positions_C, window, dtype):
+    def mutant(visible_lS, positions_C, window, dtype, groups):
         visible_lS = visible_lS | (visible_lS.shape[0] == 1)
-        return additive_mask(visible_lS, positions_C, window, dtype)
+        return additive_mask(visible_lS, positions_C, window, dtype, groups)
 
     monkeypatch.setattr(target_module, "additive_mask", mutant)
 
 
 def ignore_the_window(monkeypatch) -> None:
-    def mutant(visible_lS, positions_C, window, dtype):
-        return additive_mask(visible_lS, positions_C, None, dtype)
+    def mutant(visible_lS, positions_C, window, dtype, groups):
+        return additive_mask(visible_lS, positions_C, None, dtype, groups)
 
     monkeypatch.setattr(target_module, "additive_mask", mutant)
 
