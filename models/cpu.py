@@ -52,12 +52,15 @@ def linear(x_H: Tensor, weight_GH: Tensor, bias_G: Tensor | None = None) -> Tens
     """
     if not _is_for_onednn(x_H):
         return torch_linear(x_H, weight_GH, bias_G)
-    return _OneDNNProduct.apply(x_H, weight_GH, bias_G)
+    return _OneDNNProduct.apply(bias_G, x_H, weight_GH)
 
 
 class _OneDNNProduct(torch.autograd.Function):
+    """Inputs in the order of ``addmm``, in which autograd adds their gradients up: the processes of
+    ZeRO-2 reduce gradients in the order of their coming, whatever a process's number of rows."""
+
     @staticmethod
-    def forward(ctx, x_H, weight_GH, bias_G):
+    def forward(ctx, bias_G, x_H, weight_GH):
         ctx.save_for_backward(x_H, weight_GH)
         return _multiply(x_H, weight_GH, bias_G)
 
@@ -65,12 +68,12 @@ class _OneDNNProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_G):
         x_H, weight_GH = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_bias, needs_x, needs_weight = ctx.needs_input_grad
         grad_MG, dweight_GH = grad_G.flatten(0, -2), None
         dx_H = _multiply(grad_G, weight_GH.t()) if needs_x else None
         if needs_weight:
             dweight_GH = linear(grad_MG.t(), x_H.flatten(0, -2).t()).contiguous()
-        return dx_H, dweight_GH, grad_MG.sum(0) if needs_bias else None
+        return grad_MG.sum(0) if needs_bias else None, dx_H, dweight_GH
 
 
 def _multiply(x_H: Tensor, weight_GH: Tensor, bias_G: Tensor | None = None) -> Tensor:

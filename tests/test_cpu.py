@@ -33,6 +33,25 @@ def test_fp32_products_and_gradients_are_those_of_float64(shape, has_bias):
         assert (actual - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
+@pytest.mark.parametrize("needs_x", [False, True])
+def test_gradients_come_in_one_order_whatever_the_number_of_rows(needs_x):
+    """ZeRO-2 reduces them over the processes in the order of their coming."""
+    layer, came = torch.nn.Linear(24, 3), {}
+    for rows in (60, 127, 128, 300):
+        came[rows] = []
+        hooks = [
+            value.register_hook(lambda _, rows=rows, name=name: came[rows].append(name))
+            for name, value in layer.named_parameters()
+        ]
+        x = torch.randn(rows, 24, requires_grad=needs_x)
+        with tuned(CPU):
+            (layer(x) * 2).sum().backward()
+        for hook in hooks:
+            hook.remove()
+    assert sorted(came[60]) == ["bias", "weight"]
+    assert all(order == came[60] for order in came.values())
+
+
 def test_a_strided_input_and_a_strided_weight_give_the_same_product():
     x, weight = torch.randn(300, 2, 24)[:, 1], torch.randn(24, 40).t()
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
