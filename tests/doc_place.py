@@ -260,7 +260,7 @@ def adapted(words: list[str]) -> list[str]:
     if "configs/real/smollm2_spd_n4.yaml" in words:  # for 16 layers in place of 30
         layers = "--model.depth_layers=[[4],[4,8],[8,12],[12,16]]"
         return [*words, layers, "--model.draft_vocab_size=60"]
-    if "configs/real/smollm2_eagle3.yaml" in words:
+    if any(word.startswith("configs/real/smollm2_") for word in words):
         return [*words, "--model.draft_vocab_size=60"]
     return words
 
