@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from pipedraft.data_recipes.batch import collate
 from pipedraft.models import load_draft
 from pipedraft.train import checkpoint
+from pipedraft.train.__main__ import methods
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.launch import rate_factor
 from pipedraft.train.spd import sample_occupancy
@@ -191,6 +192,37 @@ def test_only_trainable_parts_move_and_all_of_them_do(world, tmp_path):
 
 
 # -- learning -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [name for name in methods() if name != "language_model"])
+def test_a_run_starts_with_the_weights_of_a_trained_draft(world, tmp_path, method):
+    given = world.trainer(method, tmp_path / "first").objective
+    for number, parameter in enumerate(given.draft.parameters()):
+        parameter.data.add_(0.1 * (number + 1))
+    (tmp_path / "given").mkdir()
+    given.save(tmp_path / "given", {}, given.state_dict())
+    start = {"model__init_from": tmp_path / "given"}
+    objective = world.trainer(method, tmp_path / "second", seed=1, **start).objective
+    assert_equal_weights(objective.draft.state_dict(), given.draft.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("spd", {"model__num_layers": 2}, "init_from: '.*' has num_layers 1, this run 2; give it"),
+        ("ppsd", {}, "init_from: '.*' holds a draft of type 'spd'; give one of type 'ppsd'"),
+        ("spd", {"model__init_from": "none"}, "checkpoint: no folder none"),
+    ],
+)
+def test_a_start_of_another_method_or_architecture_is_refused(
+    world, tmp_path, method, changes, message
+):
+    given = world.trainer("spd", tmp_path / "first").objective
+    (tmp_path / "given").mkdir()
+    given.save(tmp_path / "given", {}, given.state_dict())
+    start = {"model__init_from": tmp_path / "given"} | changes
+    with pytest.raises(ValueError, match=message):
+        world.trainer(method, tmp_path / "second", **start)
 
 
 FEW = {("kl", "newest", None), ("kl", "all", 260), ("tv", "newest", 260), ("lk", "all", None)}

@@ -13,7 +13,7 @@ from pipedraft.files import Values
 from pipedraft.models.draft import Draft
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.train.losses import chunked_distillation
-from pipedraft.train.objective import DraftObjective, LossOutput, acceptance_length
+from pipedraft.train.objective import DraftObjective, LossOutput, StartConfig, acceptance_length
 
 # B batch, T positions, R rows (t = 0 .. T-2), H hidden, M counted rows
 
@@ -21,7 +21,7 @@ EVALUATED_DEPTH = 7  # as EAGLE-3 trains, so that the scores of both compare
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleTrainConfig(EagleConfig):
+class EagleTrainConfig(EagleConfig, StartConfig):
     """The head and its loss."""
 
     noise: float = 0.2

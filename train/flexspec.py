@@ -14,13 +14,13 @@ from pipedraft.models.draft import Draft
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
 from pipedraft.models.layers import LayerConfig
 from pipedraft.train.eagle import EVALUATED_DEPTH
-from pipedraft.train.objective import DraftObjective, LossOutput, labeled_rows
+from pipedraft.train.objective import DraftObjective, LossOutput, StartConfig, labeled_rows
 
 # B batch, T positions, S rows (t = 0 .. T-2), E readings, H hidden, M labeled rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlexSpecTrainConfig(FlexSpecConfig):
+class FlexSpecTrainConfig(FlexSpecConfig, StartConfig):
     """The draft and its loss."""
 
     feature_weight: float = 0.1

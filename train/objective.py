@@ -23,15 +23,15 @@ from pipedraft.models.draft import (
     StagedDraftConfig,
     TargetReference,
     draft_vocabulary,
+    load_untied,
     read_description,
+    resolve_folder,
 )
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import StagedTarget, capture_hidden
 from pipedraft.train.losses import DistillationLoss, Divergence, Measure, chunked_distillation
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from pipedraft.train.feature_reader import Features
 
 
@@ -95,7 +95,16 @@ def acceptance_length(rates: list[float]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergenceConfig:
+class StartConfig:
+    """Where a draft's weights start."""
+
+    init_from: str | None = None
+    """Trained draft of the same method, architecture and target, a folder or a Hub id, whose
+    weights and draft vocabulary this run starts with. None: a new draft."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceConfig(StartConfig):
     """The loss of heads that are trained by distillation alone."""
 
     loss: Divergence = "kl"
@@ -137,6 +146,22 @@ class DivergenceConfig:
         )
 
 
+def load_start(place: str, kind: type[Draft]) -> Draft:
+    """The trained draft that a run starts with, on the CPU.
+
+    Raises:
+        ValueError: none there, or one of another method.
+    """
+    with torch.device("cpu"):  # also where networks are made on the meta device
+        draft = load_untied(resolve_folder(place))
+    if not isinstance(draft, kind):
+        raise ValueError(
+            f"model.init_from: {place!r} holds a draft of type {draft.draft_type!r}; give one of "
+            f"type {kind.draft_type!r}, or leave it out"
+        )
+    return draft
+
+
 class DraftObjective(Objective):
     """Base of the objectives that distil a frozen target into a draft.
 
@@ -156,7 +181,7 @@ class DraftObjective(Objective):
 
     def __init__(
         self,
-        config: "DataclassInstance",
+        config: StartConfig,
         target: PreTrainedModel,
         *,
         target_name: str,
@@ -185,6 +210,24 @@ class DraftObjective(Objective):
             draft_ids = draft_vocabulary(counts, size)
         self.draft = self.make_draft(config, self.layer_config, self.reference)
         self.draft.initialize(target, draft_ids)
+        if config.init_from is not None and not next(self.draft.parameters()).is_meta:
+            self._start_from(config.init_from)
+
+    def _start_from(self, place: str) -> None:
+        start = load_start(place, self.draft_class)
+        start.reference.check_fingerprint(dict(self.reference.fingerprint))
+        for given, own in (
+            (start.config, self.draft.config),
+            (start.layer_config, self.draft.layer_config),
+        ):
+            for name, value in vars(own).items():
+                if (found := getattr(given, name)) != value:
+                    raise ValueError(
+                        f"model.init_from: {place!r} has {name} {found}, this run {value}; give it "
+                        f"--model.{name} {found}, or leave it out"
+                    )
+        start.attach(self.target)
+        self.draft.load_state_dict(start.state_dict())
 
     @staticmethod
     def check(config: Any, target: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from datasets import Dataset
@@ -34,10 +34,7 @@ from pipedraft.train.feature_shards import bytes_per_token
 from pipedraft.train.launch import resolve_dtype, resolve_precision
 from pipedraft.train.log import flop_counter
 from pipedraft.train.loop import EVALUATED_ROWS
-from pipedraft.train.objective import DraftObjective
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from pipedraft.train.objective import DraftObjective, StartConfig
 
 
 class LiveBytes(TorchDispatchMode):
@@ -145,7 +142,7 @@ class Plan:
     """
 
     def __init__(
-        self, run: RunConfig, model: "DataclassInstance", objective_class: type[DraftObjective]
+        self, run: RunConfig, model: StartConfig, objective_class: type[DraftObjective]
     ) -> None:
         self.run, self.model, self.objective_class = run, model, objective_class
         self.config = decoder_config(run)
