@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from pipedraft.errors import one_line
 from pipedraft.files import Values
@@ -86,14 +87,19 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-def render_card(source: CardSource) -> str:
-    """README.md with the metadata that the Hub reads."""
+@cache
+def card_template() -> Template:
+    """Compiled once: a run writes a card with everything that it saves."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
+    return environment.from_string(Path(__file__).with_name("card.md.jinja").read_text())
+
+
+def render_card(source: CardSource) -> str:
+    """README.md with the metadata that the Hub reads."""
     source = _shown(source)
-    template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text())
-    return template.render(
+    return card_template().render(
         source=source,
         description=source.description,
         metadata=_metadata(source),

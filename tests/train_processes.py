@@ -30,6 +30,7 @@ from fork_server import answer, write_to
 from torch.distributed import distributed_c10d
 
 from pipedraft.errors import run_command
+from pipedraft.models.card import card_template
 from pipedraft.train import __main__ as command
 from pipedraft.train import checkpoint, launch, loop
 
@@ -216,6 +217,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
         for module in sys.argv[1:]:
             importlib.import_module(module)
+    card_template()
     answer(run)
 
 
