@@ -69,10 +69,12 @@ class SPDConfig(StagedDraftConfig):
                 f"model.num_stages, model.num_layers: {self.num_stages}, {self.num_layers}; "
                 "both must be at least 1"
             )
-        if self.tokens_per_step < 1 or self.lead and self.tokens_per_step > 1:
+        layers = self.num_target_layers or self.tokens_per_step  # 0: not known yet
+        if not 1 <= self.tokens_per_step <= (1 if self.lead else layers):
             raise ValueError(
                 f"model.tokens_per_step: {self.tokens_per_step} with timing {self.timing!r}; give "
-                "at least 1, and 1 with output states, where the stages wait for each forward"
+                "at least 1, at most as many as the target's layers, beside which they are drafted,"
+                " and 1 with output states, where the stages wait for each forward"
             )
         if self.max_in_flight < 1:
             raise ValueError(

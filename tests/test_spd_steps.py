@@ -124,6 +124,8 @@ def test_module_and_schedule_have_the_same_number():
     for way in ({"schedule": "spd"}, {"schedule": "pipedec"}):
         with pytest.raises(ValueError, match=r"^tokens_per_step: 1, .* --tokens-per-step 2"):
             engine_for(target, draft=module, num_stages=2, **way)
+    with pytest.raises(ValueError, match=r"^model.tokens_per_step: 9 .*the target's layers"):
+        SPDConfig(num_stages=2, num_target_layers=8, tokens_per_step=9)
     late = {"timing": "output_states", "tokens_per_step": 2}
     with pytest.raises(ValueError, match=r"^model.tokens_per_step: 2 with timing"):
         SPDConfig(num_stages=2, num_target_layers=4, **late)
