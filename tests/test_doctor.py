@@ -4,13 +4,13 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import REPOSITORY
+from doctor_failures import HANG_S, fails, leaves, waits
 from fake_hub import FakeHub, Fault
 from huggingface_hub import constants
 from pretended_device import pretended_cuda
@@ -132,22 +132,6 @@ def refuses(words: str):
         raise RuntimeError(words)
 
     return refuse
-
-
-HANG_S = 900
-
-
-def fails(rank: int, *_: object) -> None:
-    raise OSError("no way to the other one")
-
-
-def leaves(rank: int, *_: object) -> None:
-    """One rank leaves and the other waits."""
-    time.sleep(HANG_S) if rank == 0 else sys.exit(3)
-
-
-def waits(*_: object) -> None:
-    time.sleep(HANG_S)
 
 
 @pytest.mark.parametrize(
