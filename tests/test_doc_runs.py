@@ -3,6 +3,7 @@
 Those of several processes: test_doc_processes.py. Those that do not run, and why: doc_place.py.
 """
 
+import importlib
 import json
 import re
 import subprocess
@@ -25,6 +26,8 @@ from doc_place import (
 from fake_hub import FakeHub
 from hub_runs import signed_in
 from regenerate_runs import FakeServer
+
+from pipedraft.inference.config import DecodeConfig
 
 pytestmark = pytest.mark.timeout(900)  # many commands in one test, on a machine that may be busy
 
@@ -72,6 +75,13 @@ def test_commands_run(page, commands, reader, hub, server, monkeypatch, capfd):
     reader.stand_ins["http://localhost:8000"] = server.url
     failures = failures_of(commands, page, reader.run)
     assert not failures, "\n".join(failures)
+
+
+def test_every_way_of_the_row_costs_is_a_configuration(monkeypatch):
+    """Its command runs one of them."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    ways = importlib.import_module("row_cost_curve").WAYS
+    assert {DecodeConfig.of(**way).schedule.name for way in ways.values()} >= {"spd", "flowspec"}
 
 
 @pytest.mark.parametrize(
