@@ -230,7 +230,13 @@ def by_forks(words, num_processes, parent) -> str:
 
 
 @pytest.mark.parametrize(
-    ("start", "num_processes", "links"), [(by_torchrun, 2, "auto"), (by_forks, 3, "device")]
+    ("start", "num_processes", "links"),
+    [
+        (by_forks, 2, "auto"),
+        (by_forks, 3, "device"),
+        # test_doc_runs.py launches ranks by torchrun: benchmarks/pipeline_step.py.
+        pytest.param(by_torchrun, 2, "auto", marks=pytest.mark.all),
+    ],
 )
 def test_ranks_decode_what_one_process_decodes(start, num_processes, links, parent, tmp_path):
     """Two stages, the first one beside the controller and on a rank of its own; hidden
