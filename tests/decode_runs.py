@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from hashlib import sha256
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ PROMPTS = [[5], [1, 2], [7, 3, 9, 3, 7, 1], [index * 5 % 16 for index in range(2
 CHAIN = TreeShape(kind="chain", depth=3)
 SMALL = TreeShape(depth=3, top_k=3, num_tokens=8)
 STATIC = TreeShape(kind="static", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+GREEDY_TEXTS: dict[tuple, list[int]] = {}
 PUBLISHED = dict(expansion_depth=2, expansion_tokens=5)
 WAYS = [
     {"schedule": "eagle", "tree": CHAIN},
@@ -201,11 +203,19 @@ def see_siblings(monkeypatch) -> None:
 
 
 def greedy_reference(target, prompt, max_new_tokens=NEW_TOKENS) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = target.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
-    )
-    return output[0, len(prompt) :].tolist()
+    """Of transformers; of weights that are the same to the bit it is asked once."""
+    weights = sha256(str(target.config).encode())
+    for name, weight in target.state_dict().items():
+        weights.update(f"{name} {weight.dtype} {weight.device}".encode())
+        weights.update(weight.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    key = (weights.digest(), *prompt, max_new_tokens)
+    if key not in GREEDY_TEXTS:
+        ids = torch.tensor([prompt])
+        output = target.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+        )
+        GREEDY_TEXTS[key] = output[0, len(prompt) :].tolist()
+    return [*GREEDY_TEXTS[key]]
 
 
 def decode_exactly(engine, prompt, expected=None):
