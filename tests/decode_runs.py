@@ -49,6 +49,11 @@ WAYS = [
 ]
 
 
+def prompts_of(number: int) -> list[list[int]]:
+    """A short and a long one, the other two for the next number: pairs of ways and prompts."""
+    return PROMPTS[number % 2 :: 2]
+
+
 class PlainTokenizer:
     def decode(self, ids, skip_special_tokens=True):
         return " ".join(map(str, ids))

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,12 +89,20 @@ class Log:
         return replay
 
 
+@cache
+def _own_file(name: str) -> str:
+    """In the repository; "": it is a library's or a test's."""
+    path = Path(name)
+    if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] in (".venv", "tests"):
+        return ""
+    return str(path.relative_to(ROOT))
+
+
 def _place() -> str:
     frame = sys._getframe(2)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] not in (".venv", "tests"):
-            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        if own := _own_file(frame.f_code.co_filename):
+            return f"{own}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return "elsewhere"
 

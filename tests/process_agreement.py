@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS HALF
 
-HALF: which half of the ways to decode with an EAGLE head, 0 or 1; bitwise: a few ways, in bfloat16.
+HALF: which half of the ways to decode with an EAGLE head, 0 or 1, and of the temperatures of each
+schedule; whole: both halves; bitwise: a few ways, in bfloat16.
 """
 
 import json
@@ -63,7 +64,7 @@ def compare(cluster, part, name, is_bitwise):
     if is_bitwise:
         ways = ways[:2] + [(EAGLE_WAYS[0], head)]
     else:
-        ways += rules + [(way, head) for way in EAGLE_WAYS[int(sys.argv[3]) :: 2]]
+        ways += rules + [(way, head) for way in half_of(EAGLE_WAYS)]
     different, compared = [], Counter()
     for way, draft in ways:
         config = DecodeConfig.of(num_stages=2, max_new_tokens=NEW_TOKENS, bitwise=is_bitwise, **way)
@@ -100,18 +101,23 @@ def schedules_unlike_plain(cluster, part, whole, head, module):
     """Schedules whose text on the ranks is not plain decoding's in one process."""
     special = {"autoregressive": None, "spd": module, "ppsd": make_exit(whole, num_stages=2)}
     unlike = []
-    for name in (name for name, kind in SCHEDULES.items() if not kind.needs_link):
+    names = [name for name, kind in SCHEDULES.items() if not kind.needs_link]
+    turned = [(name, (i + j) % 2) for i, name in enumerate(names) for j in (0, 1)]
+    for name, temperature in half_of(turned):
         own = {"tree": SMALL} if hasattr(SCHEDULES[name], "tree") else {}
-        for temperature in (0.0, 1.0):
-            shared = {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "seed": 3}
-            shared |= {"verifier": "gumbel"} if temperature else {}
-            config = DecodeConfig.of(name, num_stages=2, **shared, **own)
-            draft = special.get(name, head)
-            engine = Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect)
-            for prompt in PROMPTS[1::2]:
-                if engine.decode(prompt).token_ids != plain_text(whole, prompt, **shared):
-                    unlike.append([name, temperature, prompt])
+        shared = {"max_new_tokens": NEW_TOKENS, "temperature": float(temperature), "seed": 3}
+        shared |= {"verifier": "gumbel"} if temperature else {}
+        config = DecodeConfig.of(name, num_stages=2, **shared, **own)
+        draft = special.get(name, head)
+        engine = Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect)
+        for prompt in PROMPTS[1::2]:
+            if engine.decode(prompt).token_ids != plain_text(whole, prompt, **shared):
+                unlike.append([name, temperature, prompt])
     return unlike
+
+
+def half_of(ways):
+    return ways if sys.argv[3] == "whole" else ways[int(sys.argv[3]) :: 2]
 
 
 if __name__ == "__main__":

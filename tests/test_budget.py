@@ -58,11 +58,11 @@ def pair():
     return target, LanguageModelDraft(target, target)
 
 
-def decode(pair, way, **shared):
+def decode(pair, way, places=(0, 1, 2, 3), **shared):
     target, draft = pair
     draft = None if way["schedule"] == "autoregressive" else draft
     engine = engine_for(target, draft=draft, max_new_tokens=24, **way, **shared)
-    return [engine.decode(prompt, prompt_index=i) for i, prompt in enumerate(PROMPTS)]
+    return [engine.decode(PROMPTS[i], prompt_index=i) for i in places]
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +74,14 @@ def plain(pair):
 @pytest.mark.parametrize("row", [0.0, 0.3])
 @pytest.mark.parametrize("way", AUTO, ids=lambda way: way["schedule"])
 def test_outputs_are_the_targets_whatever_rows_cost(way, row, pair, plain):
-    """Greedy and, by the noise that target and draft share, at temperature 1."""
+    """Greedy and, by the noise that target and draft share, at temperature 1; two prompts of the
+    four, each with each way."""
+    places = range(row > 0, len(PROMPTS), 2)
     cost = CostModel(row=row, link_row=row / 9, head_row=row / 9, draft_forward=1 / 16)
-    expected = [greedy_reference(pair[0], prompt, 24) for prompt in PROMPTS]
-    assert [r.token_ids for r in decode(pair, way, cost=cost)] == expected
-    sampled = decode(pair, way, cost=cost, temperature=1.0)
-    assert [r.token_ids for r in sampled] == plain
+    expected = [greedy_reference(pair[0], PROMPTS[i], 24) for i in places]
+    assert [r.token_ids for r in decode(pair, way, places, cost=cost)] == expected
+    sampled = decode(pair, way, places, cost=cost, temperature=1.0)
+    assert [r.token_ids for r in sampled] == [plain[i] for i in places]
 
 
 @pytest.mark.parametrize("way", AUTO, ids=lambda way: way["schedule"])

@@ -15,6 +15,7 @@ from decode_runs import (
     SimulatedSource,
     friendly_module,
     greedy_reference,
+    prompts_of,
     way_name,
 )
 from decode_runs import WAYS as EAGLE_WAYS
@@ -54,8 +55,10 @@ ONE_STAGE_WAYS = EAGLE_WAYS[::5]
     ],
 )
 def test_both_backends_agree_with_an_eagle_head(way, num_stages):
+    """Two of the prompts, the other two below."""
     target = tiny_llama(layers=4, vocab=16)
-    decode_both(target, PROMPTS, draft=make_head(target), num_stages=num_stages, **way)
+    prompts = prompts_of(EAGLE_WAYS.index(way))
+    decode_both(target, prompts, draft=make_head(target), num_stages=num_stages, **way)
 
 
 @pytest.mark.parametrize("way", EAGLE_WAYS, ids=way_name)
@@ -65,9 +68,10 @@ def test_both_backends_agree_when_segments_are_pruned_on_their_way(way):
     def make_source(prompt):
         return SimulatedSource(target, prompt, 0.7, length=NEW_TOKENS)
 
+    prompts = prompts_of(EAGLE_WAYS.index(way) + 1)
     if way["schedule"] in ("naive_pp", "pruned_pp", "flowspec"):
         way = way | {"micro_batches": 9}
-    decode_both(target, PROMPTS, make_source=make_source, num_stages=4, **way)
+    decode_both(target, prompts, make_source=make_source, num_stages=4, **way)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -75,21 +79,19 @@ def test_both_backends_agree_when_segments_are_pruned_on_their_way(way):
 def test_both_backends_agree_with_a_speculation_module(way, temperature):
     target = tiny_qwen3(layers=4, vocab=16)
     cuts = ((4, "newest"), (3, "all"), (1, "newest"))
-    for num_stages, query in cuts[:1] if temperature else cuts:
+    for number, (num_stages, query) in enumerate(cuts[:1] if temperature else cuts):
         draft = friendly_module(target, num_stages=num_stages, num_layers=1, query=query)
-        decode_both(
-            target, PROMPTS, draft=draft, num_stages=num_stages, temperature=temperature, **way
-        )
+        options = {"draft": draft, "num_stages": num_stages, "temperature": temperature}
+        decode_both(target, prompts_of(number + (temperature > 0)), **options, **way)
 
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_both_backends_agree_with_an_early_exit_head(width):
     target = tiny_llama(layers=4, vocab=16)
-    for num_stages in (2, 4):
+    for number, num_stages in enumerate((2, 4)):
         draft = make_exit(target, num_stages=num_stages)
-        decode_both(
-            target, PROMPTS, draft=draft, num_stages=num_stages, schedule="ppsd", tree_width=width
-        )
+        options = {"num_stages": num_stages, "schedule": "ppsd", "tree_width": width}
+        decode_both(target, prompts_of(number), draft=draft, **options)
 
 
 @pytest.mark.parametrize("verifier, is_token", [("auto", True), ("rejection", False)])
@@ -241,8 +243,9 @@ def by_forks(words, num_processes, parent) -> str:
 def test_ranks_decode_what_one_process_decodes(start, num_processes, links, parent, tmp_path):
     """Two stages, the first one beside the controller and on a rank of its own; hidden
     states inside their frames and apart from them; every acceptance rule at temperature 1, and
-    every schedule, at 0 and 1, with plain decoding's text."""
-    words = [str(tmp_path), links, str(num_processes % 2)]
+    every schedule, at 0 in one of the two and at 1 in the other, with plain decoding's text."""
+    half = "whole" if start is by_torchrun else str(num_processes % 2)
+    words = [str(tmp_path), links, half]
     output = start(words, num_processes, parent)
     outcome = json.loads(output.splitlines()[-1])
     assert outcome["different"] == [] and outcome["compared"]["greedy"] >= 20

@@ -4,7 +4,7 @@ against them: same texts, same K."""
 import pytest
 import torch
 from conftest import tiny_llama, tiny_qwen3
-from decode_runs import PROMPTS, SimulatedSource, friendly_module
+from decode_runs import PROMPTS, SimulatedSource, friendly_module, prompts_of
 from inline_ranks import RanksInTurns, connect_in_turns, decode_both
 from staged_targets import FAMILIES, NUM_LAYERS, random_ids, tiny
 
@@ -58,11 +58,11 @@ def make_source_of(target, acceptance):
 def test_the_first_stage_runs_ahead_with_the_same_text_and_steps(haste, num_stages, sent_ahead):
     target = tiny_llama(layers=6, vocab=16)
     unfinished = 0
-    for acceptance in (0.0, 0.7):
+    for number, acceptance in enumerate((0.0, 0.7)):
         ranks = Ranks(haste)
         decode_both(
             target,
-            PROMPTS,
+            prompts_of(number),
             make_source=make_source_of(target, acceptance),
             connect_ranks=ranks.connect,
             num_stages=num_stages,
@@ -79,10 +79,10 @@ def test_the_first_stage_runs_ahead_with_the_same_text_and_steps(haste, num_stag
 def test_a_trained_module_runs_ahead_with_either_verifier(connect_ranks, temperature, sent_ahead):
     """None: the first stage at the controller."""
     target = tiny_qwen3(layers=6, vocab=16)
-    for num_stages, width in ((3, 1), (2, 2)):
+    for number, (num_stages, width) in enumerate(((3, 1), (2, 2))):
         decode_both(
             target,
-            PROMPTS[1:],
+            prompts_of(number),
             draft=friendly_module(target, num_stages=num_stages, num_layers=1, query="newest"),
             connect_ranks=connect_ranks or Ranks(0.5).connect,
             num_stages=num_stages,
