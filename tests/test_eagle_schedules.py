@@ -67,7 +67,7 @@ from pipedraft.models.target import capture_hidden
 )
 def test_greedy_text_equals_transformers_greedy(way, kind, num_stages, prompts):
     """Every way decodes every prompt, on three stages or on the other number."""
-    target = (tiny_qwen3 if num_stages == 3 else tiny_llama)(layers=4, vocab=16)
+    target = tiny_qwen3(vocab=16) if num_stages == 3 else attentive_llama(8, vocab=16)
     engine = engine_for(
         target,
         draft=make_head(target, kind),
@@ -103,7 +103,7 @@ class Watch:
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
 def test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens(way, acceptance):
-    target = tiny_llama(layers=4, vocab=16)
+    target = attentive_llama(8, vocab=16)
     for prompt in PROMPTS[1:3] if acceptance == 0.6 else PROMPTS[2:3]:
         simulate(target, prompt, acceptance, **way)
 
