@@ -7,6 +7,7 @@ the others run in this one.
 import json
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def trained(tmp_path_factory) -> Run:
     return Run(world, root / "run")
 
 
+@cache
 def greedy_text(run: Run) -> str:
     """By transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(run.world.target)

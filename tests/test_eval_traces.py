@@ -31,7 +31,7 @@ def arguments(out: Path, *more: str) -> list[str]:
     """Two turns a prompt and one, four prompts in all; the draft is the target itself."""
     words = ["--target", TARGET, "--draft-model", TARGET, "--schedule", "eagle", "--stages", "2"]
     words += ["--tree", "chain:2", "--benchmarks", "mt_bench,gsm8k", "--limit", "3"]
-    return [*words, "--max-new-tokens", "10", "--out", str(out), *more]
+    return [*words, "--max-new-tokens", "5", "--out", str(out), *more]
 
 
 def timeless(value: object) -> object:
