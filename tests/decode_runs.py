@@ -208,8 +208,8 @@ def see_siblings(monkeypatch) -> None:
 
 
 def greedy_reference(target, prompt, max_new_tokens=NEW_TOKENS) -> list[int]:
-    """Of transformers; of weights that are the same to the bit it is asked once."""
-    weights = sha256(str(target.config).encode())
+    """Of transformers, which is asked once about the same weights, configuration and eos tokens."""
+    weights = sha256(f"{target.config} {target.generation_config}".encode())
     for name, weight in target.state_dict().items():
         weights.update(f"{name} {weight.dtype} {weight.device}".encode())
         weights.update(weight.detach().cpu().reshape(-1).view(torch.uint8).numpy())
