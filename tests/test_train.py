@@ -207,17 +207,18 @@ def test_a_run_starts_with_the_weights_of_a_trained_draft(world, tmp_path, metho
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "message"),
+    ("kind", "method", "changes", "message"),
     [
-        ("spd", {"model__num_layers": 2}, "init_from: '.*' has num_layers 1, this run 2; give it"),
-        ("ppsd", {}, "init_from: '.*' holds a draft of type 'spd'; give one of type 'ppsd'"),
-        ("spd", {"model__init_from": "none"}, "checkpoint: no folder none"),
+        ("spd", "spd", {"model__num_layers": 2}, "init_from: .* num_layers 1, this run 2; conf"),
+        ("spd", "ppsd", {}, "init_from: .* of type 'spd'; give one of type 'ppsd'"),
+        ("dspark", "dflash", {}, "init_from: .* of type 'dspark'; give one of type 'dflash'"),
+        ("spd", "spd", {"model__init_from": "none"}, "checkpoint: no folder none"),
     ],
 )
 def test_a_start_of_another_method_or_architecture_is_refused(
-    world, tmp_path, method, changes, message
+    world, tmp_path, kind, method, changes, message
 ):
-    given = world.trainer("spd", tmp_path / "first").objective
+    given = world.trainer(kind, tmp_path / "first").objective
     (tmp_path / "given").mkdir()
     given.save(tmp_path / "given", {}, given.state_dict())
     start = {"model__init_from": tmp_path / "given"} | changes

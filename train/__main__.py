@@ -131,6 +131,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
             else:
                 target = load_embedding_and_head(run, objective_class, model, accelerator)
             objective_class.check(model, target)
+            objective_class.check_start(model)
         side_file = run.output_dir / "bad_rows.jsonl" if accelerator.is_main_process else None
         data = load_data(run.data, tokenizer, side_file=side_file)
     if target is None:

@@ -154,7 +154,7 @@ def load_start(place: str, kind: type[Draft]) -> Draft:
     """
     with torch.device("cpu"):  # also where networks are made on the meta device
         draft = load_untied(resolve_folder(place))
-    if not isinstance(draft, kind):
+    if draft.draft_type != kind.draft_type:  # a DSpark head is a DFlash head to isinstance
         raise ValueError(
             f"model.init_from: {place!r} holds a draft of type {draft.draft_type!r}; give one of "
             f"type {kind.draft_type!r}, or leave it out"
@@ -216,18 +216,28 @@ class DraftObjective(Objective):
     def _start_from(self, place: str) -> None:
         start = load_start(place, self.draft_class)
         start.reference.check_fingerprint(dict(self.reference.fingerprint))
-        for given, own in (
-            (start.config, self.draft.config),
-            (start.layer_config, self.draft.layer_config),
-        ):
-            for name, value in vars(own).items():
-                if (found := getattr(given, name)) != value:
-                    raise ValueError(
-                        f"model.init_from: {place!r} has {name} {found}, this run {value}; give it "
-                        f"--model.{name} {found}, or leave it out"
-                    )
+        differing = [
+            f"{name} {found}, this run {value}"
+            for given, own in (
+                (start.config, self.draft.config),
+                (start.layer_config, self.draft.layer_config),
+            )
+            for name, value in vars(own).items()
+            if (found := getattr(given, name)) != value
+        ]
+        if differing:
+            raise ValueError(
+                f"model.init_from: {place!r} has {'; '.join(differing)}; configure this run as it "
+                "is, or leave it out"
+            )
         start.attach(self.target)
         self.draft.load_state_dict(start.state_dict())
+
+    @classmethod
+    def check_start(cls, config: StartConfig) -> None:
+        """Raise ValueError if init_from holds another method's draft; needs no data."""
+        if config.init_from is not None:
+            load_start(config.init_from, cls.draft_class)
 
     @staticmethod
     def check(config: Any, target: PreTrainedModel) -> None:
