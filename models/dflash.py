@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import ClassVar, NamedTuple, Self, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -310,7 +309,7 @@ class DFlash(Draft):
 
     def logits(self, state_H: Tensor) -> Tensor:
         """[..., U] from rows after the final norm."""
-        return F.linear(state_H, self.lm_head.weight)
+        return self.lm_head(state_H)
 
 
 def _attend_in_groups(

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipedraft.files import Values, read_bounded
+from pipedraft.models.cpu import lay_out
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from pipedraft.models.target import (
     StagedTarget,
@@ -345,6 +346,7 @@ def load_draft(
     draft = load_untied(resolve_folder(path_or_repo, revision=revision))
     draft.reference.check_fingerprint(draft.fingerprint(target), allow_evolved=allow_evolved)
     draft.attach(target)
+    lay_out(draft)
     return draft
 
 

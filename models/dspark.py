@@ -133,7 +133,7 @@ class DSpark(DFlash):
     def logits(self, state_H: Tensor) -> Tensor:
         """[..., U] from outputs."""
         hidden = self.layer_config.hidden_size
-        logits_U = F.linear(state_H[..., :hidden], self.lm_head.weight)
+        logits_U = self.lm_head(state_H[..., :hidden])
         if self.pair_UR is None:
             return logits_U
         return logits_U + F.linear(state_H[..., hidden:], self.pair_UR)

@@ -264,7 +264,7 @@ class TiedHead(EagleHead):
         return self._head[0].weight
 
     def logits(self, state_H: Tensor) -> Tensor:
-        return F.linear(state_H, self.head_weight)
+        return self._head[0](state_H)
 
     @torch.no_grad()
     def pass_state_on(self) -> None:

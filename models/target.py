@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from pipedraft.models import bitwise, stage_boundaries, stage_calls
+from pipedraft.models import bitwise, cpu, stage_boundaries, stage_calls
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
 from pipedraft.models.layers import packed_call
 from pipedraft.models.stage_cache import (
@@ -334,6 +334,7 @@ class StagedTarget:
         ]
         self._norm = decoder.norm
         self._lm_head = model.lm_head
+        cpu.lay_out(model)
         self._is_bitwise = False
 
     @property

@@ -1,9 +1,12 @@
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipedraft.models.cpu import argmax, linear, rms_norm, torch_orthogonalize, tuned
+from pipedraft.models import cpu
+from pipedraft.models.cpu import argmax, lay_out, linear, rms_norm, torch_orthogonalize, tuned
 
 CPU = torch.device("cpu")
 
@@ -63,6 +66,80 @@ def test_inside_the_mode_every_linear_layer_is_redirected_and_outside_none():
         inside = layer(x)
     assert torch.equal(inside, linear(x, layer.weight, layer.bias))
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def large_layer(has_bias=False):
+    """A layer of as many weights as are laid out; its copy has not been made."""
+    layer = torch.nn.Linear(256, cpu.LEAST_WEIGHTS // 256, bias=has_bias).requires_grad_(False)
+    lay_out(torch.nn.Sequential(layer))
+    assert type(layer) is cpu.LaidOutLinear
+    return layer
+
+
+def product(layer, x):
+    """In float64, and how far float32 may be off."""
+    bias = None if layer.bias is None else layer.bias.double()
+    exact = F.linear(x.double(), layer.weight.double(), bias)
+    return exact, 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, cpu.MOST_ROWS])
+def test_few_rows_times_a_laid_out_weight_are_the_product(rows, has_bias):
+    layer = large_layer(has_bias)
+    wide = torch.randn(rows, 300)
+    for x in (wide[:, :256].contiguous(), wide[:, 44:], torch.randn(1, rows, 256)):
+        exact, tolerance = product(layer, x)
+        with torch.inference_mode():
+            found = layer(x)
+        assert found.shape == exact.shape and (found - exact).abs().max() < tolerance
+    assert layer._copy is not None
+
+
+def test_a_laid_out_weight_that_changes_is_laid_out_again():
+    layer, x = large_layer(), torch.randn(3, 256)
+    changes = (
+        lambda weight: weight.mul_(2),
+        lambda weight: setattr(layer, "weight", torch.nn.Parameter(weight + 1, False)),
+        lambda weight: setattr(weight, "data", torch.randn_like(weight)),
+    )
+    for change in changes:
+        with torch.inference_mode():
+            layer(x)
+        change(layer.weight)
+        exact, tolerance = product(layer, x)
+        with torch.inference_mode():
+            assert (layer(x) - exact).abs().max() < tolerance
+    twin = deepcopy(layer)
+    twin.weight.mul_(3)
+    exact, tolerance = product(twin, x)
+    with torch.inference_mode():
+        assert (twin(x) - exact).abs().max() < tolerance
+
+
+def test_many_rows_gradients_other_dtypes_and_small_layers_take_the_usual_way():
+    layer = large_layer()
+    for x in (torch.randn(cpu.MOST_ROWS + 1, 256), torch.randn(0, 256)):
+        with torch.inference_mode():
+            assert torch.equal(layer(x), F.linear(x, layer.weight))
+    x = torch.randn(3, 256, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    with torch.inference_mode():
+        rounded = deepcopy(layer).bfloat16()
+        assert torch.equal(rounded(x.bfloat16()), F.linear(x.bfloat16(), rounded.weight))
+    assert layer._copy is None and rounded._copy is None
+    small = torch.nn.Linear(24, 40)
+    lay_out(small)
+    assert type(small) is torch.nn.Linear
+
+
+def test_nothing_is_laid_out_without_memory_for_a_second_copy(monkeypatch):
+    free = cpu.virtual_memory()._replace(available=2 * 4 * cpu.LEAST_WEIGHTS - 1)
+    monkeypatch.setattr(cpu, "virtual_memory", lambda: free)
+    layer = torch.nn.Linear(256, cpu.LEAST_WEIGHTS // 256)
+    lay_out(layer)
+    assert type(layer) is torch.nn.Linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
