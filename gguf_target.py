@@ -3,11 +3,15 @@
 Weights are dequantized to the numbers that the file stands for; nothing is rounded after that.
 """
 
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -66,19 +70,40 @@ def convert(file: Path, out: Path, *, field: str = "target") -> list[Path]:
     return write_folder(out, partial(_fill, file=file, field=field))
 
 
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """transformers parses a file for its configuration, its weights and its tokenizer, seconds
+    each, and makes the table of names again for every module of the model: here once each."""
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        @property
+        def data(self) -> Any:
+            return self._bytes
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._bytes = np.asarray(mapped)  # no memmap, whose slices cost more than the parsing
+
+    table = cache(gguf.get_tensor_name_map)
+    with patch.multiple(gguf, GGUFReader=cache(Reader), get_tensor_name_map=table):
+        yield
+
+
 def _fill(folder: Path, *, file: Path, field: str) -> None:
     try:
-        # Without `dtype` a quantized file would load as half precision.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(
-            file.parent, gguf_file=file.name, trust_remote_code=False
-        )
+        with _parsed_once():
+            # Without `dtype` a quantized file would load as half precision.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                file.parent,
+                gguf_file=file.name,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(
+                file.parent, gguf_file=file.name, trust_remote_code=False
+            )
     except Exception as error:  # whatever reader and converter trip over in the file
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ValueError(
