@@ -67,12 +67,20 @@ def test_plain_decoding_has_the_targets_law(rule, filters):
     assert markov_p_value(texts, filters=filters) > 1e-3
 
 
-@pytest.mark.parametrize("filters", [Filters(), FILTERED], ids=["all", "filtered"])
+@pytest.mark.parametrize(
+    ("rule", "filters"),
+    [
+        pytest.param("gumbel", Filters(), id="gumbel, all"),
+        pytest.param("match", FILTERED, id="match, filtered"),
+        pytest.param("match", Filters(), id="match, all", marks=pytest.mark.all),
+        pytest.param("gumbel", FILTERED, id="gumbel, filtered", marks=pytest.mark.all),
+    ],
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_schedule_gives_plain_decodings_text(way, filters):
-    for rule in ("match", "gumbel"):
-        found = markov_texts(4, max_new_tokens=40, verifier=rule, **filters.active, **way)
-        assert found == plain_texts(4, 40, rule, filters)
+def test_every_schedule_gives_plain_decodings_text(way, rule, filters):
+    """Each by both rules and both filters; each rule by each filter in the test above."""
+    found = markov_texts(4, max_new_tokens=40, verifier=rule, **filters.active, **way)
+    assert found == plain_texts(4, 40, rule, filters)
 
 
 # -- rules that keep the law alone ----------------------------------------------------------
@@ -84,15 +92,20 @@ def law_p_value(rule, way, filters=UNFILTERED, num_texts=12, **settings) -> floa
     return markov_p_value(texts, filters=filters)
 
 
+ENOUGH = 8
+"""Texts of a chain: the mistake of the rejection rule that is hardest to see has a noncentrality of
+141 in their 1,200 tokens, at 48 degrees of freedom: once in 3 million runs its p is above 1e-3."""
+
+
 @pytest.mark.parametrize("rule", ["rejection", "tail_escape"])
 @pytest.mark.parametrize("way", WAYS[: len(CHAINS) - 1])  # pipeinfer's draft is greedy
 def test_chains_have_the_targets_law(way, rule):
-    assert law_p_value(rule, way) > 1e-3
+    assert law_p_value(rule, way, num_texts=ENOUGH) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["rejection", "tail_escape"])
 def test_chains_have_the_law_of_the_filtered_target(rule):
-    assert law_p_value(rule, {"schedule": "spd"}, FILTERED) > 1e-3
+    assert law_p_value(rule, {"schedule": "spd"}, FILTERED, num_texts=ENOUGH) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -275,7 +288,7 @@ def q_is_of_another_temperature(monkeypatch):
 )
 def test_the_law_catches_a_mistake_of_the_rejection_rule(mistake, monkeypatch):
     mistake(monkeypatch)
-    assert law_p_value("rejection", {"schedule": "spd"}) < 1e-6
+    assert law_p_value("rejection", {"schedule": "spd"}, num_texts=ENOUGH) < 1e-6
 
 
 def each_token_has_its_own_threshold(monkeypatch):
