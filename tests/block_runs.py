@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 from conftest import tiny_llama
 from datasets import Dataset
@@ -32,12 +33,19 @@ OTHER_WAYS = [
 
 SAMPLED_WAYS = [
     {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"},
-    {"schedule": "eagle", "tree": SMALL},
-    {"schedule": "pruned_pp", "tree": SMALL},
-    {"schedule": "pipedec", "tree_width": 3},
     {"schedule": "flowspec_continued"},
-    {"schedule": "pipeinfer"},
+    *(
+        pytest.param(way, marks=pytest.mark.all)
+        for way in (
+            {"schedule": "eagle", "tree": SMALL},
+            {"schedule": "pruned_pp", "tree": SMALL},
+            {"schedule": "pipedec", "tree_width": 3},
+            {"schedule": "pipeinfer"},
+        )
+    ),
 ]
+"""Of the others test_eagle_schedules.py and test_pipeinfer.py sample the text of another head, and
+the greedy text of a block is compared with all of them."""
 LABELS = [list(range(23, 3, -1)), [9, 20, 3, 11, 20]]
 KINDS = {
     "dflash": (DFlashObjective, DFlashTrainConfig, {}),

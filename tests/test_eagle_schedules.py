@@ -253,18 +253,21 @@ def test_expansion_depth_stays_within_the_time_of_one_row(schedule, row):
 SAMPLED_WAYS = [
     {"schedule": "eagle", "tree": CHAIN, "verifier": "match"},
     {"schedule": "eagle", "tree": SMALL},
-    {"schedule": "naive_pp", "tree": SMALL},
-    {"schedule": "pruned_pp", "tree": SMALL},
-    {"schedule": "pipedec", "tree_width": 3},
     {"schedule": "flowspec_continued", **dict(expansion_depth=2, step_tokens=4)},
     {"schedule": "flowspec", "tree": SMALL, **PUBLISHED},
 ]
-CHAINS = [  # tests/test_sampling.py has these with another draft
+MORE = [  # tests/test_sampling.py has these with another draft
+    {"schedule": "naive_pp", "tree": SMALL},
+    {"schedule": "pruned_pp", "tree": SMALL},
+    {"schedule": "pipedec", "tree_width": 3},
     {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"},
     {"schedule": "pruned_pp", "tree": CHAIN, "verifier": "rejection"},
     {"schedule": "pipedec", "tree_width": 1, "verifier": "rejection"},
 ]
-LONG = [pytest.param(way, marks=pytest.mark.all, id=f"{way_name(way)}-rejection") for way in CHAINS]
+LONG = [
+    pytest.param(way, marks=pytest.mark.all, id=f"{way_name(way)}-{way.get('verifier', 'gumbel')}")
+    for way in MORE
+]
 
 
 @pytest.mark.parametrize("way", SAMPLED_WAYS + LONG, ids=way_name)
