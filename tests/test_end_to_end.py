@@ -216,10 +216,18 @@ def test_the_upload_holds_the_network_and_its_card_and_no_training_state(
     assert capfd.readouterr() == (greedy_text(trained) + "\n", "")
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
+HEADS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+
+
+@pytest.mark.parametrize(
+    ("method", "is_evaluated"),
+    [pytest.param(name, name == "eagle3", id=name) for name in HEADS]
+    + [pytest.param(name, True, id=f"{name}, evaluated", marks=pytest.mark.all) for name in HEADS],
+)
 def test_an_eagle_head_is_trained_decoded_and_evaluated(
-    method, trained, tmp_path, monkeypatch, capfd
+    method, is_evaluated, trained, tmp_path, monkeypatch, capfd
 ):
+    """An evaluation decodes as above, whatever the head is."""
     world, folder = trained.world, tmp_path / "run"
     arguments = world.arguments(method, folder, max_steps=6, optim__lr=1e-2)
     assert call("train", arguments, monkeypatch) == 0
@@ -236,6 +244,8 @@ def test_an_eagle_head_is_trained_decoded_and_evaluated(
     ):
         assert call("inference", [*decode, *way], monkeypatch) == 0
         assert capfd.readouterr().out == greedy_text(trained) + "\n", way
+    if not is_evaluated:
+        return
     out = tmp_path / "eval"
     evaluate = [
         "--checkpoint",

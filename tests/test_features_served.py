@@ -160,7 +160,14 @@ def served(world: World, *options: str, port: int = 0) -> Iterator[tuple[str, in
         status_of(pid)
 
 
-@pytest.mark.parametrize("method", METHODS)
+SERVED = ("spd", "eagle3", "dspark")
+"""What a method reads of stored states is compared by test_features.py for every method."""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=[pytest.mark.all] * (name not in SERVED)) for name in METHODS],
+)
 def test_training_from_a_server_is_online_training(world, tmp_path, method, monkeypatch):
     """In every epoch: a server computes the batches that the run has.
 
