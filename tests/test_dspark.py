@@ -136,7 +136,8 @@ def test_greedy_text_is_the_targets_and_every_row_has_its_own_distribution(way):
 def test_every_kind_of_head_decodes_exactly(options):
     target = tiny_llama(layers=4, vocab=16).double()
     source = CheckedDSpark(make_head(target, "dspark", block_size=5, **options).double())
-    engine = engine_for(target, source=source, schedule="flowspec_continued", num_stages=3)
+    way = {"schedule": "flowspec_continued", "max_new_tokens": NEW_TOKENS}
+    engine = engine_for(target, source=source, num_stages=3, **way)
     assert decode_exactly(engine, PROMPTS[2]).num_drafted > 0
 
 
