@@ -9,23 +9,16 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from fork_server import forked, status_of
 
+from pipedraft import completion
 from pipedraft.__main__ import COMMANDS
 from pipedraft.errors import run_command
 
-# One process for both, since most of the time goes into importing the commands.
-BOTH = """
-import contextlib, pathlib, sys
-from pipedraft.completion import main
-folder = pathlib.Path(sys.argv[1])
-for shell in ("bash", "zsh"):
-    sys.argv = ["completion", shell]
-    with (folder / shell).open("w") as file, contextlib.redirect_stdout(file):
-        main()
-"""
 COMPLETE = r"""
 source "$1"
 read -ra COMP_WORDS <<< "$2"
@@ -40,10 +33,23 @@ printf '%s\n' "${COMPREPLY[@]}"
 def scripts(tmp_path_factory) -> Path:
     """The scripts as the command prints them."""
     folder = tmp_path_factory.mktemp("completion")
-    command = [sys.executable, "-c", BOTH, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done.stderr
+
+    def print_both() -> None:
+        for shell in ("bash", "zsh"):
+            sys.argv = ["completion", shell]
+            with (folder / shell).open("w") as file, redirect_stdout(file):
+                completion.main()
+
+    assert status_of(forked(print_both)) == 0
     return folder
+
+
+@pytest.mark.all
+def test_a_process_of_its_own_prints_the_same(scripts):
+    command = [sys.executable, "-m", "pipedraft", "completion", "bash"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (scripts / "bash").read_text()
 
 
 def completed(scripts: Path, line: str, cwd: Path | None = None) -> set[str]:
