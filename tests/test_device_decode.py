@@ -51,6 +51,8 @@ HEADS: dict[str, Callable] = {
     "language_model": noisy_copy,
 }
 CHAIN = TreeShape(kind="chain", depth=3)
+TREES_OF_ROUNDS = ("eagle3", "dflash", "language_model")
+"""Heads of all kinds, for schedules that ask a head for what eagle and flowspec ask it for."""
 GROWS_LAYERS = ("spd", "spd_all", "ppsd")
 """Heads that do nothing else; the others draft for every schedule."""
 SPECIAL = [
@@ -119,8 +121,9 @@ def product() -> Iterator[Any]:
                 continue
             settings = {"tree": SMALL} if hasattr(kind, "tree") else {}
             pairs += 1
+            is_repeated = name in ("naive_pp", "pruned_pp") and head not in TREES_OF_ROUNDS
             for number, place in enumerate(PLACES):
-                is_left = number != pairs % len(PLACES)
+                is_left = is_repeated or number != pairs % len(PLACES)
                 marks = [pytest.mark.all] * is_left
                 yield pytest.param(head, name, settings, *place, marks=marks)
     for run in SPECIAL:
