@@ -202,6 +202,11 @@ def output_of(words: list[str]) -> str:
     return after(words, "--output_dir", own)
 
 
+def started_from(words: list[str]) -> list[str]:
+    """The checkpoint whose weights a training command starts with."""
+    return [after(words, "--model.init_from")]
+
+
 def made_by(command: str) -> list[str]:
     """The words of a training command that are the trainer's own."""
     words = shlex.split(command)
@@ -346,6 +351,7 @@ class Reader:
         for word in folders_of(words):
             for folder, made_by in self.checkpoints.items():
                 if (word == folder or word.startswith(folder + "/")) and not Path(folder).exists():
+                    self.make_what_it_reads(started_from(made_by))
                     AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
                     smaller = [*SMALL_TRAINING, "--features=null"]
                     run_module("pipedraft.train", override(adapted(made_by), smaller))
@@ -367,8 +373,8 @@ class Reader:
             return
         AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
         clear_output(command, words)
-        if command.module != "pipedraft.train":
-            self.make_what_it_reads(words)
+        is_training = command.module == "pipedraft.train"
+        self.make_what_it_reads(started_from(words) if is_training else words)
         code, said = 0, io.StringIO()
         try:
             with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):

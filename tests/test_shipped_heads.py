@@ -25,8 +25,8 @@ FLOORS = [
     ("embedded", "spd_n4", {"schedule": "spd", "num_stages": 4, "tree_width": 4}, 2.85),
     ("embedded", "eagle3", {"schedule": "eagle", "tree": "chain:7"}, 2.9),
     ("embedded", "eagle3", {"schedule": "flowspec_continued", "num_stages": 4}, 3.48),
-    ("smollm2", "smollm2_spd_n4", {"schedule": "spd", "num_stages": 4}, 1.4),
-    ("smollm2", "smollm2_eagle3", {"schedule": "eagle", "tree": "chain:7"}, 1.74),
+    ("smollm2", "smollm2_spd_n4", {"schedule": "spd", "num_stages": 4}, 1.67),
+    ("smollm2", "smollm2_eagle3", {"schedule": "eagle", "tree": "chain:7"}, 2.92),
 ]
 """Target, head, how it is decoded with, and 0.975 of its L' when it was shipped."""
 
