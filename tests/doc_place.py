@@ -2,12 +2,16 @@
 
 import io
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,14 @@ from accelerate.state import AcceleratorState
 from conftest import REPOSITORY, tiny_llama
 from doc_commands import PAGES, Command, commands_of, run_module
 from eval_runs import PROMPTS
+from fork_server import forked, rank_environments, status_of, write_to
+from torch.distributed import TCPStore
 from transformers import AutoTokenizer
 
 from pipedraft.benchmarks import measurement
-from pipedraft.benchmarks.measurement import measure_apart
 from pipedraft.eval.spec import read_roles
 
+RUN = subprocess.run
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 PAGE_NAMES = sorted({command.page for command in COMMANDS})
 
@@ -145,16 +151,17 @@ SMALLER = {
         *("--lengths=64", "--methods=spd", "--variants=packed"),
     ],
     "benchmarks/plan_peaks.py": [
-        *("--methods=spd", "--tokens=64", "--vocabularies=100"),
+        # Of spd, which takes longer, test_plan.py has the table.
+        *("--methods=eagle3", "--tokens=64", "--vocabularies=100"),
         *("--hidden_size=128", "--layers=4"),
     ],
     "benchmarks/scaling.py": ["--tokens=20"],
-    "benchmarks/sampled_trees.py": ["--prompts=1", "--tokens=2"],
+    "benchmarks/sampled_trees.py": ["--prompts=1", "--tokens=2", "--rows=eagle_tree"],
     "benchmarks/several_sequences.py": [
         *("--sequences=1", "--concurrency=1,2", "--stages=4", "--max-new-tokens=4"),
     ],
     "benchmarks/row_cost_curve.py": [
-        # One way: sampled_trees.py decodes by nearly all; test_doc_runs.py reads the others.
+        # One way, as of sampled_trees.py: test_doc_runs.py reads the others.
         *("--prompts=1", "--tokens=2", "--stages=4", "--rows=0.01"),
         "--ways=flowspec_continued_auto",
     ],
@@ -270,6 +277,8 @@ def adapted(words: list[str]) -> list[str]:
     if "configs/real/smollm2_spd_n4.yaml" in words:  # for 16 layers in place of 30
         layers = "--model.depth_layers=[[4],[4,8],[8,12],[12,16]]"
         return [*words, layers, "--model.draft_vocab_size=60"]
+    if words[:2] == ["--plan", "configs/spd/qwen3_5_4b_n4.yaml"]:
+        return [*words, "--model.num_layers=1"]  # each is traced
     if any(word.startswith("configs/real/smollm2_") for word in words):
         return [*words, "--model.draft_vocab_size=60"]
     return words
@@ -283,6 +292,8 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
         smaller = SMALL_EVALUATION
     elif module == "pipedraft.eval" and first != "edge" and not first.startswith("-"):
         smaller = []  # reads what an evaluation wrote
+    elif first == "edge" and module == "pipedraft.eval":
+        smaller = [*smaller, f"--links={after(words, '--links').split(',')[0]}"]
     elif "--lengths" in words:
         smaller = [*smaller, "--lengths=64"]
     elif "--server" in words and first == "--data":
@@ -314,15 +325,31 @@ def clear_output(command: Command, words: list[str]) -> None:
 
 
 def measure_here(*options: str) -> dict[str, Any]:
-    """``measurement.measure_apart`` without a process of its own, which imports torch first.
-
-    One case is measured apart, as a reader's are.
-    """
-    if "dense" in options:
-        return measure_apart(*options)
+    """``measurement.measure_apart`` without a process of its own, which imports torch first."""
     with redirect_stdout(io.StringIO()) as said:
         run_module(sys.argv[0], [*sys.argv[1:], *options])
     return json.loads(said.getvalue())
+
+
+def run_here(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
+    """``subprocess.run``; torchrun's ranks are forked from this process, which imported it all."""
+    if Path(command[0]).name != "torchrun":
+        return RUN(command, **options)
+    words = list(command)
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = rank_environments(int(after(words, "--nproc-per-node")), store.port)
+    with tempfile.NamedTemporaryFile("r") as said:
+
+        def rank(environment: dict[str, str]) -> None:
+            write_to(said.name, 1)
+            os.environ.update(environment)
+            with redirect_stdout(open(1, "w", closefd=False)):
+                run_module(words[at], words[at + 1 :])
+
+        for pid in [forked(partial(rank, environment)) for environment in ranks]:
+            assert status_of(pid) == 0, words
+        return subprocess.CompletedProcess(words, 0, said.read())
 
 
 def failures_of(commands: list[Command], page: str, run: Callable[[Command], None]) -> list[str]:
@@ -340,9 +367,10 @@ def failures_of(commands: list[Command], page: str, run: Callable[[Command], Non
 class Reader:
     """Runs commands one after the other in this process; another page's copy of one is run once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_whole: bool = False) -> None:
+        """``is_whole``: what a command starts are processes of their own, as a reader's are."""
         make_place(folder)
-        self.folder, self.checkpoints = folder, trained()
+        self.folder, self.is_whole, self.checkpoints = folder, is_whole, trained()
         self.stand_ins = dict(STAND_INS)
         self._done: set[str] = set()
 
@@ -378,7 +406,9 @@ class Reader:
         code, said = 0, io.StringIO()
         try:
             with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
-                patch.setattr(measurement, "measure_apart", measure_here)
+                if not self.is_whole:
+                    patch.setattr(measurement, "measure_apart", measure_here)
+                    patch.setattr(subprocess, "run", run_here)
                 run_module(command.module, words)
         except SystemExit as stop:
             code = stop.code or 0

@@ -5,8 +5,10 @@ Those of several processes: test_doc_processes.py. Those that do not run, and wh
 
 import importlib
 import json
+import os
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ from fake_hub import FakeHub
 from hub_runs import signed_in
 from regenerate_runs import FakeServer
 
+from pipedraft.benchmarks.measurement import measure_apart
 from pipedraft.inference.config import DecodeConfig
 
 pytestmark = pytest.mark.timeout(900)  # many commands in one test, on a machine that may be busy
@@ -38,7 +41,8 @@ NEW = new_commands(RUNS)
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory) -> dict[bool, Reader]:
     """Those who follow every page from the first to the last: only what is new, and everything."""
-    return {is_whole: Reader(tmp_path_factory.mktemp("reader")) for is_whole in (False, True)}
+    folder = tmp_path_factory.mktemp
+    return {is_whole: Reader(folder("reader"), is_whole) for is_whole in (False, True)}
 
 
 @pytest.fixture
@@ -77,11 +81,22 @@ def test_commands_run(page, commands, reader, hub, server, monkeypatch, capfd):
     assert not failures, "\n".join(failures)
 
 
-def test_every_way_of_the_row_costs_is_a_configuration(monkeypatch):
-    """Its command runs one of them."""
+@pytest.mark.parametrize("name, ways", [("row_cost_curve", "WAYS"), ("sampled_trees", "ROWS")])
+def test_every_way_of_a_benchmark_is_a_configuration(name, ways, monkeypatch):
+    """Its command runs one of them; test_pipeinfer.py has a language model draft in each."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-    ways = importlib.import_module("row_cost_curve").WAYS
-    assert {DecodeConfig.of(**way).schedule.name for way in ways.values()} >= {"spd", "flowspec"}
+    found = getattr(importlib.import_module(name), ways).values()
+    temperature = 1.0 if ways == "ROWS" else 0.0
+    schedules = {DecodeConfig.of(**way, temperature=temperature).schedule.name for way in found}
+    assert schedules >= {"spd", "flowspec"}
+
+
+def test_a_case_is_measured_in_a_process_of_its_own(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import json, os, sys; print(json.dumps([os.getpid(), *sys.argv[1:]]))")
+    monkeypatch.setattr(sys, "argv", [str(script), "--json"])
+    pid, *words = measure_apart("--method", "one")
+    assert pid != os.getpid() and words == ["--json", "--method", "one"]
 
 
 @pytest.mark.parametrize(
