@@ -1,4 +1,4 @@
-"""Seconds of a pass of 1 to 60 rows through linear layers: usual, laid out and in bfloat16.
+"""Milliseconds of a pass of 1 to 60 rows through linear layers: usual, laid out and in bfloat16.
 
     python benchmarks/few_rows.py --json
     OMP_NUM_THREADS=2 python benchmarks/few_rows.py --json

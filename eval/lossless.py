@@ -67,7 +67,7 @@ class BestFew(LogitsProcessor):
         return scores
 
 
-@torch.inference_mode()
+@torch.no_grad()  # no inference mode, in which decoding reads laid-out copies: models/cpu.py
 def generate_greedy(
     target: PreTrainedModel,
     prompt_ids: list[int],
@@ -239,7 +239,7 @@ def _first_difference(result: DecodeResult, expected: list[int]) -> int | None:
 # -- what the target says at every token of a finished sequence: one forward pass over all of it ---
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def output_logits(target: PreTrainedModel, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
     """Logits [N, V] from which each token of the output was, or could have been, chosen.
 

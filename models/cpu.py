@@ -147,7 +147,10 @@ def _is_large(weight_GH: Tensor) -> bool:
 
 
 class LaidOutLinear(nn.Linear):
-    """A linear layer whose products of few rows, without gradients, read a copy of its weight."""
+    """A linear layer whose products of few rows read a copy of its weight in inference mode.
+
+    Decoding is in that mode; transformers' ``generate``, which it is compared with, is not.
+    """
 
     _copy: tuple[tuple[int, int], Tensor] | None = None
     """Which weight was copied, and the copy."""
@@ -161,7 +164,7 @@ class LaidOutLinear(nn.Linear):
         num_rows = input.numel() // input.shape[-1]
         if (
             not 1 <= num_rows <= MOST_ROWS
-            or torch.is_grad_enabled()
+            or not torch.is_inference_mode_enabled()
             or weight_GH.dtype != torch.float32
             or type(weight_GH) not in (nn.Parameter, Tensor)
             or not _has_onednn_product(input)

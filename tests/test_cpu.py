@@ -3,6 +3,8 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import tiny_llama
+from decode_runs import PROMPTS, decode_exactly, engine_for, friendly_module
 from torch.utils.checkpoint import checkpoint
 
 from pipedraft.models import cpu
@@ -125,6 +127,8 @@ def test_many_rows_gradients_other_dtypes_and_small_layers_take_the_usual_way():
     x = torch.randn(3, 256, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None
+    with torch.no_grad():  # as transformers generates
+        assert torch.equal(layer(x), F.linear(x, layer.weight))
     with torch.inference_mode():
         rounded = deepcopy(layer).bfloat16()
         assert torch.equal(rounded(x.bfloat16()), F.linear(x.bfloat16(), rounded.weight))
@@ -132,6 +136,33 @@ def test_many_rows_gradients_other_dtypes_and_small_layers_take_the_usual_way():
     small = torch.nn.Linear(24, 40)
     lay_out(small)
     assert type(small) is torch.nn.Linear
+
+
+def laid_out_engine(monkeypatch, tree_width):
+    monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 1)
+    target = tiny_llama(layers=4)
+    module = friendly_module(target, num_stages=2)
+    lay_out(module)
+    way = {"schedule": "spd", "num_stages": 2, "tree_width": tree_width}
+    return engine_for(target, draft=module, **way)
+
+
+@pytest.mark.parametrize("tree_width", [1, 4])
+def test_laid_out_layers_decode_what_transformers_generates(tree_width, monkeypatch):
+    """Whose layers are the same objects, and take torch's products."""
+    engine = laid_out_engine(monkeypatch, tree_width)
+    for prompt in PROMPTS:
+        decode_exactly(engine, prompt)
+    layers = [x for x in engine.target.model.modules() if isinstance(x, cpu.LaidOutLinear)]
+    assert layers and all(layer._copy is not None for layer in layers)
+
+
+def test_a_wrong_copy_of_a_weight_is_found_by_the_text(monkeypatch):
+    engine = laid_out_engine(monkeypatch, 1)
+    multiply = cpu._multiply_rows
+    monkeypatch.setattr(cpu, "_multiply_rows", lambda *inputs: multiply(*inputs).flip(-1))
+    with pytest.raises(AssertionError):
+        decode_exactly(engine, PROMPTS[0])
 
 
 def test_nothing_is_laid_out_without_memory_for_a_second_copy(monkeypatch):

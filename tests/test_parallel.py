@@ -95,15 +95,12 @@ def assert_same_run(folder: Path, alone: Path) -> None:
 
 
 # Runs of spd are those that are stopped and go on, below. Of zero2 one is enough: it has the engine
-# of zero3, and whole weights as ddp. Of zero3 two, and one in bfloat16: a method that uses weights
-# where they are not gathered fails under fsdp2 as well.
+# of zero3, and whole weights as ddp.
 METHODS = [method for method in CHANGES if method != "spd"]
-PAIRS = [(name, method) for name in ("ddp", "fsdp2") for method in METHODS]
-PAIRS += [("zero3", "eagle3"), ("zero3", "dspark")]
+PAIRS = [(name, method) for name in ("ddp", "fsdp2", "zero3") for method in METHODS]
 
 
 OTHERS = [(name, "spd") for name in ("ddp", "fsdp2", "zero3")]
-OTHERS += [("zero3", method) for method in METHODS if ("zero3", method) not in PAIRS]
 OTHERS += [("zero2", method) for method in CHANGES if method != "language_model"]
 ALL = [pytest.param(*pair, marks=pytest.mark.all) for pair in OTHERS]
 
