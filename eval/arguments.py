@@ -145,6 +145,9 @@ class EvaluationOptions(ScoreOptions, BackendOptions, FilterOptions, ScheduleOpt
     repeats: int = option(1, metavar="R", least=1)
     """decode everything R times with the same random numbers: the same outputs, other times, which
     tell the machine's noise from the prompts'"""
+    sequences: int = option(1, metavar="N", least=1)
+    """conversations decoded at once, sooner; each one's outputs and counts are those that it has
+    alone, wall-clock times are left out"""
     max_new_tokens: int = option(128, metavar="M", least=1)
     """new tokens of each turn"""
     seed: int = 0
@@ -172,6 +175,19 @@ class EvaluationOptions(ScoreOptions, BackendOptions, FilterOptions, ScheduleOpt
     """decode again what OUT/traces has"""
     out: Path = option(metavar="OUT")
     """folder of the results"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        timed = {
+            "--repeats": self.repeats > 1,
+            "--calibrate": self.calibrate is not None,
+            "--backend process": self.backend == "process",
+        }
+        for name in [name for name, is_given in timed.items() if is_given and self.sequences > 1]:
+            raise ValueError(
+                f"--sequences: {self.sequences}, but {name} is there for times, which several "
+                f"conversations at once do not have; leave out --sequences or {name}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

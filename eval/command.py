@@ -205,6 +205,7 @@ def evaluate_drafts(
         connect=target.connect,
         scorer=scorer,
         repeats=options.repeats,
+        sequences=options.sequences,
         traces=Traces()
         if options.calibrate
         else traces_of(

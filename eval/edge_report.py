@@ -20,7 +20,6 @@ from pipedraft.eval.record import (
     Results,
     is_known,
 )
-from pipedraft.eval.run import DecodedTurn, evaluate
 from pipedraft.eval.tables import (
     Table,
     align_columns,
@@ -31,6 +30,7 @@ from pipedraft.eval.tables import (
     number,
 )
 from pipedraft.eval.tasks import Prompt
+from pipedraft.eval.turns import DecodedTurn, evaluate
 from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.channel import load_link
 from pipedraft.inference.draws import probabilities

@@ -23,7 +23,7 @@ from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.result import DecodeResult
 
 if TYPE_CHECKING:
-    from pipedraft.eval.run import DecodedTurn
+    from pipedraft.eval.turns import DecodedTurn
 
 CHUNK_ROWS = 256  # rows whose float32 log-probabilities are held at a time
 CONTENDERS = 8

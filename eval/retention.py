@@ -27,11 +27,12 @@ from pipedraft.eval.record import (
     Results,
     RetentionRecord,
 )
-from pipedraft.eval.run import DecodedTurn, draft_hash, evaluate
+from pipedraft.eval.run import draft_hash
 from pipedraft.eval.spec import BASE, Spec, decode_config
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.eval.traces import traces_of
+from pipedraft.eval.turns import DecodedTurn, evaluate
 from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.channel import PRESETS
 from pipedraft.inference.engine import DraftNetwork, Engine

@@ -1,11 +1,10 @@
 """Decode benchmarks with several methods and compare each with autoregressive decoding."""
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 import transformers
@@ -40,11 +39,13 @@ from pipedraft.eval.record import (
     number_or_nan,
 )
 from pipedraft.eval.replay import speedups_by_row
-from pipedraft.eval.scores import Score, Scorer, summarize_scores
+from pipedraft.eval.scores import Scorer, summarize_scores
 from pipedraft.eval.spec import Row, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, encode_turn
-from pipedraft.eval.traces import TraceFile, Traces, find_result
+from pipedraft.eval.traces import TraceFile, Traces
+from pipedraft.eval.turns import DecodedTurn, evaluate
 from pipedraft.files import Values
+from pipedraft.inference.batch import BatchEngine, Limits
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines import Pipeline
@@ -55,6 +56,8 @@ from pipedraft.models.fingerprint import weights_hash
 from pipedraft.models.target import StagedTarget
 
 WARM_UP_TOKENS = 8
+LOTS = 1 << 20
+"""Of rows in a step: no conversation waits for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,34 +83,9 @@ class Method:
         return cls(name=row.name, config=config, draft=draft)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodedTurn:
-    """One decoded turn."""
-
-    conversation: tuple[str, int]
-    """Benchmark and index of the prompt in it."""
-    prompt: Prompt
-    turn: int
-    result: DecodeResult
-    answer: str
-    score: Score | None = None
-    """None: the prompt has no right answer, or scores were not asked for."""
-    entropies: list[float] | None = None
-    """The target's entropy at every token; None: not computed."""
-
-
 def draft_hash(draft: DraftNetwork) -> str:
     """SHA-256 over a draft's type and weights."""
     return f"{type(draft).__name__} {weights_hash(list(draft.state_dict().values()))}"
-
-
-def prompt_seed(prompt: Prompt, turn: int) -> int:
-    """The ``prompt_index`` of a turn: 31 bits that depend on the prompt's name alone.
-
-    So a prompt draws the same numbers whatever --limit, the benchmarks' order and the method are.
-    """
-    name = f"{prompt.task}/{prompt.id}/{turn}".encode()
-    return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
 
 
 def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Values:
@@ -121,66 +99,6 @@ def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Values:
         "relative_cost": 0.0 if draft is None else draft.relative_cost(target),
         "boundaries": list(target.boundaries),
     }
-
-
-class Decoder(Protocol):
-    """Anything that decodes a prompt: an engine, or a method on a simulated link."""
-
-    def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult: ...
-
-
-def evaluate(
-    engine: Decoder,
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_tokens: int | None = None,
-    description: str = "",
-    progress: bool = True,
-    traces: TraceFile | None = None,
-) -> list[DecodedTurn]:
-    """Decode every turn of every prompt; a later turn answers what was generated before it.
-
-    Args:
-        max_prompt_tokens: a turn with a longer prompt, and the turns after it, are left out: there
-            are fewer records than turns then, and ``compare`` reports how many.
-        description: left of the progress bar.
-        traces: turns in there are not decoded again, and decoded ones are added.
-    """
-    records = []
-    num_turns = sum(len(prompt.turns) for prompt in prompts)
-    with tqdm(total=num_turns, desc=description, unit="turn", disable=not progress) as bar:
-        for index, prompt in enumerate(prompts):
-            answers: list[str] = []
-            for turn in range(len(prompt.turns)):
-                prompt_ids = encode_turn(tokenizer, prompt, answers)
-                if max_prompt_tokens is not None and len(prompt_ids) > max_prompt_tokens:
-                    bar.update(len(prompt.turns) - turn)
-                    break
-                result = _decode_turn(engine, prompt, turn, prompt_ids, traces)
-                answer = tokenizer.decode(result.token_ids, skip_special_tokens=True)
-                assert isinstance(answer, str)  # a list only for a batch
-                answers.append(answer)
-                records.append(
-                    DecodedTurn(
-                        conversation=(prompt.task, index),
-                        prompt=prompt,
-                        turn=turn,
-                        result=result,
-                        answer=answer,
-                    )
-                )
-                bar.update()
-    return records
-
-
-def _decode_turn(
-    engine: Decoder, prompt: Prompt, turn: int, prompt_ids: list[int], traces: TraceFile | None
-) -> DecodeResult:
-    def decode() -> DecodeResult:
-        return engine.decode(prompt_ids, prompt_index=prompt_seed(prompt, turn))
-
-    return decode() if traces is None else find_result(traces, prompt, turn, prompt_ids, decode)
 
 
 def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
@@ -212,6 +130,7 @@ def _prompt_record(records: Sequence[DecodedTurn], seconds: list[float]) -> Prom
         count_by_entropy(r.result, r.entropies) for r in records if r.entropies is not None
     ]
     score = records[-1].score
+    is_timed = any(result.token_times_s for result in results)
     return PromptRecord(
         benchmark=prompt.task,
         id=prompt.id,
@@ -222,8 +141,8 @@ def _prompt_record(records: Sequence[DecodedTurn], seconds: list[float]) -> Prom
         rounds=sum(len(result.round_lengths) for result in results),
         virtual_time=sum((r.virtual_time for r in results), 0.0),
         virtual_time_autoregressive=sum((r.virtual_time_autoregressive for r in results), 0.0),
-        decode_s=sum(seconds) / len(seconds),
-        decode_s_repeats=seconds,
+        decode_s=sum(seconds) / len(seconds) if is_timed else UNSET,
+        decode_s_repeats=seconds if is_timed else [],
         position_tests=sum_lists([result.position_tests for result in results]),
         position_accepts=sum_lists([result.position_accepts for result in results]),
         entropy_tests=sum_lists([tests for tests, _ in by_entropy]) if by_entropy else UNSET,
@@ -317,6 +236,9 @@ class Evaluation:
     scorer: Scorer | None = None
     repeats: int = 1
     """Times that everything is decoded; 2 or more tell the machine's noise from the prompts'."""
+    sequences: int = 1
+    """Conversations at once, each with the outputs and counts that it has alone; more than one have
+    no wall-clock times."""
     progress: bool = True
     traces: Traces = Traces()
     """Turns that were decoded before; in memory by default."""
@@ -436,7 +358,7 @@ class Evaluation:
         for name, prompts in self.benchmarks.items():
             engine.pipeline.clear()
             records = evaluate(
-                engine,
+                engine if self.sequences == 1 else self._batch(method),
                 prompts,
                 self.tokenizer,
                 max_prompt_tokens=self._num_positions - method.config.max_new_tokens,
@@ -444,7 +366,8 @@ class Evaluation:
                 progress=self.progress,
                 traces=traces,
             )
-            reports = [msgspec.convert(r, ProcessRecord) for r in engine.pipeline.reports()]
+            timed = engine.pipeline.reports() if self.sequences == 1 else []
+            reports = [msgspec.convert(report, ProcessRecord) for report in timed]
             found[name] = records, reports
         return found
 
@@ -463,6 +386,8 @@ class Evaluation:
 
     def _open_traces(self, method: Method, engine: Engine, repeat: int) -> TraceFile:
         again = {"repeat": repeat} if repeat else {}
+        if self.sequences > 1:
+            again |= {"together": 1}
         return self.traces.open(
             config=method.config.to_dict(),
             draft=None if method.draft is None else draft_hash(method.draft),
@@ -489,6 +414,17 @@ class Evaluation:
     def _engine(self, method: Method) -> Engine:
         return Engine(
             self.target, self.tokenizer, method.config, method.draft, connect=self.connect
+        )
+
+    def _batch(self, method: Method) -> BatchEngine:
+        return BatchEngine(
+            self.target,
+            self.tokenizer,
+            method.config,
+            method.draft,
+            limits=Limits(sequences=self.sequences, rows=LOTS, prompt_rows=LOTS),
+            counts_alone=True,
+            connect=self.connect,
         )
 
 

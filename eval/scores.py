@@ -39,8 +39,8 @@ from pipedraft.eval.record import ScoreRecord
 
 if TYPE_CHECKING:
     from pipedraft.eval.arguments import ScoreOptions
-    from pipedraft.eval.run import DecodedTurn
     from pipedraft.eval.tasks import Prompt
+    from pipedraft.eval.turns import DecodedTurn
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 PR_SET_DUMPABLE = 4

@@ -67,6 +67,9 @@ class TraceFile:
             for path in sorted(folder.glob(f"{digest}*.jsonl")):
                 self._found |= dict(read_lines(path)[1])
 
+    def has(self, key: Sequence[object]) -> bool:
+        return json.dumps(key) in self._found
+
     def find(self, key: Sequence[object], compute: Callable[[], Any]) -> Any:
         """The value of a key; if there is none, what ``compute`` returns, which is added."""
         name = json.dumps(key)
@@ -134,9 +137,21 @@ def find_result(
 
     A turn is the same one only if its prompt has the same tokens.
     """
-    digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:16]
-    key = [prompt.task, prompt.id, turn, digest]
+    key = _key(prompt, turn, prompt_ids)
     return DecodeResult(**traces.find(key, lambda: asdict(decode())))
+
+
+def known_result(
+    traces: TraceFile, prompt: Prompt, turn: int, prompt_ids: Sequence[int]
+) -> DecodeResult | None:
+    """A turn as it was decoded before."""
+    key = _key(prompt, turn, prompt_ids)
+    return DecodeResult(**traces.find(key, dict)) if traces.has(key) else None
+
+
+def _key(prompt: Prompt, turn: int, prompt_ids: Sequence[int]) -> list[object]:
+    digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:16]
+    return [prompt.task, prompt.id, turn, digest]
 
 
 def code_hash() -> str:

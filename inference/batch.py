@@ -32,6 +32,7 @@ from pipedraft.inference.pipelines.shared import (
     SharedStages,
     Sharing,
     cache_rows,
+    row_bytes,
     step_ranks,
 )
 from pipedraft.inference.result import DecodeResult, Observer
@@ -200,6 +201,7 @@ class BatchEngine:
         *,
         limits: Limits | None = None,
         drafts_together: bool = True,
+        counts_alone: bool = False,
         connect: Callable[[Any], Pipeline] = LocalPipeline,
     ) -> None:
         """
@@ -208,13 +210,15 @@ class BatchEngine:
             config: of requests without one; its stages and its cost model hold for all.
             drafts_together: forwards of the drafts of several sequences are one, where the draft's
                 rows join; else they are made one after the other.
+            counts_alone: each sequence drafts, and its time is counted, as if it had the pipeline
+                alone: for evaluations. What is counted for all of them means nothing then.
             connect: as of ``Engine``; the ranks of a ``Cluster`` may be shared, too.
 
         Raises:
             ValueError: as of ``Engine``.
         """
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
-        self.limits = limits or Limits()
+        self.limits, self._counts_alone = limits or Limits(), counts_alone
         # A draft may say where the target is cut, and plain sequences are cut there, too.
         boundaries = tuple(getattr(draft, "boundaries", None) or config.boundaries)
         self.config = replace(config, boundaries=boundaries)
@@ -232,7 +236,7 @@ class BatchEngine:
         self._root, self.timeline = engine.pipeline, engine.pipeline.timeline
         self.last_rows: list[list[int]] = []
         """Of each sequence that took part in the last step, rows in each stage."""
-        self._row_bytes = _row_bytes(target)
+        self._row_bytes = row_bytes(target)
         self._max_positions = engine.target.max_positions
         self._live: list[_Sequence] = []
         self._queue: deque[Handle] = deque()
@@ -321,7 +325,9 @@ class BatchEngine:
     def engine_for(self, handle: Handle, wait: Any) -> Engine:
         def connect(staged: Any) -> SharedPipeline:
             rows = min(self.limits.prompt_rows, self.limits.rows)
-            sharing = Sharing(clock=self.clock, wait=wait, prompt_rows=rows)
+            sharing = Sharing(
+                clock=self.clock, wait=wait, counts_alone=self._counts_alone, prompt_rows=rows
+            )
             if isinstance(self._root, ProcessPipeline):
                 return SharedRanks(self._root, staged, sharing)
             return SharedStages(staged, self.timeline, sharing)
@@ -464,12 +470,16 @@ class BatchEngine:
         return chosen
 
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
-        """Spread those that begin to decode over the stages: n places, the emptiest first."""
+        """Spread those that begin to decode over the stages: n places, the emptiest first.
+
+        Those that are counted alone share a place: a pass of a stage's weights for all of them.
+        """
         n = self.clock.num_stages
         if sequence.phase is None and not sequence.pipeline.is_prefilling:
             taken = [other.phase for other in self._live]
             sequence.phase = min(
-                range(n), key=lambda phase: (taken.count(phase), (phase - step) % n)
+                range(1 if self._counts_alone else n),
+                key=lambda phase: (taken.count(phase), (phase - step) % n),
             )
             sequence.rests_until = step + (sequence.phase - step) % n
             self.clock.live.append(sequence.pipeline)
@@ -487,10 +497,3 @@ class BatchEngine:
 def _joins_rows(draft: Any) -> bool:
     """On a GPU a draft's forwards are recorded for one sequence."""
     return getattr(draft, "joins_rows", False) and next(draft.parameters()).device.type == "cpu"
-
-
-def _row_bytes(target: Any) -> int:
-    """Keys and values of one token in all layers."""
-    config = target.get_decoder().config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * size * target.dtype.itemsize

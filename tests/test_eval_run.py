@@ -18,8 +18,9 @@ from pipedraft.eval import command as command_module
 from pipedraft.eval.lossless import GreedyReference, generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LosslessRecord
-from pipedraft.eval.run import Evaluation, Method, evaluate, prompt_seed
+from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.tasks import Prompt
+from pipedraft.eval.turns import evaluate, prompt_seed
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
 

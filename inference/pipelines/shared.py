@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from pipedraft.inference.batch_clock import BatchClock, SequenceClock
-from pipedraft.inference.clock import CostModel
+from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.pipelines.local import LocalPipeline
@@ -31,6 +31,8 @@ class Sharing(TypedDict):
     clock: BatchClock
     wait: Callable[[], None]
     """Returns when a step has been made in which this sequence took part."""
+    counts_alone: bool
+    """It drafts, and its time is counted, as if it had the pipeline alone."""
     prompt_rows: int
     """Of a chunk: the prompt travels through the stages in chunks, one entering at each step,
     beside the rows of sequences that decode already."""
@@ -49,8 +51,8 @@ class SharedPipeline(Pipeline):
         self.num_emitted = 0
         self.num_waiting_forwards = 0
         """Of the draft since the last step, while this sequence's rows wait."""
-        self._own_clock: SequenceClock | None = None
-        self._wait = sharing["wait"]
+        self._own_clock: VirtualClock | None = None
+        self._wait, self._counts_alone = sharing["wait"], sharing["counts_alone"]
         self._num_expected = 0
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:
@@ -61,8 +63,11 @@ class SharedPipeline(Pipeline):
 
     def make_clock(
         self, cost: CostModel, boundaries: Sequence[int], draft_forward: float
-    ) -> SequenceClock:
-        self._own_clock = SequenceClock(self.clock, self, cost, boundaries, draft_forward)
+    ) -> VirtualClock:
+        if self._counts_alone:
+            self._own_clock = super().make_clock(cost, boundaries, draft_forward)
+        else:
+            self._own_clock = SequenceClock(self.clock, self, cost, boundaries, draft_forward)
         return self._own_clock
 
     def let_go(self) -> None:
@@ -181,3 +186,10 @@ def step_ranks(pipelines: Sequence[SharedRanks]) -> None:
 def cache_rows(num_prompt: int, num_new: int, max_positions: int) -> int:
     """Rows of a sequence's keys and values, with those of draft tokens in flight."""
     return max(min(num_prompt + num_new, max_positions) + MAX_ROWS, MIN_CAPACITY)
+
+
+def row_bytes(target: Any) -> int:
+    """Keys and values of one token in all layers."""
+    config = target.get_decoder().config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * size * target.dtype.itemsize

@@ -18,14 +18,14 @@ class SSD(Schedule):
     """Speculative speculative decoding, Saguaro (arXiv 2603.03251), on stages.
 
     What a verdict will say, how many draft tokens are right and which token follows them, is an
-    outcome. While a batch travels, the draft guesses its likeliest outcomes and drafts a chain for
+    outcome. While a batch travels, the draft predicts its likeliest outcomes and drafts a chain for
     each of them. A verdict that was among them (a hit) has its batch ready, and the pipeline waits
     for no draft; after any other one (a miss) it waits for a chain, as with ``eagle``. Every batch
     takes n steps, so hits are the batches, K / n, that are not the first of a round.
 
     What differs from the publication: outcomes are chosen over the whole batch by the draft's own
     probabilities (``_flatten``), not so many for each length; above temperature 0 by the shared
-    noise, so that the draft guesses the target's own draw and no text depends on what was guessed;
+    noise, so that the draft foresees the target's own draw and no text depends on what it foresaw;
     the preparation ends with the verdict.
     """
 

@@ -1,0 +1,171 @@
+"""Turns of conversations and how they are decoded: one after the other, or many at once."""
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from pipedraft.eval.scores import Score
+from pipedraft.eval.tasks import Prompt, encode_turn
+from pipedraft.eval.traces import TraceFile, find_result, known_result
+from pipedraft.inference.batch import BatchEngine, Handle
+from pipedraft.inference.result import DecodeResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodedTurn:
+    """One decoded turn."""
+
+    conversation: tuple[str, int]
+    """Benchmark and index of the prompt in it."""
+    prompt: Prompt
+    turn: int
+    result: DecodeResult
+    answer: str
+    score: Score | None = None
+    """None: the prompt has no right answer, or scores were not asked for."""
+    entropies: list[float] | None = None
+    """The target's entropy at every token; None: not computed."""
+
+
+def prompt_seed(prompt: Prompt, turn: int) -> int:
+    """The ``prompt_index`` of a turn: 31 bits that depend on the prompt's name alone.
+
+    So a prompt draws the same numbers whatever --limit, the benchmarks' order and the method are.
+    """
+    name = f"{prompt.task}/{prompt.id}/{turn}".encode()
+    return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
+
+
+class Decoder(Protocol):
+    """Anything that decodes a prompt: an engine, or a method on a simulated link."""
+
+    def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult: ...
+
+
+def evaluate(
+    engine: Decoder | BatchEngine,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int | None = None,
+    description: str = "",
+    progress: bool = True,
+    traces: TraceFile | None = None,
+) -> list[DecodedTurn]:
+    """Decode every turn of every prompt; a later turn answers what was generated before it.
+
+    Args:
+        engine: a ``BatchEngine`` decodes as many conversations at once as it has room for; wall
+            clock times, which depend on the company, are left out then.
+        max_prompt_tokens: a turn with a longer prompt, and the turns after it, are left out: there
+            are fewer records than turns then, and ``compare`` reports how many.
+        description: left of the progress bar.
+        traces: turns in there are not decoded again, and decoded ones are added.
+    """
+    traces = traces or TraceFile(None, {})
+    num_turns = sum(len(prompt.turns) for prompt in prompts)
+    with tqdm(total=num_turns, desc=description, unit="turn", disable=not progress) as bar:
+        conversations = [
+            _Conversation((prompt.task, index), prompt, tokenizer, max_prompt_tokens, bar)
+            for index, prompt in enumerate(prompts)
+        ]
+        if isinstance(engine, BatchEngine):
+            _decode_together(engine, conversations, traces)
+        else:
+            for conversation in conversations:
+                _decode_alone(engine, conversation, traces)
+    return [record for conversation in conversations for record in conversation.records]
+
+
+@dataclass
+class _Conversation:
+    """The turns of a prompt so far."""
+
+    name: tuple[str, int]
+    prompt: Prompt
+    tokenizer: PreTrainedTokenizerBase
+    max_prompt_tokens: int | None
+    bar: tqdm
+    records: list[DecodedTurn] = field(default_factory=list)
+
+    def next_prompt(self) -> list[int] | None:
+        """Token ids that the next turn is to follow; None: there is no further one that fits."""
+        turn = len(self.records)
+        num_left = len(self.prompt.turns) - turn
+        if not num_left:
+            return None
+        answers = [record.answer for record in self.records]
+        prompt_ids = encode_turn(self.tokenizer, self.prompt, answers)
+        if self.max_prompt_tokens is not None and len(prompt_ids) > self.max_prompt_tokens:
+            self.bar.update(num_left)
+            return None
+        return prompt_ids
+
+    @property
+    def key(self) -> tuple[Prompt, int]:
+        """Prompt and number of the next turn."""
+        return self.prompt, len(self.records)
+
+    def add(self, result: DecodeResult) -> None:
+        answer = self.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        assert isinstance(answer, str)  # a list only for a batch
+        self.records.append(
+            DecodedTurn(
+                conversation=self.name,
+                prompt=self.prompt,
+                turn=len(self.records),
+                result=result,
+                answer=answer,
+            )
+        )
+        self.bar.update()
+
+
+def _decode_alone(engine: Decoder, conversation: _Conversation, traces: TraceFile) -> None:
+    while (prompt_ids := conversation.next_prompt()) is not None:
+        conversation.add(_decode_turn(engine, *conversation.key, prompt_ids, traces))
+
+
+def _decode_turn(
+    engine: Decoder, prompt: Prompt, turn: int, prompt_ids: list[int], traces: TraceFile
+) -> DecodeResult:
+    def decode() -> DecodeResult:
+        return engine.decode(prompt_ids, prompt_index=prompt_seed(prompt, turn))
+
+    return find_result(traces, prompt, turn, prompt_ids, decode)
+
+
+def _decode_together(
+    batch: BatchEngine, conversations: Iterable[_Conversation], traces: TraceFile
+) -> None:
+    """One turn of each conversation at a time; the next one joins where another has ended."""
+    waiting = deque(conversations)
+    live: dict[Handle, _Conversation] = {}
+
+    def go_on(conversation: _Conversation) -> None:
+        """Submit the next turn that was not decoded before."""
+        while (prompt_ids := conversation.next_prompt()) is not None:
+            known = known_result(traces, *conversation.key, prompt_ids)
+            if known is None:
+                index = prompt_seed(*conversation.key)
+                live[batch.submit(prompt_ids, prompt_index=index)] = conversation
+                return
+            conversation.add(known)
+
+    while waiting or live:
+        while waiting and len(live) < batch.limits.sequences:
+            go_on(waiting.popleft())
+        batch.step()
+        for handle in [handle for handle in live if handle.future.done()]:
+            conversation = live.pop(handle)
+            # Times of one conversation say nothing where others were decoded beside it.
+            untimed = partial(replace, handle.future.result(), prefill_s=0.0, token_times_s=[])
+            found = find_result(traces, *conversation.key, handle.prompt_ids, untimed)
+            conversation.add(found)
+            go_on(conversation)

@@ -1,0 +1,97 @@
+"""Several conversations of an evaluation at once: the counts and texts of each one alone."""
+
+from types import SimpleNamespace
+
+import eval_runs
+import pytest
+from conftest import byte_tokenizer, tiny_llama
+from eval_runs import assert_refused, command
+from msgspec import UNSET
+from msgspec.structs import replace
+from tiny_drafts import noisy_copy
+
+from pipedraft.eval.run import Evaluation, Method
+from pipedraft.eval.tasks import Prompt
+from pipedraft.eval.traces import Traces
+from pipedraft.files import to_json
+from pipedraft.inference.batch import BatchEngine
+from pipedraft.inference.clock import CostModel
+from pipedraft.inference.config import DecodeConfig
+
+tokenizer, target, folders = eval_runs.tokenizer, eval_runs.target, eval_runs.folders
+COSTLY = CostModel(row=0.05, link=0.01, draft_forward=0.05)
+METHODS = (
+    {"schedule": "spd", "temperature": 0.0},
+    {"schedule": "spd", "tree_width": "auto", "temperature": 1.0},
+    {"schedule": "flowspec_continued", "step_tokens": "auto", "temperature": 1.0},
+    {"schedule": "eagle", "tree": "dynamic:3:2:4", "temperature": 0.0},
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    tokenizer = byte_tokenizer()
+    target = tiny_llama(layers=2, hidden=16, vocab=len(tokenizer))
+    return SimpleNamespace(target=target, tokenizer=tokenizer, draft=noisy_copy(target))
+
+
+def evaluate(model, settings, sequences: int, folder=None) -> list:
+    """Conversations of one and two turns, more than are decoded at once."""
+    talks = [["a", "b and"], ["long ago" * 9], ["c"], ["d d", "e", "f"], ["g"]]
+    prompts = [Prompt(task="one", id=str(i), category="c", turns=t) for i, t in enumerate(talks)]
+    config = DecodeConfig.of(num_stages=2, max_new_tokens=12, cost=COSTLY, **settings)
+    comparison = Evaluation(
+        target=model.target,
+        tokenizer=model.tokenizer,
+        benchmarks={"one": prompts},
+        reference=model.target,
+        sequences=sequences,
+        progress=False,
+        traces=Traces(folder, {"target": "tiny"}),
+    )
+    return comparison.run([Method(name="own", config=config, draft=model.draft)])
+
+
+def counts(entries) -> list[bytes]:
+    """All that does not depend on the wall clock."""
+    kept = []
+    for entry in entries:
+        rows = [replace(row, decode_s=UNSET, decode_s_repeats=[]) for row in entry.per_prompt]
+        kept.append(to_json(replace(entry, per_prompt=rows, wallclock=None, processes=[])))
+    return kept
+
+
+@pytest.mark.parametrize("settings", METHODS, ids=lambda s: s["schedule"])
+def test_counts_and_texts_are_those_of_one_after_the_other(settings, model) -> None:
+    alone, together = evaluate(model, settings, 1), evaluate(model, settings, 3)
+    assert counts(together) == counts(alone)
+    assert together[-1].lossless.mismatches == 0
+    assert all(entry.wallclock is None for entry in together)
+    assert all(row.decode_s is UNSET for entry in together for row in entry.per_prompt)
+
+
+def test_a_draft_that_weighs_the_company_counts_otherwise(model, monkeypatch) -> None:
+    """The comparison finds steps that depend on how many conversations there are."""
+    made = BatchEngine.__init__
+
+    def in_company(*given, counts_alone, **named) -> None:
+        made(*given, counts_alone=False, **named)
+
+    alone = counts(evaluate(model, METHODS[1], 1))
+    monkeypatch.setattr(BatchEngine, "__init__", in_company)
+    assert counts(evaluate(model, METHODS[1], 3)) != alone
+
+
+def test_turns_on_disk_are_not_decoded_again(model, tmp_path, monkeypatch) -> None:
+    first = evaluate(model, METHODS[0], 3, tmp_path)
+    assert counts(evaluate(model, METHODS[0], 1, tmp_path)) == counts(first)
+    monkeypatch.setattr(BatchEngine, "submit", None)  # would fail
+    assert to_json(evaluate(model, METHODS[0], 2, tmp_path)) == to_json(first)
+
+
+@pytest.mark.parametrize("words", ["--repeats 2", "--calibrate cost.json", "--backend process"])
+def test_what_measures_times_is_refused(words, folders, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["--sequences", "4", *words.split()]
+    assert_refused(capsys, command(folders, *given), ["--sequences: 4, but", words.split()[0]])
+    assert not folders.out.exists()
