@@ -343,6 +343,9 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     equivalent_acceptance_length: AcceptanceLength
     theoretical_speedup: Figure
     theoretical_speedup_ci95: Interval
+    one_device_speedup: Figure
+    """Over plain decoding with all layers on one device of this cost model: the price of the
+    pipeline is in it."""
     per_prompt: list[ReplayedPrompt]
 
 

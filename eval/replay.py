@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 EXAMPLE = """\
 example:
   python -m pipedraft.eval replay out/eval --stages 2,4,8 --cost out/cost.json --link 0,0.05
+  python -m pipedraft.eval replay out/eval --stages 4 --cost h100 --link 0,1ms --pass-ms 20 --best
 
 TRACES is the --out folder of an evaluation, its traces folder, or a file in there. Every turn in it
 is replayed; no model is loaded.
@@ -44,7 +45,8 @@ how: recorded, the steps of the run itself on the clock of the cost model; exact
 stages, whose draft tokens and verdicts are the same; assumed, the draft's tokens depend on the
 number of stages, and those on the new one are taken to be right as often. N tokens, K steps, L' = n
 N / K, S modeled speed-up over plain decoding on the same pipeline, both with 95 % bootstrap
-intervals over conversations. link: one hop, in times of a target pass over one token."""
+intervals over conversations; one device: the same over plain decoding with all layers on one. link:
+one hop, in times of a target pass over one token."""
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -204,8 +206,28 @@ def records(found: Replay) -> Iterator[ReplayRecord]:
             equivalent_acceptance_length=AcceptanceLength(pooled=length, ci95=length_ci95),
             theoretical_speedup=speedup,
             theoretical_speedup_ci95=speedup_ci95,
+            one_device_speedup=speedup * _one_device_share(found),
             per_prompt=rows,
         )
+
+
+def _one_device_share(found: Replay) -> float:
+    """Plain decoding's time of a token on one device, over that on the pipeline."""
+    layers = found.recording.boundaries[-1]
+    alone = VirtualClock(replace(found.cost, link=0.0, link_row=0.0), (0, layers), 0.0)
+    piped = VirtualClock(found.cost, stage_boundaries(layers, found.stages), 0.0)
+    return alone.autoregressive_time(1) / piped.autoregressive_time(1)
+
+
+def best_of(found: Sequence[ReplayRecord]) -> list[ReplayRecord]:
+    """The one with the highest S of each benchmark, sampling, number of stages, cost and link."""
+    best: dict[tuple[object, ...], ReplayRecord] = {}
+    speeds = np.nan_to_num([number_or_nan(record.theoretical_speedup) for record in found])
+    for record in (found[index] for index in np.argsort(speeds, kind="stable")):
+        sampling = sampling_label(record.temperature, record.filters)
+        costs = record.cost_name, record.cost["link"]
+        best[record.benchmark, sampling, record.stages, *costs] = record
+    return [record for record in found if record in best.values()]
 
 
 COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
@@ -222,6 +244,7 @@ COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
     "95 % CI": lambda record: bounds(record.equivalent_acceptance_length.ci95),
     "S": lambda record: number(record.theoretical_speedup),
     "95 % CI ": lambda record: bounds(record.theoretical_speedup_ci95),
+    "one device": lambda record: number(record.one_device_speedup),
     "how": lambda record: record.how,
 }
 
@@ -359,6 +382,8 @@ class ReplayOptions(Options):
     (200us, 20ms) and --pass-ms"""
     pass_ms: float | None = option(None, metavar="MS")
     """milliseconds of a target pass over one token"""
+    best: bool = False
+    """only the method with the highest S of each benchmark, temperature, stages, cost and link"""
     json: bool = False
     """print JSON alone"""
     out: Path | None = option(None, metavar="DIR")
@@ -401,6 +426,7 @@ def run(argv: Sequence[str]) -> None:
     ]
     if not found:
         raise UsageError(f"--stages: nothing can be replayed; {left_out[0]}")
+    found = best_of(found) if arguments.best else found
     content = to_json({"replays": found, "left_out": left_out})
     lines = [f"left out: {line}" for line in left_out]
     text = "\n".join([align_columns(Table.of(COLUMNS, found)), *lines, "", LEGEND])

@@ -308,6 +308,26 @@ def test_command_reads_shards_and_agrees_with_real_runs(evaluated, tmp_path, cap
     assert "left out: language_model" in (tmp_path / "replay.md").read_text()
 
 
+def test_the_best_way_of_every_pipeline_and_what_the_pipeline_costs(evaluated, capsys) -> None:
+    folder, _ = evaluated
+    arguments = ["replay", str(folder), "--stages", "2,4", "--link", "0,0.1", "--json"]
+    assert status(arguments) == 0
+    every = json.loads(capsys.readouterr().out)["replays"]
+    assert status([*arguments, "--best"]) == 0
+    best = json.loads(capsys.readouterr().out)["replays"]
+
+    def pipeline(record) -> tuple:
+        return record["benchmark"], record["stages"], record["cost"]["link"]
+
+    assert len(best) == 3 * 2 * 2 and len({record["schedule"] for record in every}) == 3
+    for one in best:
+        speeds = [r["theoretical_speedup"] for r in every if pipeline(r) == pipeline(one)]
+        assert one in every and len(speeds) > 1 and one["theoretical_speedup"] == max(speeds)
+    for record in every:  # a token of plain decoding takes a pass and a hop for each stage
+        over = record["theoretical_speedup"] / (1 + record["stages"] * record["cost"]["link"])
+        assert record["one_device_speedup"] == pytest.approx(over)
+
+
 def test_every_entry_has_its_speedup_over_the_cost_of_a_row(evaluated) -> None:
     """As a replay under that cost has it, and in the report."""
     folder, real = evaluated
