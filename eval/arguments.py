@@ -271,6 +271,10 @@ class TableOptions(PlaceOptions):
     """of target and draft; default: the specification's, float32"""
     seed: int | None = None
     """of the sampling and the bootstrap; default: 0"""
+    sequences: int = option(1, metavar="N", least=1)
+    """conversations decoded at once; as of eval --help"""
+    shard: str | None = option(None, metavar="I/N", parse=read_share)
+    """decode the I-th of N shares of the prompts; as of eval --help"""
     fresh: bool = False
     """decode again what OUT/traces has"""
     out: Path = option(Path(), metavar="OUT")

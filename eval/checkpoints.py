@@ -225,3 +225,7 @@ class TableContext:
     out: Path
     reference: PreTrainedModel | None
     """Decodes greedily once more, to compare outputs with; None: they are not compared."""
+    sequences: int = 1
+    """Conversations of a pipeline that are decoded at once."""
+    shard: str | None = None
+    """Share of a pipeline's prompts: "2/4" is the second of four; None: all."""

@@ -13,7 +13,16 @@ from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.record import Manifest, is_known
 from pipedraft.eval.report import write_report
 from pipedraft.eval.retention import write_retention
-from pipedraft.eval.runner import KINDS, Finished, Outcome, Value, check, load_context, search_for
+from pipedraft.eval.runner import (
+    KINDS,
+    Finished,
+    Outcome,
+    Value,
+    check,
+    decode_shard,
+    load_context,
+    search_for,
+)
 from pipedraft.eval.spec import DEFAULT_TARGET, Measure, Row, Spec, read_spec, table_names
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.files import to_json, write_atomically
@@ -148,7 +157,15 @@ def read_options(options: TableOptions) -> Spec:
 
 def context_of(options: TableOptions, spec: Spec) -> TableContext:
     search = search_for(spec, list(options.checkpoints))
-    return load_context(spec, search, options.out, device=options.device, fresh=options.fresh)
+    return load_context(
+        spec,
+        search,
+        options.out,
+        device=options.device,
+        fresh=options.fresh,
+        sequences=options.sequences,
+        shard=options.shard,
+    )
 
 
 def make_table(options: TableOptions, argv: Sequence[str]) -> None:
@@ -165,8 +182,18 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
     if options.out == Path():
         raise UsageError("--out: missing; give a folder for the results")
     spec = read_options(options)
+    for name in ("sequences", "shard"):
+        if spec.kind != "pipeline" and getattr(options, name) not in (1, None):
+            raise UsageError(
+                f"--{name}: {getattr(options, name)}, but {options.name} is a table of kind "
+                f"{spec.kind}, whose rows are decoded one after the other; leave it out"
+            )
     quieten()
     context = context_of(options, spec)
+    if options.shard is not None:
+        turns = decode_shard(spec, context)
+        print(f"{turns} decoded turns of this share are in {options.out}/traces")
+        return
     finished = KINDS[spec.kind].run(spec, context)
     if finished.results is None:
         reasons = dict.fromkeys(outcome.remark for outcome in finished.outcomes)

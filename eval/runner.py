@@ -83,12 +83,15 @@ def load_context(
     device: str = "auto",
     fresh: bool = False,
     has_reference: bool = True,
+    sequences: int = 1,
+    shard: str | None = None,
 ) -> TableContext:
     """Read the prompts, make the output folder, load the target.
 
     Args:
         fresh: forget what was decoded before.
         has_reference: whether outputs are compared with the target's own.
+        sequences, shard: as ``TableContext``'s.
     """
     benchmarks = {
         name: [p for ps in load_tasks(d.benchmarks, spec.data_dir, spec.limit).values() for p in ps]
@@ -108,6 +111,8 @@ def load_context(
         drafts=Drafts(search, target, tokenizer),
         out=out,
         reference=target if has_reference else None,
+        sequences=sequences,
+        shard=shard,
     )
 
 
@@ -133,7 +138,10 @@ def check_pipeline(spec: Spec) -> None:
             raise ValueError(f"schedule {name!r} of row {row.name!r}: draft {row.draft}")
 
 
-def run_pipeline(spec: Spec, context: TableContext) -> Finished:
+def _prepare_pipeline(
+    spec: Spec, context: TableContext
+) -> tuple[list[Outcome], dict[int, Method], Evaluation]:
+    """An outcome for every row, the method of each that can be run, and what runs them."""
     outcomes = [_found(row, context) for row in spec.rows]
     methods = {}
     for index, (row, outcome) in enumerate(zip(spec.rows, outcomes, strict=True)):
@@ -149,15 +157,28 @@ def run_pipeline(spec: Spec, context: TableContext) -> Finished:
         folder = None if row.draft is None else str(context.drafts.folders[row.draft])
         outcome.stages = method.config.num_stages
         methods[index] = replace(method, checkpoint=folder)
-    if not methods:
-        return Finished(outcomes, None)
+    weights = weights_identity(spec.target)
     comparison = Evaluation(
         target=context.target,
         tokenizer=context.tokenizer,
         benchmarks={name: list(prompts) for name, prompts in context.benchmarks.items()},
         reference=context.reference,
-        traces=traces_of(context.out, context.target, weights=weights_identity(spec.target)),
+        sequences=context.sequences,
+        traces=traces_of(context.out, context.target, weights=weights, shard=context.shard),
     )
+    return outcomes, methods, comparison
+
+
+def decode_shard(spec: Spec, context: TableContext) -> int:
+    """Decode this shard's turns of every row; returns those that are on disk now."""
+    _, methods, comparison = _prepare_pipeline(spec, context)
+    return comparison.decode_shard(list(methods.values())) if methods else 0
+
+
+def run_pipeline(spec: Spec, context: TableContext) -> Finished:
+    outcomes, methods, comparison = _prepare_pipeline(spec, context)
+    if not methods:
+        return Finished(outcomes, None)
     runs = comparison.run(list(methods.values()))
     for index, method in methods.items():
         name = method.name if method.draft is not None else AUTOREGRESSIVE

@@ -319,6 +319,21 @@ def test_the_command_writes_the_table_and_what_it_rests_on(place, tmp_path, name
     assert manifest["command"].startswith(f"python -m pipedraft.eval table {name} ")
 
 
+def test_shares_of_conversations_at_once_make_the_same_table(place, tmp_path, capsys):
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    command.run(words(place, "pipeinfer_parts", alone))
+    many = ["--sequences", "3"]
+    for share in ("1/2", "2/2"):
+        command.run(words(place, "pipeinfer_parts", shared, *many, "--shard", share))
+        assert "decoded turns of this share" in capsys.readouterr().out
+        assert not (shared / "table.json").exists()
+    before = {path: path.read_bytes() for path in (shared / "traces").iterdir()}
+    command.run(words(place, "pipeinfer_parts", shared, *many))
+    tables = [json.loads((out / "table.json").read_text()) for out in (alone, shared)]
+    assert tables[0] == tables[1]
+    assert before == {path: path.read_bytes() for path in (shared / "traces").iterdir()}
+
+
 def test_benchmarks_have_columns_of_their_own(make):
     table, outcomes, shown = make("spd_release_greedy")
     index = next(i for i, outcome in enumerate(outcomes) if outcome.values)
@@ -355,6 +370,14 @@ def test_a_ratio_is_of_rows_at_the_same_temperature(make):
         (["spd1", "--checkpoints", "nowhere"], "--checkpoints: there is no folder or file"),
         (["spd1", "--checkpoints", "EMPTY"], "nothing of spd1 can be run: no checkpoint; train it"),
         (["spd1", "--limit", "0"], "--limit"),
+        (
+            ["picospec2", "--sequences", "4", "--out", "x"],
+            "--sequences: 4, but picospec2",
+        ),
+        (
+            ["flexspec2", "--shard", "1/2", "--out", "x"],
+            "--shard: 1/2, but flexspec2",
+        ),
     ],
     ids=str,
 )
