@@ -247,7 +247,7 @@ def file_sha256(path: Path) -> str:
 
 
 def file_damage(path: Path, size: int, sha256: str | None) -> str | None:
-    """How a file differs from what was written, None if it does not.
+    """Difference of a file from what was written; None: it has none.
 
     Args:
         size: bytes it had.

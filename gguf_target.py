@@ -128,7 +128,7 @@ def _fill(folder: Path, *, file: Path, field: str) -> None:
 
 
 def _unquantized(model: PreTrainedModel, file: Path) -> PreTrainedModel:
-    """The same weights in a model whose configuration names no quantization."""
+    """A model's weights in one whose configuration names no quantization."""
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     settings[HASH_KEY] = file_sha256(file)

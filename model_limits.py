@@ -23,7 +23,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
 
 
 class Sizes(msgspec.Struct):
-    """What every decoder's config.json may say; classes of transformers ask for less."""
+    """Sizes that a decoder's config.json may say; classes of transformers ask for less."""
 
     model_type: str | None = None
     num_hidden_layers: Size | None = None

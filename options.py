@@ -63,7 +63,7 @@ def option(default: Any = MISSING, **how: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a command is asked for."""
+    """Base class of a command's options."""
 
     PROG: ClassVar[str] = ""
     DESCRIPTION: ClassVar[str] = ""
@@ -125,7 +125,7 @@ class Options:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
-        """What the words of a command line say; --help prints it and exits.
+        """Read the words of a command line; --help prints the help and exits.
 
         Raises:
             UsageError: one line that names the option, the value and the fix.
@@ -136,7 +136,7 @@ class Options:
 
     @classmethod
     def read_own(cls, words: Sequence[str]) -> tuple[Self, list[str]]:
-        """What the words say that are options of this class, and the other words."""
+        """Read the words that are options of this class; returns the other words, too."""
         takes = {flag_of(part): hint is not bool for part, hint in typed_fields(cls)}
         own: list[str] = []
         rest: list[str] = []

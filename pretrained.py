@@ -362,7 +362,7 @@ def _no_weights(field: str, name: str, reason: str) -> str:
 
 @contextmanager
 def explained(field: str, name: str) -> Iterator[None]:
-    """Whatever transformers trips over in a model's files, in one line."""
+    """Raise whatever transformers trips over in a model's files as one line."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -207,7 +207,7 @@ class GreedyReference:
         return found
 
     def _margin(self, result: DecodeResult, expected: list[int], place: int) -> tuple[float, float]:
-        """How far below the best logit the worse of the two differing tokens is.
+        """Logits between the best token and the worse of two tokens that differ.
 
         Infinite where one of the outputs ends and the other goes on.
 

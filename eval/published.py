@@ -115,7 +115,7 @@ def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
 
 
 def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """What table.json holds."""
+    """Contents of table.json: every row's measured and published values."""
     rows = []
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
         ours = {}

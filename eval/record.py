@@ -37,7 +37,7 @@ Manifest = Values
 
 
 def is_known(value: float | None | UnsetType) -> TypeGuard[float]:
-    """Whether it exists; what does not is NaN in memory and null in a file."""
+    """Whether a value exists; one that does not is NaN in memory and null in a file."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

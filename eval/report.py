@@ -56,7 +56,7 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(value: Any) -> Any:
-    """The same with a replacement character for each character that no page can hold."""
+    """Text with a replacement character for each character that no page can hold."""
     if isinstance(value, str):
         return _UNPRINTABLE.sub("\ufffd", value)
     if isinstance(value, msgspec.Struct):

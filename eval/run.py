@@ -374,7 +374,7 @@ class Evaluation:
     def _with_entropies(
         self, records: list[DecodedTurn], method: Method, description: str
     ) -> list[DecodedTurn]:
-        """The same records; those that tested draft tokens get the target's entropies."""
+        """Records with the target's entropies, for those that tested draft tokens."""
         if self.reference is None or method.config.schedule.name == AUTOREGRESSIVE:
             return records
         traces = self.traces.open(entropies="nats, T = 1")

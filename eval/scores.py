@@ -408,7 +408,7 @@ class Scorer:
     def score_records(
         self, records: Sequence["DecodedTurn"], *, description: str = "", progress: bool = True
     ) -> list["DecodedTurn"]:
-        """The same records; those that answer a prompt with a check carry its score."""
+        """Records with a score, for those that answer a prompt with a check."""
         scored = list(records)
         places = [i for i, record in enumerate(records) if self.can_score(record.prompt)]
         for i in tqdm(places, desc=description, unit="answer", disable=not (progress and places)):

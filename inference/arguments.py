@@ -250,7 +250,7 @@ class TextStream:
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self.finish(text)
 
     def finish(self, text: str) -> str:
-        """What is left of the whole text, an incomplete last character included."""
+        """Rest of the whole text, an incomplete last character included."""
         first, self.length = self.length, len(text)
         return text[first:]
 

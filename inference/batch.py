@@ -43,7 +43,7 @@ from pipedraft.models.draft_calls import Call, asking, make_first
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may."""
+    """No further request may wait."""
 
 
 @dataclass(frozen=True, kw_only=True)

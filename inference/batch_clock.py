@@ -76,7 +76,7 @@ class BatchClock:
 
     @property
     def forwards_beside(self) -> int:
-        """Of one sequence that drafts while its rows wait."""
+        """Draft forwards that fit beside a step, of a sequence that drafts while its rows wait."""
         return self._stages.hidden_forwards()
 
     @property
@@ -125,7 +125,7 @@ class BatchClock:
 
     @property
     def sharpness(self) -> float:
-        """In quarters: recorded graphs have it inside."""
+        """Exponent of the draft's probabilities, in quarters: recorded graphs have it inside."""
         return round(4 * self._sharpness) / 4
 
     def leave(self, pipeline: SharedPipeline) -> None:
@@ -161,7 +161,7 @@ class BatchClock:
     # -- how much to speculate --------------------------------------------------------------
 
     def drafts_pay(self, pipeline: SharedPipeline) -> bool:
-        """This sequence is among those that draft; the others decode plainly in this step."""
+        """Whether a sequence is among those that draft; the others decode plainly in this step."""
         return pipeline in self.drafting or pipeline not in self.live
 
     def rate(self, num_drafting: int) -> float:
@@ -178,7 +178,7 @@ class BatchClock:
         return (num_drafting * tokens + num_plain / n) / time
 
     def _choose(self) -> None:
-        """As many draft as make the most tokens per time.
+        """Choose the sequences that draft: as many as make the most tokens per time.
 
         Those that begin are the ones with the fewest tokens so far, and those that stop have most.
         """
@@ -192,7 +192,7 @@ class BatchClock:
         self.drafting = frozenset((drafting + others)[:best])
 
     def costs(self, row: float) -> RowCosts:
-        """What a draft token of one sequence is weighed against: the tokens of all of them.
+        """Costs against which a draft token of one sequence is weighed: the tokens of all of them.
 
         Args:
             row: time that it adds to a step if all segments are equally long. The longest stage

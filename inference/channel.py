@@ -90,7 +90,7 @@ class LinkState:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What is true of a link; ``Channel`` sends over it."""
+    """Bandwidth, latency and losses of a link; ``Channel`` sends over it."""
 
     up_bytes_per_s: Steps
     """0: an outage. What is being sent waits."""
@@ -178,7 +178,7 @@ trips, jitter and loss are our assumptions."""
 
 @dataclass(kw_only=True)
 class Traffic:
-    """What one direction has carried."""
+    """Messages and bytes that one direction has carried."""
 
     messages: int = 0
     payload_bytes: int = 0

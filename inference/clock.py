@@ -171,7 +171,7 @@ class VirtualClock:
         return True
 
     def verified(self, tree: TokenTree, walk: Walk) -> None:
-        """What came of the draft tokens of a tree."""
+        """Take note of which draft tokens of a tree were right."""
 
     def hidden_forwards(self) -> int:
         """Draft forwards that take no longer than a step of one row; at least 1.

@@ -119,7 +119,7 @@ class Verifier(ABC):
         return self._demote(ranked_QU, logits_QU)
 
     def _demote(self, ranked_QU: Tensor, logits_QU: Tensor) -> Tensor:
-        """What the filters remove from the draft comes after the rest: the target may keep it."""
+        """Scores with what the filters remove from the draft at the end: the target may keep it."""
         if not self.filters.active:
             return ranked_QU
         is_removed_QU = scaled(logits_QU, self.temperature, self.filters).isneginf()
@@ -195,7 +195,7 @@ class Verifier(ABC):
         return self._ids[1]
 
     def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """What ``walk`` has to know of returned rows: [R, ...], on the CPU."""
+        """Verdicts on returned rows, all that ``walk`` has to know: [R, ...], on the CPU."""
         raise NotImplementedError
 
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:
@@ -210,7 +210,7 @@ class Verifier(ABC):
         raise ValueError(f"more: rule {self.name!r} sends no samples; do not ask for more")
 
     def payload_bytes(self, vocab_size: int) -> int:
-        """What a rejection adds to a verdict, about."""
+        """Approximate bytes that a rejection adds to a verdict."""
         return 4
 
 

@@ -100,7 +100,7 @@ class BlockVerifier(SampledVerifier):
         return min(weight * ratio, 1.0)
 
     def reject(self, parent: _Node, token: int) -> None:
-        """What is left of a node without its next child."""
+        """Distribution that is left of a node without its next child."""
         rest_V = (parent.weight * parent.p_V - parent.q_V).clamp_min(0)
         gain = float(rest_V.sum())
         parent.weight = gain / max(gain + 1 - parent.weight, sys.float_info.min)
@@ -258,7 +258,7 @@ class RejectionVerifier(SampledVerifier):
         return self.payload(logits_V, position)
 
     def payload(self, logits_V: Tensor, position: int) -> Payload:
-        """What a correction at a position needs of the target."""
+        """Values of the target that a correction at a position needs."""
         return Logits(values=logits_V.float().cpu())
 
     def payload_bytes(self, vocab_size: int) -> int:

@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Band:
-    """What adjacent examples see."""
+    """A band of a mask: what adjacent examples see."""
 
     query: Place
     blocks: Place

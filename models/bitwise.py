@@ -48,7 +48,7 @@ def pad(rows_lH: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
-    """What ``Stage.forward`` does, in passes of ``ROWS`` rows."""
+    """Forward of a stage in passes of ``ROWS`` rows."""
     entering = segment.ids if stage.embedding is not None else segment.hidden
     assert entering is not None, "stage 0 needs token ids, later stages hidden states"
     hidden_lH, collected = [], {index: list[Tensor]() for index in taps}

@@ -58,7 +58,7 @@ class License:
 
 @dataclass(frozen=True, kw_only=True)
 class CardSource:
-    """What a card is made of."""
+    """Everything that a model card is made of."""
 
     description: Description
     """config.json of the draft's checkpoint."""
@@ -117,7 +117,7 @@ def plain(text: str) -> str:
 
 
 def _shown(source: CardSource) -> CardSource:
-    """What comes from checkpoints, rows and results as plain text; of local folders the name."""
+    """Plain text of what comes from checkpoints, rows and results; of local folders the name."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):

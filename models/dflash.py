@@ -178,7 +178,7 @@ class DFlash(Draft):
         initialize_matrices(self.layers, len(self.layers))
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
-        """What every layer makes keys and values of: [..., H] from the target's hidden states."""
+        """Input of every layer's keys and values: [..., H] from the target's hidden states."""
         fused = [taps[layer] for layer in self.config.feature_layers]
         return self.hidden_norm(self.fc(torch.cat(fused, -1)))
 

@@ -85,7 +85,7 @@ class _Training(msgspec.Struct):
 
 
 class _Checkpoint(msgspec.Struct):
-    """What the commands and the card read of a checkpoint before its draft is built."""
+    """Parts of a checkpoint that commands and card read before its draft is built."""
 
     draft_type: str
     target: _NamedTarget
@@ -177,7 +177,7 @@ class Draft(nn.Module):
 
     @staticmethod
     def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
-        """What a draft of this type needs of a target: recorded in training, compared at loading.
+        """Hashes of what a draft needs of a target: recorded in training, compared at loading.
 
         A subclass that depends on more weights adds their hash under a name of its own.
         """
@@ -259,7 +259,7 @@ class Draft(nn.Module):
     def _read_parts(
         cls, description: Description, num_tensors: int
     ) -> "tuple[Any, LayerConfig, TargetReference]":
-        """What a draft is built of; every number a size, and no more layers than tensors."""
+        """Read what a draft is built of; every number a size, and no more layers than tensors."""
         architecture, layer = description["architecture"], description["layer"]
         kinds = (cls.config_class, architecture), (LayerConfig, layer)
         for kind, values in kinds:
@@ -300,7 +300,7 @@ def copy_head(draft: Draft, head_VH: Tensor) -> None:
 
 
 def norm_factor(config: PreTrainedConfig, weight_H: Tensor) -> Tensor:
-    """What a target's RMSNorm multiplies by: its weight, to which Qwen3.5 adds one."""
+    """Factor of a target's RMSNorm: its weight, to which Qwen3.5 adds one."""
     return weight_H + 1 if config.model_type.startswith("qwen3_5") else weight_H
 
 

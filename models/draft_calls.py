@@ -29,7 +29,7 @@ VISIBLE = "visible_RC"
 
 @dataclass(eq=False)
 class Call:
-    """What one sequence asks of its draft."""
+    """A request of one sequence to its draft."""
 
     function: Any
     """A method of ``ORDER``."""

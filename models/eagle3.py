@@ -233,7 +233,7 @@ class Eagle3(EagleHead):
         return self.norm(out_H) if self.config.norm_output else out_H
 
     def normed(self, state_H: Tensor) -> Tensor:
-        """What the LM head reads: the state after the head's own final norm, applied once."""
+        """Input of the LM head: the state after the head's own final norm, applied once."""
         return state_H if self.config.norm_output else self.norm(state_H)
 
     def logits(self, state_H: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What an exported folder was made of: kept beside it for its card, unread by the engines."""
+    """Origin of an exported folder: kept beside it for its card, unread by the engines."""
 
     layout: Layout
     weights_sha256: str
@@ -252,7 +252,7 @@ def sglang_weights(head: Eagle3) -> dict[str, Tensor]:
 
 
 def _speculators(kind: str, num_tokens: int, target: str, architectures: list[str]) -> Config:
-    """What every config.json of vLLM's layout has, version 0.9 of the package speculators."""
+    """Entries of every config.json in vLLM's layout, version 0.9 of the package speculators."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": num_tokens,
@@ -391,7 +391,7 @@ def dspark_config(head: DSpark) -> Config:
 
 
 def _block_config(head: DFlash, lowest: int) -> Config:
-    """What both have; their layer number is of a layer's output, -1 of the embedding."""
+    """Entries of both block heads; a layer number is of a layer's output, -1 of the embedding."""
     layers, last = head.config.feature_layers, head.config.num_target_layers
     if not all(lowest <= layer < last for layer in layers):
         raise ValueError(

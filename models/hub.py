@@ -37,7 +37,7 @@ WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """What is asked of an upload."""
+    """Options of an upload."""
 
     repo: str
     revision: str | None = None
@@ -75,7 +75,7 @@ def check_repo_id(repo: str) -> None:
 
 
 def prepare_upload(folder: Path, upload: Upload) -> Files:
-    """What belongs on the Hub, never the training state: file name -> text, or file to send.
+    """Files that belong on the Hub, never the training state: name -> text, or file to send.
 
     A README.md that was written by hand is taken as it is.
 
@@ -174,7 +174,7 @@ def _card(folder: Path, origin: Origin | None, description: Description, upload:
 
 @dataclass(frozen=True)
 class Content:
-    """What a folder or a branch holds, as far as it must not be mixed up."""
+    """Contents of a folder or a branch, as far as they must not be mixed up."""
 
     kind: str
     target_hash: str | None = None

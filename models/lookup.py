@@ -14,7 +14,7 @@ LookupKind = Literal["ngram", "suffix"]
 
 
 class Lookup(nn.Module):
-    """What both kinds are to an engine."""
+    """A draft without a network, as an engine sees it."""
 
     draft_type: ClassVar[LookupKind]
     num_stages: ClassVar[int | None] = None
@@ -31,7 +31,7 @@ class Lookup(nn.Module):
         self.register_buffer("draft_ids", torch.arange(vocab_size))
 
     def logits(self, log_probability_V: Tensor) -> Tensor:
-        """What the source has looked up is a distribution already."""
+        """Log-probabilities that the source has looked up, unchanged."""
         return log_probability_V
 
     def relative_cost(self, target: Any) -> float:

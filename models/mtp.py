@@ -130,7 +130,7 @@ class MTP(TiedHead):
         return self.norm(self.layer.finish(residual_H, attended_ND))
 
     def normed(self, state_H: Tensor) -> Tensor:
-        """What the LM head reads: states are normed when they are fed back."""
+        """Input of the LM head: states are normed when they are fed back."""
         return state_H
 
     @property

@@ -148,7 +148,7 @@ class _Nested(msgspec.Struct):
 
 
 def _pairs(peer: Peer, given: _Given, hidden: int) -> Settings:
-    """What the tensors say of DSpark's two small heads, which the configuration may not deny."""
+    """Settings of DSpark's two small heads by the tensors, which the configuration may not deny."""
     rank = peer.weights[PAIRS].shape[-1] if PAIRS in peer.weights else 0
     proj = peer.weights.get(CONFIDENCE)
     reads_pair = proj is not None and proj.shape[-1] != hidden

@@ -94,7 +94,7 @@ def read_head(name: str, place: Path) -> tuple[Settings, Weights]:
 
 
 def _prefix(name: str, files: list[Path]) -> str:
-    """What the names of the wanted tensors begin with.
+    """Prefix of the names of the wanted tensors.
 
     Raises:
         ValueError: several MTP layers.
@@ -156,7 +156,7 @@ def _unpickle(file: Path) -> Settings:
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """What an export or an import needs of a target's folder."""
+    """Files of a target's folder that an export or an import needs."""
 
     config: dict[str, Any]
     """config.json."""

@@ -231,7 +231,7 @@ def _feature_layers(peer: Peer, given: _Fields, num_layers: int) -> tuple[int, .
 
 
 def _window(peer: Peer, given: _Fields) -> int | None:
-    """Of the one layer, where it slides; ``layer_types`` says whether."""
+    """Sliding window of the one layer, if ``layer_types`` says that it slides."""
     kind = (given.layer_types or ["full_attention"])[0]
     if kind not in ("full_attention", "sliding_attention"):
         raise peer.refuse("layer_types", given.layer_types, "known: full and sliding attention")

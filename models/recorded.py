@@ -179,7 +179,7 @@ def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) 
 
 
 def lend(owner: nn.Module, holder: object, key: Hashable, make: Callable[[], Lent]) -> Lent:
-    """What an earlier holder of the same key has left behind, or a new one; until ``holder`` dies.
+    """Lend what an earlier holder of a key left behind, or a new one, until ``holder`` dies.
 
     So texts that follow each other, of one engine or of several, share buffers and graphs.
 

@@ -210,7 +210,7 @@ class SPD(StagedDraft):
         return sum(others, start=first)
 
     def _of_layer(self, index: int, rows_RH: Tensor, depths: Sequence[int]) -> Tensor:
-        """What a layer reads of rows of non-increasing depths; those of depth 0 are streams."""
+        """Input of a layer for rows of non-increasing depths; those of depth 0 are streams."""
         if not self.config.layer_projections:
             return rows_RH
         projections, parts = cast(list[nn.Linear], self.layer_projections[index]), []

@@ -160,7 +160,7 @@ class Abandoned(Exception):
 
 @dataclass
 class RowState:
-    """What recurrent layers remember after a row and its ancestors, by layer."""
+    """State of recurrent layers after a row and its ancestors, by layer."""
 
     conv: dict[int, Tensor] = field(default_factory=dict)
     """[1, W, K]: the last inputs of the short convolution."""
@@ -259,7 +259,7 @@ class StageCache:
         return end
 
     def write_positions(self, slots_P: Tensor, positions_P: Tensor) -> Tensor:
-        """What ``begin`` writes, at places that a graph reads; returns those of all places."""
+        """Write positions as ``begin`` does, where a graph reads them; returns all places'."""
         return self._positions_C.index_copy_(0, slots_P, positions_P)
 
     def advance(self, *, committed: bool) -> None:

@@ -52,7 +52,7 @@ def can_record(config: "PreTrainedConfig") -> bool:
 
 @dataclass
 class Shape:
-    """What a recorded graph is made for."""
+    """Shape that a recorded graph is made for."""
 
     num_rows: int
     """P: rows of the segment and spare ones."""
@@ -82,7 +82,7 @@ class StageGraphs(Recordings):
     def forward(
         self, hidden_or_ids: Tensor, positions_l: Tensor, visible_lS: Tensor, taps: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """What ``Stage._run`` computes; results are copies that the next step does not change.
+        """Forward by a graph, as ``Stage._run``; results are copies that no later step changes.
 
         Args:
             hidden_or_ids: ids for a first stage.
@@ -218,7 +218,7 @@ def can_run_together(stage: "Stage") -> bool:
 def forward_together(
     stages: Sequence["Stage"], segments: Sequence[Segment], taps: Collection[int] = ()
 ) -> list[Segment]:
-    """What ``Stage.forward`` computes for each, to rounding; rows are appended as speculative.
+    """Forward of several sequences' stages at once, to rounding; rows are appended as speculative.
 
     Args:
         stages: of the same layers of the same model, with caches of their own.

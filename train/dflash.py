@@ -155,5 +155,5 @@ class DFlashObjective(ChainObjective):
     def add_loss(
         self, output: LossOutput, states_MH: Tensor, acceptance_M: Tensor, weights_M: Tensor
     ) -> LossOutput:
-        """For a head with a loss of its own beside the divergence's."""
+        """Add a loss of the head's own to the divergence's."""
         return output

@@ -54,7 +54,7 @@ class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
 
 
 def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
-    """How many steps count at each row: int64 [B, T] in 0 .. num_steps.
+    """Number of steps that count at each row: int64 [B, T] in 0 .. num_steps.
 
     Step i counts at row t if x_{t+1} and its label x_{t+2+i} are of the same turn, which is to say
     that all tokens from one to the other are assistant tokens.

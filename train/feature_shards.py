@@ -217,7 +217,7 @@ class ShardRecord(Struct):
     teacher: TeacherError = field(default_factory=TeacherError)
 
     def damage(self, folder: Path, *, deep: bool) -> str | None:
-        """How the shard differs from what was written, None if it does not.
+        """Difference of the shard from what was written; None: it has none.
 
         Args:
             deep: also read it all.

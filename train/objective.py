@@ -426,7 +426,7 @@ class StagedObjective(DraftObjective):
 
 
 def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:
-    """How often each token is an assistant token of the training rows: int64 [V]."""
+    """Count each token's uses as an assistant token of the training rows: int64 [V]."""
     real = torch.device("cpu")  # also where networks are made on the meta device
     counts = torch.zeros(vocab_size, dtype=torch.int64, device=real)
     for start in range(0, len(data.train), 1000):

@@ -105,7 +105,7 @@ class Pipeline(ABC):
         return False
 
     def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Walk:
-        """What the returned rows say of the tree."""
+        """Walk the tree by the verdicts of the rows that returned."""
         return verifier.walk(tree, returned.verdicts)
 
     @abstractmethod
@@ -137,7 +137,7 @@ class Pipeline(ABC):
         """The sequence ends where it is: something has failed."""
 
     def reports(self) -> list[Values]:
-        """What every process measured since the last ``clear``."""
+        """Times and counts of every process since the last ``clear``."""
         return [self.timeline.report()]
 
     def clear(self) -> None:

@@ -100,7 +100,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkVerdict(Returned):
-    """What a reply says of the chain."""
+    """A reply's verdict on the chain."""
 
     num_rows: int = 1
     """Of the tree, the root alone: who sends batches reads the fields below."""

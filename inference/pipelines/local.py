@@ -79,7 +79,7 @@ class LocalPipeline(Pipeline):
         return self.take_returned()
 
     def take_returned(self) -> Returned | None:
-        """What left the last stage in the step that has just been made.
+        """Rows that left the last stage in the step that has just been made.
 
         Raises:
             Exception: what this sequence's rows failed with.

@@ -435,7 +435,7 @@ class ProcessPipeline(Pipeline):
             self._fetch(stage, flight)
 
     def reports(self) -> list[Values]:
-        """What every stage measured since the last ``clear``, in their order."""
+        """Times and counts of every stage since the last ``clear``, in their order."""
         sequence = self._sequence
         self._send(Measure(action="report"))
         found = []

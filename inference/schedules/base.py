@@ -64,7 +64,7 @@ class Schedule(ABC):
 
     @property
     def label(self) -> str | None:
-        """What is drafted at once, for tables; None: a layer of ``width`` draft tokens."""
+        """Name of what is drafted at once, for tables; None: a layer of ``width`` draft tokens."""
         return None
 
     @property

@@ -10,7 +10,7 @@ from pipedraft.inference.serving.requests import ChatRequest, Json, Request, Req
 
 
 class Answer:
-    """Of one request; made of the pieces that its choices tell of."""
+    """The answer to one request, made of the pieces that its choices tell of."""
 
     def __init__(
         self,

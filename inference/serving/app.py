@@ -184,7 +184,7 @@ class Service:
             )
 
     def choices_of(self, asked: Request, tell: Callable[[Piece], None]) -> list[Choice]:
-        """Those of every prompt, each with its own seed.
+        """The choices of every prompt, each with its own seed.
 
         Raises:
             RequestError: a value that the model or the limits do not permit.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of a choice."""
+    """New text and tokens of a choice."""
 
     choice: "Choice"
     text: str
@@ -121,7 +121,7 @@ class Choice(Observer):
 
     @property
     def finish_reason(self) -> str:
-        """As OpenAI names it; "abort": cancelled or failed."""
+        """Why a choice ended, as OpenAI names it; "abort": cancelled or failed."""
         if self.is_stopped:
             return "stop"
         if self.result is None or self.result.stop_reason == "stopped":
@@ -147,7 +147,7 @@ class Choice(Observer):
 
 
 def acceptance(result: DecodeResult) -> dict[str, object]:
-    """What one output says of its draft; a round is vLLM's speculative step."""
+    """Acceptance counts of one output; a round is vLLM's speculative step."""
     accepted = [
         length - (end != "a")
         for length, end in zip(result.round_lengths, result.round_ends, strict=True)

@@ -16,7 +16,7 @@ LENGTHS = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8
 
 
 class Metrics:
-    """Of one server; threads may tell it things at the same time."""
+    """Counters of one server; threads may tell it things at the same time."""
 
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
@@ -107,7 +107,7 @@ class Metrics:
             self._length.observe(result.equivalent_acceptance_length)
 
     def page(self, decoder: "Decoder") -> bytes:
-        """In Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         self._waiting.set(decoder.num_waiting)
         self._running.set(decoder.num_running)
         return generate_latest(self._registry)

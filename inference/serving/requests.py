@@ -97,14 +97,14 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(max_length=256)] = ""
 
     def turn(self) -> dict[str, str]:
-        """As chat templates read it."""
+        """The message as chat templates read it."""
         parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": "".join(parts)}
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both ways of asking have."""
+    """Fields that chat and plain completion requests share."""
 
     PATH: ClassVar[str]
     model: str | None = None

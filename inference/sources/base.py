@@ -34,11 +34,11 @@ class Sampling:
         return self.rule.needs_q
 
     def child_scores(self, logits_QU: Tensor, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor:
-        """As the rule's; sharper where they are weighed against costs."""
+        """Scores of a row's children by the rule; sharper where they are weighed against costs."""
         return self._sharpened(self.rule.child_scores(logits_QU, ids_U, positions_Q))
 
     def noisy_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
-        """The same of tensors alone."""
+        """Scores of children, computed of tensors alone."""
         return self._sharpened(self.rule.noisy_scores(logits_QU, noise_QU))
 
     def _sharpened(self, scores_QU: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Sampling:
 
     @property
     def recorded_as(self) -> tuple[object, ...] | None:
-        """What ``noisy_scores`` launches depend on; None: on what the device finds."""
+        """Key of what ``noisy_scores`` launches; None: it depends on what the device finds."""
         filters = self.rule.filters
         if filters.top_p < 1 or filters.typical_p < 1:
             return None
@@ -57,13 +57,13 @@ class Sampling:
 
     @property
     def later(self) -> "Sampling":
-        """For draft tokens that could enter a step later as well: they save a step at most."""
+        """Sampling of draft tokens that could enter a step later, too: they save a step at most."""
         if self.costs is None:
             return self
         return replace(self, costs=replace(self.costs, row=self.costs.later * self.costs.row))
 
     def worth(self, tree: TokenTree, scores: Sequence[float]) -> int:
-        """How many of the best new draft tokens are added.
+        """Number of the best new draft tokens that are added.
 
         The first row of a segment costs nothing: another stage takes as long for a row.
 

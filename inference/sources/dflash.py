@@ -69,7 +69,7 @@ class DFlashSource(TreeSource):
         by_score: bool,
         sampling: Sampling,
     ) -> int:
-        """As of any draft; the pass that makes the block is that of all its levels."""
+        """Grow the tree by levels; one pass makes the block of all of them."""
         return super().expand_tree(
             tree, num_forwards + 1, width, max_rows, by_score=by_score, sampling=sampling
         )

@@ -28,7 +28,7 @@ ORDER = 4
 
 
 class Followers(Protocol):
-    """What followed the contexts of a text."""
+    """Tokens that followed the contexts of a text."""
 
     def extend(self, token: int) -> None:
         """One more token of the text."""

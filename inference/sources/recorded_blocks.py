@@ -36,7 +36,7 @@ class RecordedBlocks:
         self._num_text = 0
 
     def propose(self, text: NewText, token: int, num_rows: int) -> Tensor:
-        """As of ``DFlash.propose``: a buffer [S, H], that the next call writes over."""
+        """Hidden states of a block, as ``DFlash.propose``: a buffer [S, H] that calls reuse."""
         while len(text.tokens) > MAX_ROWS:
             self._call(text.split(CHUNK_ROWS), token, 1)
         return self._call(text, token, num_rows)

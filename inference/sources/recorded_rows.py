@@ -34,7 +34,7 @@ MIN_COLUMNS, MIN_PLACES = 64, 256
 
 
 class RecordableDraft(Protocol):
-    """What forwards the rows of a draft, by tensors of fixed shapes alone."""
+    """Forwards the rows of a draft, by tensors of fixed shapes alone."""
 
     @property
     def num_caches(self) -> int: ...
@@ -42,7 +42,7 @@ class RecordableDraft(Protocol):
     def state_shape(self) -> tuple[int, ...]: ...
     @property
     def shift(self) -> int:
-        """Of a row's rotary position before that of its token."""
+        """Distance of a row's rotary position before that of its token."""
 
     @property
     def reads_rows(self) -> bool:
@@ -74,7 +74,7 @@ class RecordableDraft(Protocol):
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked of the children of some leaves; a graph is made for it."""
+    """A question about the children of some leaves; a graph is made for it."""
 
     width: int = 0
     """Best children of each; 0: the leaves' logits."""
@@ -91,7 +91,7 @@ class Ask:
 
     @property
     def key(self) -> tuple[object, ...] | None:
-        """What its launches depend on; None: on what the device finds."""
+        """Key of what a question launches; None: it depends on what the device finds."""
         rule = () if self.sampling is None else self.sampling.recorded_as
         if rule is None:
             return None

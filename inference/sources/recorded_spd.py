@@ -55,7 +55,7 @@ class RecordedModule:
         ask: Ask,
         noise_1U: Tensor | None,
     ) -> Tensor:
-        """What ``SPD.propose`` gives: logits [Q, U], or the best children of each (on the device).
+        """Logits [Q, U] as of ``SPD.propose``, or the best children of each (on the device).
 
         Args:
             positions_R, visible_RR: in the host's memory.
@@ -89,7 +89,7 @@ class RecordedModule:
         visible_RR: Tensor,
         noise_1U: Tensor | None = None,
     ) -> tuple[Packing, Tensor, list[Tensor]]:
-        """What changes from call to call, on the host, and the hidden states that are read."""
+        """Inputs that change from call to call, on the host, and the hidden states read."""
         draft, first, count = self.draft, self._num_text, len(text.tokens)
         deepest, A = draft.config.max_in_flight, padded_rows(count)
         W = padded_rows(max(map(depths.count, depths), default=0))

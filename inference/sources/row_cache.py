@@ -74,7 +74,7 @@ class RowCache:
 
     @property
     def names(self) -> list[int]:
-        """Of each cached row, in the order of the keys and values."""
+        """Name of each cached row, in the order of the keys and values."""
         return [TEXT] * self._num_leading + self._names
 
     @property

@@ -102,7 +102,7 @@ class TreeSource(DraftSource):
 
     @property
     def _recorded(self) -> RecordedRows | None:
-        """What runs the draft on a GPU, in place of ``_root_output`` and ``_compute``."""
+        """The draft as recorded graphs of a GPU, in place of ``_root_output`` and ``_compute``."""
         return None
 
     def _take_pending(self) -> NewText:
@@ -141,7 +141,7 @@ class TreeSource(DraftSource):
         self._root_waits = True
 
     def _name(self, tree: TokenTree, row: int) -> int:
-        """Of a row in what is remembered: itself, or ~row in the fresh tree; its own inverse."""
+        """Name of a remembered row: itself, or ~row in the fresh tree; its own inverse."""
         is_fresh = self._fresh is not None and tree is self._fresh.tree
         return ~row if is_fresh else row
 
@@ -183,7 +183,7 @@ class TreeSource(DraftSource):
         leaves: list[int],
         ask: Ask,
     ) -> Tensor:
-        """Of the children of rows, which are forwarded if they were not yet."""
+        """Ask about the children of rows, which are forwarded if they were not yet."""
         name, text = partial(self._name, tree), self._take_pending()
         missing = [row for row in leaves if row and name(row) not in recorded.known]
         self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + ask.levels
@@ -192,7 +192,7 @@ class TreeSource(DraftSource):
     def _best(
         self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling, logits: Logits
     ) -> Tensor:
-        """As ``best_children``."""
+        """The best children of rows, as ``best_children`` gives them."""
         if self._recorded is None:
             return best_children(tree, rows, logits(), self.draft_ids, width, sampling)
         ask = Ask(width, sampling=sampling)

@@ -18,7 +18,7 @@ def is_launched() -> bool:
 
 
 def sign(name: str, value: str) -> str:
-    """What to store under ``name`` in the launch's store, which anybody who reaches it can write.
+    """Signed value for ``name`` in the launch's store, which anybody who reaches it can write.
 
     Without a key in the environment, the value as it is.
     """

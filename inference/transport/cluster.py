@@ -48,7 +48,7 @@ LOAD_TIMEOUT = timedelta(hours=2)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What rank 0 tells the others."""
+    """The job of a launch, which rank 0 tells the others."""
 
     target: str
     revision: str | None
@@ -277,7 +277,7 @@ class Cluster:
     # -- both ---------------------------------------------------------------------------------
 
     def _measured(self, job: Job) -> Timeline:
-        """This rank's timeline; the watch looks at it, too."""
+        """Timeline of this rank; the watch looks at it, too."""
         self.watch.timeline = Timeline(self.watch.name, traces=job.traces, device=self.device)
         return self.watch.timeline
 

@@ -439,7 +439,7 @@ class Measure(StageMessage, tag="measure"):
 
 
 class Report(StageMessage, tag="report"):
-    """What a stage measured."""
+    """Times and counts that a stage measured."""
 
     json: str
 

@@ -220,7 +220,7 @@ class Receiver:
 
 
 class Answers:
-    """What the stages answer, sorted by the sequence that it is for.
+    """Answers of the stages, sorted by the sequence that they are for.
 
     Answers to a sequence whose ``Mailbox`` nobody holds any more are dropped.
     """

@@ -133,7 +133,7 @@ class _OfSession(Message):
 
 
 class _Continues(_OfSession):
-    """What follows ``base`` tokens, draft tokens that wait for their verdict included."""
+    """Tokens that follow ``base`` others, draft tokens that wait for their verdict included."""
 
     base: Count
     prefix_hash: PrefixHash
@@ -246,7 +246,7 @@ REPLIES: Codec[Reply] = Codec(Reply, max_header_bytes=2**16, max_tensor_bytes=MA
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server is and how it does; msgpack, a map, so that every version can read it."""
+    """A server's description and state; msgpack, a map, so that every version can read it."""
 
     protocol: int
     target: str

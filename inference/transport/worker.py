@@ -163,7 +163,7 @@ class StageWorker:
 
 
 class SharedWorker(StageWorker):
-    """The same for one sequence alone and for several, each with caches of its own.
+    """A worker for one sequence alone and for several, each with caches of its own.
 
     Rows of several sequences are one forward pass where ``can_run_together``. What fails in one of
     them is passed on and answered as ``Failed``, and nothing of the others is touched.
