@@ -209,14 +209,17 @@ class DFlash(Draft):
             behind its anchor.
         """
         B, T = ids_BT.shape
+        # Blocks of a document see only its rows before their anchor: they attend in groups.
         groups, anchors_A = self._groups(anchors, lengths or [T] * B, ids_BT.device)
         feature_PH, R = self.feature(taps).flatten(0, 1), self.config.block_size
+        # A block's rows stand at the positions of the tokens that they take the place of.
         positions_P = positions_of(T, lengths, ids_BT.device).repeat(B)
         positions_AR = positions_P[anchors_A, None] + torch.arange(R, device=ids_BT.device)
         context_turn = self.rotary.of_heads(positions_P, feature_PH.dtype)
         turn = [x.unflatten(0, (-1, R)) for x in self._turn(positions_AR.flatten(), feature_PH)]
 
         def advance(layer: DecoderLayer, stream_ARH: Tensor, feature_PH: Tensor) -> Tensor:
+            # The context's keys and values are made of the target's states, in every layer anew.
             attention, normed_ARH = layer.self_attn, layer.input_layernorm(stream_ARH)
             context = attention.key_value(feature_PH, *context_turn)
             block = attention.key_value(normed_ARH, *turn)

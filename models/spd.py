@@ -241,6 +241,8 @@ class SPD(StagedDraft):
         examples = Fill(occupancy, lengths, self.config.max_in_flight)
         if self.config.query == "all":
             return self._forward_all(taps, examples)
+        # Only the newest token's stream changes from layer to layer; what deeper rows offer it is
+        # made of the target's states alone, so that all layers' keys and values are one product.
         stream_BTH = self.feature(taps, 0)
         positions_T = positions_of(stream_BTH.shape[1], lengths, stream_BTH.device)
         rotation = self.rotary.of_heads(positions_T, stream_BTH.dtype)
@@ -248,6 +250,7 @@ class SPD(StagedDraft):
 
         def advance(index: int, layer: DecoderLayer, stream_BTH: Tensor) -> Tensor:
             query_BNTD, key_BJTD, value_BJTD = self._project(layer, stream_BTH, rotation)
+            # Each earlier position is looked at in the depth that it has in a filled pipeline.
             attended_BNTD = structural_attention(
                 query_BNTD,
                 [key_BJTD, *keys[index]],

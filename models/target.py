@@ -477,8 +477,10 @@ def capture_hidden(
     def capture(index: int, module: nn.Module, inputs: tuple, output: Tensor) -> None:
         captured[index] = output
 
+    # Of no row, as the LM head is the dearest product and nothing reads its logits here.
     no_rows = torch.empty(0, dtype=torch.long, device=input_ids_BT.device)
     packed, within = packed_call(decoder.config, input_ids_BT, lengths)
+    # Hooks, not output_hidden_states, which would keep the states of every layer.
     with ExitStack() as hooks, within:
         for index in set(layers):
             module = decoder.layers[index - 1] if index else decoder.embed_tokens

@@ -406,26 +406,24 @@ class RecordedRows(RowCache):
     ) -> Tensor:
         """Best children of the leaves, and of the best of these, level by level; float64."""
         columns_S = torch.arange(len(x["text_S"]), device=states_QX.device)
-        positions_Q, scores_Q = (
-            x["leaf_positions_Q"],
-            x["leaf_scores_Q"].view(torch.float64).float(),
-        )
+        positions_Q = x["leaf_positions_Q"]
+        scores_Q = x["leaf_scores_Q"].view(torch.float64).float()
         visible_QS = x["leaf_visible_QS"].view(-1, len(columns_S)).bool()
         noise_PU, out = None, []
         if len(x["noise"]):
             noise_PU = x["noise"].view(torch.float64).view(-1, len(self._ids_U))
         noise_places_Q, width = x["noise_places_Q"], ask.width
-        begun_Q = scores_Q.isfinite()
+        begun_Q = scores_Q.isfinite()  # spare leaves have minus infinity and lead nowhere
         for level in range(ask.levels + 1):
             noise_QU = None if noise_PU is None else noise_PU.index_select(0, noise_places_Q)
             scores_QU = sampling.noisy_scores(self.draft.logits(states_QX), noise_QU)
             best_QW, index_QW = scores_QU.topk(min(width, scores_QU.shape[1]), -1)
-            total_QW = best_QW + scores_Q[:, None]
+            total_QW = best_QW + scores_Q[:, None]  # scores add up along a path
             tokens_QW = self.draft.draft_ids[index_QW]
             out += [tokens_QW.flatten().double(), total_QW.flatten().double()]
             if level == ask.levels:
                 break
-            ranked_QW = total_QW
+            ranked_QW = total_QW  # those taken, or that must not fork, are told, not followed
             if not level and len(x["taken_QT"]):
                 taken_Q1T = x["taken_QT"].view(len(tokens_QW), 1, -1)
                 is_taken_QW = (tokens_QW[:, :, None] == taken_Q1T).any(-1)
@@ -434,12 +432,13 @@ class RecordedRows(RowCache):
                 is_fork_QW = best_QW.double().exp() > x["split"].view(torch.float64)
                 goes_on_QW = _branches(begun_Q, is_fork_QW, ask.beams)
                 ranked_QW = ranked_QW.masked_fill(~goes_on_QW, -torch.inf)
+            # The best of all leaves' children together are the next level's leaves.
             ranked_K, place_K = ranked_QW.flatten().topk(min(ask.beams, ranked_QW.numel()))
             scores_Q, begun_Q = total_QW.flatten().index_select(0, place_K), ranked_K.isfinite()
             out.append(place_K.double())
             parent_K, columns_K = place_K // total_QW.shape[1], end + columns_S[: len(place_K)]
             noise_places_Q, width = noise_places_Q.index_select(0, parent_K) + 1, ask.then
-            end = end + len(place_K)
+            end = end + len(place_K)  # they see what their parents see, and themselves
             positions_Q = positions_Q.index_select(0, parent_K) + 1
             visible_QS = visible_QS.index_select(0, parent_K) | (columns_S == columns_K[:, None])
             tokens_K = tokens_QW.flatten().index_select(0, place_K)

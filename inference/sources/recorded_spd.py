@@ -91,6 +91,7 @@ class RecordedModule:
     ) -> tuple[Packing, Tensor, list[Tensor]]:
         """Inputs that change from call to call, on the host, and the hidden states read."""
         draft, first, count = self.draft, self._num_text, len(text.tokens)
+        # Rounded up, so that few graphs serve all calls; every depth has the rows of the widest.
         deepest, A = draft.config.max_in_flight, padded_rows(count)
         W = padded_rows(max(map(depths.count, depths), default=0))
         R = (deepest + 1) * W
@@ -103,6 +104,7 @@ class RecordedModule:
             for depth, rows in rows_of.items()
             for index, row in enumerate(rows)
         }
+        # Hidden states are not copied to the host: rows are named by their place in the sources.
         text_places, sources = text.gathered(self._text_layers)
         num_sources = sum(map(len, sources))
         places = {layer: [0] * R for layer in draft.taps if W}
@@ -118,6 +120,7 @@ class RecordedModule:
                 for row in readers:
                     places[layer][place[row]] = num_sources + row
                 num_sources += len(features[layer])
+        # Spare rows see nothing, and nothing sees them.
         order = [place[row] for row in range(len(depths))]
         positions, visible = torch.zeros(R, dtype=torch.int64), torch.zeros(R, R, dtype=torch.bool)
         positions[order] = positions_R
@@ -164,6 +167,7 @@ class RecordedModule:
         first, committed = x["counts"].split(1)
         assert given_PH is not None, "states of new rows or of rows in flight"
         columns_C = torch.arange(self._num_places + self._num_spare, device=packed.device)
+        # New text first: the rows in flight look at its keys. Spare rows go past all places.
         if A:
             picked = given_PH.index_select(0, x["text_features"]).chunk(len(self._text_layers))
             positions_A = first + columns_C[:A]
@@ -174,11 +178,13 @@ class RecordedModule:
             draft.extend_rows(self._caches, taps, positions_A, visible_AC)
         if not W:
             return packed
+        # The deepest rows first, as training has them: a projection for each run of one depth.
         deepest = draft.config.max_in_flight
         depths = [depth for depth in range(deepest, -1, -1) for _ in range(W)]
         picked = given_PH.index_select(0, x["features"]).chunk(len(draft.taps))
         for cache in self._caches:
             cache.slots_R = self._num_places + columns_C[: len(depths)]
+        # All rows see the whole text, and of each other what the tree says.
         committed_RP = (columns_C[: self._num_places] < committed).expand(len(depths), -1)
         own_RR = x["visible"].view(len(depths), -1).bool()
         own_RE = F.pad(own_RR, (0, self._num_spare - len(depths)))
@@ -187,6 +193,7 @@ class RecordedModule:
         logits_WU = draft.propose_rows(self._caches, taps, depths, x["positions"], visible_RC)
         if ask.sampling is None:
             return logits_WU
+        # Only the best children come back, not the distributions.
         noise = x["noise"].view(torch.float64)[None] if len(x["noise"]) else None
         scores_WU = ask.sampling.noisy_scores(logits_WU, noise)
         best_WK, index_WK = scores_WU.topk(min(ask.width, scores_WU.shape[1]), -1)
