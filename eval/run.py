@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -57,7 +58,7 @@ from pipedraft.models.target import StagedTarget
 
 WARM_UP_TOKENS = 8
 LOTS = 1 << 20
-"""Of rows in a step: no conversation waits for others."""
+"""No conversation waits for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,15 +358,17 @@ class Evaluation:
         found = {}
         for name, prompts in self.benchmarks.items():
             engine.pipeline.clear()
-            records = evaluate(
-                engine if self.sequences == 1 else self._batch(method),
-                prompts,
-                self.tokenizer,
-                max_prompt_tokens=self._num_positions - method.config.max_new_tokens,
-                description=f"{_described(method)} {name}{again}",
-                progress=self.progress,
-                traces=traces,
-            )
+            batch = None if self.sequences == 1 else self._batch(method)
+            with nullcontext() if batch is None else closing(batch):
+                records = evaluate(
+                    batch or engine,
+                    prompts,
+                    self.tokenizer,
+                    max_prompt_tokens=self._num_positions - method.config.max_new_tokens,
+                    description=f"{_described(method)} {name}{again}",
+                    progress=self.progress,
+                    traces=traces,
+                )
             timed = engine.pipeline.reports() if self.sequences == 1 else []
             reports = [msgspec.convert(report, ProcessRecord) for report in timed]
             found[name] = records, reports
@@ -422,7 +425,7 @@ class Evaluation:
             self.tokenizer,
             method.config,
             method.draft,
-            limits=Limits(sequences=self.sequences, rows=LOTS, prompt_rows=LOTS),
+            limits=Limits(sequences=self.sequences, rows=LOTS, prompt_rows=LOTS, waiting=LOTS),
             counts_alone=True,
             connect=self.connect,
         )
