@@ -183,8 +183,8 @@ class Service:
                 f"{param}: {max(prompt)} is no token; give 0 to {size - 1}", param=param
             )
 
-    def choices_of(self, asked: Request, tell: Callable[[Piece], None]) -> list[Choice]:
-        """The choices of every prompt, each with its own seed.
+    def check(self, asked: Request) -> int:
+        """Number of outputs that a request asks for.
 
         Raises:
             RequestError: a value that the model or the limits do not permit.
@@ -199,19 +199,28 @@ class Service:
         most, wanted = self.limits.max_new_tokens, asked.longest()
         if wanted is not None and wanted > most:
             raise RequestError(f"max_tokens: {wanted}; give at most {most}", param="max_tokens")
-        prompts = self.prompts_of(asked)
-        if len(prompts) * asked.n > self.limits.max_choices:
+        count = asked.num_prompts * asked.n
+        if count > self.limits.max_choices:
             raise RequestError(
-                f"n: {len(prompts) * asked.n} outputs; ask for at most {self.limits.max_choices}",
-                param="n",
+                f"n: {count} outputs; ask for at most {self.limits.max_choices}", param="n"
             )
+        return count
+
+    def choices_of(self, asked: Request, tell: Callable[[Piece], None]) -> list[Choice]:
+        """The choices of every prompt of a checked request, each with its own seed.
+
+        Raises:
+            RequestError: a prompt that does not fit.
+        """
+        prompts = self.prompts_of(asked)
+        new_tokens = asked.longest() or self.limits.max_new_tokens
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         return [
             Choice(
                 index=index,
                 prompt_ids=prompts[index // asked.n],
                 config=asked.config(
-                    self.decoder.base, seed=seed + index % asked.n, new_tokens=wanted or most
+                    self.decoder.base, seed=seed + index % asked.n, new_tokens=new_tokens
                 ),
                 stop_strings=asked.stop_strings,
                 tokenizer=self.engine.tokenizer,
@@ -226,6 +235,8 @@ class Service:
     async def answer(self, request: HttpRequest, kind: type[Request]) -> Response:
         client = self.client_of(request)
         asked = parse(await self.read_body(request), kind)
+        # A busy server says so before it tokenizes anything.
+        self.check_room(client, self.check(asked))
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
 
@@ -244,21 +255,25 @@ class Service:
                 return JsonResponse(answer.body())
         return Response(status_code=499)  # nobody is there to read it
 
-    @contextlib.contextmanager
-    def _admitted(self, client: str, choices: list[Choice]) -> Iterator[None]:
-        """The choices are decoded inside; at the end those that still are end."""
+    def check_room(self, client: str, count: int) -> None:
+        """Raise RequestError if so many further sequences are not taken now."""
         if self.is_draining:
             raise RequestError(
                 "the server is about to end", status=503, headers={"retry-after": "5"}
             )
         if self.decoder.failure is not None:
             raise RequestError("the pipeline has failed", status=503, headers=NOT_AGAIN)
-        count, decoder = len(choices), self.decoder
+        decoder = self.decoder
         waiting = decoder.num_waiting + decoder.num_running + count - decoder.capacity
         if waiting > self.limits.max_waiting:
             raise self._busy(f"{decoder.num_waiting} sequences wait")
         if self._of_client[client] + count > self.limits.max_client_sequences:
             raise self._busy(f"{self._of_client[client]} sequences of this client are open")
+
+    @contextlib.contextmanager
+    def _admitted(self, client: str, choices: list[Choice]) -> Iterator[None]:
+        """The choices are decoded inside; at the end those that still are end."""
+        count = len(choices)
         self._of_client[client] += count
         self.num_open += 1
         try:
@@ -267,7 +282,7 @@ class Service:
         finally:
             for choice in choices:
                 if not choice.has_ended:
-                    decoder.cancel(choice)
+                    self.decoder.cancel(choice)
             self.num_open -= 1
             self.num_answered += 1
             self._of_client[client] -= count

@@ -130,6 +130,10 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """New tokens at most; None: nothing is said."""
         return self.max_tokens
 
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
     def config(self, base: DecodeConfig, *, seed: int, new_tokens: int) -> DecodeConfig:
         """How one sequence is decoded.
 
@@ -180,6 +184,10 @@ class CompletionRequest(Request, kw_only=True):
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str) and len(set(map(type, self.prompt))) > 1:
             raise ValueError("texts and token ids in one list")
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts())
 
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
