@@ -191,15 +191,14 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
     quieten()
     context = context_of(options, spec)
     if options.shard is not None:
-        turns = decode_shard(spec, context)
+        outcomes, turns = decode_shard(spec, context)
+        if turns is None:
+            raise _nothing_runs(options.name, outcomes)
         print(f"{turns} decoded turns of this share are in {options.out}/traces")
         return
     finished = KINDS[spec.kind].run(spec, context)
     if finished.results is None:
-        reasons = dict.fromkeys(outcome.remark for outcome in finished.outcomes)
-        raise ValueError(
-            f"--checkpoints: nothing of {options.name} can be run: {'; '.join(reasons)}"
-        )
+        raise _nothing_runs(options.name, finished.outcomes)
     drafts, folders = context.drafts, context.drafts.folders
     models = [name for name in folders if drafts.is_model(name)]
     model = drafts.find(models[0]) if models else None
@@ -218,6 +217,11 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
     )
     print(spec.title)
     print(_write(options, spec, finished, manifest, context))
+
+
+def _nothing_runs(name: str, outcomes: Sequence[Outcome]) -> ValueError:
+    reasons = dict.fromkeys(outcome.remark for outcome in outcomes)
+    return ValueError(f"--checkpoints: nothing of {name} can be run: {'; '.join(reasons)}")
 
 
 def _write(

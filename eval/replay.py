@@ -220,7 +220,7 @@ def _one_device_share(found: Replay) -> float:
 
 
 def best_of(found: Sequence[ReplayRecord]) -> list[ReplayRecord]:
-    """The one with the highest S of each benchmark, sampling, number of stages, cost and link."""
+    """Replays with the highest S of each benchmark, sampling, number of stages, cost and link."""
     best: dict[tuple[object, ...], ReplayRecord] = {}
     speeds = np.nan_to_num([number_or_nan(record.theoretical_speedup) for record in found])
     for record in (found[index] for index in np.argsort(speeds, kind="stable")):

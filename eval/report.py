@@ -56,7 +56,7 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(value: Any) -> Any:
-    """Text with a replacement character for each character that no page can hold."""
+    """A value with a replacement character for each character that no page can hold."""
     if isinstance(value, str):
         return _UNPRINTABLE.sub("\ufffd", value)
     if isinstance(value, msgspec.Struct):

@@ -169,10 +169,14 @@ def _prepare_pipeline(
     return outcomes, methods, comparison
 
 
-def decode_shard(spec: Spec, context: TableContext) -> int:
-    """Decode this shard's turns of every row; returns those that are on disk now."""
-    _, methods, comparison = _prepare_pipeline(spec, context)
-    return comparison.decode_shard(list(methods.values())) if methods else 0
+def decode_shard(spec: Spec, context: TableContext) -> tuple[list[Outcome], int | None]:
+    """Decode this shard's turns of every row that can be run.
+
+    Returns:
+        What is known of the rows, and the turns that are on disk now; None: no row can be run.
+    """
+    outcomes, methods, comparison = _prepare_pipeline(spec, context)
+    return outcomes, comparison.decode_shard(list(methods.values())) if methods else None
 
 
 def run_pipeline(spec: Spec, context: TableContext) -> Finished:

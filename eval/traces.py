@@ -67,8 +67,9 @@ class TraceFile:
             for path in sorted(folder.glob(f"{digest}*.jsonl")):
                 self._found |= dict(read_lines(path)[1])
 
-    def has(self, key: Sequence[object]) -> bool:
-        return json.dumps(key) in self._found
+    def get(self, key: Sequence[object]) -> Any:
+        """The value of a key; None: there is none."""
+        return self._found.get(json.dumps(key))
 
     def find(self, key: Sequence[object], compute: Callable[[], Any]) -> Any:
         """The value of a key; if there is none, what ``compute`` returns, which is added."""
@@ -145,8 +146,8 @@ def known_result(
     traces: TraceFile, prompt: Prompt, turn: int, prompt_ids: Sequence[int]
 ) -> DecodeResult | None:
     """A turn as it was decoded before."""
-    key = _key(prompt, turn, prompt_ids)
-    return DecodeResult(**traces.find(key, dict)) if traces.has(key) else None
+    found = traces.get(_key(prompt, turn, prompt_ids))
+    return None if found is None else DecodeResult(**found)
 
 
 def _key(prompt: Prompt, turn: int, prompt_ids: Sequence[int]) -> list[object]:

@@ -369,6 +369,7 @@ def test_a_ratio_is_of_rows_at_the_same_temperature(make):
         (["nowhere.yaml", "--out", "x"], "there is no file 'nowhere.yaml'"),
         (["spd1", "--checkpoints", "nowhere"], "--checkpoints: there is no folder or file"),
         (["spd1", "--checkpoints", "EMPTY"], "nothing of spd1 can be run: no checkpoint; train it"),
+        (["spd1", "--checkpoints", "EMPTY", "--shard", "1/2"], "nothing of spd1 can be run: no"),
         (["spd1", "--limit", "0"], "--limit"),
         (
             ["picospec2", "--sequences", "4", "--out", "x"],
