@@ -250,8 +250,7 @@ class Evaluation:
         Returns:
             Turns that are on disk now.
         """
-        prompts = {name: self.traces.mine(found) for name, found in self.benchmarks.items()}
-        mine = replace(self, benchmarks={name: found for name, found in prompts.items() if found})
+        mine = replace(self, benchmarks=self.traces.mine(self.benchmarks))
         entries = mine.run(methods) if mine.benchmarks else []
         parts = [entry for entry in entries if entry.benchmark != OVERALL]
         return sum(row.turns for entry in parts for row in entry.per_prompt)

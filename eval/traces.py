@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -121,10 +121,14 @@ class Traces:
     def open(self, **identity: object) -> TraceFile:
         return TraceFile(self.folder, (self.identity or {}) | identity, self.shard)
 
-    def mine(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of this shard: every number-th one."""
+    def mine(self, benchmarks: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
+        """The prompts of this shard, every number-th one of all, by benchmarks that have some."""
         index, number = self.shard
-        return list(prompts[index::number])
+        kept, before = {}, 0
+        for name, prompts in benchmarks.items():
+            kept[name] = list(prompts[(index - before) % number :: number])
+            before += len(prompts)
+        return {name: prompts for name, prompts in kept.items() if prompts}
 
 
 def find_result(

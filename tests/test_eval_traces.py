@@ -106,6 +106,17 @@ def test_shares_make_the_report_of_the_whole(whole, tmp_path, capsys):
     assert results(tmp_path) == results(whole)
 
 
+@pytest.mark.parametrize("number", range(1, 8))
+def test_shares_are_even_though_benchmarks_are_short(number):
+    benchmarks = {"a": [0], "b": [1], "c": [], "d": [2, 3, 4, 5]}
+    shares = [traces.Traces(shard=(index, number)).mine(benchmarks) for index in range(number)]
+    found = [[x for prompts in share.values() for x in prompts] for share in shares]
+    assert sorted(sum(found, [])) == list(range(6))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+    assert all(x in benchmarks[name] for share in shares for name in share for x in share[name])
+    assert all(prompts for share in shares for prompts in share.values())
+
+
 def test_other_settings_and_fresh_runs_do_not_read_old_traces(tmp_path):
     short = ["--benchmarks", "gsm8k", "--limit", "1", "--max-new-tokens", "4"]
     run(arguments(tmp_path, *short))
