@@ -234,10 +234,25 @@ def trained() -> dict[str, list[str]]:
     return found
 
 
+def fitted(config: str) -> str:
+    """The configuration of a head of SmolLM2, for the embedded target."""
+    config = re.sub(r"(draft_vocab_size:) \d+", r"\1 60", config)
+    layers = r"(?<=depth_layers: ).*"
+    return re.sub(layers, lambda m: re.sub(r"\d+", scaled_layer, m[0]), config)
+
+
+def scaled_layer(layer: re.Match[str]) -> str:
+    """The layer of 16 that stands for this one of 30."""
+    return str(int(layer[0]) * 16 // 30)
+
+
 def make_place(folder: Path) -> None:
     """A checkout's files, chats, the benchmarks' files, targets that are on the Hub elsewhere."""
-    for name in ("configs", "assets", "benchmarks"):
+    for name in ("assets", "benchmarks"):
         (folder / name).symlink_to(REPOSITORY / name)
+    shutil.copytree(REPOSITORY / "configs", folder / "configs")
+    for config in (folder / "configs" / "real").iterdir():  # for 16 layers and a small vocabulary
+        config.write_text(fitted(config.read_text()))
     sources = re.findall(r"--take ([\w/-]+)=", " ".join(command.text for command in COMMANDS))
     rows = []
     for i in range(30):
@@ -274,13 +289,8 @@ def override(words: list[str], options: list[str]) -> list[str]:
 def adapted(words: list[str]) -> list[str]:
     if "configs/eagle/eagle3_" in " ".join(words):
         return [*words, "--model.draft_vocab_size=null"]  # the tokenizer has 8,192 tokens
-    if "configs/real/smollm2_spd_n4.yaml" in words:  # for 16 layers in place of 30
-        layers = "--model.depth_layers=[[4],[4,8],[8,12],[12,16]]"
-        return [*words, layers, "--model.draft_vocab_size=60"]
     if words[:2] == ["--plan", "configs/spd/qwen3_5_4b_n4.yaml"]:
         return [*words, "--model.num_layers=1"]  # each is traced
-    if any(word.startswith("configs/real/smollm2_") for word in words):
-        return [*words, "--model.draft_vocab_size=60"]
     return words
 
 
