@@ -124,11 +124,11 @@ class Traces:
     def mine(self, benchmarks: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
         """The prompts of this shard, every number-th one of all, by benchmarks that have some."""
         index, number = self.shard
-        kept, before = {}, 0
-        for name, prompts in benchmarks.items():
-            kept[name] = list(prompts[(index - before) % number :: number])
-            before += len(prompts)
-        return {name: prompts for name, prompts in kept.items() if prompts}
+        pairs = [(name, prompt) for name, prompts in benchmarks.items() for prompt in prompts]
+        kept: dict[str, list[Prompt]] = {}
+        for name, prompt in pairs[index::number]:
+            kept.setdefault(name, []).append(prompt)
+        return kept
 
 
 def find_result(
