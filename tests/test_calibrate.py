@@ -184,3 +184,8 @@ def test_files_that_are_no_cost_model_are_refused_in_one_line(text, tmp_path):
     path.write_text(text)
     with pytest.raises(UsageError, match=r"--cost: .*cost\.json' is no cost model .*h100, a100"):
         read_cost(str(path))
+
+
+def test_a_cost_that_is_neither_a_preset_nor_a_file_is_refused_in_one_line():
+    with pytest.raises(UsageError, match=r"^--cost: 'h10' is no file; give one, or h100, a100"):
+        read_cost("h10")

@@ -1,3 +1,7 @@
+import json
+import os
+import subprocess
+import sys
 from copy import deepcopy
 
 import pytest
@@ -232,3 +236,18 @@ def test_muon_orthogonalizes_in_float32_where_bfloat16_is_emulated(shape, monkey
     update *= reference.float().norm() / update.norm()  # torch scales it by the shape
     torch.testing.assert_close(update, reference.float(), atol=0.02, rtol=0)
     assert not torch.equal(update.bfloat16().float(), update), "bfloat16 has been there"
+
+
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+def test_threads_that_wait_sleep_soon_unless_the_environment_says(given):
+    """libgomp reads it once, when torch is imported, so it must be there by then."""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    code = (
+        "import pipedraft, json, os, sys; assert 'torch' not in sys.modules; "
+        "print(json.dumps(dict(os.environ)))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    found = json.loads(done.stdout)
+    expected = given or {"GOMP_SPINCOUNT": "3000"}
+    assert {name: found[name] for name in names if name in found} == expected
