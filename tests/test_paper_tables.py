@@ -1,5 +1,6 @@
 """The papers' tables: what they declare, and every one of them on tiny drafts of a tiny target."""
 
+import itertools
 import json
 import shutil
 import sys
@@ -50,6 +51,19 @@ ALL_BENCHMARKS = ("spd_release_greedy",)
 
 def test_the_tables_of_the_papers_are_there():
     assert set(EXPECTED) <= set(table_names())
+
+
+def test_the_table_of_the_published_model_has_every_pipeline(repository):
+    table = read_spec(str(repository / "configs" / "eval" / "smollm2.yaml"))
+    check("smollm2", table)
+    runs = [table.settings(row) for row in table.rows]
+    for temperature, stages in itertools.product((0, 1), (4, 8)):
+        found = {
+            run["schedule"]
+            for run in runs
+            if (run["temperature"], run.get("num_stages", 4)) == (temperature, stages)
+        }
+        assert found >= {"pruned_pp", "pipedec", "flowspec", "flowspec_continued", "pipeinfer"}
 
 
 @pytest.mark.parametrize("name", table_names())
