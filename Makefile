@@ -75,8 +75,8 @@ define in_halves
 endef
 EVALUATE := $(BIN)/python -m pipedraft.eval --benchmarks mt_bench,gsm8k,humaneval --tree-width 1,4
 
-# Two processes of a thread each and half the tokens, here too: two threads of one process wait for each
-# other by spinning, which beside a busy program makes a step last forty times as long.
+# On the CPU, also beside a GPU, in two processes of a thread each with half of a step's tokens: two threads of
+# one process wait for each other by spinning, and a step beside a busy program lasts forty times as long.
 quickstart: venv
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes 2 \
 	  --num_cpu_threads_per_process 1 -m pipedraft.train --config configs/spd/quickstart.yaml --batch_tokens 512 \

@@ -396,7 +396,8 @@ class Reader:
                     AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
                     smaller = [*SMALL_TRAINING, "--features=null"]
                     run_module("pipedraft.train", override(adapted(made_by), smaller))
-            if word in ("out/other", "out/real/table") and not Path(word).exists():
+            is_read = word in ("out/other", "out/real/table") and word != after(words, "--out")
+            if is_read and not Path(word).exists():
                 shutil.copytree("out/eval", word)
             if word == "out/cost.json" and not Path(word).exists():
                 Path(word).write_text(json.dumps({"row": 0.01, "link": 0.02}, indent=2))
