@@ -239,7 +239,7 @@ def fitted(config: str) -> str:
     for name in re.findall(r"assets/heads/\w+", config):
         config = config.replace(name, STAND_INS[name])
     config = re.sub(r"(draft_vocab_size:) \d+", r"\1 60", config)
-    layers = r"(?<=depth_layers: ).*"
+    layers = r"(?m)^ *(?:boundaries|depth_layers): .*"
     return re.sub(layers, lambda m: re.sub(r"\d+", scaled_layer, m[0]), config)
 
 
@@ -253,8 +253,9 @@ def make_place(folder: Path) -> None:
     for name in ("assets", "benchmarks"):
         (folder / name).symlink_to(REPOSITORY / name)
     shutil.copytree(REPOSITORY / "configs", folder / "configs")
-    real = [*(folder / "configs" / "real").iterdir(), folder / "configs" / "eval" / "smollm2.yaml"]
-    for config in real:  # for 16 layers and a small vocabulary
+    configs = folder / "configs"
+    # for 16 layers and a small vocabulary
+    for config in [*configs.glob("real/*"), *configs.glob("eval/smollm2*")]:
         config.write_text(fitted(config.read_text()))
     sources = re.findall(r"--take ([\w/-]+)=", " ".join(command.text for command in COMMANDS))
     rows = []
