@@ -18,6 +18,8 @@ from msgspec import Meta
 
 import pipedraft
 from pipedraft.errors import UsageError
+from pipedraft.eval.tasks import BENCHMARKS as TASKS
+from pipedraft.eval.tasks import task_name
 from pipedraft.files import Values, read_yaml
 from pipedraft.inference.arguments import Dtype
 from pipedraft.inference.config import DecodeConfig, all_setting_names, setting_names
@@ -170,10 +172,16 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ValueError(
                     f"{name}: domains.{domain}.targets: {BASE!r} is the base; rename the target"
                 )
+        tasks = {*map(task_name, (*TASKS, *self.benchmarks)), *self.domains}
         for text in self.measures:
-            over = Measure(text=text).over
-            if over is not None and over not in [row.name for row in self.rows]:
-                raise ValueError(f"{name}: measure {text!r}: there is no row {over!r}")
+            measure = Measure(text=text)
+            if measure.over is not None and measure.over not in [row.name for row in self.rows]:
+                raise ValueError(f"{name}: measure {text!r}: there is no row {measure.over!r}")
+            if measure.benchmark is not None and measure.benchmark not in tasks:
+                fix = _near(task_name(measure.benchmark), sorted(tasks))
+                raise ValueError(
+                    f"{name}: measure {text!r}: no benchmark is {measure.benchmark!r}; {fix}"
+                )
 
 
 def decode_config(

@@ -390,15 +390,20 @@ def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse
     return rows, parse
 
 
+def task_name(name: str) -> str:
+    """What results call a benchmark that ``load_task`` takes: its own name, or its file's."""
+    is_file = name.endswith((".jsonl", ".jsonl.gz"))
+    return Path(name).name.partition(".jsonl")[0] if is_file else ALIASES.get(name, name)
+
+
 def _rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse]:
-    name = ALIASES.get(name, name)
-    if name in BENCHMARKS:
-        return _benchmark_rows(name, data_dir)
+    task = task_name(name)
+    if task in BENCHMARKS and name in (task, *ALIASES):
+        return _benchmark_rows(task, data_dir)
     if name.endswith((".jsonl", ".jsonl.gz")):
         path = Path(name)
         if not path.is_file():
             raise ValueError(f"--benchmarks: there is no file {name!r}; check the path")
-        task = path.name.partition(".jsonl")[0]
         return _read_jsonl(path), lambda row, where: _own_prompt(task, row, where)
     near = get_close_matches(name, BENCHMARKS, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? Known" if near else "known"

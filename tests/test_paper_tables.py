@@ -164,6 +164,12 @@ def planted(tmp_path: Path, name: str, edit) -> None:
         ("spd1", lambda t: t["rows"].append(deepcopy(t["rows"][0])), "there are two"),
         ("spd1", lambda t: t["measures"].append("speed"), "'speed' is none of a pipeline table"),
         ("spd1", lambda t: t["measures"].append("S over nobody"), "there is no row 'nobody'"),
+        (
+            "spd1",
+            lambda t: t["measures"].append("L' on nq"),
+            "no benchmark is 'nq'; did you mean natural_questions",
+        ),
+        ("spd1", lambda t: t["measures"].append("S on gsm8"), "did you mean gsm8k"),
         ("pipeinfer4", lambda t: t["rows"][-1].update(remark=""), "without a remark"),
         ("picospec1", lambda t: t["rows"][1]["run"].update(method="pico"), "method 'pico'"),
         ("picospec1", lambda t: t["rows"][1]["run"].update(rule="luck"), "rule 'luck'"),
