@@ -103,7 +103,7 @@ CONTAINERS: dict[str, Callable[..., object]] = {
 
 
 def pack(value: object) -> object:
-    """JSON of plain data.
+    """Turn plain data into what JSON can hold, each container with the name of its type.
 
     Raises:
         TypeError: it is something else.

@@ -104,12 +104,17 @@ class BatchClock:
         self._choose()
 
     def drafted(self, num_forwards: int, *, beside: bool) -> None:
-        """A sequence has drafted beside the open step, or after it."""
+        """Count draft forwards of a sequence, made beside the open step or after it."""
         if num_forwards:
             (self._beside if beside else self._after).append(num_forwards)
 
     def emitted(self, pipeline: SharedPipeline, times: list[float], *, is_first: bool) -> None:
-        """A sequence has a token at the end of the open step, whose time goes to its list."""
+        """Count a token of a sequence, and time it when the open step ends.
+
+        Args:
+            times: the sequence's emission times, to which the end of the step is appended.
+            is_first: the prompt's forward made it, so that it is no token of the pipeline.
+        """
         self.num_tokens += not is_first
         self._tokens += not is_first and pipeline in self._before[0]
         self._unpriced.append(times)

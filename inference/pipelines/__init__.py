@@ -97,7 +97,11 @@ class Pipeline(ABC):
         return features
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Layer 0, where a pipeline has hidden states at all."""
+        """Embeddings [r, H] of token ids [r]: the hidden states of layer 0.
+
+        Raises:
+            AssertionError: the pipeline has no hidden states.
+        """
         raise AssertionError("this pipeline has no hidden states")
 
     def verdict_waits(self) -> bool:

@@ -79,7 +79,7 @@ class RowCache:
 
     @property
     def known(self) -> Collection[int]:
-        """Names of the rows of the tree."""
+        """Names of the tree's rows whose outputs are cached."""
         return self.outputs.keys()
 
     @property
