@@ -26,6 +26,7 @@ from torch.distributed import TCPStore
 from transformers import AutoTokenizer
 
 from pipedraft.benchmarks import measurement
+from pipedraft.eval.scores import isolation
 from pipedraft.eval.spec import read_roles
 
 RUN = subprocess.run
@@ -267,6 +268,11 @@ def make_place(folder: Path) -> None:
     contents = {CHATS: lines, "chats.jsonl": lines[:2]}
     contents |= {"data/chat.jsonl": lines, "data/chat_mix.jsonl": lines}
     contents |= {f"data/eval/{name}": [json.dumps(row) + "\n"] for name, row in PROMPTS.items()}
+    parts = ("translation", "summarization", "qa", "rag")
+    contents["data/eval/spec_bench/question.jsonl"] = [
+        json.dumps({"question_id": i, "category": part, "turns": ["And then?"]}) + "\n"
+        for i, part in enumerate(parts)
+    ]
     contents["stories.jsonl"] = [json.dumps({"prompt": "Once upon a time"}) + "\n"]
     for name, texts in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -310,6 +316,10 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
         smaller = [*smaller, f"--links={after(words, '--links').split(',')[0]}"]
     elif "--lengths" in words:
         smaller = [*smaller, "--lengths=64"]
+    elif "--allow-code-execution" in words:
+        smaller = [*smaller, "--benchmarks=humaneval"]
+        if not isolation():  # no program of a model runs in reach of the user's files
+            words.remove("--allow-code-execution")
     elif "--server" in words and first == "--data":
         smaller = []
     return override(adapted(words), smaller)
