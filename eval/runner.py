@@ -186,22 +186,19 @@ def run_pipeline(spec: Spec, context: TableContext) -> Finished:
     runs = comparison.run(list(methods.values()))
     for index, method in methods.items():
         name = method.name if method.draft is not None else AUTOREGRESSIVE
-        own = {
-            _benchmark(run, context): run
+        own: dict[str | None, RunRecord] = {
+            run.benchmark: run
             for run in runs
             if (run.method, run.sampling) == (name, method.config.sampling)
         }
+        alone = next(iter(own.values()))  # one benchmark has no overall record
+        own[None] = own.pop(OVERALL, alone)
         outcomes[index].agreement = lossless_share(own[None])
         outcomes[index].values = {
             benchmark: {q: get(run) for q, get in PIPELINE_QUANTITIES.items()}
             for benchmark, run in own.items()
         }
     return Finished(outcomes, Results(runs=runs))
-
-
-def _benchmark(run: RunRecord, context: TableContext) -> str | None:
-    alone = len(context.benchmarks) == 1
-    return None if alone or run.benchmark == OVERALL else run.benchmark
 
 
 def _runnable(spec: Spec) -> list[Row]:

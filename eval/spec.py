@@ -18,7 +18,6 @@ from msgspec import Meta
 
 import pipedraft
 from pipedraft.errors import UsageError
-from pipedraft.eval.tasks import BENCHMARKS as TASKS
 from pipedraft.eval.tasks import task_name
 from pipedraft.files import Values, read_yaml
 from pipedraft.inference.arguments import Dtype
@@ -172,15 +171,22 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ValueError(
                     f"{name}: domains.{domain}.targets: {BASE!r} is the base; rename the target"
                 )
-        tasks = {*map(task_name, (*TASKS, *self.benchmarks)), *self.domains}
+        tasks = sorted({task_name(benchmark) for benchmark in self.benchmarks})
         for text in self.measures:
             measure = Measure(text=text)
             if measure.over is not None and measure.over not in [row.name for row in self.rows]:
                 raise ValueError(f"{name}: measure {text!r}: there is no row {measure.over!r}")
-            if measure.benchmark is not None and measure.benchmark not in tasks:
-                fix = _near(task_name(measure.benchmark), sorted(tasks))
+            if measure.benchmark is None:
+                continue
+            if self.kind != "pipeline":
                 raise ValueError(
-                    f"{name}: measure {text!r}: no benchmark is {measure.benchmark!r}; {fix}"
+                    f"{name}: measure {text!r}: a {self.kind} table has all benchmarks together; "
+                    f"leave ' on {measure.benchmark}' out"
+                )
+            if measure.benchmark not in tasks:
+                raise ValueError(
+                    f"{name}: measure {text!r}: no benchmark here is {measure.benchmark!r}; "
+                    f"{_near(task_name(measure.benchmark), tasks)}"
                 )
 
 

@@ -166,9 +166,11 @@ def planted(tmp_path: Path, name: str, edit) -> None:
         ("spd1", lambda t: t["measures"].append("S over nobody"), "there is no row 'nobody'"),
         (
             "spd1",
-            lambda t: t["measures"].append("L' on nq"),
-            "no benchmark is 'nq'; did you mean natural_questions",
+            lambda t: t.update(benchmarks=["nq", "rag"], measures=["L' on nq"]),
+            "no benchmark here is 'nq'; did you mean natural_questions",
         ),
+        ("spd1", lambda t: t["measures"].append("L' on rag"), "give one of gsm8k, humaneval, mt"),
+        ("picospec1", lambda t: t["measures"].append("tau on gsm8k"), "leave ' on gsm8k' out"),
         ("spd1", lambda t: t["measures"].append("S on gsm8"), "did you mean gsm8k"),
         ("pipeinfer4", lambda t: t["rows"][-1].update(remark=""), "without a remark"),
         ("picospec1", lambda t: t["rows"][1]["run"].update(method="pico"), "method 'pico'"),
@@ -367,6 +369,9 @@ def test_benchmarks_have_columns_of_their_own(make):
     line = dict(zip(shown.header, shown.rows[index], strict=True))
     for benchmark in ("mt_bench", "gsm8k", "humaneval"):
         assert line[f"ours: S on {benchmark}"] == f"{values[benchmark]['S'][0]:.3f}"
+    _, alone, _ = make("flowspec1")  # of one benchmark
+    (values,) = [outcome.values for outcome in alone if outcome.values][:1]
+    assert set(values) == {None, "gsm8k"} and values[None] == values["gsm8k"]
 
 
 def test_a_ratio_is_of_rows_at_the_same_temperature(make):
