@@ -276,6 +276,7 @@ BENCHMARKS = {
     "spec_bench": Benchmark((SPEC_BENCH_FILE,), None, parse_spec_bench),
 }
 ALIASES = {"nq": "natural_questions"}
+FILE_ENDINGS = (".jsonl", ".jsonl.gz")
 
 
 def _read_json(path: Path) -> Rows:
@@ -392,19 +393,20 @@ def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse
 
 def task_name(name: str) -> str:
     """What results call a benchmark that ``load_task`` takes: its own name, or its file's."""
-    is_file = name.endswith((".jsonl", ".jsonl.gz"))
-    return Path(name).name.partition(".jsonl")[0] if is_file else ALIASES.get(name, name)
+    if name.endswith(FILE_ENDINGS):
+        return Path(name).name.partition(".jsonl")[0]
+    return ALIASES.get(name, name)
 
 
 def _rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse]:
     task = task_name(name)
-    if task in BENCHMARKS and name in (task, *ALIASES):
-        return _benchmark_rows(task, data_dir)
-    if name.endswith((".jsonl", ".jsonl.gz")):
+    if name.endswith(FILE_ENDINGS):
         path = Path(name)
         if not path.is_file():
             raise ValueError(f"--benchmarks: there is no file {name!r}; check the path")
         return _read_jsonl(path), lambda row, where: _own_prompt(task, row, where)
+    if task in BENCHMARKS:
+        return _benchmark_rows(task, data_dir)
     near = get_close_matches(name, BENCHMARKS, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? Known" if near else "known"
     raise ValueError(

@@ -369,8 +369,14 @@ def test_benchmarks_have_columns_of_their_own(make):
     line = dict(zip(shown.header, shown.rows[index], strict=True))
     for benchmark in ("mt_bench", "gsm8k", "humaneval"):
         assert line[f"ours: S on {benchmark}"] == f"{values[benchmark]['S'][0]:.3f}"
+    found = [outcome.values for outcome in outcomes if outcome.values]
+    lengths = {name: [values[name]["L'"][0] for values in found] for name in found[0]}
+    pooled = lengths.pop(None)
+    assert pooled not in lengths.values()
+    for length, *parts in zip(pooled, *lengths.values(), strict=True):
+        assert min(parts) <= length <= max(parts)
     _, alone, _ = make("flowspec1")  # of one benchmark
-    (values,) = [outcome.values for outcome in alone if outcome.values][:1]
+    values = next(outcome.values for outcome in alone if outcome.values)
     assert set(values) == {None, "gsm8k"} and values[None] == values["gsm8k"]
 
 
