@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 
@@ -88,6 +89,8 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         with _ended_by_interrupt():
             _replace_closed_streams()
+            if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack a text's characters
+                sys.stdout.reconfigure(errors="replace")
             try:
                 main()
             except SystemExit:

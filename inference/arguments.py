@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FILTER_NAMES = [f.name for f in fields(Filters)]
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+MAX_SECONDS = 1_000_000
 
 
 def read_temperature(text: str) -> float:
@@ -48,6 +49,16 @@ def read_temperature(text: str) -> float:
 def tree_label(text: str) -> str:
     """The label of a tree, checked."""
     return TreeShape.parse(text).label
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MAX_SECONDS:
+        raise ValueError(f"{text!r} is no time; give seconds above 0, at most {MAX_SECONDS}")
+    return value
 
 
 def read_budget(value: object) -> Budget:
@@ -122,8 +133,10 @@ def _add_setting(
     group: Group, name: str, owners: Sequence[str], is_list: bool, shows_help: bool
 ) -> None:
     """An option that has no value where it is not given."""
-    kind = SCHEDULES[owners[-1]]
-    hint, default = get_type_hints(kind)[name], getattr(kind, name)
+    # Where one schedule takes auto, so does the option; the others refuse it.
+    kinds = {get_type_hints(SCHEDULES[owner])[name]: SCHEDULES[owner] for owner in owners}
+    hint, kind = (Budget, kinds[Budget]) if Budget in kinds else list(kinds.items())[-1]
+    default = getattr(kind, name)
     text = ""
     if shows_help:
         defaults = {getattr(SCHEDULES[owner], name) for owner in owners}
@@ -199,7 +212,7 @@ class BackendOptions(PlaceOptions):
     links: Literal["auto", "device", "host"] = "auto"
     """way of hidden states between ranks; device: NCCL between GPUs, host: through host memory;
     auto: device where every rank has a GPU of its own"""
-    step_timeout: float = option(8.0, metavar="S")
+    step_timeout: float = option(8.0, metavar="S", parse=seconds)
     """seconds of a stage's forward pass, after which the run ends; above 8 a process may also be
     silent for so long, as on a crowded machine"""
 
@@ -329,18 +342,11 @@ class EngineOptions(BackendOptions, ScheduleOptions):
 TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
 TOKEN = re.compile(r"[!-~]{1,4096}")
 MAX_TOKEN_BYTES = 2**20
-ELSEWHERE = ("target", "stages", "boundaries", "backend", "trace")
-"""Options of a target on this machine."""
-
-
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{text!r} is no time; give seconds above 0")
-    return value
+ELSEWHERE = (
+    *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
+    *("draft", "beside", "bitwise", "cost"),
+)
+"""Options of a target on this machine, and of drafts that only such a one has."""
 
 
 def is_loopback(host: str) -> bool:

@@ -14,6 +14,7 @@ times, and a policy asks ``Link.state`` or a ``LinkEstimate`` what a round would
 """
 
 import csv
+import io
 import json
 import math
 from bisect import bisect_left, bisect_right
@@ -399,8 +400,8 @@ def _trace_rows(path: Path) -> Iterator[dict[str, float]]:
         ValueError: names the file, the line and the column.
     """
     previous_ms, count = -math.inf, 0
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
+    reader = csv.DictReader(io.StringIO(read_text(path, "link"), newline=""))
+    try:
         if reader.fieldnames is None or "t_ms" not in reader.fieldnames:
             raise ValueError(f"{path}: has no column t_ms; the first line names the columns")
         wanted = [name for name in ("t_ms", *TRACE_COLUMNS) if name in reader.fieldnames]
@@ -414,6 +415,8 @@ def _trace_rows(path: Path) -> Iterator[dict[str, float]]:
                 raise ValueError(f"{line}: t_ms is {time_ms:g} after {previous_ms:g}; sort by time")
             previous_ms = time_ms
             yield numbers
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}; mend it") from error
     if count < 2:
         raise ValueError(f"{path}: has {count} rows; a trace needs two, to know when it repeats")
 

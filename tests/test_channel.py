@@ -256,6 +256,7 @@ def test_a_trace_of_bandwidth_keeps_the_delay_of_its_base(tmp_path: Path) -> Non
         ("t_ms,rtt_ms\n5,20\n50,20\n", "line 2: t_ms is 5; traces begin at 0"),
         ("t_ms,rtt_ms\n0,20\n50,20\n50,21\n", "line 4: t_ms is 50 after 50; sort by time"),
         ("t_ms,up_mbps\n0,0\n50,0\n", "link.up_bytes_per_s: from 0.0 to 0.0; give"),
+        (f"t_ms,rtt_ms\n0,20\n50,{'1' * 140_000}\n", "line 3: field larger than"),
     ],
 )
 def test_a_bad_trace_is_one_line_that_says_where(tmp_path: Path, text: str, message: str) -> None:
@@ -264,6 +265,13 @@ def test_a_bad_trace_is_one_line_that_says_where(tmp_path: Path, text: str, mess
         load_link(f"5g:{path}")
     assert str(caught.value).startswith(str(path))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_trace_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(b"t_ms,rtt_ms\n0,\xff")
+    with pytest.raises(ValueError, match=r"link: '.*trace.csv' is not UTF-8"):
+        load_link(str(path))
 
 
 @pytest.mark.parametrize(

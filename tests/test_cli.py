@@ -1,5 +1,6 @@
 """Every command: bad input is one line on stderr and status 2, --help shows an example."""
 
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from command_runs import assert_one_line, call
 from conftest import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
 
+from pipedraft.errors import run_command
 from pipedraft.inference.__main__ import Stream
 
 NUM_STAGES = 2
@@ -241,6 +243,12 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         [*WITH_MODEL, *INFERENCE, "--draft-tokens", "0"],
         ["draft_tokens", "0", "at least 1"],
     ),
+    (
+        "inference",
+        [*WITH_MODEL, *INFERENCE, "--schedule", "ssd", "--draft-tokens", "auto"],
+        ["draft_tokens", "'auto'"],
+    ),
+    ("inference", [*RUN, *INFERENCE, "--step-timeout", "-3"], ["--step-timeout", "'-3'", "above"]),
     # eval (more in test_eval_run)
     ("eval", [*WITH_MODEL[2:], *EVAL], ["--target", "missing", "--draft-model"]),
     ("eval", [*WITH_MODEL, *EVAL, "--accept", "2"], ["accept", "2", "give 0 to 1"]),
@@ -372,7 +380,8 @@ def test_the_example_of_the_upload_works_as_written(place, tmp_path, monkeypatch
 
 def test_a_language_model_drafts_and_is_evaluated(place, tmp_path, monkeypatch, capfd):
     arguments = [place.fill(part) for part in WITH_MODEL]
-    decode = [*arguments, *INFERENCE, "--stages", "2"]
+    budget = ["--draft-tokens", "auto", "--cost", "h100"]
+    decode = [*arguments, *INFERENCE, "--stages", "2", *budget]
     assert call("inference", decode, monkeypatch) == 0
     pipelined = capfd.readouterr()
     assert pipelined.err.startswith("[pipeinfer, n = 2] 3 tokens after the first")
@@ -445,6 +454,12 @@ def test_the_stream_prints_whole_characters_only_and_all_of_them(text, capsys):
         assert text.startswith(printed)
     stream.finish_line(text)
     assert printed + capsys.readouterr().out == text + "\n"
+
+
+def test_a_character_that_the_terminal_lacks_does_not_end_the_text(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    run_command(lambda: print("a × b"))
+    assert sys.stdout.buffer.getvalue() == b"a ? b\n"
 
 
 def test_the_stream_prints_a_text_that_ends_inside_a_character(capsys):

@@ -56,6 +56,8 @@ class Shell:
         processes = [self.start(command, words, environment=rank) for rank in ranks]
         ends = [process.finish() for process in processes]
         assert not any(status for status, _, _ in ends), [(s, err[-400:]) for s, _, err in ends]
+        if command.module == "pipedraft.inference":
+            assert not any("Loading weights" in err for _, _, err in ends)
 
     def end_servers(self) -> list[str]:
         """What is wrong with how they end: by themselves, or as the signal says."""

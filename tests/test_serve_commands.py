@@ -213,6 +213,18 @@ def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
             ["--server", "x:1", "--prompt", "a", "--stages", "4"],
             "--stages: the target is",
         ),
+        *(
+            (edge_run, ["--server", "x:1", "--prompt", "a", *words], f"{words[0]}: the target is")
+            for words in (
+                ["--draft", "ngram"],
+                ["--draft-model", "x", "--beside", "suffix"],
+                ["--bitwise"],
+                ["--processes", "3"],
+                ["--links", "host"],
+                ["--step-timeout", "9"],
+                ["--cost", "h100"],
+            )
+        ),
         (edge_run, ["--server", "nowhere", "--prompt", "a"], "give host:port"),
         (edge_run, ["--server", "x:1", "--prompt", " "], "--prompt: ' ' is empty"),
         (edge_run, ["--server", "x:1", "--prompt", "a"], "--tokenizer: missing"),
@@ -225,6 +237,11 @@ def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
             edge_run,
             ["--server", "x:1", "--prompt", "a", "--answer-s", "-1"],
             "'-1' is no time",
+        ),
+        (
+            edge_run,
+            ["--server", "x:1", "--prompt", "a", "--give-up-s", "1e15"],
+            "'1e15' is no time; give seconds above 0, at most 1000000",
         ),
     ],
 )

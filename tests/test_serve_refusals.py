@@ -89,6 +89,7 @@ HOSTILE = [
     (turn(role="user", content="a b"), 400, "messages"),  # no token of this vocabulary
     (turn(role="user", content="a" * 3000), 400, "messages"),
     (body(logprobs=True), 400, "logprobs"),
+    (body(logprobs=0), 400, "logprobs"),
     (body(tools=[{"type": "function"}]), 400, "tools"),
     (body(response_format={"type": "json_object"}), 400, "response_format"),
     (body(logit_bias={"1": 5}), 400, "logit_bias"),

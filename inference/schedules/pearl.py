@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.inference.draft_length import DraftLengthPolicy, Estimates, parse_policy
+from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class PEARL(LinkSchedule):
     """Draft length of a batch: ratio (T_v / t_d), fixed:K, eq11, alg2, geometric or survival."""
 
     def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_length")
         if self.policy != "ratio":
             super().__post_init__()
 

@@ -222,7 +222,8 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
             raise RequestError(
                 f"{name[:64]}: unknown field{hint}", param=name[:64], code="unknown_parameter"
             )
-        if fields[name] not in WITHOUT_EFFECT[name]:
+        given = fields[name], isinstance(fields[name], bool)  # 0 logprobs are the chosen token's
+        if given not in [(value, isinstance(value, bool)) for value in WITHOUT_EFFECT[name]]:
             raise RequestError(
                 f"{name}: not supported; leave it out", param=name, code="unsupported_parameter"
             )

@@ -38,6 +38,7 @@ from pipedraft.inference.transport.watch import BAD_INPUT, CONNECT_TIMEOUT, Limi
 from pipedraft.inference.transport.worker import SharedWorker
 from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
 from pipedraft.models.target_part import load_target_part
+from pipedraft.pretrained import quieten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -177,8 +178,8 @@ class Cluster:
         num_stages = self.world_size if wanted is None else wanted
         if self.world_size not in (num_stages, num_stages + 1):
             raise ValueError(
-                f"--nproc-per-node: {self.world_size} processes for {num_stages} stages; start "
-                f"{num_stages} (the first stage beside the draft) or {num_stages + 1}"
+                f"--processes (torchrun: --nproc-per-node): {self.world_size} for {num_stages} "
+                f"stages; give {num_stages} (the first stage beside the draft) or {num_stages + 1}"
             )
         return num_stages
 
@@ -244,6 +245,7 @@ class Cluster:
 
     def serve(self) -> None:
         """Hold a stage until the controller closes the pipeline."""
+        quieten()
         store = self.watch.store
         store.wait([JOB_KEY], LOAD_TIMEOUT)
         job = msgspec.json.decode(checked(JOB_KEY, store.get(JOB_KEY)), type=Job)

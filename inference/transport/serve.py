@@ -24,8 +24,9 @@ EXAMPLE = """example:
   PIPEDRAFT_TOKEN=... python -m pipedraft.inference serve --target assets/target --host 0.0.0.0 \\
       --tls-cert server.pem --tls-key server.key
 
-The first line on stdout says where it listens. SIGTERM and Ctrl-C let open sessions end (--grace);
-a second one does not wait. docs/serving.md explains the protocol and every error message.
+The first line on stdout says where it listens. SIGTERM and Ctrl-C let open sessions end
+(--grace-s); a second one does not wait. docs/serving.md explains the protocol and every error
+message.
 """
 
 
