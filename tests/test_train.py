@@ -13,6 +13,7 @@ import pytest
 import torch
 from fork_server import forked, status_of
 from scipy.stats import chisquare
+from tqdm import tqdm
 from train_runs import (
     BY_HEART,
     Stop,
@@ -33,6 +34,7 @@ from pipedraft.train import checkpoint
 from pipedraft.train.__main__ import methods
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.launch import rate_factor
+from pipedraft.train.log import MetricsLog
 from pipedraft.train.spd import sample_occupancy
 
 # -- resume ---------------------------------------------------------------------------------
@@ -89,7 +91,15 @@ def test_another_seed_gives_another_run(world, tmp_path, monkeypatch):
     assert logged(tmp_path / "0") != logged(tmp_path / "1")
 
 
-def test_a_finished_run_is_left_alone(world, tmp_path, monkeypatch):
+def test_a_metric_that_an_option_added_is_the_mean_of_the_steps_that_have_it(world, tmp_path):
+    trainer = world.trainer("spd", tmp_path, max_steps=1)
+    trainer.progress.unlogged.append({"loss": 3.0, "dropped": 1.0})  # by the launch before
+    MetricsLog(trainer).add({"loss": 1.0, "added": 0.5}, tqdm(disable=True))
+    (record,) = logged(tmp_path)
+    assert record == {"step": 0, "tokens": 0, "loss": 2.0, "added": 0.5}
+
+
+def test_a_finished_run_is_left_alone_and_not_cut_short(world, tmp_path, monkeypatch):
     train(world.arguments("spd", tmp_path, max_steps=2), monkeypatch)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     train(world.arguments("spd", tmp_path, max_steps=2), monkeypatch)

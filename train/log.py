@@ -68,7 +68,9 @@ class MetricsLog:
         now = time.perf_counter()
         rate = (progress.tokens - self.tokens) / max(now - self.started, 1e-9)
         self.started, self.tokens = now, progress.tokens
-        means = {key: sum(entry[key] for entry in window) / len(window) for key in window[-1]}
+        # Entries of a launch with other options may lack a key.
+        known = {key: [entry[key] for entry in window if key in entry] for key in window[-1]}
+        means = {key: sum(values) / len(values) for key, values in known.items()}
         window.clear()
         pace = self.trainer.pace.report(
             peak_tflops=config.peak_tflops, num_processes=self.accelerator.num_processes
