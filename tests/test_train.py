@@ -103,6 +103,8 @@ def test_a_finished_run_is_left_alone_and_not_cut_short(world, tmp_path, monkeyp
     train(world.arguments("spd", tmp_path, max_steps=2), monkeypatch)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     train(world.arguments("spd", tmp_path, max_steps=2), monkeypatch)
+    with pytest.raises(ValueError, match="max_steps: 1, but .*step-0000002 is past it; raise it"):
+        train(world.arguments("spd", tmp_path, max_steps=1), monkeypatch)
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert before == after
 

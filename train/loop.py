@@ -115,8 +115,7 @@ class Trainer:
         )
 
     def _count_steps(self) -> int:
-        per_step = self.config.accumulation * self.world
-        per_epoch = math.ceil(len(self.epoch_batches(0)) / per_step)
+        per_epoch = math.ceil(len(self.epoch_batches(0)) / (self.config.accumulation * self.world))
         if self.config.max_steps is not None:
             return self.config.max_steps
         return max(1, math.ceil(per_epoch * self.config.epochs))
@@ -343,7 +342,7 @@ class Trainer:
         """Go back to the newest undamaged checkpoint, if there is any.
 
         Raises:
-            ValueError: it belongs to another network, all are damaged, or resuming is switched off.
+            ValueError: it is another network's, past the last step, or not wanted; all are damaged.
         """
         output_dir = self.config.output_dir
         folders = checkpoint.step_folders(output_dir)
@@ -369,13 +368,14 @@ class Trainer:
                     "give another --output_dir, or the settings in its config.yaml"
                 ) from error
             self._regroup(group)
+            if self.progress.step > self.num_steps:
+                raise ValueError(
+                    f"max_steps: {self.num_steps}, but {folder} is past it; raise it, or epochs"
+                )
             self._say(f"resumed at step {self.progress.step} of {self.num_steps}")
         if self.accelerator.is_main_process:
-            truncate_log(
-                output_dir / "metrics.jsonl",
-                step=self.progress.step,
-                is_evaluated=not self.progress.evaluation_pending,
-            )
+            log, is_evaluated = output_dir / "metrics.jsonl", not self.progress.evaluation_pending
+            truncate_log(log, step=self.progress.step, is_evaluated=is_evaluated)
 
     def _regroup(self, group: int) -> None:
         """Keep the saved order of the data where as many processes as now can follow it.
