@@ -117,12 +117,17 @@ def test_what_is_shared_among_processes(world, tmp_path):
 
 
 def test_the_command_says_it_and_starts_nothing(world, tmp_path, monkeypatch, capsys):
-    arguments = world.arguments("spd", tmp_path / "out", peak_tflops=100, max_steps=10)
+    arguments = world.arguments(
+        "spd", tmp_path / "out", peak_tflops=100, max_steps=10, data__valid_fraction=0.5
+    )
     monkeypatch.setattr(sys, "argv", ["train", "--plan", *arguments])
     main()
     said = capsys.readouterr().out
-    for words in ("tokens/s on each device", "zero2", "bf16", "59 training rows", "10 steps"):
+    lengths = world.trainer("spd", tmp_path / "run", data__valid_fraction=0.5).lengths
+    rows = f"{len(lengths)} training rows, {sum(lengths):,} tokens"
+    for words in ("tokens/s on each device", "zero2", "bf16", rows, "10 steps"):
         assert words in said
+    assert f"an epoch is at least {sum(lengths) / 256:.0f} steps" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -329,13 +329,15 @@ class Plan:
             return [*lines, "data: not on this machine, so rows, epochs and disk are not counted"]
         assert run.target is not None
         tokenizer = load_tokenizer(run.target, revision=run.target_revision)
-        report = load_data(run.data, tokenizer).report
+        data = load_data(run.data, tokenizer)
+        report = data.report
         total = ", ".join(f"{d} {size * report.tokens / 2**30:.3f}" for d, size in each.items())
-        epoch = report.tokens / (run.batch_tokens * run.accumulation)
+        tokens = sum(map(len, data.train["input_ids"]))
+        epoch = tokens / (run.batch_tokens * run.accumulation)
         return [
             *lines,
-            f"data: {report.train_rows:,} training rows, {report.tokens:,} tokens; on disk "
-            f"{total} GiB",
+            f"data: {report.train_rows:,} training rows, {tokens:,} tokens; on disk, with the "
+            f"validation rows, {total} GiB",
             f"an epoch is at least {epoch:,.0f} steps of one process",
         ]
 
