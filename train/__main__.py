@@ -165,6 +165,8 @@ def quieten() -> None:
 
 def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
     """The words without ``--plan``; with a file after it, it also says ``--config``."""
+    split = [word.split("=", 1) if word.startswith("--plan=") else [word] for word in arguments]
+    arguments = [part for parts in split for part in parts]
     if "--plan" not in arguments:
         return arguments, False
     at = arguments.index("--plan")
