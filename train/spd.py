@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.data_recipes.batch import document_lengths, reorder
+from pipedraft.errors import check_ranges
 from pipedraft.files import Values
 from pipedraft.models.draft import Draft
 from pipedraft.models.spd import SPD, SPDConfig
@@ -28,6 +29,10 @@ class SPDTrainConfig(SPDConfig, DivergenceConfig):
     full_probability: float = 0.5
     """Share of examples seen with the pipeline full, n tokens in flight (n - 1 with output states,
     m n to m n + m - 1 with m tokens a step); the others get 1 or more."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, {"full_probability": "[0, 1]"}, "model.")
 
 
 def sample_occupancy(
