@@ -105,6 +105,9 @@ def test_what_cannot_be_dumped_is_refused_before_the_target_runs(
 ):
     with pytest.raises(ValueError, match="out: missing"):
         dump(world, None, monkeypatch)
+    for name, value in (("port", "7500"), ("host", "0.0.0.0")):
+        with pytest.raises(ValueError, match=f"^{name}: {value} without serve; give serve as"):
+            dump(world, tmp_path, monkeypatch, f"--{name}", value)
     with pytest.raises(ValueError, match="shard_target: True, but every process here runs the wh"):
         dump(world, tmp_path, monkeypatch, "--shard_target", "true")
     with pytest.raises(ValueError, match="shard_mb: -1.0 is not positive"):

@@ -91,6 +91,10 @@ def main() -> None:
 
     is_server = sys.argv[1:2] == ["serve"]
     own, rest = FeatureOptions.read_own(sys.argv[1 + is_server :])
+    for name in ("host", "port"):
+        value = getattr(own, name)
+        if not is_server and value != getattr(FeatureOptions, name):
+            raise ValueError(f"{name}: {value} without serve; give serve as first word, or drop it")
     heads = read_heads(rest, list(own.also))
     quieten()
     if is_server:
