@@ -285,6 +285,7 @@ def test_only_adapters_are_trained_and_cost_less(world):
         ({"model__lora": '{"layers": "last"}'}, "model.lora"),
         ({"model__lora": '{"modules": ["qkv"]}'}, "'qkv' is no linear map .* known: down_proj"),
         ({"model__init_from": None, "model__tokenizer": "x"}, "without model.init_from"),
+        ({"model__card": "absent.md"}, "model.card: 'absent.md' cannot be read"),
     ],
     ids=str,
 )

@@ -477,8 +477,13 @@ def test_a_run_keeps_the_newest_checkpoints_and_the_best_network(world, tmp_path
 def test_a_saved_language_model_is_the_trained_one(world, tmp_path, tied):
     """Also one that goes on from a model whose head is not its embedding."""
     changes = {} if tied else {"model__init_from": world.target, "model__tokenizer": None}
-    trainer = world.trainer("language_model", tmp_path, max_steps=2, **changes)
+    card = tmp_path / "card.md"
+    card.write_text("# Ours")
+    changes |= {"max_steps": 2, "model__card": card}
+    trainer = world.trainer("language_model", tmp_path, **changes)
+    card.unlink()
     trainer.run()
+    assert (tmp_path / "best/README.md").read_text() == "# Ours"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "best", dtype=torch.float32)
     ids = torch.arange(12)[None]
     with torch.no_grad():

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from pipedraft.data_recipes.batch import document_lengths
+from pipedraft.files import read_optional
 from pipedraft.models.layers import positions_of
 from pipedraft.pretrained import load_model
 from pipedraft.train.objective import LossOutput, Objective
@@ -144,6 +145,8 @@ class LanguageModelObjective(Objective):
     def __init__(self, config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
         self.config, self.tokenizer = config, tokenizer
+        card = None if config.card is None else Path(config.card)
+        self.card = read_optional(card, "model.card")
         self.model = build_language_model(config, tokenizer)
         if config.lora is not None:
             assert config.init_from is not None
@@ -223,8 +226,8 @@ class LanguageModelObjective(Objective):
         self.model.save_pretrained(folder, state_dict=weights)
         self.model.config.dtype = saved_dtype
         self.tokenizer.save_pretrained(folder)
-        if self.config.card is not None:
-            (folder / "README.md").write_text(Path(self.config.card).read_text())
+        if self.card is not None:
+            (folder / "README.md").write_bytes(self.card)
 
 
 # -- low-rank adapters ------------------------------------------------------------------------
