@@ -294,6 +294,28 @@ def test_bad_settings_are_refused_with_field_value_and_fix(world, tmp_path, opti
         world.trainer("language_model", tmp_path, **tuning(world, {}) | options)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(
+            ({f"model__{name}": value}, f"model.{name}: {value}; give at least 1")
+            for name in ("hidden_size", "intermediate_size", "num_heads", "num_key_value_heads")
+            for value in (0, -3)
+        ),
+        ({"model__num_layers": 0}, "model.num_layers: 0; give at least 1"),
+        ({"model__rope_theta": 0}, "model.rope_theta: 0.0; give at least 1"),
+        ({"model__num_heads": 3}, "model.num_heads: 3 does not cut model.hidden_size 32"),
+        ({"model__num_heads": 32}, "model.num_heads: 32 .* one even size"),
+        ({"model__num_key_value_heads": 4}, "model.num_key_value_heads: 4 does not divide .* 2"),
+        ({"model__max_positions": 8}, "model.max_positions: 8 is below data.max_length 64"),
+    ],
+    ids=str,
+)
+def test_a_shape_that_is_none_is_refused_before_training(world, tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        world.trainer("language_model", tmp_path, **options)
+
+
 def test_a_missing_peft_is_named(world, tmp_path, monkeypatch):
     monkeypatch.setattr(language_model, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"model.lora: needs peft; pip install"):

@@ -106,6 +106,11 @@ def load_tokenizer_of(
         return load_tokenizer(run.target, revision=run.target_revision)
     if run.features is not None:
         raise ValueError(f"features: {run.features!r} for a language model; it reads no target")
+    if model.init_from is None and run.data.max_length > model.max_positions:
+        raise ValueError(
+            f"model.max_positions: {model.max_positions} is below data.max_length "
+            f"{run.data.max_length}; raise it, or lower that"
+        )
     if model.tokenizer:
         return load_tokenizer(model.tokenizer, field="model.tokenizer")
     if model.init_from:

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from pipedraft.data_recipes.batch import document_lengths
+from pipedraft.errors import check_ranges
 from pipedraft.files import read_optional
 from pipedraft.models.layers import positions_of
 from pipedraft.pretrained import load_model
@@ -39,6 +40,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 LOGITS_AT_ONCE = 1 << 26
 """256 MB of float32."""
+
+SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_key_value_heads")
+RANGES = dict.fromkeys(SIZES, "[1, 1e6]") | {"max_positions": "[2, 1e9]", "rope_theta": "[1, 1e12]"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,8 @@ class LanguageModelConfig:
     num_layers: int = 16
     num_heads: int = 3
     num_key_value_heads: int = 1
-    max_positions: int = 1024
+    max_positions: int = 2048
+    """At least data.max_length."""
     rope_theta: float = 10000.0
     init_from: str | None = None
     """Folder of a model to go on from (its shape and tokenizer are used), e.g. with longer rows."""
@@ -92,10 +97,16 @@ class LanguageModelConfig:
     """Markdown file put into the finished folder as README.md."""
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads:
+        check_ranges(self, RANGES, "model.")
+        if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
-                f"model.num_heads: {self.num_heads} does not divide model.hidden_size "
-                f"{self.hidden_size}; choose a divisor"
+                f"model.num_heads: {self.num_heads} does not cut model.hidden_size "
+                f"{self.hidden_size} into heads of one even size; choose a divisor of half of it"
+            )
+        if self.num_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"model.num_key_value_heads: {self.num_key_value_heads} does not divide "
+                f"model.num_heads {self.num_heads}; choose a divisor"
             )
         if self.lora is not None and self.init_from is None:
             raise ValueError(
