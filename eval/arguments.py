@@ -172,7 +172,8 @@ class EvaluationOptions(ScoreOptions, BackendOptions, FilterOptions, ScheduleOpt
     """decode the I-th of N shares of the prompts into OUT/traces and write no report; afterwards
     the same command without --shard decodes what is left and reports all"""
     fresh: bool = False
-    """decode again what OUT/traces has"""
+    """decode again what OUT/traces has; with --shard what it has of that share, the other shares of
+    the same N stay"""
     out: Path = option(metavar="OUT")
     """folder of the results"""
 
@@ -276,7 +277,7 @@ class TableOptions(PlaceOptions):
     shard: str | None = option(None, metavar="I/N", parse=read_share)
     """decode the I-th of N shares of the prompts; as of eval --help"""
     fresh: bool = False
-    """decode again what OUT/traces has"""
+    """decode again what OUT/traces has; as of eval --help"""
     out: Path = option(Path(), metavar="OUT")
     """folder of the results"""
 

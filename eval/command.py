@@ -193,7 +193,7 @@ def evaluate_drafts(
     make_folder("--out", options.out)
     held.enter_context(locked(options.out, "--out", shared=options.shard is not None))
     if options.fresh and not options.calibrate:
-        remove_traces(options.out)
+        remove_traces(options.out, options.shard)
     tokenizer = load_tokenizer(target_name, revision=revision)
     target = _load_target(options, target_name, revision, drafts.values(), cluster)
     comparison = Evaluation(

@@ -89,7 +89,7 @@ def load_context(
     """Read the prompts, make the output folder, load the target.
 
     Args:
-        fresh: forget what was decoded before.
+        fresh: forget what was decoded before, with ``shard`` of that share.
         has_reference: whether outputs are compared with the target's own.
         sequences, shard: as ``TableContext``'s.
     """
@@ -99,7 +99,7 @@ def load_context(
     } or load_tasks(spec.benchmarks, spec.data_dir, spec.limit)
     make_folder("--out", out)
     if fresh:
-        remove_traces(out)
+        remove_traces(out, shard)
     place = resolve_device(device)
     dtype = resolve_dtype(spec.dtype, place, spec.target, revision)
     target = load_target(spec.target, revision=revision, dtype=dtype, device=place)

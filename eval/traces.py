@@ -195,8 +195,19 @@ def traces_of(
     return Traces(out / "traces", identity, (int(index) - 1, int(number)))
 
 
-def remove_traces(out: Path) -> None:
-    shutil.rmtree(out / "traces", ignore_errors=True)
+def remove_traces(out: Path, shard: str | None = None) -> None:
+    """Forget what was decoded, but for what the other shares of this division have.
+
+    Whole runs and other divisions may hold turns of any share.
+    """
+    if shard is None:
+        shutil.rmtree(out / "traces", ignore_errors=True)
+        return
+    index, number = map(int, shard.split("/"))
+    own, division = f"-{index}-of-{number}.jsonl", f"-of-{number}.jsonl"
+    for path in (out / "traces").glob("*.jsonl"):
+        if path.name.endswith(own) or not path.name.endswith(division):
+            path.unlink(missing_ok=True)
 
 
 # -- recorded runs, read back for replay -----------------------------------------------------------

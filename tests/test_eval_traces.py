@@ -96,8 +96,9 @@ def test_a_killed_evaluation_goes_on_without_redoing_turns(whole, parent, tmp_pa
 
 
 def test_shares_make_the_report_of_the_whole(whole, tmp_path, capsys):
+    """Also where each share begins afresh."""
     for share in ("1/2", "2/2"):
-        run(arguments(tmp_path, "--shard", share))
+        run(arguments(tmp_path, "--fresh", "--shard", share))
         assert "decoded turns of this share" in capsys.readouterr().out
         assert not (tmp_path / "results.json").exists()
     before = sorted(lines(tmp_path))
@@ -125,6 +126,22 @@ def test_other_settings_and_fresh_runs_do_not_read_old_traces(tmp_path):
     assert len(lines(tmp_path)) > first
     run(arguments(tmp_path, *short, "--fresh"))
     assert len(lines(tmp_path)) == first
+
+
+def test_a_fresh_share_forgets_all_but_the_other_shares_of_its_division(tmp_path):
+    names = ["a", "a-1-of-2", "a-2-of-2", "a-11-of-12", "a-2-of-12", "b-1-of-2", "b-2-of-2"]
+    (tmp_path / "traces").mkdir()
+    for name in names:
+        (tmp_path / "traces" / f"{name}.jsonl").touch()
+
+    def left() -> set[str]:
+        return {path.stem for path in (tmp_path / "traces").glob("*")}
+
+    traces.remove_traces(tmp_path, "01/2")
+    assert left() == {"a-2-of-2", "b-2-of-2"}
+    traces.remove_traces(tmp_path)
+    assert not left()
+    traces.remove_traces(tmp_path, "1/2")
 
 
 def test_changed_code_does_not_read_old_traces(tmp_path, monkeypatch):

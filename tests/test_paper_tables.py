@@ -351,7 +351,7 @@ def test_shares_of_conversations_at_once_make_the_same_table(place, tmp_path, ca
     command.run(words(place, "pipeinfer_parts", alone))
     many = ["--sequences", "3"]
     for share in ("1/2", "2/2"):
-        command.run(words(place, "pipeinfer_parts", shared, *many, "--shard", share))
+        command.run(words(place, "pipeinfer_parts", shared, *many, "--fresh", "--shard", share))
         assert "decoded turns of this share" in capsys.readouterr().out
         assert not (shared / "table.json").exists()
     before = {path: path.read_bytes() for path in (shared / "traces").iterdir()}
