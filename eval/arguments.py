@@ -189,6 +189,11 @@ class EvaluationOptions(ScoreOptions, BackendOptions, FilterOptions, ScheduleOpt
                 f"--sequences: {self.sequences}, but {name} is there for times, which several "
                 f"conversations at once do not have; leave out --sequences or {name}"
             )
+        if self.shard is not None and self.calibrate is not None:
+            raise ValueError(
+                f"--shard: {self.shard}, but --calibrate measures all prompts in one run; leave "
+                "out --shard or --calibrate"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -362,6 +362,7 @@ def test_two_checkpoints_make_one_table_with_one_baseline(folders, engine) -> No
         (["--verifier", "proposal"], ["--verifier", "'proposal'", "match"]),
         (["--checkpoint", "./absent"], ["checkpoint", "./absent"]),
         (["--target", "./absent"], ["target", "absent"]),
+        (["--calibrate", "x.json", "--shard", "1/2"], ["--shard: 1/2", "leave out", "--calibrate"]),
     ],
 )
 def test_bad_input_is_one_line_and_status_two(folders, engine, capsys, change, words) -> None:
