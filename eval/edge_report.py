@@ -30,7 +30,7 @@ from pipedraft.eval.tables import (
     number,
 )
 from pipedraft.eval.tasks import Prompt
-from pipedraft.eval.turns import DecodedTurn, evaluate
+from pipedraft.eval.turns import DecodedTurn, check_room, evaluate
 from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.channel import load_link
 from pipedraft.inference.draws import probabilities
@@ -66,13 +66,15 @@ class LinkRun:
 
     def run(self, benchmarks: Mapping[str, Sequence[Prompt]]) -> "LinkRun":
         """Decode every turn for which the target has positions left."""
+        positions = self.simulation.target.staged().max_positions
+        check_room(benchmarks, self.simulation.tokenizer, positions, 1)
         for name, prompts in benchmarks.items():
             self.num_prompts += len(prompts)
             self.turns += evaluate(
                 self,
                 prompts,
                 self.simulation.tokenizer,
-                max_prompt_tokens=self.simulation.target.staged().max_positions - 1,
+                max_prompt_tokens=positions - 1,
                 description=f"{self.method} {self.network} T={self.simulation.sampling} {name}",
             )
         return self

@@ -44,7 +44,7 @@ from pipedraft.eval.scores import Scorer, summarize_scores
 from pipedraft.eval.spec import Row, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.eval.traces import TraceFile, Traces
-from pipedraft.eval.turns import DecodedTurn, evaluate
+from pipedraft.eval.turns import DecodedTurn, any_fits, check_room, evaluate
 from pipedraft.files import Values
 from pipedraft.inference.batch import BatchEngine, Limits
 from pipedraft.inference.config import DecodeConfig
@@ -250,8 +250,15 @@ class Evaluation:
         Returns:
             Turns that are on disk now.
         """
-        mine = replace(self, benchmarks=self.traces.mine(self.benchmarks))
-        entries = mine.run(methods) if mine.benchmarks else []
+        most = max(method.config.max_new_tokens for method in methods)
+        check_room(self.benchmarks, self.tokenizer, self._num_positions, most)
+        room = self._num_positions - most
+        benchmarks = {
+            name: prompts
+            for name, prompts in self.traces.mine(self.benchmarks).items()
+            if any_fits(prompts, self.tokenizer, room)
+        }
+        entries = replace(self, benchmarks=benchmarks).run(methods) if benchmarks else []
         parts = [entry for entry in entries if entry.benchmark != OVERALL]
         return sum(row.turns for entry in parts for row in entry.per_prompt)
 
@@ -265,7 +272,8 @@ class Evaluation:
         """
         for method in methods:  # refuses what cannot be run before anything is decoded
             self._engine(method)
-            self._check_room(method.config.max_new_tokens)
+            tokens = method.config.max_new_tokens
+            check_room(self.benchmarks, self.tokenizer, self._num_positions, tokens)
         references: dict[int, GreedyReference] = {}
         entries = []
         by_temperature = sorted(methods, key=lambda method: method.config.temperature)
@@ -290,22 +298,6 @@ class Evaluation:
     @property
     def _num_positions(self) -> int:
         return self.target.config.get_text_config().max_position_embeddings
-
-    def _check_room(self, max_new_tokens: int) -> None:
-        """Every benchmark must have a prompt that fits before the new tokens."""
-        room = self._num_positions - max_new_tokens
-        for name, prompts in self.benchmarks.items():
-            if all(len(encode_turn(self.tokenizer, prompt, [])) > room for prompt in prompts):
-                shortest = min(len(encode_turn(self.tokenizer, prompt, [])) for prompt in prompts)
-                if shortest >= self._num_positions:
-                    raise ValueError(
-                        f"--benchmarks: the shortest prompt of {name} has {shortest} tokens, the "
-                        f"target {self._num_positions} positions; leave {name} out"
-                    )
-                raise ValueError(
-                    f"--max-new-tokens: {max_new_tokens} leaves {room} of the target's "
-                    f"{self._num_positions} positions, too few for any prompt of {name}; lower it"
-                )
 
     def _decode(
         self,

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -40,6 +40,36 @@ def prompt_seed(prompt: Prompt, turn: int) -> int:
     """
     name = f"{prompt.task}/{prompt.id}/{turn}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
+
+
+def any_fits(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> bool:
+    """Whether a prompt's first turn has at most so many tokens."""
+    return any(len(encode_turn(tokenizer, prompt, [])) <= max_prompt_tokens for prompt in prompts)
+
+
+def check_room(
+    benchmarks: Mapping[str, Sequence[Prompt]],
+    tokenizer: PreTrainedTokenizerBase,
+    num_positions: int,
+    max_new_tokens: int,
+) -> None:
+    """Every benchmark must have a prompt that fits before the new tokens."""
+    room = num_positions - max_new_tokens
+    for name, prompts in benchmarks.items():
+        if any_fits(prompts, tokenizer, room):
+            continue
+        shortest = min(len(encode_turn(tokenizer, prompt, [])) for prompt in prompts)
+        if shortest >= num_positions:
+            raise ValueError(
+                f"--benchmarks: the shortest prompt of {name} has {shortest} tokens, the target "
+                f"{num_positions} positions; leave {name} out"
+            )
+        raise ValueError(
+            f"--max-new-tokens: {max_new_tokens} leaves {room} of the target's {num_positions} "
+            f"positions, too few for any prompt of {name}; lower it"
+        )
 
 
 class Decoder(Protocol):

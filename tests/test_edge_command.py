@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, write_rows
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run
@@ -130,6 +130,15 @@ def test_bad_words_are_refused_in_one_line(more, message, words, tmp_path):
     with pytest.raises(ValueError, match=None) as caught:
         run([*words, "--out", str(tmp_path), *more])
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_prompts_that_are_all_too_long_are_refused_before_decoding(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipedraft.eval.edge_report.decode", None)  # would fail
+    name = write_rows(tmp_path / "long.jsonl", {"prompt": "word " * 2000})
+    with pytest.raises(
+        ValueError, match="--benchmarks: the shortest prompt of long has .* long out"
+    ):
+        run([*words, "--benchmarks", name, "--out", str(tmp_path)])
 
 
 def test_a_target_must_be_named(tmp_path):

@@ -20,6 +20,7 @@ from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.tasks import Prompt
+from pipedraft.eval.traces import Traces
 from pipedraft.eval.turns import evaluate, prompt_seed
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
@@ -232,6 +233,29 @@ def test_turns_that_do_not_fit_the_context_are_left_out_and_counted(
     assert [(e.turns, e.skipped_turns) for e in entries] == [(2, 2), (2, 2)]
     with pytest.raises(ValueError, match="too few for any prompt of one; lower it"):
         compare(target, tokenizer, [make_method(max_new_tokens=250)], prompts=prompts)
+
+
+def test_a_share_whose_prompts_are_all_too_long_has_none_of_that_benchmark(
+    target, tokenizer, engine
+) -> None:
+    conversations = ["a"], ["b"], ["long " * 60], ["c"]
+    benchmarks = {name: make_prompts(name, *conversations) for name in ("one", "two")}
+
+    def decode(share: tuple[int, int], *names: str, **settings) -> int:
+        comparison = Evaluation(
+            target=target,
+            tokenizer=tokenizer,
+            benchmarks={name: benchmarks[name] for name in names},
+            reference=None,
+            progress=False,
+            traces=Traces(shard=share),
+        )
+        return comparison.decode_shard([make_method(**settings)])
+
+    assert [decode((index, 4), "one") for index in range(4)] == [2, 2, 0, 2]
+    assert decode((2, 5), "one", "two") == 2  # and one of the second
+    with pytest.raises(ValueError, match="too few for any prompt of one; lower it"):
+        decode((0, 4), "one", max_new_tokens=250)
 
 
 def test_a_method_that_cannot_run_is_refused_before_anything_is_decoded(
