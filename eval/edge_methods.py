@@ -265,6 +265,12 @@ class Simulation(Filters):
             **settings,
         )
 
+    def draft_of(self, method: Method) -> DraftNetwork | None:
+        """What a method drafts with."""
+        if method.lookup is None:
+            return self.draft
+        return LOOKUPS[method.lookup](self.target.staged().vocab_size)
+
     def caveat(self, method: Method) -> str:
         """Why the output is not distributed as the target's; "": it is."""
         if method.drafts_in is None:
@@ -311,9 +317,8 @@ def decode(
         elapsed_s, num_drafted = result.token_times_s[-1], len(result.token_ids)
     else:
         is_colocated = method.drafts_in == "target" or method.asks_with is not None
-        draft, times = simulation.draft, simulation.times
+        times = simulation.times
         if method.lookup is not None:
-            draft = LOOKUPS[method.lookup](simulation.target.staged().vocab_size)
             times = replace(times, draft_s=0.0)
         pipeline = LinkPipeline(
             RemoteTarget(),
@@ -327,7 +332,7 @@ def decode(
             pipeline.target,
             simulation.tokenizer,
             simulation.config(method),
-            draft,
+            simulation.draft_of(method),
             connect=lambda target: pipeline,
         )
         result = engine.decode(prompt_ids, prompt_index=prompt_index)

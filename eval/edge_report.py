@@ -34,6 +34,7 @@ from pipedraft.eval.turns import DecodedTurn, check_room, evaluate
 from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.channel import load_link
 from pipedraft.inference.draws import probabilities
+from pipedraft.inference.engine import DraftNetwork
 from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.sources import make_source
@@ -152,7 +153,8 @@ def _latency_record(
     }
     bias = None
     if run.rule == "topk":
-        bias = float(np.mean([_top_k_bias(run.simulation, result) for result in results]))
+        draft = run.simulation.draft_of(METHODS[run.method])
+        bias = float(np.mean([_top_k_bias(run.simulation, draft, result) for result in results]))
     return LatencyRecord(
         method=run.method,
         network=run.network,
@@ -193,10 +195,9 @@ def _latency_record(
 
 
 @torch.inference_mode()
-def _top_k_bias(simulation: Simulation, result: DecodeResult) -> float:
+def _top_k_bias(simulation: Simulation, draft: DraftNetwork | None, result: DecodeResult) -> float:
     """Mean over the output of what ``topk`` loses where a token is tested; bonuses lose nothing."""
-    assert simulation.draft is not None
-    source, first = make_source(simulation.draft), len(result.prompt_ids)
+    source, first = make_source(draft), len(result.prompt_ids)
     source.begin({}, [*result.prompt_ids, result.token_ids[0]])
     logits_NV = output_logits(simulation.target.model, result.prompt_ids, result.token_ids)
     total, sampling = 0.0, (simulation.temperature, simulation.filters)
