@@ -6,6 +6,7 @@ from any .jsonl file.
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -298,13 +299,16 @@ def _read_json(path: Path) -> Rows:
 def _read_jsonl(path: Path) -> Rows:
     """Every line that is not blank."""
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:
-        for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
-            where = f"{path}:{number}"
-            if line is None:
-                raise ValueError(f"{where}: more than {MAX_ROW_BYTES} bytes; shorten the prompt")
-            if line.strip():
-                yield where, _parse_row(line, where)
+    try:
+        with opener(path, "rb") as file:
+            for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
+                where = f"{path}:{number}"
+                if line is None:
+                    raise ValueError(f"{where}: more than {MAX_ROW_BYTES} bytes; shorten the row")
+                if line.strip():
+                    yield where, _parse_row(line, where)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: no whole gzip file ({error}); fetch it again") from error
 
 
 def _parse_row(line: bytes, where: str) -> Values:

@@ -38,6 +38,16 @@ def test_every_shipped_calculation_is_right() -> None:
         assert float(marks[-1].partition(">>")[0].split("=")[1]) == float(result)
 
 
+@pytest.mark.parametrize("fault", ["short", "damaged", "plain"])
+def test_a_damaged_gzip_file_is_an_error_that_names_it(tmp_path, fault) -> None:
+    rows = "".join(f'{{"prompt": "q {i * i}"}}\n' for i in range(500)).encode()
+    whole, path = gzip.compress(rows), tmp_path / "mine.jsonl.gz"
+    damaged = whole[:10] + b"\xff" + whole[11:]
+    path.write_bytes({"short": whole[:-40], "damaged": damaged, "plain": rows}[fault])
+    with pytest.raises(ValueError, match="mine.jsonl.gz: no whole gzip file .*; fetch it again"):
+        load_task(str(path))
+
+
 def test_limit_takes_the_first_rows() -> None:
     assert load_task("gsm8k", limit=3) == load_task("gsm8k")[:3]
 
