@@ -7,6 +7,7 @@ from any .jsonl file.
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -444,6 +445,11 @@ def load_task(
     prompts = [parse(row, where) for where, row in islice(rows, limit)]
     if not prompts:
         raise ValueError(f"--benchmarks: {name!r} holds no prompt; add at least one row")
+    (repeated, times), *_ = Counter(prompt.id for prompt in prompts).most_common(1)
+    if times > 1:
+        raise ValueError(
+            f"--benchmarks: {name!r} has {times} prompts of the id {repeated!r}; give each its own"
+        )
     return prompts
 
 

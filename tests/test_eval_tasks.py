@@ -38,6 +38,13 @@ def test_every_shipped_calculation_is_right() -> None:
         assert float(marks[-1].partition(">>")[0].split("=")[1]) == float(result)
 
 
+def test_prompts_that_share_an_id_are_refused(tmp_path) -> None:
+    name = write_rows(tmp_path / "mine.jsonl", *({"prompt": text, "id": 1} for text in "abc"))
+    with pytest.raises(ValueError, match="mine.jsonl' has 3 prompts of the id '1'; give each its"):
+        load_task(name)
+    assert len(load_task(name, limit=1)) == 1
+
+
 @pytest.mark.parametrize("fault", ["short", "damaged", "plain"])
 def test_a_damaged_gzip_file_is_an_error_that_names_it(tmp_path, fault) -> None:
     rows = "".join(f'{{"prompt": "q {i * i}"}}\n' for i in range(500)).encode()
