@@ -224,6 +224,16 @@ def compare_runs(
         for line in compare_entries(other, entry, quantities)
     ]
     if not lines:
+        if any(
+            _rows_by_id(entry).keys() & _rows_by_id(other).keys()
+            for entry in compared.entries
+            for other in counterparts(entry, baseline.entries)
+        ):
+            raise UsageError(
+                f"RUN: {str(compared.folder)!r} and {str(baseline.folder)!r} have prompts in "
+                "common, but no quantity, as where no token followed the first; evaluate both with "
+                "--max-new-tokens above 1, plain decoding alone without --sequences"
+            )
 
         def places(run: Evaluated) -> str:
             return ", ".join(

@@ -282,6 +282,10 @@ def test_a_single_prompt_has_no_interval_in_table_or_file(tmp_path, capsys) -> N
 def bad_entry(rows: list[dict], name: str) -> dict:
     if name == "twice":
         return make_entry([*rows, rows[0]])
+    if name == "short":
+        return make_entry(
+            [{"benchmark": "b", "id": r["id"], "tokens": 0, "steps": 0} for r in rows]
+        )
     if name == "other":
         return make_entry(rows, benchmark="gsm8k")
     if name == "disjoint":
@@ -297,6 +301,7 @@ def bad_entry(rows: list[dict], name: str) -> dict:
         ("twice", ["2 prompts of b with the id '0'", "an id of its own"]),
         ("other", ["gsm8k at T = 0", "b at T = 0", "same --benchmarks"]),
         ("disjoint", ["share no prompt", "same --benchmarks"]),
+        ("short", ["have prompts in common", "--max-new-tokens above 1"]),
     ],
 )
 def test_bad_runs_are_one_line_and_status_two(tmp_path, capsys, name, words) -> None:
