@@ -330,6 +330,7 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Amount
     filters: Filtered = {}
     seed: int
+    max_new_tokens: Count
     recorded_stages: Count
     benchmark: Name
     stages: Count

@@ -194,6 +194,7 @@ def records(found: Replay) -> Iterator[ReplayRecord]:
             temperature=config.temperature,
             filters=config.active,
             seed=config.seed,
+            max_new_tokens=config.max_new_tokens,
             recorded_stages=config.num_stages,
             benchmark=benchmark,
             stages=found.stages,
@@ -220,13 +221,16 @@ def _one_device_share(found: Replay) -> float:
 
 
 def best_of(found: Sequence[ReplayRecord]) -> list[ReplayRecord]:
-    """Replays with the highest S of each benchmark, sampling, number of stages, cost and link."""
+    """Replays with the highest S of each benchmark, sampling, number of stages, cost and link.
+
+    Outputs of other lengths or random numbers are not compared.
+    """
     best: dict[tuple[object, ...], ReplayRecord] = {}
     speeds = np.nan_to_num([number_or_nan(record.theoretical_speedup) for record in found])
     for record in (found[index] for index in np.argsort(speeds, kind="stable")):
         sampling = sampling_label(record.temperature, record.filters)
-        costs = record.cost_name, record.cost["link"]
-        best[record.benchmark, sampling, record.stages, *costs] = record
+        way = record.cost_name, record.cost["link"], record.max_new_tokens, record.seed
+        best[record.benchmark, sampling, record.stages, *way] = record
     return [record for record in found if record in best.values()]
 
 
@@ -247,6 +251,16 @@ COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
     "one device": lambda record: number(record.one_device_speedup),
     "how": lambda record: record.how,
 }
+VARYING: dict[str, Callable[[ReplayRecord], str]] = {
+    "max new": lambda record: str(record.max_new_tokens),
+    "seed": lambda record: str(record.seed),
+}
+"""Columns where runs of several settings are in the traces."""
+
+
+def _table(found: Sequence[ReplayRecord]) -> Table:
+    varying = {name: of for name, of in VARYING.items() if len(set(map(of, found))) > 1}
+    return Table.of(COLUMNS | varying, found)
 
 
 # -- cost models from measured times ---------------------------------------------------------------
@@ -383,7 +397,8 @@ class ReplayOptions(Options):
     pass_ms: float | None = option(None, metavar="MS")
     """milliseconds of a target pass over one token"""
     best: bool = False
-    """only the method with the highest S of each benchmark, temperature, stages, cost and link"""
+    """only the method with the highest S of each benchmark, temperature, stages, cost, link, and
+    recorded --max-new-tokens and --seed"""
     json: bool = False
     """print JSON alone"""
     out: Path | None = option(None, metavar="DIR")
@@ -429,7 +444,7 @@ def run(argv: Sequence[str]) -> None:
     found = best_of(found) if arguments.best else found
     content = to_json({"replays": found, "left_out": left_out})
     lines = [f"left out: {line}" for line in left_out]
-    text = "\n".join([align_columns(Table.of(COLUMNS, found)), *lines, "", LEGEND])
+    text = "\n".join([align_columns(_table(found)), *lines, "", LEGEND])
     print(content.decode() if arguments.json else text)
     if arguments.out is not None:
         make_folder("--out", arguments.out)

@@ -279,6 +279,10 @@ def read_recordings(places: Iterable[Path]) -> list[Recording]:
                     f"TRACES: {str(path)!r} was written before steps were recorded; run the "
                     "evaluation again"
                 )
+            # Turns that were decoded together are the same ones; they are not a second recording.
+            identity = json.loads(text)
+            identity.pop("together", None)
+            text = json.dumps(identity)
             headers[text] = header
             for key, value in lines:
                 benchmark, name, turn, _ = json.loads(key)

@@ -4,6 +4,8 @@ The real runs are tiny models on 2, 3, 4 and 8 stages; every formula is checked 
 """
 
 import json
+import shutil
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -326,6 +328,38 @@ def test_the_best_way_of_every_pipeline_and_what_the_pipeline_costs(evaluated, c
     for record in every:  # a token of plain decoding takes a pass and a hop for each stage
         over = record["theoretical_speedup"] / (1 + record["stages"] * record["cost"]["link"])
         assert record["one_device_speedup"] == pytest.approx(over)
+
+
+def test_earlier_settings_are_told_apart_and_turns_decoded_together_are_listed_once(
+    evaluated, tmp_path, capsys
+) -> None:
+    traces = tmp_path / "traces"
+    shutil.copytree(evaluated[0] / "traces", traces)
+
+    def table(*more: str) -> str:
+        assert status(["replay", str(tmp_path), *more]) == 0
+        return capsys.readouterr().out
+
+    def add(name: str, config: dict, **more) -> None:
+        for file in (evaluated[0] / "traces").iterdir():
+            header, *lines = file.read_text().splitlines()
+            header = json.loads(header)
+            header |= {"config": header["config"] | config, **more}
+            (traces / f"{name}-{file.name}").write_text("\n".join([json.dumps(header), *lines]))
+
+    alone = table()
+    add("together", {}, together=1)
+    assert table() == alone and "max new" not in alone and "seed" not in alone
+    for setting, column in (("max_new_tokens", "max new"), ("seed", "seed")):
+        add(setting, {setting: 5})
+        shown = table()
+        rows = [
+            line for line in shown.splitlines() if line.startswith(("one ", "two ", "overall "))
+        ]
+        assert column in shown and len(rows) == len(set(rows))
+    best = json.loads(table("--best", "--json"))["replays"]
+    settings = Counter((record["max_new_tokens"], record["seed"]) for record in best)
+    assert settings == {(8, 0): 3, (5, 0): 3, (8, 5): 3}
 
 
 def test_every_entry_has_its_speedup_over_the_cost_of_a_row(evaluated) -> None:
