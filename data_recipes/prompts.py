@@ -16,15 +16,15 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pipedraft.errors import leave_at_interrupts, run_command
+from pipedraft.errors import UsageError, leave_at_interrupts, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
 from pipedraft.data_recipes.overlap import user_turns
-from pipedraft.data_recipes.sources import Source, read_source
+from pipedraft.data_recipes.sources import Source, parse_json, read_source
 from pipedraft.files import Values, make_place, write_atomically
 from pipedraft.options import Options, option
 
@@ -46,7 +46,7 @@ class PromptOptions(Options):
     stubs: tuple[str, ...] = option((), metavar="SOURCE=ROWS", repeated=True)
     """as --take, of conversations that answer a task with a Python function: its signature is to be
     completed, with the task as its docstring"""
-    functions: int = 0
+    functions: int = option(0, least=0)
     """functions of Python's standard library at most"""
     answers: Path | None = None
     """JSONL (.gz) of {"prompt_sha256", "answer"}: only prompts that have one, with it"""
@@ -58,13 +58,26 @@ class PromptOptions(Options):
     """JSONL file to write"""
 
 
-def parse_take(text: str) -> tuple[str, int, int]:
+def parse_take(text: str, name: str = "take") -> tuple[str, int, int]:
     """ "gsm8k=100:2" -> ("gsm8k", 100, 2)."""
     source, _, sizes = text.rpartition("=")
-    rows, _, turns = sizes.partition(":")
-    if not source or not rows.isdecimal() or not (turns or "1").isdecimal():
-        raise ValueError(f"--take: {text!r} is not SOURCE=ROWS[:TURNS]; give for example all=100")
+    rows, colon, turns = sizes.partition(":")
+    is_sound = source and rows.isdecimal() and (turns or "1").isdecimal()
+    if not is_sound or (colon and name != "take"):
+        form = "SOURCE=ROWS" + "[:TURNS]" * (name == "take")
+        raise ValueError(f"--{name}: {text!r} is not {form}; give for example all=100")
     return source, int(rows), int(turns or "1")
+
+
+def check_turns(row: Any) -> Values:
+    """The row itself; raises ValueError unless it is an object whose turns are texts."""
+    turns = (row.get("messages") or row.get("conversations") or []) if type(row) is dict else None
+    if not isinstance(turns, list) or not all(
+        type(turn) is dict and isinstance(turn.get("content") or turn.get("value") or "", str)
+        for turn in turns
+    ):
+        raise ValueError("no object whose turns are texts")
+    return row
 
 
 def task_stub(row: Values) -> str:
@@ -95,14 +108,14 @@ def conversation_prompts(
     with path.open() as file:  # str.splitlines would also split inside texts, at U+2028
         for number, line in enumerate(file, 1):
             try:
-                rows.append(json.loads(line))
+                rows.append(check_turns(json.loads(line)))
             except ValueError as error:
                 raise ValueError(
-                    f"--conversations: {path}:{number} is not JSON ({error}); fix or drop that row"
+                    f"--conversations: {path}:{number} is no conversation ({error}); fix or drop it"
                 ) from error
     prompts = []
     for option_name, texts in (("take", takes or ["all=1000000"] * (not stubs)), ("stubs", stubs)):
-        for source, count, turns in map(parse_take, texts):
+        for source, count, turns in (parse_take(text, option_name) for text in texts):
             chosen = [row for row in rows if source in ("all", row.get("source"))]
             if not chosen:
                 known = ", ".join(sorted({str(row.get("source")) for row in rows}))
@@ -140,13 +153,18 @@ def function_stubs(folder: Path) -> Iterator[str]:
 
 def read_answers(path: Path) -> dict[str, Values]:
     """Rows of a file of answers by the SHA-256 of the prompt that each is the answer to."""
+    if not path.is_file():
+        raise UsageError(f"--answers: no file {path}; give a JSONL file")
     answers: dict[str, Values] = {}
     for raw in read_source(Source(path=str(path))):
-        row = json.loads(raw.text)
-        if not all(isinstance(row.get(name), str) for name in ("prompt_sha256", "answer")):
+        try:
+            row = parse_json(raw.text)
+        except ValueError:
+            row = None
+        names = ("prompt_sha256", "answer")
+        if type(row) is not dict or not all(isinstance(row.get(name), str) for name in names):
             raise ValueError(
-                f"--answers: row {len(answers)} of {path} has no prompt_sha256 or no answer; give "
-                "both as text"
+                f"--answers: {raw.location} has no prompt_sha256 or no answer; give both as text"
             )
         answers[row["prompt_sha256"]] = row
     return answers
@@ -167,6 +185,12 @@ def main() -> None:
     options = PromptOptions.read(sys.argv[1:])
     if options.unanswered and not options.answers:
         raise ValueError("--unanswered: without --answers every prompt is; leave it out")
+    if options.conversations is None and (options.take or options.stubs):
+        raise UsageError("--take, --stubs: without --conversations; give that, too, or neither")
+    for name in ("conversations", "answers", "unanswered"):
+        place = getattr(options, name)
+        if place is not None and place.resolve() == options.out.resolve():
+            raise UsageError(f"--{name}: {str(place)!r} is --out, too; give another file")
     has_answers = options.answers is not None
     make_place("--out", options.out, b'{"messages": ' if has_answers else b'{"prompt": ')
     if options.unanswered is not None:

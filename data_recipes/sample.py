@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pipedraft.errors import Failure, leave_at_interrupts, run_command
+from pipedraft.errors import Failure, UsageError, leave_at_interrupts, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -56,15 +56,17 @@ class Markers:
     assistant: tuple[int, ...]
     end_of_turn: int
     end_of_text: int
+    """-1: there is none, and rows go on until --max-tokens."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Markers":
         content = "CONTENT"
         messages = [{"role": "user", "content": content}]
-        rendered = render_chat(tokenizer, messages)
+        end = tokenizer.eos_token or content  # which does not stand behind itself
+        rendered = render_chat(tokenizer, messages) if tokenizer.chat_template else ""
         before, _, after = rendered.partition(content)
-        opening = after.split(tokenizer.eos_token, 1)[-1].lstrip("\n")
-        if not before or tokenizer.eos_token not in after or not opening:
+        opening = after.split(end, 1)[-1].lstrip("\n")
+        if not before or end not in after or not opening:
             raise ValueError(
                 "target: its chat template does not close a turn with the EOS token; sample from a "
                 "model whose template does"
@@ -72,7 +74,8 @@ class Markers:
         user, assistant = (
             tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in (before, opening)
         )
-        return cls(user, assistant, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+        return cls(user, assistant, eos, -1 if pad in (None, eos) else pad)
 
 
 @torch.inference_mode()
@@ -396,6 +399,11 @@ class SampleOptions(Options):
     """of the sampling"""
     out: Path
     """JSONL file to write"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.greedy_share <= 1:
+            raise UsageError(f"--greedy-share: {self.greedy_share:g}; give a number from 0 to 1")
 
 
 def sampled_rows(

@@ -1,5 +1,6 @@
 """Sampled conversations: turns are read back exactly, greedy answers are greedy."""
 
+import copy
 import email
 import hashlib
 import json
@@ -43,6 +44,25 @@ def test_an_unfinished_answer_is_dropped_with_its_question(tokenizer):
     last_end = len(ids) - 1 - ids[::-1].index(markers.end_of_turn)
     assert sample.parse_turns(tokenizer, markers, ids[:last_end]) == CHAT[:2]
     assert sample.parse_turns(tokenizer, markers, ids[3:]) == []
+
+
+def test_a_tokenizer_without_an_end_of_text_is_sampled_to_the_most_tokens(tokenizer):
+    for pad in (None, tokenizer.eos_token):
+        other = copy.deepcopy(tokenizer)
+        other.pad_token = pad
+        markers = sample.Markers.of(other)
+        assert markers.end_of_text == -1 and markers.end_of_turn == tokenizer.eos_token_id
+    generator = torch.Generator().manual_seed(0)
+    model, greedy_B = tiny_llama(layers=2, vocab=300), torch.tensor([False])
+    rows = sample.sample_batch(
+        model, markers, greedy_B=greedy_B, max_tokens=20, generator=generator
+    )
+    assert len(rows[0]) == 20
+    for lacks in ("chat_template", "eos_token"):
+        other = copy.deepcopy(tokenizer)
+        setattr(other, lacks, None)
+        with pytest.raises(ValueError, match="target: its chat template does not close a turn"):
+            sample.Markers.of(other)
 
 
 def test_conversations_are_made_on_the_models_device():
@@ -101,6 +121,9 @@ def test_a_missing_model_is_bad_input(monkeypatch, capsys, tmp_path):
         sample.run_command(sample.main)
     assert exit_status.value.code == 2
     assert "--target: no folder 'nowhere'" in capsys.readouterr().err
+    sys.argv += ["--greedy-share", "7"]
+    with pytest.raises(ValueError, match="--greedy-share: 7; give a number from 0 to 1"):
+        sample.main()
 
 
 def run(module, monkeypatch, *arguments) -> None:
@@ -144,8 +167,33 @@ def test_prompts_with_known_answers_become_conversations(monkeypatch, tmp_path):
     assert json.loads(out.read_text()) == {"messages": turns, "greedy_answers": True}
     assert json.loads(left.read_text()) == {"prompt": second}
     known.write_text(json.dumps({"answer": "Whose?"}) + "\n")
-    with pytest.raises(ValueError, match="--answers: row 0 .* no prompt_sha256"):
+    with pytest.raises(ValueError, match="--answers: .*answers.jsonl:1 has no prompt_sha256"):
         run(prompts, monkeypatch, "--conversations", chats, *files)
+    for damaged in ("[1]", "{"):
+        known.write_text(damaged)
+        with pytest.raises(ValueError, match="--answers: .*answers.jsonl:1 has no"):
+            prompts.read_answers(known)
+    known.unlink()
+    with pytest.raises(ValueError, match="--answers: no file"):
+        prompts.read_answers(known)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--functions", "-1"], "--functions: -1; give at least 0"),
+        (["--take", "all=1"], "--take, --stubs: without --conversations"),
+        (["--conversations", "o.jsonl"], "--conversations: 'o.jsonl' is --out, too"),
+        (["--answers", "o.jsonl"], "--answers: 'o.jsonl' is --out, too"),
+        (["--answers", "a.jsonl", "--unanswered", "./o.jsonl"], "--unanswered: 'o.jsonl' is --out"),
+    ],
+)
+def test_options_that_would_lose_or_ignore_something_are_refused(
+    words, said, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        run(prompts, monkeypatch, *words, "--out", "o.jsonl")
 
 
 CODE = "```python\ndef helper(x):\n\treturn x\ndef double(x, *, by=2):\n\treturn x * by\n```"
@@ -176,6 +224,8 @@ def test_a_task_becomes_a_function_to_complete(answer, expected):
         (["--take", "c=1"], "--take: .*'c'; it has a"),
         (["--take", "a"], "SOURCE=ROWS"),
         (["--stubs", "c=1"], "--stubs: .*'c'; it has a"),
+        (["--stubs", "a=x"], "--stubs: 'a=x' is not SOURCE=ROWS;"),
+        (["--stubs", "a=1:2"], "--stubs: 'a=1:2' is not SOURCE=ROWS;"),
     ],
 )
 def test_an_unknown_source_is_bad_input(takes, words, monkeypatch, tmp_path):
@@ -183,3 +233,13 @@ def test_an_unknown_source_is_bad_input(takes, words, monkeypatch, tmp_path):
     chats.write_text(json.dumps({"messages": CHAT, "source": "a"}) + "\n")
     with pytest.raises(ValueError, match=words):
         run(prompts, monkeypatch, "--conversations", chats, *takes, "--out", tmp_path / "o.jsonl")
+
+
+@pytest.mark.parametrize(
+    "row", [[1], {"messages": [1]}, {"messages": [{"role": "user", "content": [{"text": "x"}]}]}]
+)
+def test_a_row_that_is_no_conversation_of_texts_is_named(row, monkeypatch, tmp_path):
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="--conversations: .*chats.jsonl:2 is no conversation"):
+        run(prompts, monkeypatch, "--conversations", chats, "--out", tmp_path / "o.jsonl")
