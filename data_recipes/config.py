@@ -186,7 +186,8 @@ class Source:
     def reading_key(self) -> tuple[object, ...]:
         """Fields that decide the raw rows, apart from the files themselves."""
         place = (self.path, self.kind, self.split, self.subset, self.files, self.revision)
-        return (*place, self.streaming, self.max_rows, self.text_field, self.max_row_bytes)
+        columns = (self.text_field, self.prompt_field, self.answer_field)
+        return (*place, self.streaming, self.max_rows, *columns, self.max_row_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +225,8 @@ class DataConfig:
             raise ValueError("data.sources: []; name at least one source")
         check_ranges(
             self,
-            {"max_length": "[2, 1e9]", "num_proc": "[1, 4096]", "valid_fraction": "[0, 1)"},
+            {"max_length": "[2, 1e9]", "num_proc": "[1, 4096]", "valid_fraction": "[0, 1)"}
+            | {"seed": "[0, inf)"},
             "data.",
         )
         if not LEAST_NEAR_THRESHOLD <= self.near_threshold <= 1:

@@ -127,12 +127,17 @@ def read_benchmarks(entries: Sequence[str | Source]) -> Benchmarks:
     sources: list[tuple[str, Source]] = []
     for entry in entries:
         source = Source(path=entry) if isinstance(entry, str) else entry
-        files = list_files(source)
+        try:
+            files = list_files(source)
+        except ValueError as error:
+            said = str(error).removeprefix("sources.path: ")
+            raise ValueError(f"data.decontaminate: {said}") from error
         if files is None:
             parts = (source.path, source.subset or "", source.split)
             sources.append((":".join(part for part in parts if part), source))
         else:
-            sources += [("/".join(f.parts[-2:]), Source(path=str(f))) for f in files]
+            limits = {"max_rows": source.max_rows, "max_row_bytes": source.max_row_bytes}
+            sources += [("/".join(f.parts[-2:]), Source(path=str(f), **limits)) for f in files]
     if len(sources) > MAX_BENCHMARKS:
         raise ValueError(
             f"data.decontaminate: {len(sources)} files; give {MAX_BENCHMARKS} at most, or "

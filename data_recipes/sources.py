@@ -52,6 +52,12 @@ def list_files(source: Source) -> list[Path] | None:
     is_text = source.kind == "text" and source.text_field is None
     allowed = TEXT_SUFFIXES if is_text else ROW_SUFFIXES
     path = Path(source.path).expanduser()
+    for name, plain in (("split", "train"), ("subset", None), ("files", None), ("revision", None)):
+        if (value := getattr(source, name)) != plain and path.exists():
+            raise ValueError(
+                f"sources.{name}: {value!r} with {source.path!r}, which is on this machine; it is "
+                "for data sets of the Hub, leave it out"
+            )
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.is_file() and _suffix(f) in allowed)
         if not files:

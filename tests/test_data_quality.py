@@ -251,6 +251,13 @@ def test_a_benchmark_that_cannot_be_read_is_an_error_with_its_place(tmp_path, co
     assert "data.decontaminate" in str(error.value) and "bench.jsonl" in str(error.value)
 
 
+def test_a_benchmark_on_this_machine_keeps_its_limit_and_is_named_where_missing(tmp_path):
+    source = write(tmp_path / "bench.jsonl", [{"prompt": word} for word in WORDS[:5]])
+    assert read_benchmarks([replace(source, max_rows=3)]).num_prompts == [3]
+    with pytest.raises(ValueError, match=r"^data.decontaminate: '.*absent.jsonl' does not exist"):
+        read_benchmarks([str(tmp_path / "absent.jsonl")])
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from("abcd"), max_size=30), st.integers(1, 14))
 def test_hashed_ngrams_are_equal_exactly_where_the_words_are(letters, length):

@@ -231,6 +231,8 @@ def test_two_processes_give_the_rows_of_one(tokenizer, tmp_path, config):
         (dict(path="{tmp}/empty.jsonl"), "holds no rows"),
         (dict(path="{tmp}/broken.json"), "not valid JSON"),
         (dict(path="{tmp}/broken.parquet"), "not a readable parquet"),
+        (dict(path="{tmp}/empty", files="*.jsonl"), "sources.files: '\\*.jsonl' with"),
+        (dict(path="{tmp}/rows.csv", split="test"), "sources.split: 'test' with"),
     ],
 )
 def test_an_unreadable_source_is_named_with_its_value(tokenizer, tmp_path, config, source, words):
@@ -246,7 +248,14 @@ def test_an_unreadable_source_is_named_with_its_value(tokenizer, tmp_path, confi
 
 
 @pytest.mark.parametrize(
-    "values", [dict(max_length=1), dict(valid_fraction=1.0), dict(num_proc=0), dict(sources=[])]
+    "values",
+    [
+        dict(max_length=1),
+        dict(valid_fraction=1.0),
+        dict(num_proc=0),
+        dict(sources=[]),
+        dict(seed=-1),
+    ],
 )
 def test_an_impossible_configuration_names_the_field(values):
     with pytest.raises(ValueError, match="data." + next(iter(values))):

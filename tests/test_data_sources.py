@@ -149,6 +149,16 @@ def test_questions_with_answers_and_text_fields_are_read(load, tokenizer, tmp_pa
     rendered = tokenizer.apply_chat_template(expected, tokenize=False)
     assert tokenizer.decode(data.train[0]["input_ids"]) == rendered
     assert data.report.bad_rows == {"answer is not a string": 1, "empty question": 1}
+    import datasets
+
+    columns = {name: [name] for name in ("question", "answer", "task", "solution")}
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "columns.parquet")
+    for asked, said in (("question", "answer"), ("task", "solution")):
+        table = Source(
+            path=str(tmp_path / "columns.parquet"), prompt_field=asked, answer_field=said
+        )
+        (row,) = load(table, valid_fraction=0.0).train
+        assert said in tokenizer.decode(row["input_ids"])
     texts = write(
         tmp_path / "texts.jsonl", [{"text": "one"}, {"text": "two"}, {"txt": 1}, {"text": " "}]
     )
