@@ -95,6 +95,11 @@ class SPDConfig(StagedDraftConfig):
             raise ValueError("model.layer_projections: True with query 'all'; give query newest")
         if list(self.anchors) != sorted(set(self.anchors)):
             raise ValueError(f"model.anchors: {list(self.anchors)} are not ascending and distinct")
+        passed = (self.num_target_layers, *self.cut[1:]) if self.num_target_layers else ()
+        for given, last in zip((self.anchors, *self.depth_layers), passed, strict=False):
+            if not all(0 <= layer <= last for layer in given):
+                name = "depth_layers" if self.depth_layers else "anchors"
+                raise ValueError(f"model.{name}: {[*given]} are not in 0..{last}, passed by then")
 
     @property
     def lead(self) -> int:

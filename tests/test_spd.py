@@ -225,6 +225,12 @@ def test_feature_layers_follow_the_paper_and_the_release():
     assert feature_layers(thirds) == [(0,), (0, 4), (0, 4, 8), (0, 4, 8, 12), (0, 5, 10, 16)]
     anchors = SPDConfig(num_stages=4, num_target_layers=16, features="anchors", anchors=(8, 16))
     assert feature_layers(anchors) == [(0,), (0,), (0, 8), (0, 8), (0, 8, 16)]
+    for name, features, given in (
+        ("anchors", "anchors", (8, 17)),
+        ("depth_layers", "listed", ((0,), (0, 9), (0,), (0,))),
+    ):
+        with pytest.raises(ValueError, match=f"model.{name}: .* are not in 0.."):
+            SPDConfig(num_stages=4, num_target_layers=16, features=features, **{name: given})
 
 
 def test_a_saved_module_loads_and_refuses_another_target(tmp_path):
