@@ -103,13 +103,17 @@ def vocabulary_of(
     if d2t.shape != (num_rows,) or d2t.is_floating_point():
         raise peer.refuse("d2t", tuple(d2t.shape), f"{num_rows} integers belong to its LM head")
     ids = torch.arange(num_rows) + d2t.long()
-    if len(ids.unique()) != num_rows or not bool(((ids >= 0) & (ids < num_tokens)).all()):
-        raise peer.refuse(
-            "d2t", f"{int(ids.min())}..{int(ids.max())}", f"ids of 0..{num_tokens - 1}, each once"
-        )
+    check_ids(peer, "d2t", ids, num_tokens)
     if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
         raise peer.refuse("t2d", int(t2d.sum()), "it names other tokens than d2t")
     return weights, ids
+
+
+def check_ids(peer: Peer, key: str, ids: Tensor, num_tokens: int) -> None:
+    """Refuse draft tokens that are none of the target's, or twice the same."""
+    if len(ids.unique()) != len(ids) or not bool(((ids >= 0) & (ids < num_tokens)).all()):
+        found = f"{int(ids.min())}..{int(ids.max())}"
+        raise peer.refuse(key, found, f"ids of 0..{num_tokens - 1}, each once")
 
 
 def fill(peer: Peer, head: Head, weights: Weights, found: TargetFiles) -> Head:

@@ -46,6 +46,7 @@ from pipedraft.models.peer_parts import (
     FAMILIES,
     Peer,
     check,
+    check_ids,
     check_shared,
     convert,
     fill,
@@ -295,7 +296,8 @@ def _spd(peer: Peer, found: TargetFiles, reference: TargetReference) -> SPD:
             weights[f"{name}.{last}"] = value
     ids = torch.arange(size_of(reference))
     if given.draft_token_ids is not None:
-        ids = torch.tensor(given.draft_token_ids)
+        ids = torch.tensor(given.draft_token_ids, dtype=torch.long)
+        check_ids(peer, "draft_token_ids", ids, size_of(reference))
     weights["norm.weight"] = norm_factor(settings, found.norm_H)
     return fill(peer, SPD(config, layer, reference), weights | {"draft_ids": ids}, found)
 

@@ -196,6 +196,8 @@ def test_training_and_decoding_agree_on_an_imported_module(tmp_path, target, ver
         (11, {"aggr_feature_bound": [2, 4]}, ["aggr_feature_bound", "[2, 4]"]),
         (10, {"shallow_hidden_layer_indices": [[0]]}, ["shallow_hidden_layer_indices", "4 "]),
         (11, {"hidden_size": 64}, ["hidden_size", "64"]),
+        (11, {"draft_token_ids": [3, 3]}, ["draft_token_ids", "3..3", "each once"]),
+        (11, {"draft_token_ids": [3, 10**6]}, ["draft_token_ids", "1000000"]),
         (11, {"num_spec_layers": "two"}, ["num_spec_layers"]),
     ],
     ids=str,
