@@ -237,9 +237,14 @@ def out_of_scope(base: str, evolved: str) -> list[str]:
         ValueError: one of them cannot be read, or they are no versions of one target.
     """
     folder = Path(evolved)
-    if (folder / ADAPTER_CONFIG).is_file():
-        return targeted_modules(_copied_part(base, is_weightless=True), folder)
-    return changed_modules(_copied_part(base), _copied_part(evolved))
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    try:
+        part = _copied_part(base, is_weightless=is_adapter)
+    except ValueError as error:  # its field is the target's
+        raise ValueError(f"--base{str(error).removeprefix('target')}") from error
+    if is_adapter:
+        return targeted_modules(part, folder)
+    return changed_modules(part, _copied_part(evolved))
 
 
 def _copied_part(name: str, *, is_weightless: bool = False) -> PreTrainedModel:

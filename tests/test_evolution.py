@@ -138,6 +138,8 @@ def test_the_command_says_it_by_its_status(base, tmp_path, monkeypatch, capsys):
                 command.main()
             assert stop.value.code == status
             assert capsys.readouterr().out == "model.norm\nlm_head\n"
+    with pytest.raises(ValueError, match="--base: no folder"):
+        out_of_scope(str(tmp_path / "absent"), str(base))
 
 
 # -- training adapters --------------------------------------------------------------------------
