@@ -2,6 +2,7 @@
 whether a fine-tuned target keeps its FlexSpec draft, make a target of a GGUF file, or a checkpoint
 with fp16 weights."""
 
+import shlex
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -180,9 +181,10 @@ def run_import(options: ImportOptions) -> None:
     for path in files:
         print(path)
     stages = "" if draft.num_stages is None else f" --stages {draft.num_stages}"
+    place, target = shlex.quote(str(options.out)), shlex.quote(options.target)
     print(
-        f"python -m pipedraft.inference --checkpoint {options.out} --target {options.target}"
-        f"{stages} --prompt Hello"
+        f"python -m pipedraft.inference --checkpoint {place} --target {target}{stages} "
+        "--prompt Hello"
     )
 
 

@@ -22,6 +22,7 @@ numbers it reads, so they are written one lower for it, and left out where its d
 """
 
 import json
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -181,15 +182,17 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 def launch_line(layout: Layout, target: str, out: Path | str, kind: str = "eagle3") -> str:
     """Shell command that serves ``target`` with the exported head."""
+    place, target = shlex.quote(str(out)), shlex.quote(target)
     is_block = kind in (DFlash.draft_type, DSpark.draft_type)
     if layout == "speculators" and is_block:  # its files say the rest, the target too
-        return f"vllm serve {out} --dtype bfloat16"
+        return f"vllm serve {place} --dtype bfloat16"
     if layout == "speculators":
         options = {"method": "eagle3", "model": str(out), "num_speculative_tokens": CHAIN_LENGTH}
-        return f"vllm serve {target} --dtype bfloat16 --speculative-config '{json.dumps(options)}'"
+        settings = shlex.quote(json.dumps(options))
+        return f"vllm serve {target} --dtype bfloat16 --speculative-config {settings}"
     line = (
         f"python -m sglang.launch_server --model-path {target} --dtype bfloat16 "
-        f"--speculative-algorithm {kind.upper()} --speculative-draft-model-path {out}"
+        f"--speculative-algorithm {kind.upper()} --speculative-draft-model-path {place}"
     )
     if is_block:  # which is as long as its configuration says
         return line

@@ -11,6 +11,7 @@ it cannot be one of its extras. To run the tests that need it, put it beside the
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ from pipedraft.errors import Failure
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.export import export, vocabulary_maps
+from pipedraft.models.export import export, launch_line, vocabulary_maps
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.peer_files import read_target
 from pipedraft.models.target import target_fingerprint
@@ -248,6 +249,12 @@ def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, c
         for word in (*words, str(out), str(tmp_path / "target")):
             assert word in line
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+def test_names_with_spaces_are_quoted_in_the_launch_line(layout):
+    words = shlex.split(launch_line(layout, "my target", "it's out"))
+    assert "my target" in words and "it's out" in " ".join(words)
 
 
 def test_another_name_of_the_target_goes_into_the_files_and_the_launch_line(
