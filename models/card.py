@@ -193,6 +193,12 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     filters: dict[str, float] = {}
     """Of samples, those that remove something."""
 
+    @property
+    def sampling(self) -> str:
+        """Temperature and filters; who differs here is not alike."""
+        filters = (f", {name.replace('_', '-')} {x:g}" for name, x in self.filters.items())
+        return f"{self.temperature:g}" + "".join(filters)
+
 
 class MeasuredRuns(msgspec.Struct, frozen=True):
     runs: list[MeasuredRun]
@@ -270,9 +276,7 @@ class Measured:
                 key: getattr(run, key)
                 for key in ("schedule", "stages", "temperature", "tree_width", "tree")
             } | run.filters
-            sampling = [f"T = {run.temperature:g}"]
-            sampling += [f"{k.replace('_', '-')} {v:g}" for k, v in run.filters.items()]
-            shown = f"{run.schedule}, n = {run.stages}, {', '.join(sampling)}, W = "
+            shown = f"{run.schedule}, n = {run.stages}, T = {run.sampling}, W = "
             shown += f"{run.tree_width}" + (f", {run.tree}" if run.tree else "")
             length = run.equivalent_acceptance_length
             values = {

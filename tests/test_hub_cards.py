@@ -51,11 +51,17 @@ def card_of(hub: FakeHub, repo: str = "user/name", revision: str = "main") -> Mo
 # -- cards ----------------------------------------------------------------------------------
 
 
-def test_the_card_holds_the_measured_figures_as_the_hub_reads_them(place, hub, monkeypatch, capfd):
-    results = place.folder / "eval" / "results.json"
+def test_the_card_holds_the_measured_figures_as_the_hub_reads_them(
+    place, hub, tmp_path, monkeypatch
+):
+    results = shutil.copytree(place.folder / "eval", tmp_path / "eval") / "results.json"
+    runs = json.loads(results.read_text())["runs"]
+    for run in runs:
+        run["filters"] = {"top_p": 0.9} if run["temperature"] else {}
+    results.write_text(json.dumps({"runs": runs}))
     assert push(place, monkeypatch, "--results", str(results)) == 0
     card = card_of(hub)
-    runs = json.loads(results.read_text())["runs"]
+    assert "| 1, top-p 0.9 |" in card.text and "| 0 |" in card.text
     drafted = [run for run in runs if run["method"] == "spd"]
     assert len(drafted) == 2 and len(runs) == 6
     assert "| gsm8k | autoregressive |" in card.text and "eagle3 |" not in card.text
@@ -73,7 +79,7 @@ def test_the_card_holds_the_measured_figures_as_the_hub_reads_them(place, hub, m
     assert card.data.model_name == "name" and card.data.library_name == "pipedraft"
     assert card.data.tags == ["speculative-decoding", "pipedraft", "spd"]
     assert card.data.datasets == ["openai/gsm8k"]
-    assert str(results.parent) in card.text  # the command that measured
+    assert str(place.folder / "eval") in card.text  # the command that measured
     assert "Rows by license: mit 5, unknown 2." in card.text
     assert yaml.safe_load(str(card).split("---\n")[1])["model-index"][0]["name"] == "name"
 
