@@ -136,8 +136,11 @@ def read_benchmarks(entries: Sequence[str | Source]) -> Benchmarks:
             parts = (source.path, source.subset or "", source.split)
             sources.append((":".join(part for part in parts if part), source))
         else:
-            limits = {"max_rows": source.max_rows, "max_row_bytes": source.max_row_bytes}
-            sources += [("/".join(f.parts[-2:]), Source(path=str(f), **limits)) for f in files]
+            most, size = source.max_rows, source.max_row_bytes
+            sources += [
+                ("/".join(f.parts[-2:]), Source(path=str(f), max_rows=most, max_row_bytes=size))
+                for f in files
+            ]
     if len(sources) > MAX_BENCHMARKS:
         raise ValueError(
             f"data.decontaminate: {len(sources)} files; give {MAX_BENCHMARKS} at most, or "
