@@ -150,7 +150,7 @@ class EvaluationOptions(ScoreOptions, BackendOptions, FilterOptions, ScheduleOpt
     alone, wall-clock times are left out"""
     max_new_tokens: int = option(128, metavar="M", least=1)
     """new tokens of each turn"""
-    seed: int = 0
+    seed: int = option(0, metavar="N", least=0)
     """of the sampling and the bootstrap"""
     dtype: Dtype = "float32"
     """of target and draft; float32, for which greedy output is exact; auto: on a GPU as the target
@@ -244,7 +244,7 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     """of each answer"""
     dtype: Dtype = "float32"
     """of target and draft; float32, for which greedy output is exact"""
-    seed: int = 0
+    seed: int = option(0, metavar="N", least=0)
     """of all that is random"""
     no_lossless: bool = False
     """do not compare outputs with plain decoding"""
@@ -275,7 +275,7 @@ class TableOptions(PlaceOptions):
     """a turn; default: 128"""
     dtype: Dtype | None = None  # type: ignore[assignment]  # None: the specification's
     """of target and draft; default: the specification's, float32"""
-    seed: int | None = None
+    seed: int | None = option(None, metavar="N", least=0)
     """of the sampling and the bootstrap; default: 0"""
     sequences: int = option(1, metavar="N", least=1)
     """conversations decoded at once; as of eval --help"""

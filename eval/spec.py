@@ -115,7 +115,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     data_dir: Name | None = None
     limit: Positive | None = None
     max_new_tokens: Positive = 128
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0)] = 0
     dtype: Dtype = "float32"
     paper: str = ""
     measures: Names = []

@@ -173,6 +173,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ),
     ("inference", [*RUN, *INFERENCE, "--trace", "t.json"], ["--trace", "'t.json'", "--backend"]),
     ("inference", [*RUN, *INFERENCE, "--backend", "process"], ["--backend", "torchrun"]),
+    ("eval", [*RUN, *EVAL, "--seed", "-1"], ["--seed: -1", "give at least 0"]),
     ("eval", [*RUN, *EVAL, "--cost", "{a_file}"], ["--cost", "a_file", "h100"]),
     ("inference", [*RUN, *INFERENCE, "--stages", "3"], ["num_stages", "3", "give --stages 2"]),
     ("inference", [*RUN, *INFERENCE, "--stages", "0"], ["num_stages", "0", "give at least 1"]),

@@ -134,6 +134,7 @@ def test_bad_words_are_refused_in_one_line(more, message, words, tmp_path):
 
 
 def test_prompts_that_are_all_too_long_are_refused_before_decoding(words, tmp_path, monkeypatch):
+        (["--seed", "-1"], "--seed: -1; give at least 0"),
     monkeypatch.setattr("pipedraft.eval.edge_report.decode", None)  # would fail
     name = write_rows(tmp_path / "long.jsonl", {"prompt": "word " * 2000})
     with pytest.raises(

@@ -207,6 +207,7 @@ def test_a_file_that_is_no_specification_is_one_line(tmp_path, text, expected):
     assert "\n" not in str(caught.value) and "mine.yaml" in str(caught.value)
 
 
+        ("title: x\nseed: -1", "seed"),
 def test_a_measure_is_a_quantity_a_row_and_a_benchmark():
     found = [Measure(text=t) for t in ("S", "S on gsm8k", "S over Naive PP", "S over A B on c")]
     assert [m.quantity for m in found] == ["S"] * 4
@@ -425,6 +426,7 @@ def test_bad_input_is_one_line(place, tmp_path, monkeypatch, capsys, arguments, 
     monkeypatch.setattr(sys, "argv", ["eval", "table", *arguments])
     with pytest.raises(SystemExit) as stop:
         command.main()
+        (["spd1", "--seed", "-1"], "--seed: -1; give at least 0"),
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1 and expected in said
 
