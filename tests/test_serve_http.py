@@ -244,6 +244,8 @@ def test_a_full_queue_says_when_to_come_again(monkeypatch):
             told = place.chat()
         assert told.status == 429 and 1 <= int(told.headers["retry-after"]) <= 120
         assert told.json["error"]["type"] == "rate_limit_error"
+        told = place.chat(n=3)  # however long it waits
+        assert told.status == 400 and "at most 2" in told.json["error"]["message"]
         held.release()
         for thread, found in waiting:
             thread.join(WAIT_S)

@@ -199,11 +199,12 @@ class Service:
         most, wanted = self.limits.max_new_tokens, asked.longest()
         if wanted is not None and wanted > most:
             raise RequestError(f"max_tokens: {wanted}; give at most {most}", param="max_tokens")
-        count = asked.num_prompts * asked.n
-        if count > self.limits.max_choices:
-            raise RequestError(
-                f"n: {count} outputs; ask for at most {self.limits.max_choices}", param="n"
-            )
+        count, limits = asked.num_prompts * asked.n, self.limits
+        # More than may ever be open would be told to come again for ever.
+        room = min(limits.max_client_sequences, self.decoder.capacity + limits.max_waiting)
+        most = min(limits.max_choices, room)
+        if count > most:
+            raise RequestError(f"n: {count} outputs; ask for at most {most}", param="n")
         return count
 
     def choices_of(self, asked: Request, tell: Callable[[Piece], None]) -> list[Choice]:
