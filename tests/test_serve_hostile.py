@@ -24,6 +24,9 @@ from serve_runs import (
     serving,
 )
 
+from pipedraft.inference.serving.__main__ import HttpOptions
+from pipedraft.inference.serving.listen import open_socket
+from pipedraft.inference.transport.serve import describe
 from pipedraft.inference.transport.session_messages import (
     PROTOCOL,
     REPLIES,
@@ -344,6 +347,24 @@ def test_a_port_in_use_is_refused():
                 await make_server(target).start("127.0.0.1", server.port)
 
     run(scene())
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_may_have_brackets(host):
+    try:
+        open_socket(HttpOptions(host="::1", port=0)).close()
+    except ValueError:
+        pytest.skip("no IPv6 here")
+    open_socket(HttpOptions(host=host, port=0)).close()
+    server = make_server(make_target())
+
+    async def scene():
+        port = await server.start(host, 0)
+        await server.stop(0.0, asyncio.Event())
+        return port, describe(server, host, port)
+
+    port, said = run(scene())
+    assert f"serving tiny on [::1]:{port} " in said
 
 
 def test_silent_sessions_and_sessions_without_a_stream_expire():

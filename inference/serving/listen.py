@@ -16,6 +16,7 @@ from pipedraft.errors import Failure
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.serving.app import Service, make_app
 from pipedraft.inference.serving.decoder import SharedDecoder, TurnDecoder
+from pipedraft.inference.transport import address_of
 from pipedraft.inference.transport.ranks import LostLink
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def open_socket(options: "HttpOptions") -> socket.socket:
                 f"--tls-cert: {str(options.tls_cert)!r} cannot be used with --tls-key ({error}); "
                 "give PEM files of a certificate and its key"
             ) from error
-    address = (options.host, options.port)
+    address = (options.host.strip("[]"), options.port)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         return socket.create_server(address, family=family, backlog=128)
@@ -98,10 +99,10 @@ def run(
     if options.tls_cert is not None:
         files = {"ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}
     server = http_server(service, **files)
-    host = f"[{options.host}]" if ":" in options.host else options.host
+    address = address_of(options.host, listener.getsockname()[1])
     print(
-        f"serving {options.name} on {'https' if files else 'http'}://{host}:"
-        f"{listener.getsockname()[1]} ({service.describe()})",
+        f"serving {options.name} on {'https' if files else 'http'}://{address} "
+        f"({service.describe()})",
         flush=True,
     )
     # Requests leave cycles; a collection need not walk over the libraries, and so comes sooner.

@@ -46,6 +46,11 @@ def _signature(name: str, value: str) -> str:
     return hmac.new(key, f"{name}\0{value}".encode(), "sha256").hexdigest() if key else ""
 
 
+def address_of(host: str, port: int) -> str:
+    """HOST:PORT; an IPv6 address in brackets, with or without which it may be given."""
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def find_token(authorization: bytes, tokens: Sequence[str]) -> int | None:
     """Place of the token that an Authorization header bears; None: it bears none of them."""
     # All are compared, so that the time says nothing of which.

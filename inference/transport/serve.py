@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.files import read_optional
 from pipedraft.inference.arguments import PlaceOptions, is_loopback, read_tokens
-from pipedraft.inference.transport import ServerLimits
+from pipedraft.inference.transport import ServerLimits, address_of
 
 if TYPE_CHECKING:
     from pipedraft.inference.transport.server import Server
@@ -187,6 +187,6 @@ def describe(server: "Server", host: str, listening: int) -> str:
     tls = "plain text" if security.certificate is None else "TLS"
     token = {0: "no token", 1: "with token"}.get(len(security.tokens), "with tokens")
     return (
-        f"serving {server.name} on {host}:{listening} ({tls}, {token}); fingerprint "
+        f"serving {server.name} on {address_of(host, listening)} ({tls}, {token}); fingerprint "
         f"{target.fingerprint[:12]}, last block {target.anchor[:12]}"
     )

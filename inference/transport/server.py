@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from pipedraft.inference.transport import ServerLimits, find_token, wire
+from pipedraft.inference.transport import ServerLimits, address_of, find_token, wire
 from pipedraft.inference.transport.session_messages import (
     HELLO,
     PROTOCOL,
@@ -120,7 +120,7 @@ class Server:
         options = wire.server_options(message_bytes, 2 * self.limits.sessions + 16)
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers(self._handlers())
-        address, security = f"{host}:{port}", self.security
+        address, security = address_of(host, port), self.security
         try:
             if security.certificate is None or security.key is None:
                 self.port = self._server.add_insecure_port(address)
