@@ -22,11 +22,11 @@ from pipedraft.inference.arguments import (
     encode,
     read_temperature,
 )
+from pipedraft.inference.result import DecodeResult, shown
 from pipedraft.options import Values, option, subcommand
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig
-    from pipedraft.inference.result import DecodeResult
     from pipedraft.inference.timeline import Report
     from pipedraft.inference.transport.cluster import Cluster
 
@@ -124,14 +124,13 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
         report_processes(engine.pipeline.reports(), options)
 
 
-def print_figures(config: "DecodeConfig", result: "DecodeResult", where: str) -> None:
+def print_figures(config: "DecodeConfig", result: DecodeResult, where: str) -> None:
     elapsed = result.token_times_s[-1] - result.prefill_s
-    rate = f"{result.draft_acceptance_rate:.2f}" if result.num_tested else "-"
     print(
         f"[{config.schedule.name}, n = {result.num_stages}] {result.num_tokens} tokens after the "
         f"first in {result.num_steps} steps: equivalent acceptance length "
-        f"{result.equivalent_acceptance_length:.2f}, acceptance rate "
-        f"{rate}; {result.num_tokens / max(elapsed, 1e-9):.0f} "
+        f"{shown(result.equivalent_acceptance_length)}, acceptance rate "
+        f"{shown(result.draft_acceptance_rate)}; {result.num_tokens / max(elapsed, 1e-9):.0f} "
         f"tokens/s in {where}, {result.prefill_s * 1e3:.0f} ms to the first token "
         f"({result.stop_reason})",
         file=sys.stderr,

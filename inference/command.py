@@ -25,7 +25,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
-from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.result import DecodeResult, shown
 from pipedraft.inference.sources import default_schedule, make_source
 from pipedraft.inference.sources.lookup import beside
 from pipedraft.inference.transport.cluster import Cluster
@@ -261,8 +261,9 @@ def print_figures(name: str, result: DecodeResult, pipeline: RemotePipeline) -> 
         f"[{name}] {result.num_tokens} tokens after the first: "
         f"{elapsed_s * 1e3 / max(result.num_tokens, 1):.1f} ms a token, "
         f"{result.prefill_s * 1e3:.0f} ms to the first; tokens per target pass L' "
-        f"{result.equivalent_acceptance_length:.2f}, tokens per round tau "
-        f"{result.mean_acceptance_length:.2f}, acceptance {result.draft_acceptance_rate:.2f}; "
+        f"{shown(result.equivalent_acceptance_length)}, tokens per round tau "
+        f"{shown(result.mean_acceptance_length)}, acceptance "
+        f"{shown(result.draft_acceptance_rate)}; "
         f"{sent.up} bytes up in {sent.messages_up} messages, {sent.down} down in "
         f"{sent.messages_down}; round trip {round_trip_s * 1e3:.1f} ms "
         f"({result.stop_reason})",

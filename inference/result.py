@@ -1,5 +1,6 @@
 """What one decoded prompt reports. Counts are stored; every ratio is computed from them."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,11 @@ def stop_reason(
     if num_new >= max_new_tokens:
         return "max_new_tokens"
     return "max_length" if length >= limit else ""
+
+
+def shown(value: float) -> str:
+    """Two digits; - where nothing was counted."""
+    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 class Observer:

@@ -14,10 +14,13 @@ from serve_runs import decode, hold_passes, lm_draft, make_target, run, serving
 from pipedraft.benchmarks.emulated_link import EmulatedLink
 from pipedraft.errors import Failure
 from pipedraft.eval import edge_methods as methods
+from pipedraft.inference import command
+from pipedraft.inference.__main__ import print_figures
 from pipedraft.inference.channel import Link, LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.draft_length import Estimates
 from pipedraft.inference.pipelines.remote import TRIAL_TOKENS, RemotePipeline
+from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.transport import stream
 from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.language_model import LanguageModelDraft
@@ -357,6 +360,21 @@ def test_the_measured_round_trip_reaches_the_policy():
     outcome = run(scene())
     assert outcome.round_trip_s > 0.1  # a busy machine adds to the link's
     assert outcome.result.token_ids == greedy_reference(target, [1, 2], NEW_TOKENS)
+
+
+def test_figures_of_nothing_are_dashes(capsys):
+    result = DecodeResult([1], [2], "", "eos", 1, token_times_s=[0.0])
+    state = SimpleNamespace(state=SimpleNamespace(round_trip_s=0.0))
+    pipeline = SimpleNamespace(
+        connection=SimpleNamespace(bytes=stream.Bytes(), num_breaks=0),
+        estimates=SimpleNamespace(link=state),
+        num_reopened=0,
+    )
+    command.print_figures("autoregressive", result, pipeline)
+    print_figures(DecodeConfig(), result, "one process")
+    remote, local = capsys.readouterr().err.splitlines()
+    assert "L' -, tokens per round tau -, acceptance -;" in remote
+    assert "acceptance length -, acceptance rate -;" in local
 
 
 def test_another_tokenizer_is_refused():
