@@ -456,8 +456,13 @@ def make_scorer(
 ) -> tuple[Scorer | None, list[str]]:
     """The scorer that the options ask for, and lines for the user."""
     allowed = arguments.allow_code_execution
+    if arguments.allow_unisolated_code and not allowed:
+        raise ValueError(
+            "--allow-unisolated-code: given without --allow-code-execution; add that, or leave it "
+            "out"
+        )
     if not arguments.score:
-        if allowed or arguments.allow_unisolated_code:
+        if allowed:
             raise ValueError(
                 "--allow-code-execution: given without --score; add --score, or leave it out"
             )

@@ -418,6 +418,11 @@ def test_command_scores_what_it_is_allowed_to(command, folders, capsys) -> None:
     ("names", "options", "words"),
     [
         ("gsm8k", ["--allow-code-execution"], ["--allow-code-execution", "without --score"]),
+        (
+            "humaneval",
+            ["--score", "--allow-unisolated-code"],
+            ["--allow-unisolated-code: given without --allow-code-execution"],
+        ),
         ("mt_bench", ["--score"], ["--score", "mt_bench", "add gsm8k or humaneval"]),
         (
             "gsm8k",

@@ -114,7 +114,7 @@ def test_nothing_runs_where_it_cannot_be_isolated_unless_the_risk_is_accepted(mo
     monkeypatch.setattr(scores.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
     _, lines = make_scorer(options(**given, allow_unisolated_code=True), tasks)
     assert "files and other processes in reach" in lines[0]
-    with pytest.raises(ValueError, match="without --score"):
+    with pytest.raises(ValueError, match="^--allow-unisolated-code: given without"):
         make_scorer(options(allow_unisolated_code=True), tasks)
     assert check_sandbox is scores.check_sandbox
 
