@@ -374,7 +374,7 @@ def read_source(folder: Path, name: str) -> Source:
     )
 
 
-def short_names(folders: Sequence[Path]) -> list[str]:
+def short_names(folders: Sequence[Path], option: str = "OUT") -> list[str]:
     """The last parts of the paths, as many as it takes to tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
@@ -382,7 +382,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             break
     else:
-        raise UsageError("OUT: a folder is given twice; give each once")
+        raise UsageError(f"{option}: the same one is given twice; give each once")
     return names
 
 
@@ -451,16 +451,14 @@ def run(argv: Sequence[str]) -> None:
     arguments = ReportOptions.read(argv)
     folders = arguments.folders
     names = short_names(folders)
+    trace_names = short_names(arguments.trace, "--trace") if arguments.trace else []
     path = arguments.out
     if path is None:
         path = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
     make_place("--out", path, b'<meta name="generator" content="pipedraft eval">')
     sources = [read_source(folder, name) for folder, name in zip(folders, names, strict=True)]
     traces = {
-        name: read_trace(trace)
-        for name, trace in zip(
-            short_names(arguments.trace) if arguments.trace else [], arguments.trace, strict=True
-        )
+        name: read_trace(trace) for name, trace in zip(trace_names, arguments.trace, strict=True)
     }
     page = build_page(
         sources,

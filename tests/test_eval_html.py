@@ -425,3 +425,5 @@ def test_folders_are_named_by_as_much_of_the_path_as_it_takes() -> None:
     assert report_command.short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     with pytest.raises(ValueError, match="twice"):
         report_command.short_names([Path("/x/a"), Path("/x/./a")])
+    with pytest.raises(ValueError, match="^--trace: .* twice"):
+        report_command.run(["/x/a", "--trace", "/x/t", "--trace", "/x/t"])
