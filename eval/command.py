@@ -22,7 +22,7 @@ from pipedraft.files import Values, locked, make_place, to_json, write_atomicall
 from pipedraft.inference.arguments import settings_grid
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.command import place_of
-from pipedraft.inference.config import read_cost
+from pipedraft.inference.config import make_schedule, read_cost
 from pipedraft.inference.engine import DraftNetwork
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline
@@ -73,6 +73,15 @@ def _load_drafts(
     }
 
 
+def names_of_ways(label: str, schedule: str, ways: Sequence[Values]) -> list[str]:
+    """A name for each way, with its settings where no column of the tables tells ways apart."""
+    made = [make_schedule(schedule, way) for way in ways]
+    if len({(one.label, one.width) for one in made}) == len(ways):
+        return [label] * len(ways)
+    varied = [name for name in ways[0] if len({way[name] for way in ways}) > 1]
+    return [", ".join([label, *(f"{name} {way[name]}" for name in varied)]) for way in ways]
+
+
 def _spec(
     options: EvaluationOptions, target: str, drafts: Mapping[str, tuple[str, DraftNetwork]]
 ) -> Spec:
@@ -89,10 +98,11 @@ def _spec(
         for schedule in schedules:
             # One draft may run under several schedules; its type alone would hide which.
             label = name if len(schedules) == 1 else f"{name}: {schedule}"
+            labels = names_of_ways(label, schedule, grid[schedule])
             rows += [
                 Row(name=label, draft=name, run={"schedule": schedule, "temperature": t, **way})
                 for t in options.temperature
-                for way in grid[schedule]
+                for label, way in zip(labels, grid[schedule], strict=True)
             ]
     return Spec(
         title="Evaluation",

@@ -159,6 +159,13 @@ def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
     )
 
 
+def _other_sizes(run: RunRecord) -> str:
+    """The rest of what is drafted at once: its kind, and its sizes but for the draft length."""
+    kind, _, sizes = (run.tree or "").partition(":")
+    rest = sizes.partition(":")[2]
+    return f"{kind}:*:{rest}" if rest else kind
+
+
 def _draft_length(run: RunRecord) -> float | None:
     """Draft tokens on the longest path of what is drafted at once; None if it has no bound."""
     _, _, sizes = (run.tree or "").partition(":")
@@ -170,9 +177,7 @@ def speedup_by_draft_length(pooled: Sequence[RunRecord]) -> Chart:
     series = _against(
         [run for run in tables.drafted_runs(pooled) if is_known(run.theoretical_speedup)],
         _draft_length,
-        lambda run: (
-            f"{run.method}, n={run.stages}, T={run.sampling}, " + (run.tree or "").partition(":")[0]
-        ),
+        lambda run: f"{run.method}, n={run.stages}, T={run.sampling}, {_other_sizes(run)}",
         lambda run: Estimate(number_or_nan(run.theoretical_speedup)),
     )
     return LineChart(
