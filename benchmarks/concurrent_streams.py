@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pipedraft.benchmarks.measurement import names_of
 from pipedraft.eval.tasks import load_task
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -134,7 +135,7 @@ def serve(way: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one line of JSON at the end")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", type=names_of(WAYS), default=",".join(WAYS))
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)

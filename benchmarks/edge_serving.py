@@ -25,11 +25,13 @@ import torch
 from tqdm import tqdm
 
 from pipedraft.benchmarks.emulated_link import EmulatedLink
+from pipedraft.benchmarks.measurement import names_of
 from pipedraft.inference.channel import PRESETS, Link
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.transport import serve as serve_command
 from pipedraft.inference.transport import server
 from pipedraft.inference.transport.stream import Access, Connection
@@ -53,10 +55,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--target", default="assets/target")
     parser.add_argument("--draft-model", default="out/draft_model/best")
-    parser.add_argument("--links", default="none,5g,4g,wifi", help="none and presets, comma list")
-    parser.add_argument(
-        "--schedules", default="autoregressive,flexspec,picospec", help="comma list"
-    )
+    add, links = parser.add_argument, names_of(["none", *PRESETS])
+    add("--links", type=links, default="none,5g,4g,wifi", help="none and presets, comma list")
+    schedules = "autoregressive,flexspec,picospec"
+    add("--schedules", type=names_of(SCHEDULES), default=schedules, help="comma list")
     parser.add_argument("--prompts", type=int, default=len(TEXTS))
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--sessions", default="1,2,4,8,16", help="of the batch table, comma list")

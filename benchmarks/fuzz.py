@@ -16,6 +16,7 @@ import json
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -343,7 +344,10 @@ def attempt(
 def fuzz(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     areas = Areas(work).names()
     if args.only:
-        areas = {name: area for name, area in areas.items() if name in args.only.split(",")}
+        names = args.only.split(",")
+        if unknown := [name for name in names if name not in areas]:
+            sys.exit(f"error: --only: {unknown[0]!r} is no area; give one of {', '.join(areas)}")
+        areas = {name: area for name, area in areas.items() if name in names}
     state: dict[str, Any] = {"seed": args.seed, "next": 0, "failed": 0, "counts": {}}
     place = None if args.out is None else args.out / "state.json"
     if place is not None:

@@ -239,6 +239,8 @@ def read_options(description: str | None) -> argparse.Namespace:
 
 def write_or_compare(found: Found, options: argparse.Namespace) -> None:
     """Store the runs, or end with status 1 where they differ from those that were stored."""
+    if not found:
+        sys.exit(f"error: --only: no run's name has {options.only!r}")
     if options.write is not None:
         options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(json.dumps(found, indent=0))

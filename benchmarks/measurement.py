@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,6 +21,18 @@ from pipedraft.models.cpu import linear
 
 # The last one stops the profiler's remarks on stderr.
 CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+
+
+def names_of(known: Collection[str]) -> Callable[[str], str]:
+    """Type of an option: a comma list of known names, refused before anything is measured."""
+
+    def checked(text: str) -> str:
+        for name in text.split(","):
+            if name not in known:
+                raise ArgumentTypeError(f"{name!r} is unknown; give {', '.join(known)}")
+        return text
+
+    return checked
 
 
 def measure_apart(*options: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from pipedraft.benchmarks.measurement import names_of
 from pipedraft.eval.charts import Estimate, LineChart
 from pipedraft.eval.tasks import encode_turn, load_task
 from pipedraft.inference.batch import BatchEngine, Handle, Limits
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument("--stages", default="4,8")
     parser.add_argument("--concurrency", default="1,2,4,8,16,32")
     parser.add_argument("--sequences", type=int, default=32, help="measured for each concurrency")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", type=names_of(WAYS), default=",".join(WAYS))
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--cost", default="h100", help="a preset or a file of --calibrate")
     parser.add_argument("--row", type=float, help="instead of the cost model's price of a row")
