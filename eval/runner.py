@@ -245,7 +245,7 @@ def _simulation(settings: Values, **shared: Any) -> tuple[str, str, Simulation]:
         **fields,
         **shared,
     )
-    parse_policy(simulation.policy)
+    parse_policy(simulation.policy, max_length=simulation.max_length)
     return method, network, simulation
 
 

@@ -433,6 +433,6 @@ def parse_policy(text: str, *, max_length: int = 8) -> DraftLengthPolicy:
     if name not in POLICIES or name == "fixed" or size:
         names = ", ".join(name for name in POLICIES if name != "fixed")
         raise ValueError(
-            f"draft_length: {text!r} is no policy; give fixed:1 to fixed:{max_length}, {names}"
+            f"policy: {text!r} is unknown; give fixed:1 to fixed:{max_length}, {names}"
         )
     return POLICIES[name](max_length)

@@ -449,7 +449,7 @@ def test_policies_are_parsed() -> None:
     assert isinstance(policy, Fixed)
     assert policy.choose(linear_cost(1, 1)) == 3
     for text in ("fixed", "fixed:0", "fixed:9", "fixed:x", "oracle", "survival:3", ""):
-        with pytest.raises(ValueError, match=r"^draft_length: '.*' is no policy; give|below 1"):
+        with pytest.raises(ValueError, match=r"^policy: '.*' is unknown; give|below 1"):
             parse_policy(text)
     with pytest.raises(ValueError, match="draft_length.max_length: 0 is below 1"):
         Survival(0)

@@ -121,7 +121,7 @@ def test_times_come_from_a_file(words, tmp_path):
             f"--rule: 'best' does not fit; expected one of {str(RULE_NAMES)[1:-1]}",
         ),
         (["--links", "6g"], "link: '6g' is unknown"),
-        (["--policy", "fixed:99"], "draft_length: 'fixed:99' is no policy"),
+        (["--policy", "fixed:99"], "policy: 'fixed:99' is unknown; give fixed:1 to"),
         (["--times", "nowhere.json"], "--times: 'nowhere.json' is no file; give it or one of"),
         (["--temperature", "-1"], "'-1' is not a temperature"),
         (["--draft-length", "0"], "--draft-length: 0; give at least 1"),

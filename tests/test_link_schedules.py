@@ -443,7 +443,7 @@ def test_schedules_and_pipelines_that_do_not_fit_are_refused():
 def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match=r"times\.verify_s: nan"):
         Times(draft_s=1, verify_s=math.nan, cloud_draft_s=1)
-    with pytest.raises(ValueError, match="draft_length: 'fixed:9' is no policy"):
+    with pytest.raises(ValueError, match="policy: 'fixed:9' is unknown"):
         StopAndWait(policy="fixed:9")
     simulation = Simulation(
         target=TableTarget(torch.zeros(4, 4)),

@@ -197,6 +197,10 @@ def test_a_fault_in_a_declaration_is_refused(tmp_path, name, edit, expected):
         ("title: x", "name one, or the drafts"),
         ("title: [", "not valid YAML"),
         ("- 1", "Expected `object`"),
+def test_a_fixed_length_may_be_as_long_as_the_longest_batch(tmp_path):
+    planted(tmp_path, "picospec2", lambda t: t["run"].update(policy="fixed:12", max_length=16))
+
+
         ("title: x" + "y" * 2**20, "more than 1 MiB"),
     ],
 )
