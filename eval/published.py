@@ -67,6 +67,10 @@ def _published(row: Row, column: str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
+def _remark(row: Row, outcome: Outcome) -> str:
+    return "; ".join(dict.fromkeys(x for x in (outcome.remark, row.remark) if x))
+
+
 def paper_table(table: Spec, outcomes: Sequence[Outcome]) -> Table:
     """One line for each row: what names it, our values, the published ones, a remark."""
     places = [table.place(row) for row in table.rows]
@@ -85,8 +89,8 @@ def paper_table(table: Spec, outcomes: Sequence[Outcome]) -> Table:
             _cell(measured(table, outcomes, index, Measure(text=text))) for text in table.measures
         ]
         published = [_published(row, column) for column in table.sources]
-        remark = "; ".join(dict.fromkeys(x for x in (outcome.remark, row.remark) if x))
-        rows.append([*named, f"{temperature:g}", *ours, outcome.agreement, *published, remark])
+        shown = [*named, f"{temperature:g}", *ours, outcome.agreement, *published]
+        rows.append([*shown, _remark(row, outcome)])
     return Table(header, rows)
 
 
@@ -130,7 +134,7 @@ def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[st
                 "network": network,
                 "ours": ours,
                 "published": row.published,
-                "remark": outcome.remark or row.remark,
+                "remark": _remark(row, outcome),
             }
         )
     head = {"name": name, "title": table.title, "paper": table.paper, "sources": table.sources}

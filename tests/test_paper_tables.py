@@ -354,6 +354,8 @@ def test_the_command_writes_the_table_and_what_it_rests_on(place, tmp_path, name
 def test_shares_of_conversations_at_once_make_the_same_table(place, tmp_path, capsys):
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     command.run(words(place, "pipeinfer_parts", alone))
+    pairs = zip(table.rows, content["rows"], strict=True)
+    assert all(row.remark in found["remark"] for row, found in pairs)
     many = ["--sequences", "3"]
     for share in ("1/2", "2/2"):
         command.run(words(place, "pipeinfer_parts", shared, *many, "--fresh", "--shard", share))
