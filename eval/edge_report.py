@@ -54,6 +54,8 @@ class LinkRun:
     method: str
     network: str
     simulation: Simulation
+    name: str = ""
+    """In results; of a method there may be several at one place. "": the method's."""
     num_prompts: int = 0
     costs: list[Decoded] = field(default_factory=list)
     turns: list[DecodedTurn] = field(default_factory=list)
@@ -85,9 +87,9 @@ class LinkRun:
         return [turn.result for turn in self.turns]
 
     @property
-    def place(self) -> tuple[str, str]:
-        """Network, temperature and filters."""
-        return self.network, self.simulation.sampling
+    def place(self) -> tuple[str, str, Times]:
+        """Network, temperature and filters, times of computing."""
+        return self.network, self.simulation.sampling, self.simulation.times
 
     @property
     def rule(self) -> str | None:
@@ -156,7 +158,7 @@ def _latency_record(
         draft = run.simulation.draft_of(METHODS[run.method])
         bias = float(np.mean([_top_k_bias(run.simulation, draft, result) for result in results]))
     return LatencyRecord(
-        method=run.method,
+        method=run.name or run.method,
         network=run.network,
         temperature=run.simulation.temperature,
         filters=run.simulation.active,

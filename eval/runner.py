@@ -271,7 +271,7 @@ def run_edge(spec: Spec, context: TableContext) -> Finished:
             seed=spec.seed,
         )
         outcome.remark = simulation.caveat(METHODS[method])
-        runs.append(LinkRun(method, link, simulation).run(context.benchmarks))
+        runs.append(LinkRun(method, link, simulation, row.name).run(context.benchmarks))
         tried.append(outcome)
     measured = measure(runs, context.reference, seed=spec.seed)
     for outcome, entry in zip(tried, measured, strict=True):

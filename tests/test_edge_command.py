@@ -2,14 +2,15 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from conftest import REPOSITORY, write_rows
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run
-from pipedraft.eval.edge_methods import METHODS
-from pipedraft.eval.edge_report import SAME_TEXT_RULES
+from pipedraft.eval.edge_methods import METHODS, TIMES
+from pipedraft.eval.edge_report import SAME_TEXT_RULES, LinkRun
 from pipedraft.inference.config import RULE_NAMES
 
 TARGET = str(REPOSITORY / "assets" / "target")
@@ -110,6 +111,14 @@ def test_times_come_from_a_file(words, tmp_path):
     run([*words, *more, "--links", "5g", "--out", str(tmp_path / "out")])
     row = rows_of(tmp_path / "out")["cloud", 0.0]
     assert math.isclose(row["ms_per_token"], 500, abs_tol=2) and row["lossless"]["checked"] == 0
+
+
+def test_the_cloud_alone_that_a_row_is_compared_with_has_the_same_times():
+    places = {
+        LinkRun("cloud", "5g", SimpleNamespace(sampling="0", times=times)).place
+        for times in TIMES.values()
+    }
+    assert len(places) == len(set(TIMES.values())) > 1
 
 
 @pytest.mark.parametrize(
