@@ -4,13 +4,15 @@ decoded = decode(METHODS["picospec"], simulation, prompt_ids, prompt_index=0)
 """
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, TypedDict
 
 import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.files import Values
+from pipedraft.errors import UsageError
+from pipedraft.files import Values, read_json
 from pipedraft.inference.channel import Channel, EnergyModel, Link
 from pipedraft.inference.config import DecodeConfig, RuleName
 from pipedraft.inference.engine import DraftNetwork, Engine
@@ -62,6 +64,22 @@ and alone decode 13.89 and 6.87 tokens/s (table 1). Assumptions: a draft in the 
 quarter of the edge's time, rows after the first of a pass cost nothing (they read the same
 weights), FlexSpec's cloud is PicoSpec's with a 70B target. The round trip that is left of
 PicoSpec's times per round without drafting and verification is 5 to 10 ms."""
+
+
+def read_times(text: str) -> Times:
+    """Those of a name, or of a JSON file."""
+    if text in TIMES:
+        return TIMES[text]
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"--times: {text!r} is no file; give it or one of {', '.join(TIMES)}")
+    try:
+        return Times(**read_json(path, "--times", dict[str, float]))
+    except TypeError as error:
+        raise UsageError(
+            f"--times: {text!r} holds no times ({error}); give an object of draft_s, verify_s, "
+            "verify_row_s and cloud_draft_s, in seconds"
+        ) from error
 
 
 class Radio(TypedDict):

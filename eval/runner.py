@@ -20,7 +20,14 @@ from pipedraft.eval.checkpoints import (
     load_head,
     read_drafts,
 )
-from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation, radio_energy, radio_of
+from pipedraft.eval.edge_methods import (
+    METHODS,
+    TIMES,
+    Simulation,
+    radio_energy,
+    radio_of,
+    read_times,
+)
 from pipedraft.eval.edge_report import LinkRun, measure, write_edge_report
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
@@ -31,7 +38,7 @@ from pipedraft.eval.spec import BASE, Measure, Row, Spec, decode_config, read_ro
 from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import remove_traces, traces_of
-from pipedraft.files import Values, read_json
+from pipedraft.files import Values
 from pipedraft.inference.channel import PRESETS, load_link
 from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.draft_length import parse_policy
@@ -235,6 +242,8 @@ def _simulation(settings: Values, **shared: Any) -> tuple[str, str, Simulation]:
     method, network, given = (fields.pop(name) for name in ("method", "network", "times"))
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; give one of {', '.join(METHODS)}")
+    if not isinstance(given, dict) and given not in TIMES:
+        raise ValueError(f"times {given!r} is unknown; give one of {', '.join(TIMES)}")
     times = Times(**given) if isinstance(given, dict) else TIMES[given]
     if fields.get("rule") is not None and fields["rule"] not in RULE_NAMES:
         raise ValueError(f"rule {fields['rule']!r} is unknown; give one of {', '.join(RULE_NAMES)}")
@@ -293,7 +302,7 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
     for method in options.methods:
         if method not in METHODS:
             raise UsageError(f"--methods: {method!r} is unknown; give one of {', '.join(METHODS)}")
-    times = _read_times(options.times)
+    times = read_times(options.times)
     checkpoints = [options.checkpoint] if options.checkpoint else []
     name, revision, drafts = read_drafts(
         checkpoints, options.target, options.draft_model, options.draft
@@ -359,21 +368,6 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
     return f"{shown}\nwritten: {written}"
 
 
-def _read_times(text: str) -> Times:
-    if text in TIMES:
-        return TIMES[text]
-    path = Path(text)
-    if not path.is_file():
-        raise UsageError(f"--times: {text!r} is no file; give it or one of {', '.join(TIMES)}")
-    try:
-        return Times(**read_json(path, "--times", dict[str, float]))
-    except TypeError as error:
-        raise UsageError(
-            f"--times: {text!r} holds no times ({error}); give an object of draft_s, verify_s, "
-            "verify_row_s and cloud_draft_s, in seconds"
-        ) from error
-
-
 # -- fine-tuned targets ---------------------------------------------------------------------
 
 RETENTION_FIELDS = {"benchmark", "target", "tree", "temperature"}
@@ -391,6 +385,11 @@ def check_retention(spec: Spec) -> None:
         if settings["target"] != BASE and settings["target"] not in roles:
             raise ValueError(f"target {settings['target']!r} of {name} is no role")
         TreeShape.parse(settings["tree"])
+    for row in _runnable(spec):
+        if own := sorted({"tree", "temperature"} & (row.run or {}).keys()):
+            raise ValueError(f"run of {row.name!r}: {own[0]!r} holds for all rows; set it there")
+        if row.draft is None or "benchmark" not in spec.settings(row):
+            raise ValueError(f"row {row.name!r}: incomplete; name a draft and a benchmark")
 
 
 def run_retention(spec: Spec, context: TableContext) -> Finished:
@@ -492,4 +491,5 @@ def check(name: str, spec: Spec) -> None:
     try:
         kind.check(spec)
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"{name}: {error}") from error
+        text = f"run: {error} is missing; set it" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{name}: {text}") from error

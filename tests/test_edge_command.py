@@ -134,6 +134,7 @@ def test_the_cloud_alone_that_a_row_is_compared_with_has_the_same_times():
         (["--times", "nowhere.json"], "--times: 'nowhere.json' is no file; give it or one of"),
         (["--temperature", "-1"], "'-1' is not a temperature"),
         (["--draft-length", "0"], "--draft-length: 0; give at least 1"),
+        (["--seed", "-1"], "--seed: -1; give at least 0"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(more, message, words, tmp_path):
@@ -143,7 +144,6 @@ def test_bad_words_are_refused_in_one_line(more, message, words, tmp_path):
 
 
 def test_prompts_that_are_all_too_long_are_refused_before_decoding(words, tmp_path, monkeypatch):
-        (["--seed", "-1"], "--seed: -1; give at least 0"),
     monkeypatch.setattr("pipedraft.eval.edge_report.decode", None)  # would fail
     name = write_rows(tmp_path / "long.jsonl", {"prompt": "word " * 2000})
     with pytest.raises(

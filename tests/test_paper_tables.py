@@ -177,7 +177,17 @@ def planted(tmp_path: Path, name: str, edit) -> None:
         ("picospec1", lambda t: t["rows"][1]["run"].update(rule="luck"), "rule 'luck'"),
         ("picospec1", lambda t: t["run"].update(network="6g"), "link: '6g'"),
         ("picospec1", lambda t: t["run"].update(policy="best"), "best"),
+        ("picospec1", lambda t: t["run"].update(times="fast"), "times 'fast' is unknown; give one"),
+        ("picospec1", lambda t: t["run"].pop("times"), "run: 'times' is missing"),
         ("flexspec2", lambda t: t["rows"][3]["run"].update(target="x"), "target 'x'"),
+        ("flexspec2", lambda t: t["rows"][3].update(draft=None), "row 'math.*name a draft"),
+        ("flexspec2", lambda t: t["rows"][3]["run"].pop("benchmark"), "and a benchmark"),
+        ("flexspec2", lambda t: t["run"].pop("tree"), "run: 'tree' is missing"),
+        (
+            "flexspec2",
+            lambda t: t["rows"][3]["run"].update(temperature=1.0),
+            "'temperature' holds for all rows",
+        ),
         ("flexspec2", lambda t: t["rows"][3]["run"].update(width=2), "'width' is no setting"),
     ],
 )
@@ -187,20 +197,21 @@ def test_a_fault_in_a_declaration_is_refused(tmp_path, name, edit, expected):
     assert "\n" not in str(caught.value)
 
 
+def test_a_fixed_length_may_be_as_long_as_the_longest_batch(tmp_path):
+    planted(tmp_path, "picospec2", lambda t: t["run"].update(policy="fixed:12", max_length=16))
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("titel: x", "did you mean title"),
         ("title: x\nrows: [{name: a, drafts: b}]", "did you mean draft"),
         ("title: x\nlimit: 0", "limit"),
+        ("title: x\nseed: -1", "seed"),
         ("title: x\nkind: pipelin", "kind"),
         ("title: x", "name one, or the drafts"),
         ("title: [", "not valid YAML"),
         ("- 1", "Expected `object`"),
-def test_a_fixed_length_may_be_as_long_as_the_longest_batch(tmp_path):
-    planted(tmp_path, "picospec2", lambda t: t["run"].update(policy="fixed:12", max_length=16))
-
-
         ("title: x" + "y" * 2**20, "more than 1 MiB"),
     ],
 )
@@ -211,7 +222,6 @@ def test_a_file_that_is_no_specification_is_one_line(tmp_path, text, expected):
     assert "\n" not in str(caught.value) and "mine.yaml" in str(caught.value)
 
 
-        ("title: x\nseed: -1", "seed"),
 def test_a_measure_is_a_quantity_a_row_and_a_benchmark():
     found = [Measure(text=t) for t in ("S", "S on gsm8k", "S over Naive PP", "S over A B on c")]
     assert [m.quantity for m in found] == ["S"] * 4
@@ -344,6 +354,8 @@ def test_the_command_writes_the_table_and_what_it_rests_on(place, tmp_path, name
     for source in table.sources.values():
         assert source in text and source in printed
     assert [row["name"] for row in content["rows"]] == [row.name for row in table.rows]
+    pairs = zip(table.rows, content["rows"], strict=True)
+    assert all(row.remark in found["remark"] for row, found in pairs)
     assert content["sources"] == table.sources
     assert any(row["ours"][table.measures[0]]["value"] for row in content["rows"])
     results = json.loads((out / "results.json").read_text())
@@ -356,8 +368,6 @@ def test_the_command_writes_the_table_and_what_it_rests_on(place, tmp_path, name
 def test_shares_of_conversations_at_once_make_the_same_table(place, tmp_path, capsys):
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     command.run(words(place, "pipeinfer_parts", alone))
-    pairs = zip(table.rows, content["rows"], strict=True)
-    assert all(row.remark in found["remark"] for row, found in pairs)
     many = ["--sequences", "3"]
     for share in ("1/2", "2/2"):
         command.run(words(place, "pipeinfer_parts", shared, *many, "--fresh", "--shard", share))
@@ -416,6 +426,7 @@ def test_a_ratio_is_of_rows_at_the_same_temperature(make):
         (["spd1", "--checkpoints", "EMPTY"], "nothing of spd1 can be run: no checkpoint; train it"),
         (["spd1", "--checkpoints", "EMPTY", "--shard", "1/2"], "nothing of spd1 can be run: no"),
         (["spd1", "--limit", "0"], "--limit"),
+        (["spd1", "--seed", "-1"], "--seed: -1; give at least 0"),
         (
             ["picospec2", "--sequences", "4", "--out", "x"],
             "--sequences: 4, but picospec2",
@@ -434,7 +445,6 @@ def test_bad_input_is_one_line(place, tmp_path, monkeypatch, capsys, arguments, 
     monkeypatch.setattr(sys, "argv", ["eval", "table", *arguments])
     with pytest.raises(SystemExit) as stop:
         command.main()
-        (["spd1", "--seed", "-1"], "--seed: -1; give at least 0"),
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1 and expected in said
 
