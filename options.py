@@ -271,6 +271,10 @@ def load_bounded_yaml(text: str) -> object:
     return LOAD_YAML(text)
 
 
+REPLACED = ("--data.sources", "--data.decontaminate")
+"""Lists of objects, which the parser would mix with those of a file where both have one length."""
+
+
 def parse(
     parser: ArgumentParser,
     words: Sequence[str],
@@ -291,8 +295,12 @@ def parse(
         print(parser.format_help())
         sys.exit(0)
     set_loader("yaml", load_bounded_yaml, (yaml.YAMLError,))
+    given: list[str] = []
+    for word in words:
+        name = word.partition("=")[0]
+        given += [f"{name}=[]"] * (name in REPLACED) + [word]
     try:
-        return parser.parse_args(list(words))
+        return parser.parse_args(given)
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(explain(error, parser, flags=flags, known=known)) from error
 

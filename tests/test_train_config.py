@@ -6,6 +6,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 
+from pipedraft.data_recipes.config import Source
 from pipedraft.errors import UsageError
 from pipedraft.train.__main__ import methods
 from pipedraft.train.config import parse_run
@@ -38,6 +39,15 @@ def test_layers_override_each_other_and_flags_override_layers(base, tmp_path):
     assert (model.num_stages, model.num_layers, run.data.max_length) == (8, 3, 128)
     run, model, _ = parse(f"--config={base}", "--optim.lr=3e-4", "--model.num_stages=4")
     assert (run.optim.lr, model.num_stages, run.target) == (3e-4, 4, "some/where")
+
+
+@pytest.mark.parametrize("is_one_word", [False, True])
+def test_sources_of_the_command_line_replace_those_of_a_file(base, tmp_path, is_one_word):
+    text = "data: {sources: [{path: a, kind: text, text_field: body, max_rows: 3}]}"
+    name, value = "--data.sources", '[{"path": "own.jsonl"}]'
+    words = [f"{name}={value}"] if is_one_word else [name, value]
+    run, _, _ = parse("--config", base, "--config", layer(tmp_path, "more", text), *words)
+    assert run.data.sources == [Source(path="own.jsonl")]
 
 
 def test_a_number_in_scientific_notation_is_a_float(base):
