@@ -416,7 +416,7 @@ def _trace_rows(path: Path) -> Iterator[dict[str, float]]:
             previous_ms = time_ms
             yield numbers
     except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}; mend it") from error
+        raise ValueError(f"{path}, line {reader.line_num + 1}: {error}; mend it") from error
     if count < 2:
         raise ValueError(f"{path}: has {count} rows; a trace needs two, to know when it repeats")
 

@@ -232,6 +232,8 @@ def make_schedule(name: str, settings: Values) -> Schedule:
             raise ValueError(
                 f"{setting}: {value!r} is no number of draft tokens; give 1 or more, or auto"
             )
+        if hint is int and isinstance(value, str):
+            raise ValueError(f"{setting}: {value!r} with schedule {name!r}; give a number")
     if isinstance(values.get("tree"), str):
         values["tree"] = TreeShape.parse(values["tree"])
     return convert(values, kind, name)

@@ -311,7 +311,7 @@ def test_links_are_found_by_name(tmp_path: Path) -> None:
         load_link("6g")
     with pytest.raises(ValueError, match=r"profiles.json has no profile 'moon'; give urban_5g,"):
         load_link(f"{TRACES}/profiles.json:moon")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="link: '.*missing.csv' cannot be read"):
         load_link(f"5g:{tmp_path}/missing.csv")
 
 
