@@ -217,7 +217,7 @@ def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
             (edge_run, ["--server", "x:1", "--prompt", "a", *words], f"{words[0]}: the target is")
             for words in (
                 ["--draft", "ngram"],
-                ["--draft-model", "x", "--beside", "suffix"],
+                ["--beside", "suffix", "--checkpoint", "x"],
                 ["--bitwise"],
                 ["--processes", "3"],
                 ["--links", "host"],

@@ -213,8 +213,17 @@ def test_keys_guard_everything_that_tells_of_the_model():
         with pytest.raises(openai.AuthenticationError):
             place.client("none").chat.completions.create(model="tiny", messages=MESSAGES)
         ask = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
-        with pytest.raises(openai.RateLimitError):  # its share, which is not the others'
-            place.client("first").chat.completions.create(n=3, **ask)
+        first = place.client("first").chat.completions
+        with pytest.raises(openai.BadRequestError, match="at most 2"):  # however long it waits
+            first.create(n=3, **ask)
+        with place.held() as held:
+            thread, found = in_background(lambda: first.create(n=2, **ask))
+            wait_until(held.arrived.is_set)
+            with pytest.raises(openai.RateLimitError):  # its share, which is not the others'
+                first.create(**ask)
+            held.release()
+            thread.join()
+        assert len(found[0].choices) == 2
         assert len(place.client("second").chat.completions.create(n=2, **ask).choices) == 2
 
 
