@@ -55,10 +55,10 @@ AGAIN = { test $$? -eq 1 && echo "once more, alone:" && $(BIN)/pytest -v --lf --
 test test-all fuzz quickstart real: export HF_HUB_OFFLINE = 1
 
 test: venv lint
-	$(TESTS) -m "not all and not gpu" || $(AGAIN)
+	$(TESTS) -m "not all" || $(AGAIN)
 
 test-all: venv lint
-	$(TESTS) -m "not gpu" || $(AGAIN)
+	$(TESTS) || $(AGAIN)
 
 MINUTES ?= 5
 FUZZ_OUT ?= out/fuzz

@@ -20,7 +20,7 @@ def resolve_device(name: str, field: str = "--device") -> torch.device:
         ValueError: a device that this machine does not have.
     """
     if name == "auto":
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         found = torch.zeros(1, device=name)
         found.tolist()  # a device that holds nothing, as meta, cannot say it

@@ -23,6 +23,8 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,22 +183,35 @@ def _link(rank: int, port: int, hidden: int, times: Any) -> None:
 
 def schedules(args: Namespace) -> Findings:
     """Each draft's output against plain decoding, and what a step costs."""
-    found: Findings = {}
-    for label, dtype, is_bitwise in MODES:
-        model = random_model(args, dtype)
-        plain = decode(args, model, None, "autoregressive", num_stages=1, bitwise=is_bitwise)
-        runs = {"autoregressive": plain}
-        for name, (make, schedule, settings) in DRAFTS.items():
-            draft = place_draft(make(random_model(args, torch.float32, device="cpu")), model)
+    source = random_model(args, torch.float32, device="cpu")
+    models = {dtype: moved(source, "cuda", dtype) for _, dtype, _ in MODES[:2]}
+    plain = {
+        label: decode(args, models[dtype], None, "autoregressive", num_stages=1, bitwise=is_bitwise)
+        for label, dtype, is_bitwise in MODES
+    }
+    found: Findings = {"autoregressive": findings(plain, plain)}
+    for name, (make, schedule, settings) in DRAFTS.items():
+        draft, runs = make(source), {}
+        for label, dtype, is_bitwise in MODES:  # float32 first: what is rounded once stays so
+            place_draft(draft, models[dtype])
             if hasattr(draft, "attach"):
-                draft.attach(model)
-            runs[name] = decode(args, model, draft, schedule, bitwise=is_bitwise, **settings)
-        for name, run in runs.items():
-            own = found.setdefault(name, {"schedule": run[0].config.schedule.name})
-            own[label] = equal_share(plain, run)
-            if label not in EXACT:
-                own |= costs(*run)
+                draft.attach(models[dtype])
+            runs[label] = decode(
+                args, models[dtype], draft, schedule, bitwise=is_bitwise, **settings
+            )
+        found[name] = findings(plain, runs)
+        print(f"  {name} {found[name]}", flush=True)
     return found
+
+
+Runs = dict[str, tuple[Engine, DecodeResult]]
+
+
+def findings(plain: Runs, runs: Runs) -> Findings:
+    """Shares of equal tokens by mode, and the costs in the last mode."""
+    shares = {label: equal_share(plain[label], run) for label, run in runs.items()}
+    last = runs[MODES[-1][0]]
+    return {"schedule": last[0].config.schedule.name} | shares | costs(*last)
 
 
 def equal_share(one: tuple[Engine, DecodeResult], other: tuple[Engine, DecodeResult]) -> float:
@@ -221,15 +236,27 @@ def costs(engine: Engine, first: DecodeResult) -> Findings:
     steps = max(result.num_steps, 1)
     (report,) = engine.pipeline.reports()
     stage_s = report["seconds"].get("stage", 0.0) / max(report["counts"].get("stage", 1), 1)
-    calls = counted(lambda: engine.decode(first.prompt_ids))
-    found = {f"{name} a step": count / steps for name, count in calls.items()}
-    return found | {
+    return counted_steps(engine, first.prompt_ids) | {
         "draft forwards a step": result.num_draft_forwards / steps,
         "tokens a step": len(result.token_ids) / steps,
         "ms a step": 1e3 * decode_s / steps,
         "ms of a stage": 1e3 * stage_s,
         "step over its stages": decode_s / steps / max(stage_s * result.num_stages, 1e-9),
     }
+
+
+def counted_steps(engine: Engine, prompt_ids: list[int]) -> Findings:
+    """Calls of the driver in a step: what a text makes more than one of half its length does."""
+    whole, found = engine.config, []
+    results: list[DecodeResult] = []
+    for tokens in (whole.max_new_tokens // 4, whole.max_new_tokens // 2):
+        engine.config = replace(whole, max_new_tokens=max(tokens, 1))
+        calls = counted(lambda: results.append(engine.decode(prompt_ids)))
+        found.append((results[-1].num_steps, calls))
+    engine.config = whole
+    (half_steps, half), (steps, calls) = found
+    more = max(steps - half_steps, 1)
+    return {f"{name} a step": (count - half[name]) / more for name, count in calls.items()}
 
 
 def training(args: Namespace) -> Findings:
@@ -287,8 +314,12 @@ def random_model(args: Namespace, dtype: torch.dtype, device: str = "cuda") -> L
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
-    model.to(device, dtype)  # type: ignore[arg-type]  # transformers hides self
-    return model
+    return moved(model, device, dtype)
+
+
+def moved(model: LlamaForCausalLM, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A copy."""
+    return deepcopy(model).to(device, dtype)  # type: ignore[arg-type]  # transformers hides self
 
 
 SECTIONS = (devices, kernels, graphs, links, schedules, training)

@@ -79,8 +79,10 @@ class Log:
         def replay() -> None:
             self.is_recorded = True
             syncs, uploads = self.syncs.total(), self.uploads.total()
+            kernels = self.replayed.total()
             compute()
             self.is_recorded = False
+            assert self.replayed.total() > kernels, "a graph of nothing"
             assert (self.syncs.total(), self.uploads.total()) == (syncs, uploads), (
                 "a graph cannot wait for the host"
             )
@@ -180,12 +182,14 @@ class _Kernels(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags:
             raise NotImplementedError(f"{func} on {place}: its shape would not be seen")
         self._check(func, name, args, tensors, pretended)
-        self._count(func, name, args, kwargs, pretended, place)
+        is_kernel = self._count(func, name, args, kwargs, pretended, place)
         inputs, options = _held(args), _held(kwargs)
         if options.get("device") is not None:
             options["device"] = CPU
         options.pop("pin_memory", None)
         out = _run(func, inputs, options)
+        if is_kernel and any(x.numel() for x in _tensors([out]) or tensors):
+            self.log.launch(name)
         if isinstance(kwargs.get("out"), Pretended):
             return kwargs["out"]
         written = func._schema.arguments and func._schema.arguments[0].alias_info
@@ -209,16 +213,17 @@ class _Kernels(TorchDispatchMode):
             devices = sorted({str(x.device) for x in tensors})
             raise MixedDevices(f"{func}: tensors on {' and '.join(devices)} at {_place()}")
 
-    def _count(self, func, name, args, kwargs, pretended, place) -> None:
+    def _count(self, func, name, args, kwargs, pretended, place) -> bool:
+        """Counts copies and waits; returns whether it is a kernel, which nothing needs none for."""
         log = self.log
         if name == "_to_copy" and not (pretended and pretended[0].place == place):
             kind = log.syncs if place.type == "cpu" else log.uploads
             kind["copy", _place()] += 1
-            return
+            return False
         if name == "copy_" and len(pretended) == 1:
             kind = log.uploads if isinstance(args[0], Pretended) else log.syncs
             kind["copy", _place()] += 1
-            return
+            return False
         if name in WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             log.syncs[name, _place()] += 1
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
@@ -227,8 +232,7 @@ class _Kernels(TorchDispatchMode):
                     log.syncs[f"{name} by bool", _place()] += 1
                 if not isinstance(x, Pretended):
                     log.uploads[f"{name} by the host's", _place()] += 1
-        if not func.is_view and name not in FREE:
-            log.launch(name)
+        return not func.is_view and name not in FREE
 
 
 def _placed(x: Any, place: torch.device) -> Any:
@@ -315,7 +319,7 @@ class _Calls(TorchFunctionMode):
             args, kwargs = tree_map(_autocast, (args, kwargs))
         if func is F.scaled_dot_product_attention and torch.is_autocast_enabled("cuda"):
             args, kwargs = tree_map(_autocast, (args, kwargs))
-        if name in FUSED and any(isinstance(x, Pretended) for x in args):
+        if name in FUSED and any(isinstance(x, Pretended) for x in args) and args[0].numel():
             with self.log.one_kernel(name):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)

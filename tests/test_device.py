@@ -157,6 +157,12 @@ def test_a_device_that_is_not_there_is_refused():
     assert resolve_device("cpu") == torch.device("cpu")
 
 
+def test_a_torch_built_for_gpus_takes_the_cpu_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert resolve_device("auto") == torch.device("cpu")
+
+
 # -- times ------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import pipedraft
 from pipedraft.benchmarks import gpu_check
 
 SMALL = "--hidden=64 --intermediate=96 --target-layers=4 --heads=2 --key-heads=1 --vocabulary=96"
-SHORT = "--length=32 --prompt=8 --tokens=3 --repeats=1"
+SHORT = "--length=32 --prompt=8 --tokens=4 --repeats=1"
 SCRIPT = Path(pipedraft.__file__).parent / "benchmarks" / "gpu_check.py"
 
 
@@ -55,6 +55,7 @@ def test_every_section_runs_and_every_output_is_right(tmp_path, monkeypatch, nam
     assert outputs.keys() == gpu_check.DRAFTS.keys() | {"autoregressive"}
     for name in gpu_check.DRAFTS:
         assert [outputs[name][label] for label in gpu_check.EXACT] == [1, 1]
+        assert outputs[name]["launches a step"] > 0 and outputs[name]["waits a step"] > 0
     assert report["graphs"]["is recorded"]
     assert report["graphs"]["largest relative difference"] < 1e-5
     assert max(report["kernels"].values()) < 0.05

@@ -231,7 +231,7 @@ class RecordedRows(RowCache):
         def place(row: int) -> int:
             return places.get(name(row), end_of_text)
 
-        can_record = ask.key is not None and max(A, R, Q) <= MAX_ROWS
+        can_record = ask.key is not None and 0 < max(A, R, Q) <= MAX_ROWS
         pad = padded_rows if can_record else int
         features, sources = self._features(text, rows, given, pad(A), pad(R))
         num_leaves = Q if ask.levels else pad(Q)
