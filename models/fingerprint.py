@@ -2,31 +2,67 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipedraft.pretrained import open_weights, weight_files
+
 HASH_ROWS = 4096  # weight rows cast to float32 at a time, so that hashing needs no second copy
+DECODERS = ("model.", "model.language_model.")
+"""Prefixes of a decoder's tensors in its files."""
 
 
 def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
     """Identify the weights a draft shares with its target.
 
     ``hash`` is SHA-256 over the float32 bytes of embedding, final norm and LM head (a tied head
-    once). It is the same for a bf16 checkpoint loaded in bf16 or fp32, not for an fp32 one.
+    once), the same in whichever dtype they are loaded.
     """
     decoder = model.get_decoder()
-    weights = [decoder.embed_tokens.weight, decoder.norm.weight]
+    weights = {
+        "model.embed_tokens.weight": decoder.embed_tokens.weight,
+        "model.norm.weight": decoder.norm.weight,
+    }
     if model.lm_head.weight is not decoder.embed_tokens.weight:
-        weights.append(model.lm_head.weight)
+        weights["lm_head.weight"] = model.lm_head.weight
     return {
         "hidden_size": decoder.config.hidden_size,
         "vocab_size": decoder.config.vocab_size,
         "num_layers": decoder.config.num_hidden_layers,
-        "hash": weights_hash(weights),
+        "hash": weights_hash(as_stored(model, weights)),
     }
+
+
+def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Weights of a model as its files have them, where loading has rounded those to 16 bits.
+
+    Args:
+        weights: by the names that they have in a file of the decoder alone.
+    """
+    is_narrow = any(x.dtype in (torch.bfloat16, torch.float16) for x in weights.values())
+    if not is_narrow or not model.name_or_path:
+        return [*weights.values()]
+    name, revision = str(model.name_or_path), getattr(model.config, "_commit_hash", None)
+    try:
+        files = weight_files(name, revision)
+    except ValueError:  # it was made in code, or its folder is gone
+        return [*weights.values()]
+    found = []
+    for own, weight in weights.items():
+        names = (own.replace(DECODERS[0], prefix, 1) for prefix in DECODERS)
+        key = next((name for name in names if name in files), None)
+        if key is not None:
+            with open_weights(name, revision, files[key]) as file:
+                stored = file.get_tensor(key)
+            # A model may have been tuned since.
+            if torch.equal(stored.to(weight.dtype), weight.detach().cpu()):
+                weight = stored
+        found.append(weight)
+    return found
 
 
 def weights_hash(weights: Sequence[Tensor]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.fingerprint import target_fingerprint, weights_hash
+from pipedraft.models.fingerprint import as_stored, target_fingerprint, weights_hash
 from pipedraft.models.layers import (
     DecoderLayer,
     KeyValues,
@@ -285,7 +285,10 @@ class FlexSpec(Draft):
 
 def anchor_hash(target: PreTrainedModel) -> str:
     """SHA-256 over all weights of the target's last block."""
-    return weights_hash(list(last_block(target).state_dict().values()))
+    last = len(target.get_decoder().layers) - 1
+    weights = last_block(target).state_dict().items()
+    named = {f"model.layers.{last}.{name}": weight for name, weight in weights}
+    return weights_hash(as_stored(target, named))
 
 
 def last_block(target: PreTrainedModel) -> nn.Module:

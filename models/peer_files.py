@@ -16,11 +16,8 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipedraft.models.fingerprint import weights_hash
+from pipedraft.models.fingerprint import DECODERS, weights_hash
 from pipedraft.pretrained import hub_link, open_weights, read_config, weight_files
-
-DECODERS = ("model.", "model.language_model.")
-"""What a target's names begin with."""
 
 MAX_BYTES = 2**36
 """Of one file of weights; larger ones are no draft."""

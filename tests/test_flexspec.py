@@ -393,12 +393,15 @@ def test_the_fingerprint_survives_the_dtype_and_a_checkpoint_without_one_is_refu
         load_draft(str(tmp_path), target)
 
 
-def test_a_controller_that_does_not_hold_the_last_block_checks_it_all_the_same(saved, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_controller_that_does_not_hold_the_last_block_checks_it_all_the_same(
+    saved, tmp_path, dtype
+):
     target, folder = saved
     for name, model in (("same", target), ("changed", evolved(target, "model.layers.3"))):
         model.save_pretrained(tmp_path / name)
         part = load_target_part(
-            str(tmp_path / name), layers=range(2), has_embedding=True, has_head=True
+            str(tmp_path / name), layers=range(2), has_embedding=True, has_head=True, dtype=dtype
         )
         if name == "same":
             assert load_draft(str(folder), part).draft_type == "flexspec"

@@ -21,6 +21,7 @@ from staged_targets import (
 )
 
 from pipedraft.models.fingerprint import template_hash, tokenizer_hash, vocabulary_hash
+from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.target import (
     StagedTarget,
     capture_hidden,
@@ -153,7 +154,18 @@ def test_saved_target_loads_frozen_with_the_same_fingerprint(name, tmp_path):
     model = load_target(str(tmp_path))
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     assert fingerprint_mismatch(target_fingerprint(model), target_fingerprint(tiny(name))) is None
-    assert load_target(str(tmp_path), dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_5"])
+def test_a_target_stored_in_float32_is_the_same_one_in_16_bits(name, dtype, tmp_path):
+    tiny(name).save_pretrained(tmp_path)
+    model, fingerprint = load_target(str(tmp_path), dtype=dtype), FlexSpec.fingerprint
+    assert model.dtype == dtype and fingerprint(model) == fingerprint(tiny(name))
+    for weight in (model.model.norm.weight, model.model.layers[-1].mlp.up_proj.weight):
+        before = fingerprint(model)
+        weight.view(-1)[-1] += 1  # tuned after it was loaded
+        assert fingerprint_mismatch(before, fingerprint(model)) is not None
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3_5Moe"])
@@ -168,6 +180,8 @@ def test_text_part_of_a_multimodal_checkpoint_is_staged(tmp_path, name):
     logits_V, _ = StagedTarget(model, 2).prefill(ids)
     reference_V = whole(input_ids=ids[None]).logits[0, -1]
     assert_close(logits_V, reference_V)
+    rounded = load_target(str(tmp_path), dtype=torch.bfloat16)
+    assert target_fingerprint(rounded) == target_fingerprint(model)
 
 
 def test_load_refuses_an_unsupported_family_and_lists_the_supported_ones(tmp_path):
