@@ -4,12 +4,12 @@
 
 Random networks of a small model's size, so that nothing is downloaded; about ten minutes on one
 GPU, and with several also the links between them. DIR gets report.json and report.md: kernels
-against the CPU's, recorded graphs against the layers one by one, NCCL links, the output of every
-schedule against plain decoding in float32, in bfloat16 with --bitwise (and, as a share, without
-it), launches and waits of the host by step, the time of a step over that of its slowest stage, and
-training with its peak memory against the plan's. A section that fails says why, and the others
-still run. The exit status is 1 where an output differs that must not or a section failed, and 2
-without a GPU.
+against the CPU's, a row's outputs beside other rows, recorded graphs against the layers one by one,
+NCCL links, the output of every schedule against plain decoding in float32, in bfloat16 with
+--bitwise (and, as a share, without it), launches and waits of the host by step, the time of a step
+over that of its slowest stage, and training with its peak memory against the plan's. A section that
+fails says why, and the others still run. The exit status is 1 where an output differs that must not
+or a section failed, and 2 without a GPU.
 """
 
 import argparse
@@ -115,6 +115,25 @@ def kernels(args: Namespace) -> Findings:
     names = ("output", "query gradient", "key gradient", "value gradient")
     errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True)]
     return dict(zip(names, errors, strict=True))
+
+
+def rows(args: Namespace) -> Findings:
+    """Outputs of one row in bfloat16 that are others beside other rows, or a second time."""
+    model = random_model(args, torch.bfloat16)
+    layer, found = model.model.layers[0], {}
+    parts = {"norm": layer.input_layernorm, "query": layer.self_attn.q_proj}
+    parts |= {"value": layer.self_attn.v_proj, "down": layer.mlp.down_proj, "head": model.lm_head}
+    for name, part in parts.items():
+        torch.manual_seed(0)
+        size = part.in_features if isinstance(part, torch.nn.Linear) else args.hidden
+        rows_16X = torch.randn(16, size).to("cuda", torch.bfloat16)
+        alone, again, beside = (part(x)[0] for x in (rows_16X[:1].repeat(16, 1),) * 2 + (rows_16X,))
+        found[name] = {
+            "of": alone.numel(),
+            "beside others": int((alone != beside).sum()),
+            "again": int((alone != again).sum()),
+        }
+    return found
 
 
 def graphs(args: Namespace) -> Findings:
@@ -322,7 +341,7 @@ def moved(model: LlamaForCausalLM, device: str, dtype: torch.dtype) -> LlamaForC
     return deepcopy(model).to(device, dtype)  # type: ignore[arg-type]  # transformers hides self
 
 
-SECTIONS = (devices, kernels, graphs, links, schedules, training)
+SECTIONS = (devices, kernels, rows, graphs, links, schedules, training)
 
 
 # -- the report --------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 Kernels are chosen by shapes and add up in their own order, so in bfloat16 a row's logits differ
 with the rows beside it. Here every product has the same number of rows, padded, and each row
-attends alone, to its own ancestors in their order: exactly what a row of plain decoding does.
+attends alone, to its own ancestors in their order: exactly what a row of plain decoding does. That
+number is one on a GPU, where rows of products of 16 were seen to differ with the others' contents.
 """
 
 # l rows of a pass, P padded rows, C rows of a cache, N query heads, J key heads, D head size
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pipedraft.models.target import Stage
 
 ROWS = 16
-"""Of every product."""
+"""Of every product on a CPU."""
 PROMPT_ROWS = 512
 """Of a chunk of the prompt, in every pipeline: whole chunks have one shape without padding."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
@@ -41,19 +42,25 @@ def check_bitwise(config: PreTrainedConfig) -> None:
         )
 
 
+def rows_of_a_pass(device: torch.device) -> int:
+    return ROWS if device.type == "cpu" else 1
+
+
 def pad(rows_lH: Tensor) -> Tensor:
-    """The rows, and copies of the last one up to ``ROWS``."""
-    return torch.cat([rows_lH, rows_lH[-1:].expand(ROWS - len(rows_lH), *rows_lH.shape[1:])])
+    """The rows of a pass, and copies of the last one up to as many as all passes have."""
+    num_copies = rows_of_a_pass(rows_lH.device) - len(rows_lH)
+    return torch.cat([rows_lH, rows_lH[-1:].expand(num_copies, *rows_lH.shape[1:])])
 
 
 @torch.inference_mode()
 def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
-    """Forward of a stage in passes of ``ROWS`` rows."""
+    """Forward of a stage in passes of as many rows."""
     entering = segment.ids if stage.embedding is not None else segment.hidden
     assert entering is not None, "stage 0 needs token ids, later stages hidden states"
     hidden_lH, collected = [], {index: list[Tensor]() for index in taps}
-    for start in range(0, segment.num_rows, ROWS):
-        rows = slice(start, min(start + ROWS, segment.num_rows))
+    size = rows_of_a_pass(stage.device)
+    for start in range(0, segment.num_rows, size):
+        rows = slice(start, min(start + size, segment.num_rows))
         seen_lS = segment.visible[rows, : segment.lo + rows.stop].to(stage.device)
         outputs = _pass(stage, stage._enter(entering[rows]), segment.positions[rows], seen_lS)
         hidden_lH.append(outputs[stage.end])
@@ -73,7 +80,7 @@ def _pass(
     hidden_1PH = pad(entering_lH)[None]
     rotary = stage.rotary(hidden_1PH, pad(positions_C[-num_rows:])[None])
     # Never read; without a mask transformers would ask for a causal one.
-    unused_mask = hidden_1PH.new_zeros(1, 1, 1, ROWS)
+    unused_mask = hidden_1PH.new_zeros(1, 1, 1, hidden_1PH.shape[1])
     outputs = {stage.start: entering_lH} if stage.start == 0 else {}
     with RowByRow(cache, torch.cat([committed_lC, visible_lS], 1), stage.window) as alone:
         layers = zip(stage.layers, stage.kinds, strict=True)

@@ -407,7 +407,7 @@ class StagedTarget:
     def logits(self, hidden_lH: Tensor) -> Tensor:
         """Final norm and LM head of raw hidden states (index L); float32 [l, V]."""
         if self._is_bitwise:
-            parts = hidden_lH.split(bitwise.ROWS)
+            parts = hidden_lH.split(bitwise.rows_of_a_pass(hidden_lH.device))
             padded = (self._lm_head(self._norm(bitwise.pad(x)))[: len(x)] for x in parts)
             return torch.cat(list(padded)).float()
         return self._lm_head(self._norm(hidden_lH)).float()

@@ -12,8 +12,6 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Processes are forked, and figures are those of CPUs; benchmarks/gpu_check.py is for GPUs.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import numpy as np
 import pytest
@@ -52,6 +50,8 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure() -> None:
+    # Processes are forked, and figures are those of CPUs; benchmarks/gpu_check.py is for GPUs.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
 
 

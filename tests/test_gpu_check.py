@@ -56,6 +56,7 @@ def test_every_section_runs_and_every_output_is_right(tmp_path, monkeypatch, nam
     for name in gpu_check.DRAFTS:
         assert [outputs[name][label] for label in gpu_check.EXACT] == [1, 1]
         assert outputs[name]["launches a step"] > 0 and outputs[name]["waits a step"] > 0
+    assert all(row["beside others"] == row["again"] == 0 for row in report["rows"].values())
     assert report["graphs"]["is recorded"]
     assert report["graphs"]["largest relative difference"] < 1e-5
     assert max(report["kernels"].values()) < 0.05
