@@ -116,8 +116,8 @@ def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:
 
 
 def radio_of(link: str) -> str:
-    """Radio of a link, by its name: WiFi where that says so."""
-    return "wifi" if "wifi" in link else "cellular"
+    """Radio of a link, by its name or its trace file's: WiFi where that says so."""
+    return "wifi" if "wifi" in Path(link).stem else "cellular"
 
 
 # -- methods --------------------------------------------------------------------------------------

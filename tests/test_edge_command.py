@@ -9,7 +9,7 @@ from conftest import REPOSITORY, write_rows
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run
-from pipedraft.eval.edge_methods import METHODS, TIMES
+from pipedraft.eval.edge_methods import METHODS, TIMES, radio_of
 from pipedraft.eval.edge_report import SAME_TEXT_RULES, LinkRun
 from pipedraft.inference.config import RULE_NAMES
 
@@ -155,3 +155,9 @@ def test_prompts_that_are_all_too_long_are_refused_before_decoding(words, tmp_pa
 def test_a_target_must_be_named(tmp_path):
     with pytest.raises(UsageError, match="--target: missing; --draft-model"):
         run(["edge", *WORDS[3:], "--benchmarks", "gsm8k", "--out", str(tmp_path)])
+
+
+def test_the_radio_is_that_of_the_traces_own_name():
+    named = {"wifi": "wifi", "traces/wifi_bad.csv": "wifi", "lte": "cellular"}
+    assert {name: radio_of(name) for name in named} == named
+    assert radio_of("my_wifi_traces/drive.csv") == "cellular"

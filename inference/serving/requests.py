@@ -82,6 +82,9 @@ class RequestError(Exception):
         }
 
 
+OF_STREAMS = ("stream_options", "pipedraft_events")
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -228,6 +231,9 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
                 f"{name}: not supported; leave it out", param=name, code="unsupported_parameter"
             )
     fields = {name: fields[name] for name in known if name in fields}
+    for name in OF_STREAMS:
+        if fields.get(name) and not fields.get("stream"):
+            raise RequestError(f"{name}: of an answer with stream: true alone", param=name)
     messages = fields.get("messages")
     if isinstance(messages, list):
         fields["messages"] = [without_nulls(turn) for turn in messages]
