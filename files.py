@@ -118,7 +118,8 @@ def _check_keys(node: yaml.Node | None) -> None:
 
 
 def read_yaml(path: Path, field: str) -> Any:
-    """
+    """Read a YAML file of a bounded size.
+
     Raises:
         UsageError: as ``read_bounded``, or it is not YAML, too deep, or has aliases.
     """

@@ -94,7 +94,8 @@ class Options:
 
     @classmethod
     def parser(cls, *, shows_help: bool = True) -> ArgumentParser:
-        """
+        """The parser of these options: flags, --help and --config.
+
         Args:
             shows_help: with the docstring of every field, which takes a moment to read.
         """
@@ -363,7 +364,8 @@ def _unknown(key: str, parser: ArgumentParser, flags: bool, known: Sequence[str]
 
 
 def subcommand(word: str, known: Sequence[str]) -> str:
-    """
+    """A command's first word, checked against those that there are.
+
     Raises:
         UsageError: it is none of the known ones; the nearest is named.
     """

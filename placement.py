@@ -12,7 +12,8 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def resolve_device(name: str, field: str = "--device") -> torch.device:
-    """
+    """The device of a name, checked by using it.
+
     Args:
         name: auto (the first accelerator, if there is one), cpu, cuda or cuda:N.
 

@@ -337,7 +337,7 @@ def random_model(args: Namespace, dtype: torch.dtype, device: str = "cuda") -> L
 
 
 def moved(model: LlamaForCausalLM, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A copy."""
+    """A copy of a model on a device, in a dtype."""
     return deepcopy(model).to(device, dtype)  # type: ignore[arg-type]  # transformers hides self
 
 

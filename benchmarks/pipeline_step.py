@@ -222,7 +222,8 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
 def summary(
     args: argparse.Namespace, plain: Phase, spd: Phase, ratios: list[float]
 ) -> dict[str, Any]:
-    """
+    """Figures of all texts as one JSON object: speed-up, its share of L', where the time went.
+
     Args:
         ratios: of each text, the speed-up over L'.
     """

@@ -205,7 +205,8 @@ class Drafts:
     def load(
         self, folder: Path, target: PreTrainedModel, *, allow_evolved: bool = False
     ) -> DraftNetwork:
-        """
+        """The draft of a folder: a language model, or a head that this package trained.
+
         Args:
             allow_evolved: on a target whose weights are not those that the draft names.
         """

@@ -138,7 +138,8 @@ def _load_target(
     trained: Iterable[Values],
     cluster: Cluster | None,
 ) -> _Target:
-    """
+    """Load the target where it decodes: here, or on the ranks of a cluster.
+
     Args:
         trained: descriptions of the drafts.
     """

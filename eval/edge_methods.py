@@ -33,7 +33,8 @@ from pipedraft.models.target import Keep
 def published_times(
     draft_s: float, verify_s: float, alone_s: float, draft_weights: float, layer_weights: float
 ) -> Times:
-    """
+    """Times of a method's parts, from the few that a paper publishes.
+
     Args:
         draft_weights, layer_weights: of the draft and of one layer of the target, in billions. What
             the edge reads weights for takes as long as its draft does for these.
@@ -100,7 +101,8 @@ its tail state, whose power is the idle one here."""
 
 
 def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:
-    """
+    """What drafting and sending cost a device with this radio, in joules.
+
     Args:
         draft_s: of one draft token at ``EDGE_W``.
     """

@@ -416,7 +416,8 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_results(content: bytes, where: str) -> Results:
-    """
+    """Read a results.json into its record.
+
     Args:
         where: option and file, for messages.
 

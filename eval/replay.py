@@ -81,7 +81,8 @@ class Replay:
 
 
 def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
-    """
+    """What a recorded run would take on another number of stages and other hardware.
+
     Raises:
         Refusal: the recorded run does not say what this pipeline would do.
     """

@@ -196,7 +196,8 @@ def build_page(
     comparisons: Sequence[Comparison] = (),
     traces: Mapping[str, Mapping[str, Sequence[Span]]] | None = None,
 ) -> bytes:
-    """
+    """The HTML page of one evaluation, or of several side by side.
+
     Args:
         sources: one or more; the order is the page's.
         traces: name -> process -> what it did when; the names are printable.
@@ -355,7 +356,8 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
 
 
 def read_source(folder: Path, name: str) -> Source:
-    """
+    """Read what an evaluation has left in its folder.
+
     Args:
         name: what the page calls it.
     """

@@ -121,7 +121,8 @@ def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
 
 
 def _prompt_record(records: Sequence[DecodedTurn], seconds: list[float]) -> PromptRecord:
-    """
+    """The record of one conversation, from its decoded turns.
+
     Args:
         records: the turns of one conversation.
         seconds: of each repeat.

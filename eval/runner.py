@@ -447,7 +447,8 @@ def place_name(domain: str, target: str) -> str:
 
 
 def search_for(spec: Spec, places: list[str]) -> CheckpointSearch:
-    """
+    """Where the drafts of a specification are looked for.
+
     Args:
         places: of --checkpoints.
     """

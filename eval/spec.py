@@ -236,7 +236,8 @@ def table_names(folder: Path = FOLDER) -> list[str]:
 
 
 def read_spec(name: str, folder: Path = FOLDER) -> Spec:
-    """
+    """Read the specification of a table, by its name or from a file.
+
     Args:
         name: of a shipped table, or a YAML file.
 

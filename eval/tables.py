@@ -176,7 +176,8 @@ def _setting(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
 
 
 def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) -> Table:
-    """
+    """The table of results: a row for each run.
+
     Args:
         with_benchmark: for entries of several benchmarks.
     """

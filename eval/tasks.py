@@ -343,7 +343,8 @@ def _read_hub(source: HubSet) -> Rows:
 
 
 def _hub_rows(name: str, repository: str) -> Rows:
-    """
+    """Rows of a benchmark from the Hub.
+
     Args:
         repository: "" for the published one.
     """

@@ -262,7 +262,8 @@ class _Header(msgspec.Struct):
 
 
 def read_recordings(places: Iterable[Path]) -> list[Recording]:
-    """
+    """Read the traces of evaluations: what each run decoded, step by step.
+
     Args:
         places: folders of evaluations, their folders "traces", or files in these.
     """

@@ -102,7 +102,8 @@ def describe(options: EngineOptions) -> Choice:
 def load_engine(
     options: EngineOptions, cluster: Cluster | None, settings: Values, *, traces: bool = False
 ) -> Engine:
-    """
+    """Load target and draft, and make the engine that decodes with them.
+
     Args:
         settings: of the engine's ``DecodeConfig``.
         traces: the ranks keep their spans.

@@ -153,7 +153,8 @@ class DecodeConfig(Filters):
 
     @classmethod
     def from_dict(cls, values: Values) -> DecodeConfig:
-        """
+        """Read a configuration from YAML's or JSON's values.
+
         Raises:
             ValueError: an unknown or missing field, or a value of the wrong type or range.
         """
@@ -172,7 +173,8 @@ class DecodeConfig(Filters):
 
 
 def check_temperature(value: float) -> None:
-    """
+    """Refuse a temperature that nothing can be sampled at.
+
     Raises:
         ValueError: neither 0 nor a temperature that logits can be divided by.
     """
@@ -184,7 +186,8 @@ def check_temperature(value: float) -> None:
 
 
 def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
-    """
+    """Refuse a prompt that cannot be decoded.
+
     Raises:
         ValueError: the prompt is empty or does not fit the target's positions.
     """
@@ -198,7 +201,8 @@ def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
 
 
 def find_schedule(name: str) -> type[Schedule]:
-    """
+    """The class of a schedule, by its name.
+
     Raises:
         ValueError: no schedule has this name; the message says the nearest one.
     """
@@ -250,7 +254,8 @@ def all_setting_names() -> set[str]:
 
 
 def check_names(values: Values, known: list[str], where: str) -> None:
-    """
+    """Refuse fields that are not known.
+
     Raises:
         ValueError: a name that is not known, with the nearest one that is.
     """

@@ -170,7 +170,8 @@ class Estimates:
         window: int | None,
         early_within_s: float | None,
     ) -> RoundCost:
-        """
+        """What a round costs at each draft length, by the estimates so far.
+
         Args:
             round_bytes: fields of ``RoundShape``.
             drafts_on, window: of the schedule.
@@ -280,7 +281,7 @@ class SurvivalEstimate:
         self.survival_MK = self._survival()
 
     def survival(self) -> np.ndarray:
-        """[K]"""
+        """[K]: chance that the first k draft tokens of a round are all accepted."""
         weight_M = np.exp(self.score_M - self.score_M.max())
         return weight_M @ self.survival_MK / weight_M.sum()
 
@@ -292,7 +293,8 @@ class SurvivalEstimate:
 
 
 def check_estimate(memory: float, acceptance: float, weight: float) -> None:
-    """
+    """Refuse settings of the acceptance estimate that are out of range.
+
     Raises:
         ValueError: names the field.
     """
@@ -321,7 +323,8 @@ class DraftLengthPolicy(ABC):
 
     @abstractmethod
     def choose(self, cost: RoundCost) -> int:
-        """
+        """The draft length of the coming round.
+
         Args:
             cost: of the coming round; of ``max_length`` lengths.
         """

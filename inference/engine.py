@@ -469,10 +469,7 @@ class Session:
     # -- bookkeeping ------------------------------------------------------------------------
 
     def _end_round(self, accepted: bool | None) -> None:
-        """
-        Args:
-            accepted: outcome of the test of the round's last token; None: there was no draft token.
-        """
+        """Note how a round has ended: by its last token's test (None: it had no draft token)."""
         result, num_forwards = self.result, self.source.num_forwards if self.source else 0
         result.round_lengths.append(self.round_length)
         result.round_ends += "u" if accepted is None else "a" if accepted else "r"

@@ -47,7 +47,8 @@ class Filters:
                 raise ValueError(f"{name}: {value} is out of range; {fix}")
 
     def check_at(self, temperature: float) -> None:
-        """
+        """Refuse filters at a temperature where nothing is sampled.
+
         Raises:
             ValueError: something is filtered, and nothing is sampled.
         """

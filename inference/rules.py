@@ -203,7 +203,8 @@ class Verifier(ABC):
         raise NotImplementedError
 
     def more(self, logits_V: Tensor, position: int, first: int, count: int) -> Payload:
-        """
+        """Further samples of a rejection, for a draft that asks for them.
+
         Raises:
             ValueError: no payload of this rule has samples.
         """

@@ -237,7 +237,8 @@ class Measured:
 
     @classmethod
     def read(cls, results: Path, weights_sha256: str) -> "Measured":
-        """
+        """Read measured figures for a model card from an evaluation's results.
+
         Args:
             weights_sha256: of the draft's checkpoint; the evaluation must have run it.
 

@@ -43,7 +43,7 @@ class Call:
         return ORDER.index(self.function.__name__), id(self.function.__self__)
 
     def make(self) -> None:
-        """By itself."""
+        """Make this call by itself, joined with no other one."""
         try:
             self._result = self.function(*self.rows, **self.options)
         except Exception as error:

@@ -181,7 +181,8 @@ class Content:
 
     @classmethod
     def of(cls, texts: dict[str, str]) -> "Content":
-        """
+        """What a repository holds, by its configuration files.
+
         Args:
             texts: config.json and pipedraft.json, where there are such.
         """

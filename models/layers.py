@@ -290,7 +290,8 @@ def _attend_apart(
     lengths: Sequence[int],
     options: Values,
 ) -> Tensor:
-    """
+    """Attention of packed documents, each within itself.
+
     Args:
         options: an ``attn_mask`` over the whole row (a sliding window's) is cut up as well.
     """

@@ -198,7 +198,8 @@ def main() -> None:
 
 
 def train(trainer: "Trainer", resolved: str) -> None:
-    """
+    """Run a training from its newest checkpoint to its end.
+
     Args:
         resolved: the configuration as YAML.
     """

@@ -80,7 +80,8 @@ ANSWERS: Codec[Hello | Answer | Refusal] = Codec(
 
 
 def filling(link: socket.socket, begin_s: float | None) -> Fill:
-    """
+    """A function that fills a buffer from a socket, within a time for the whole frame.
+
     Args:
         begin_s: how long to wait for the first byte; None: for ever. The rest has ``FRAME_S``.
     """
@@ -199,7 +200,8 @@ class RemoteStates:
         return link
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """
+        """Hidden states of rows from a feature server, which are asked for in turn.
+
         Raises:
             FeaturesLost: the server refuses the question, or is gone.
         """
@@ -325,7 +327,8 @@ class FeatureServer:
             link.sendall(buffer)
 
     def answer(self, question: Question) -> dict[str, Tensor]:
-        """
+        """Compute the hidden states that a trainer has asked for.
+
         Raises:
             ValueError: tokens or layers that the target does not have, or too many.
         """

@@ -105,7 +105,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
 
 @contextmanager
 def needs_others() -> Iterator[None]:
-    """
+    """Around collective calls: say in one line that another process is gone.
+
     Raises:
         Failure: another process has ended, or did not come to a collective call in time.
     """

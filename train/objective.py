@@ -127,7 +127,8 @@ class DivergenceConfig(StartConfig):
 
     @property
     def measure(self) -> Measure:
-        """
+        """The distance between target and draft that these settings name.
+
         Raises:
             ValueError: a setting outside its range.
         """

@@ -56,7 +56,10 @@ class Times:
 
 
 class LinkPipeline(LinkedPipeline):
-    """Event by event; the time passes while the draft computes and while a reply is waited for."""
+    """A link on a virtual clock, event by event.
+
+    Time passes while the draft computes and while a reply is waited for.
+    """
 
     def __init__(
         self,

@@ -70,7 +70,8 @@ class RemoteTarget:
 
 
 def check_draft(source: DraftSource) -> None:
-    """
+    """Refuse a draft that cannot work across a link.
+
     Raises:
         ValueError: a draft that reads hidden states of the target.
     """
@@ -196,7 +197,8 @@ class LinkedPipeline(Pipeline):
         return self._open_session(input_ids.tolist()), {}
 
     def _open_session(self, tokens: list[int]) -> int:
-        """
+        """Open a session on the target's side, which computes the prompt.
+
         Returns:
             The target's next token.
         """
@@ -348,7 +350,8 @@ class LinkedPipeline(Pipeline):
         return bool(self._inbox)
 
     def tick(self, ahead: Ahead | None = None) -> LinkVerdict:
-        """
+        """Take the next verdict of the target's side.
+
         Raises:
             ValueError: the target's side refuses, or does not follow the protocol.
         """

@@ -231,7 +231,8 @@ class RemotePipeline(LinkedPipeline):
             self.warn(f"{reason}; {consequence}")
 
     def close(self) -> int:
-        """
+        """End the session; returns the passes that the server computed.
+
         Returns:
             0: a server has forgotten what it computed.
         """

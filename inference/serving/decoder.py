@@ -45,7 +45,8 @@ class Decoder(ABC):
         return self._usual_s * (self.num_waiting + 1) / self.capacity
 
     def submit(self, choice: Choice) -> None:
-        """
+        """Begin to decode one sequence of a request.
+
         Raises:
             ValueError: what the engine does not decode.
             RuntimeError: nothing is decoded any more.

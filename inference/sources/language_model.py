@@ -74,7 +74,8 @@ class LanguageModelSource(TextSource):
         self.num_forwards += 1
 
     def _rename_rows(self, names: Mapping[int, int], num_committed: int = 0) -> None:
-        """
+        """Give computed rows their names in the tree that is left, and forget the others.
+
         Args:
             num_committed: of the first computed rows, which become text and need no name.
         """

@@ -267,7 +267,8 @@ class BesideSource(DraftSource):
 
 
 def beside(source: DraftSource, kind: LookupKind) -> BesideSource:
-    """
+    """A source that adds what a look-up finds to a draft's own trees.
+
     Raises:
         ValueError: the draft does not make trees of what it knows of a row.
     """

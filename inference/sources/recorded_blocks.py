@@ -20,7 +20,10 @@ from pipedraft.models.recorded import Packing, Recordings, padded_rows
 
 
 class RecordedBlocks:
-    """Rows of the block are written behind those of the text, and forgotten."""
+    """Proposes DFlash's blocks by recorded graphs.
+
+    Rows of the block are written behind those of the text, and forgotten.
+    """
 
     def __init__(self, draft: DFlash) -> None:
         self.draft, self.recordings = draft, Recordings(draft.fc.weight.device)

@@ -456,7 +456,8 @@ class RecordedRows(RowCache):
         *,
         in_order: bool,
     ) -> Tensor:
-        """
+        """Forward rows, whose keys, values and states go to their places in the buffers.
+
         Args:
             new_3R: tokens, rotary positions and places of the rows.
         """

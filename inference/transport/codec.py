@@ -115,7 +115,8 @@ class Codec(Generic[M]):
         self.max_header_bytes, self.max_tensor_bytes = max_header_bytes, max_tensor_bytes
 
     def encode(self, message: M, device: torch.device | None = None) -> Frame:
-        """
+        """A message as a frame: a header, and the bytes of its tensors behind it.
+
         Args:
             device: tensors on it travel apart.
         """

@@ -107,7 +107,8 @@ class Server:
     # -- life -------------------------------------------------------------------------------
 
     async def start(self, host: str, port: int) -> int:
-        """
+        """Listen for clients.
+
         Returns:
             The port; another one than asked for if that was 0.
 

@@ -174,7 +174,8 @@ class SessionTable:
         return sum(session.core.cache_bytes for session in self.held.values())
 
     def open(self, opening: Open, now_s: float, client: str = "") -> HeldSession:
-        """
+        """Open a session for a client, and reserve its memory.
+
         Raises:
             Refused: no room, or more is asked for than the server allows.
         """
@@ -247,7 +248,8 @@ class SessionTable:
         return max(MIN_CAPACITY, 2 * min(num_tokens + MAX_PENDING, self._max_positions))
 
     def find(self, ticket: bytes, now_s: float) -> HeldSession:
-        """
+        """The session of a ticket, which proves that it is its client's.
+
         Raises:
             Refused: no such session; whether key or secret was wrong is not said.
         """

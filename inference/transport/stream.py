@@ -158,7 +158,8 @@ class Connection:
 
 
 def read_description(data: bytes) -> Description:
-    """
+    """Read how a server describes itself.
+
     Raises:
         ValueError: not what a server of this version says.
     """
