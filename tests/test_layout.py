@@ -78,6 +78,9 @@ def test_files_and_functions_stay_small(path: Path) -> None:
             assert num_lines < 80, f"{node.name} has {num_lines} lines"
             arguments = [a for a in node.args.args if a.arg not in ("self", "cls")]
             assert len(arguments) <= 6, f"{node.name} takes {len(arguments)} positional arguments"
+            says = (ast.get_docstring(node) or "").partition("\n")[0]
+            has_sentence = node.name == "__init__" or says not in ("Args:", "Raises:", "Returns:")
+            assert has_sentence, f"{node.name}: its docstring begins with no sentence of its own"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
