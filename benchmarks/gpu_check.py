@@ -118,7 +118,10 @@ def kernels(args: Namespace) -> Findings:
 
 
 def rows(args: Namespace) -> Findings:
-    """Outputs of one row in bfloat16 that are others beside other rows, or a second time."""
+    """Outputs of one row in bfloat16 that are others beside other rows, or a second time.
+
+    And its best entry where several are equal.
+    """
     model = random_model(args, torch.bfloat16)
     layer, found = model.model.layers[0], {}
     parts = {"norm": layer.input_layernorm, "query": layer.self_attn.q_proj}
@@ -133,6 +136,10 @@ def rows(args: Namespace) -> Findings:
             "beside others": int((alone != beside).sum()),
             "again": int((alone != again).sum()),
         }
+    tied_60V = torch.randint(8, (60, args.vocabulary)).to("cuda", torch.float32)
+    first_60 = torch.stack([row_V.argmax() for row_V in tied_60V])
+    differ = [int((tied_60V.argmax(-1) != first_60).sum()) for _ in range(2)]
+    found["best of a tie"] = {"of": 60, "beside others": differ[0], "again": differ[1]}
     return found
 
 
