@@ -98,6 +98,19 @@ def receive_signal(folder: Path, *, number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+def be_suspended(folder: Path) -> None:
+    """As by Ctrl-Z and fg, a few times."""
+    own = os.getpid()
+    if os.fork() == 0:
+        with suppress(ProcessLookupError):
+            for _ in range(4):
+                os.kill(own, signal.SIGSTOP)
+                time.sleep(0.4)
+                os.kill(own, signal.SIGCONT)
+                time.sleep(0.2)
+        os._exit(0)
+
+
 def exhaust_memory(folder: Path) -> None:
     """The next allocation of ``PIECE_BYTES`` or more fails, whoever makes it."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])

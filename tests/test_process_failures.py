@@ -157,6 +157,14 @@ def test_a_lost_stage_ends_every_rank_with_a_line(number, cause, limit_s, folder
     check_all_failed(outcome, ended, cause, limit_s)
 
 
+def test_a_rank_that_was_suspended_goes_on(folder):
+    """Python's sigtimedwait makes up a signal after a stop beyond its time."""
+    plan = Plan(folder=folder, num_new=500, failing_rank=2, failure=process_failures.be_suspended)
+    outcome = outcome_of(plan)
+    assert outcome.statuses == [0, 0, 0] and not any(map(outcome.lines, range(3))), outcome
+    assert outcome.seconds > 2, "it ended before the last stop"
+
+
 @needs_linux
 def test_a_silent_link_ends_every_rank_with_a_line(folder):
     """Both ends live and reach everything else."""

@@ -167,7 +167,11 @@ class Watch:
     def _look_here(self) -> None:
         told = -REPEAT_S
         while not self._stopping.is_set():
-            received = signal.sigtimedwait(SIGNALS, BEAT_S)
+            # Not with a time to wait: after a stop (Ctrl-Z, a debugger) beyond it Python makes up a
+            # signal, from whatever its memory holds.
+            received = signal.sigtimedwait(SIGNALS, 0)
+            if received is None:
+                self._stopping.wait(BEAT_S)
             is_end = received is not None and received.si_signo != signal.SIGHUP
             if is_end and self.on_signal is not None:
                 if time.monotonic() - told > REPEAT_S:
