@@ -153,7 +153,9 @@ def read_pins(constraints: Path) -> dict[str, SpecifierSet]:
 def check_torch() -> Iterator[Finding]:
     import torch
 
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    from pipedraft.placement import resolve_device
+
+    device = resolve_device("auto")
     detail = f"{torch.__version__}, device {device}"
     if device.type == "cuda":
         detail += f" ({torch.cuda.device_count()} x {torch.cuda.get_device_name()})"

@@ -210,7 +210,10 @@ def _link(rank: int, port: int, hidden: int, times: Any) -> None:
 def schedules(args: Namespace) -> Findings:
     """Each draft's output against plain decoding, and what a step costs."""
     source = random_model(args, torch.float32, device="cpu")
-    models = {dtype: moved(source, "cuda", dtype) for _, dtype, _ in MODES[:2]}
+    models = {}
+    for dtype in {dtype for _, dtype, _ in MODES}:
+        models[dtype] = deepcopy(source)
+        models[dtype].to("cuda", dtype)  # type: ignore[arg-type]  # transformers hides self
     plain = {
         label: decode(args, models[dtype], None, "autoregressive", num_stages=1, bitwise=is_bitwise)
         for label, dtype, is_bitwise in MODES
@@ -340,12 +343,8 @@ def random_model(args: Namespace, dtype: torch.dtype, device: str = "cuda") -> L
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
-    return moved(model, device, dtype)
-
-
-def moved(model: LlamaForCausalLM, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A copy of a model on a device, in a dtype."""
-    return deepcopy(model).to(device, dtype)  # type: ignore[arg-type]  # transformers hides self
+    model.to(device, dtype)  # type: ignore[arg-type]  # transformers hides self
+    return model
 
 
 SECTIONS = (devices, kernels, rows, graphs, links, schedules, training)

@@ -54,7 +54,7 @@ def pad(rows_lH: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
-    """Forward of a stage in passes of as many rows."""
+    """Forward of a stage in passes of ``rows_of_a_pass`` rows."""
     entering = segment.ids if stage.embedding is not None else segment.hidden
     assert entering is not None, "stage 0 needs token ids, later stages hidden states"
     hidden_lH, collected = [], {index: list[Tensor]() for index in taps}

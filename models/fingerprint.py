@@ -14,6 +14,8 @@ from pipedraft.pretrained import open_weights, weight_files
 HASH_ROWS = 4096  # weight rows cast to float32 at a time, so that hashing needs no second copy
 DECODERS = ("model.", "model.language_model.")
 """Prefixes of a decoder's tensors in its files."""
+NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
+"""As safetensors calls them."""
 
 
 def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
@@ -43,7 +45,7 @@ def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[Ten
     Args:
         weights: by the names that they have in a file of the decoder alone.
     """
-    is_narrow = any(x.dtype in (torch.bfloat16, torch.float16) for x in weights.values())
+    is_narrow = any(weight.dtype in NARROW for weight in weights.values())
     if not is_narrow or not model.name_or_path:
         return [*weights.values()]
     name, revision = str(model.name_or_path), getattr(model.config, "_commit_hash", None)
@@ -53,13 +55,14 @@ def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[Ten
         return [*weights.values()]
     found = []
     for own, weight in weights.items():
-        names = (own.replace(DECODERS[0], prefix, 1) for prefix in DECODERS)
-        key = next((name for name in names if name in files), None)
-        if key is not None:
+        keys = (own.replace(DECODERS[0], prefix, 1) for prefix in DECODERS)
+        key = next((key for key in keys if key in files), None)
+        if key is not None and weight.dtype in NARROW:
             with open_weights(name, revision, files[key]) as file:
-                stored = file.get_tensor(key)
+                is_rounded = file.get_slice(key).get_dtype() != NARROW[weight.dtype]
+                stored = file.get_tensor(key) if is_rounded else weight
             # A model may have been tuned since.
-            if torch.equal(stored.to(weight.dtype), weight.detach().cpu()):
+            if is_rounded and torch.equal(stored.to(weight.dtype), weight.detach().cpu()):
                 weight = stored
         found.append(weight)
     return found

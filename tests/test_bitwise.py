@@ -1,5 +1,7 @@
 """--bitwise: in bfloat16, too, text is plain decoding's, because a row's numbers are."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from conftest import tiny_llama, tiny_mistral
@@ -13,6 +15,7 @@ from decode_runs import (
     way_name,
 )
 from inline_ranks import connect_inline
+from pretended_device import pretended_cuda
 from staged_targets import chain_segment, tiny
 from tiny_drafts import make_exit
 
@@ -134,3 +137,15 @@ def test_a_target_without_one_shape_is_refused():
             with pytest.raises(ValueError, match=f"bitwise: targets of model_type '{name}"):
                 engine.decode(PROMPT)
     StagedTarget(tiny(bitwise.FAMILIES[0]), 2).set_bitwise(True)
+
+
+def test_a_pass_on_a_gpu_has_the_one_row_of_plain_decodings(target):
+    """Known-bad: 16, with which texts left plain decoding's on a real one."""
+    sizes: list[int] = []
+    with pretended_cuda():
+        placed = deepcopy(target).to("cuda:0")
+        expected = plain_text(placed, PROMPT, max_new_tokens=TOKENS, bitwise=True)
+        query = placed.model.layers[0].self_attn.q_proj
+        query.register_forward_pre_hook(lambda _, rows: sizes.append(rows[0].shape[1]))
+        assert decode(placed, PROMPT, expected, WAYS[0], bitwise=True) == expected
+    assert len(sizes) > TOKENS and set(sizes[1:]) == {1}, "the first is the prompt's"
