@@ -24,7 +24,7 @@ from pipedraft.inference.sources import make_source
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RULES, KeyedRandom, make_verifier
-from pipedraft.models.lookup import LOOKUPS, LookupKind
+from pipedraft.models.lookup import Lookup, LookupKind
 from pipedraft.models.target import Keep
 
 # -- published and assumed constants of computing and energy, for the virtual clock ---------------
@@ -289,7 +289,7 @@ class Simulation(Filters):
         """What a method drafts with."""
         if method.lookup is None:
             return self.draft
-        return LOOKUPS[method.lookup](self.target.staged().vocab_size)
+        return Lookup(method.lookup, self.target.staged().vocab_size)
 
     def caveat(self, method: Method) -> str:
         """Why the output is not distributed as the target's; "": it is."""

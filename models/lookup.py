@@ -11,22 +11,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 LookupKind = Literal["ngram", "suffix"]
+"""By the last few tokens, or by the longest end of the text that occurred before."""
 
 
 class Lookup(nn.Module):
     """A draft without a network, as an engine sees it."""
 
-    draft_type: ClassVar[LookupKind]
     num_stages: ClassVar[int | None] = None
     boundaries: ClassVar[tuple[int, ...]] = ()
     draft_ids: Tensor
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, draft_type: LookupKind, vocab_size: int) -> None:
         """
         Args:
             vocab_size: of the target.
         """
         super().__init__()
+        self.draft_type = draft_type
         self.target_vocab_size = vocab_size
         self.register_buffer("draft_ids", torch.arange(vocab_size))
 
@@ -38,20 +39,5 @@ class Lookup(nn.Module):
         return 0.0
 
 
-class NGram(Lookup):
-    """Draft tokens looked up by the last few tokens."""
-
-    draft_type: ClassVar[LookupKind] = "ngram"
-
-
-class Suffix(Lookup):
-    """Draft tokens looked up by the longest end of the text that occurred before."""
-
-    draft_type: ClassVar[LookupKind] = "suffix"
-
-
-LOOKUPS: dict[LookupKind, type[Lookup]] = {"ngram": NGram, "suffix": Suffix}
-
-
 def make_lookup(kind: LookupKind, target: PreTrainedModel) -> Lookup:
-    return LOOKUPS[kind](int(target.config.get_text_config().vocab_size))
+    return Lookup(kind, int(target.config.get_text_config().vocab_size))

@@ -17,7 +17,7 @@ from pipedraft.inference.sources.lookup import (
     beside,
     estimate,
 )
-from pipedraft.models.lookup import LOOKUPS, make_lookup
+from pipedraft.models.lookup import make_lookup
 
 MORE = [
     {"schedule": "spd"},
@@ -27,7 +27,7 @@ MORE = [
     {"schedule": "ssd"},
     {"schedule": "pipeinfer", "branches": 2},
 ]
-KINDS = sorted(LOOKUPS)
+KINDS = ["ngram", "suffix"]
 
 
 def counted(text, path, longest):
