@@ -8,18 +8,16 @@ number is one on a GPU, where texts were seen to leave plain decoding's with 16.
 
 # l rows of a pass, P padded rows, C rows of a cache, N query heads, J key heads, D head size
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
-from pipedraft.files import Values
 from pipedraft.models.stage_cache import Segment, StageCache
+from pipedraft.models.stage_calls import attending_by
 
 if TYPE_CHECKING:
     from pipedraft.models.target import Stage
@@ -67,7 +65,7 @@ def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
         for index in collected.keys() & outputs.keys():
             collected[index].append(outputs[index])
     own = {index: torch.cat(parts) for index, parts in collected.items() if parts}
-    return replace(segment, ids=None, hidden=torch.cat(hidden_lH), taps={**segment.taps, **own})
+    return segment.after(torch.cat(hidden_lH), own)
 
 
 def _pass(
@@ -82,7 +80,8 @@ def _pass(
     # Never read; without a mask transformers would ask for a causal one.
     unused_mask = hidden_1PH.new_zeros(1, 1, 1, hidden_1PH.shape[1])
     outputs = {stage.start: entering_lH} if stage.start == 0 else {}
-    with RowByRow(cache, torch.cat([committed_lC, visible_lS], 1), stage.window) as alone:
+    alone = _RowByRow(cache, torch.cat([committed_lC, visible_lS], 1), stage.window)
+    with attending_by(alone.attend):
         layers = zip(stage.layers, stage.kinds, strict=True)
         for index, (layer, kind) in enumerate(layers, start=stage.start + 1):
             alone.is_windowed = kind == "sliding_attention"
@@ -97,7 +96,7 @@ def _pass(
     return outputs
 
 
-class RowByRow(TorchFunctionMode):
+class _RowByRow:
     """Stands where a cache stands: padding is not kept, and each row attends alone."""
 
     def __init__(self, cache: StageCache, visible_lC: Tensor, window: int | None) -> None:
@@ -106,7 +105,6 @@ class RowByRow(TorchFunctionMode):
             visible_lC: bool; row i of the pass sees these rows of the cache, its own included.
             window: of layers that see so many last positions only.
         """
-        super().__init__()
         self.cache = cache
         self._seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]
         self._near = self._seen if window is None else [seen[-window:] for seen in self._seen]
@@ -122,26 +120,17 @@ class RowByRow(TorchFunctionMode):
         self._known = self.cache.update(keys_1JPD[:, :, own], values_1JPD[:, :, own], layer_idx)
         return keys_1JPD, values_1JPD
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Tensor],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Values | None = None,
-    ) -> Tensor:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
+    def attend(self, query_1NPD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
         assert self._known is not None, "the layer's keys come first"
-        query_1NPD, (keys_1JCD, values_1JCD) = args[0], self._known
+        keys_1JCD, values_1JCD = self._known
         out_1NPD = torch.zeros_like(query_1NPD)
         for row, seen_C in enumerate(self._near if self.is_windowed else self._seen):
             one = slice(row, row + 1)
-            out_1NPD[:, :, one] = func(
+            out_1NPD[:, :, one] = F.scaled_dot_product_attention(
                 query_1NPD[:, :, one].contiguous(),
                 keys_1JCD[:, :, seen_C],
                 values_1JCD[:, :, seen_C],
-                scale=kwargs.get("scale"),
+                scale=scale,
                 enable_gqa=query_1NPD.shape[1] != keys_1JCD.shape[1],
             )
         return out_1NPD

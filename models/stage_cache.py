@@ -9,9 +9,9 @@ D head size, W channels and K inputs of the short convolution, T rows of one cal
 that continue different ones.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -98,6 +98,10 @@ class Segment:
         before_lS = self.visible.tril(self.lo - 1)
         rows_S = torch.arange(1, self.hi + 1, device=before_lS.device)
         return ((before_lS * rows_S).amax(1) - 1).tolist()
+
+    def after(self, hidden_lH: Tensor, collected: Mapping[int, Tensor]) -> "Segment":
+        """The segment as it leaves a stage, with the states that were tapped there."""
+        return replace(self, ids=None, hidden=hidden_lH, taps={**self.taps, **collected})
 
 
 def prune_segment(segment: Segment, keep: Keep, num_cached: int) -> Segment | None:

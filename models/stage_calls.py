@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -272,12 +272,7 @@ def forward_together(
     for cache in caches:
         cache.advance(committed=False)
     return [
-        replace(
-            segment,
-            ids=None,
-            hidden=hidden_lH,
-            taps={**segment.taps, **{layer: parts[place] for layer, parts in collected.items()}},
-        )
+        segment.after(hidden_lH, {layer: parts[place] for layer, parts in collected.items()})
         for place, (segment, hidden_lH) in enumerate(
             zip(segments, hidden_1RH[0].split(sizes), strict=True)
         )

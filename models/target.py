@@ -10,7 +10,6 @@ rows up to and including the segment, H hidden, V vocabulary, B batch, T positio
 import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -219,7 +218,7 @@ class Stage:
             call = (entering, segment.positions, segment.visible, taps)
             hidden_lH, collected = self.graphs.forward(*call)
             self.cache.advance(committed=False)
-            return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
+            return segment.after(hidden_lH, collected)
         visible_lS = segment.visible.to(self.device)
         parents = segment.parents if self.cache.recurrent_layers else None
         positions_C = self.cache.begin(segment.positions.to(self.device), parents)
@@ -227,7 +226,7 @@ class Stage:
             self._enter(entering), positions_C, visible_lS, taps, is_wanted
         )
         self.cache.advance(committed=False)
-        return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
+        return segment.after(hidden_lH, collected)
 
     @torch.inference_mode()
     def prefill(
