@@ -222,7 +222,7 @@ def run_from_gguf(options: FromGgufOptions) -> None:
 
 
 def run_halve(options: HalveOptions) -> None:
-    from pipedraft.models.half import halve
+    from pipedraft.models.hub import halve
 
     for path in halve(checkpoint_folder(options.checkpoint), options.out):
         print(path)
