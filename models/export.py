@@ -45,8 +45,8 @@ from pipedraft.models.draft import (
 from pipedraft.models.dspark import DSpark, DSparkConfig
 from pipedraft.models.eagle import Eagle
 from pipedraft.models.eagle3 import Eagle3
-from pipedraft.models.mtp import MTP
-from pipedraft.models.peer_files import MTP_PREFIX, TargetFiles, read_target
+from pipedraft.models.fingerprint import TargetFiles, read_target
+from pipedraft.models.mtp import MTP, MTP_PREFIX
 
 Layout = Literal["sglang", "speculators"]
 Config = dict[str, object]

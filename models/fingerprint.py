@@ -3,13 +3,15 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.pretrained import open_weights, weight_files
+from pipedraft.files import Values
+from pipedraft.pretrained import open_weights, read_config, weight_files
 
 HASH_ROWS = 4096  # weight rows cast to float32 at a time, so that hashing needs no second copy
 DECODERS = ("model.", "model.language_model.")
@@ -83,6 +85,62 @@ def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> st
         if a.get(name) != value:
             return f"{name}: {a.get(name)} != {value}"
     return None
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """Files of a target's folder that an export or an import needs."""
+
+    config: Values
+    """config.json."""
+    weights: dict[str, Tensor]
+    """By the target's names: embedding, final norm, and an LM head that is not tied."""
+    fingerprint: dict[str, int | str]
+
+    @property
+    def embedding_VH(self) -> Tensor:
+        return [*self.weights.values()][0]
+
+    @property
+    def norm_H(self) -> Tensor:
+        return [*self.weights.values()][1]
+
+    @property
+    def head_VH(self) -> Tensor:
+        """A tied one is the embedding."""
+        return [*self.weights.values(), self.embedding_VH][2]
+
+
+def read_target(name: str, revision: str | None) -> TargetFiles:
+    """Read the configuration and the three weights that the fingerprint covers.
+
+    Raises:
+        ValueError: no such target, or no safetensors weights.
+    """
+    config = read_config(name, revision)
+    sizes = config.get("text_config", config)
+    files = weight_files(name, revision)
+    prefix = next((p for p in DECODERS if p + "embed_tokens.weight" in files), None)
+    if prefix is None:
+        raise ValueError(
+            f"target: {name!r} names its embedding in none of the ways known, "
+            f"{' and '.join(p + 'embed_tokens.weight' for p in DECODERS)}; give another --target"
+        )
+    keys = [prefix + "embed_tokens.weight", prefix + "norm.weight"]
+    is_tied = sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    if "lm_head.weight" in files and not is_tied:
+        keys.append("lm_head.weight")
+    weights = []
+    for key in keys:
+        with open_weights(name, revision, files[key]) as file:
+            weights.append(file.get_tensor(key))
+    fingerprint = {
+        "hidden_size": sizes["hidden_size"],
+        "vocab_size": sizes["vocab_size"],
+        "num_layers": sizes["num_hidden_layers"],
+        "hash": weights_hash(weights),
+    }
+    return TargetFiles(config, dict(zip(keys, weights, strict=True)), fingerprint)
 
 
 # Three hashes of a tokenizer, each stored or sent somewhere: its value is a contract.

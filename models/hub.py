@@ -30,7 +30,7 @@ from pipedraft.models.draft import (
     read_description,
 )
 from pipedraft.models.export import ORIGIN_FILE, Origin, launch_line
-from pipedraft.models.peer_files import read_target
+from pipedraft.models.fingerprint import read_target
 from pipedraft.pretrained import hub_link
 
 Files = dict[str, str | Path]

@@ -30,6 +30,9 @@ from pipedraft.models.layers import (
     rotate,
 )
 
+MTP_PREFIX = "mtp."
+"""Of the names of the layer's weights in a target's files."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MTPConfig:

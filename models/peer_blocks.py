@@ -14,11 +14,12 @@ the target's.
 import msgspec
 import torch
 
+from pipedraft.files import Values
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.dspark import DSpark
-from pipedraft.models.peer_files import Settings, TargetFiles
-from pipedraft.models.peer_parts import (
+from pipedraft.models.fingerprint import TargetFiles
+from pipedraft.models.peer_files import (
     Peer,
     check,
     convert,
@@ -96,7 +97,7 @@ def block_head(peer: Peer, found: TargetFiles, reference: TargetReference) -> DF
         wanted_UH = found.head_VH[draft_ids].to(head_UH.dtype)
         if head_UH.shape != wanted_UH.shape or not torch.equal(head_UH, wanted_UH):
             raise peer.refuse("lm_head.weight", tuple(head_UH.shape), "it is not the target's")
-    own: Settings = {} if given.block_size is None else {"block_size": given.block_size}
+    own: Values = {} if given.block_size is None else {"block_size": given.block_size}
     if not torch.equal(draft_ids, torch.arange(size_of(reference))):
         own |= {"draft_vocab_size": len(draft_ids)}
         weights |= {"draft_ids": draft_ids}
@@ -129,7 +130,7 @@ def _kind(peer: Peer) -> type[DFlash]:
     return ARCHITECTURES[names[0]]
 
 
-def _settings(peer: Peer) -> Settings:
+def _settings(peer: Peer) -> Values:
     """All settings side by side, whichever part of the configuration they stand in."""
     block = convert(peer, {"dflash_config": peer.config.get("dflash_config", {})}, _Nested)
     inner = block.dflash_config
@@ -147,7 +148,7 @@ class _Nested(msgspec.Struct):
     dflash_config: _Block
 
 
-def _pairs(peer: Peer, given: _Given, hidden: int) -> Settings:
+def _pairs(peer: Peer, given: _Given, hidden: int) -> Values:
     """Settings of DSpark's two small heads by the tensors, which the configuration may not deny."""
     rank = peer.weights[PAIRS].shape[-1] if PAIRS in peer.weights else 0
     proj = peer.weights.get(CONFIDENCE)

@@ -1,32 +1,39 @@
-"""Files of heads that others trained, and of targets: their configuration and their tensors.
+"""What every layout of a head that others trained is read by: files, settings, vocabulary, tensors.
 
-Pickled files are opened with ``weights_only=True``: tensors and plain values, no code.
+Pickled files are opened with ``weights_only=True``: tensors and plain values, no code. A setting or
+a tensor that cannot be expressed in ours is refused by its name and value.
 """
+
+# H hidden, V target vocabulary, U draft vocabulary
 
 import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import AutoConfig, LlamaConfig
 
-from pipedraft.models.fingerprint import DECODERS, weights_hash
-from pipedraft.pretrained import hub_link, open_weights, read_config, weight_files
+from pipedraft.files import Values
+from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.fingerprint import TargetFiles
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.mtp import MTP_PREFIX
+from pipedraft.pretrained import explained, first_line, hub_link, read_config
 
 MAX_BYTES = 2**36
 """Of one file of weights; larger ones are no draft."""
 PICKLED = (".bin", ".pt", ".pth")
 
-MTP_PREFIX = "mtp."
-"""Of the names of the MTP layer in a target's files, as Qwen3.5 has them."""
 NEXT_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
-"""DeepSeek-V3 and GLM-4.5 have it as one more layer of the decoder, of these names."""
+"""DeepSeek-V3 and GLM-4.5 have their MTP layer as one more of the decoder, of these names."""
 NEXT_NAMES = {
     "enorm.weight": "pre_fc_norm_embedding.weight",
     "hnorm.weight": "pre_fc_norm_hidden.weight",
@@ -36,9 +43,16 @@ NEXT_NAMES = {
     "embed_tokens.weight": "embed_tokens.weight",
 }
 
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""model_type of a head's decoder layer."""
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+UNREAD = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.", "layers.0.self_attn.rotary_emb.")
+"""Tensors that are the target's, or made anew from the configuration."""
+EMBEDDING = "embed_tokens.weight"
+
 Weights = dict[str, Tensor]
-Settings = dict[str, Any]
-"""Keys of a configuration, before they are checked."""
+Head = TypeVar("Head", bound=Draft)
+Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 def place_of(name: str, revision: str | None) -> Path:
@@ -53,7 +67,7 @@ def place_of(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
-def read_head(name: str, place: Path) -> tuple[Settings, Weights]:
+def read_head(name: str, place: Path) -> tuple[Values, Weights]:
     """Configuration and weights of a folder or a file; of a target its MTP layer alone."""
     folder = place if place.is_dir() else place.parent
     files = [place]
@@ -67,7 +81,7 @@ def read_head(name: str, place: Path) -> tuple[Settings, Weights]:
             f"--from: {name!r} has {found}{listed}; give one file of them, or a folder with "
             "model.safetensors"
         )
-    config: Settings = {}
+    config: Values = {}
     weights: Weights = {}
     prefix = _prefix(name, files)
     for file in files:
@@ -133,75 +147,133 @@ def _opened(file: Path) -> Iterator[safe_open]:
         raise ValueError(f"--from: {str(file)!r} is damaged ({error}); copy it again") from error
 
 
-def _unpickle(file: Path) -> Settings:
+def _unpickle(file: Path) -> Values:
     """Tensors and plain values of a file of torch.save; anything else is refused unexecuted."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(
-            f"--from: {str(file)!r} is damaged or holds more than tensors ({reason}); give the "
-            "file as its trainer saved it"
+            f"--from: {str(file)!r} is damaged or holds more than tensors ({first_line(error)}); "
+            "give the file as its trainer saved it"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(f"--from: {str(file)!r} holds a {type(content).__name__}, no state_dict")
     return content
 
 
-# -- the target, without loading it ---------------------------------------------------------
+# -- their parts ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class TargetFiles:
-    """Files of a target's folder that an export or an import needs."""
+class Peer:
+    """A head as its trainer wrote it."""
 
-    config: dict[str, Any]
-    """config.json."""
-    weights: dict[str, Tensor]
-    """By the target's names: embedding, final norm, and an LM head that is not tied."""
-    fingerprint: dict[str, int | str]
+    name: str
+    """What the user gave."""
+    config: Values
+    weights: Weights
+    revision: str | None = None
 
-    @property
-    def embedding_VH(self) -> Tensor:
-        return [*self.weights.values()][0]
-
-    @property
-    def norm_H(self) -> Tensor:
-        return [*self.weights.values()][1]
-
-    @property
-    def head_VH(self) -> Tensor:
-        """A tied one is the embedding."""
-        return [*self.weights.values(), self.embedding_VH][2]
+    def refuse(self, key: str, value: object, fix: str) -> ValueError:
+        return ValueError(f"--from: {self.name!r} has {key} {value!r}; {fix}")
 
 
-def read_target(name: str, revision: str | None) -> TargetFiles:
-    """Read the configuration and the three weights that the fingerprint covers.
+def size_of(reference: TargetReference) -> int:
+    return int(reference.fingerprint["vocab_size"])
 
-    Raises:
-        ValueError: no such target, or no safetensors weights.
-    """
-    config = read_config(name, revision)
-    sizes = config.get("text_config", config)
-    files = weight_files(name, revision)
-    prefix = next((p for p in DECODERS if p + "embed_tokens.weight" in files), None)
-    if prefix is None:
-        raise ValueError(
-            f"target: {name!r} names its embedding in none of the ways known, "
-            f"{' and '.join(p + 'embed_tokens.weight' for p in DECODERS)}; give another --target"
-        )
-    keys = [prefix + "embed_tokens.weight", prefix + "norm.weight"]
-    is_tied = sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    if "lm_head.weight" in files and not is_tied:
-        keys.append("lm_head.weight")
-    weights = []
-    for key in keys:
-        with open_weights(name, revision, files[key]) as file:
-            weights.append(file.get_tensor(key))
-    fingerprint = {
-        "hidden_size": sizes["hidden_size"],
-        "vocab_size": sizes["vocab_size"],
-        "num_layers": sizes["num_hidden_layers"],
-        "hash": weights_hash(weights),
-    }
-    return TargetFiles(config, dict(zip(keys, weights, strict=True)), fingerprint)
+
+def check(peer: Peer, key: str, value: object, wanted: object) -> None:
+    if value != wanted:
+        raise peer.refuse(key, value, f"only {wanted!r} can be expressed here")
+
+
+def convert(peer: Peer, settings: Values, kind: type[Fields]) -> Fields:
+    try:
+        return msgspec.convert(settings, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"--from: {peer.name!r}, config.json: {error}; copy it again") from error
+
+
+def layer_of(peer: Peer, settings: Values, reference: TargetReference) -> LayerConfig:
+    """Shape of the decoder layer; what the tensors say is not asked of the configuration."""
+    own, name = peer.weights, peer.name
+    kind = settings.get("model_type")
+    known = {key: value for key, value in settings.items() if key != "architectures"}
+    with explained("--from", name):
+        if kind in FAMILIES:
+            config = AutoConfig.for_model(**known)
+        else:
+            known.pop("model_type", None)
+            config = LlamaConfig(**known)
+        layer = LayerConfig.from_target(config)
+    check(peer, "hidden_size", layer.hidden_size, reference.fingerprint["hidden_size"])
+    check(peer, "vocab_size", config.vocab_size, size_of(reference))
+    rope = config.rope_parameters
+    if rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise peer.refuse("rope_parameters", dict(rope), f"known types: {', '.join(ROPE_TYPES)}")
+    gate = next((x for key, x in own.items() if key.endswith("mlp.gate_proj.weight")), None)
+    # A size that the file does not hold would be memory for nothing.
+    if gate is not None:
+        check(peer, "intermediate_size", layer.intermediate_size, gate.shape[0])
+    return replace(
+        layer,
+        has_query_key_norm=any("q_norm." in key for key in own),
+        has_attention_bias=any(key.endswith("q_proj.bias") for key in own),
+    )
+
+
+def vocabulary_of(
+    peer: Peer, weights: Weights, size: int | None, reference: TargetReference
+) -> tuple[Weights, Tensor]:
+    """The weights without the maps, and the target id of every draft token."""
+    weights = dict(weights)
+    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
+    num_tokens, head = size_of(reference), weights.get("lm_head.weight")
+    num_rows = num_tokens if head is None else len(head)
+    check(peer, "draft_vocab_size", size or num_rows, num_rows)
+    if d2t is None:
+        if num_rows != num_tokens:
+            raise ValueError(f"--from: {peer.name!r} lacks d2t for {num_rows} of {num_tokens} ids")
+        return weights, torch.arange(num_tokens)
+    if d2t.shape != (num_rows,) or d2t.is_floating_point():
+        raise peer.refuse("d2t", tuple(d2t.shape), f"{num_rows} integers belong to its LM head")
+    ids = torch.arange(num_rows) + d2t.long()
+    check_ids(peer, "d2t", ids, num_tokens)
+    if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
+        raise peer.refuse("t2d", int(t2d.sum()), "it names other tokens than d2t")
+    return weights, ids
+
+
+def check_ids(peer: Peer, key: str, ids: Tensor, num_tokens: int) -> None:
+    """Refuse draft tokens that are none of the target's, or twice the same."""
+    if len(ids.unique()) != len(ids) or not bool(((ids >= 0) & (ids < num_tokens)).all()):
+        found = f"{int(ids.min())}..{int(ids.max())}"
+        raise peer.refuse(key, found, f"ids of 0..{num_tokens - 1}, each once")
+
+
+def fill(peer: Peer, head: Head, weights: Weights, found: TargetFiles) -> Head:
+    """The head with these weights, in float32, each of which it must have and no other."""
+    embedding = weights.pop(EMBEDDING, None)
+    if embedding is not None:
+        check_shared(peer, EMBEDDING, embedding, found.embedding_VH)
+    weights = {key: x for key, x in weights.items() if not key.startswith(UNREAD)}
+    expected = head.state_dict()
+    for key in sorted(weights.keys() ^ expected.keys()):
+        if key in expected:
+            raise ValueError(f"--from: {peer.name!r} lacks {key}; copy the head again")
+        raise peer.refuse("tensor", key, "such a head cannot be expressed here")
+    for key, value in weights.items():
+        if value.shape != expected[key].shape:
+            raise peer.refuse(
+                key, tuple(value.shape), f"its configuration says {tuple(expected[key].shape)}"
+            )
+        if value.is_floating_point() and not value.isfinite().all():
+            raise peer.refuse(key, "NaN or infinite", "use another copy")
+    head.load_state_dict(weights)
+    return head.eval().requires_grad_(False)
+
+
+def check_shared(peer: Peer, key: str, theirs: Tensor, targets: Tensor) -> None:
+    ours = targets.to(theirs.dtype)
+    if theirs.shape != ours.shape or not torch.equal(theirs, ours):
+        raise peer.refuse(key, tuple(theirs.shape), "it is not the target's; give its own --target")

@@ -24,24 +24,17 @@ from pathlib import Path
 import msgspec
 import torch
 
-from pipedraft.files import write_folder
+from pipedraft.files import Values, write_folder
 from pipedraft.models.card import CARD
 from pipedraft.models.draft import Draft, TargetReference, norm_factor, read_description
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config, default_feature_layers
+from pipedraft.models.fingerprint import TargetFiles, read_target
 from pipedraft.models.hub import model_card
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.mtp import MTP, MTPConfig, native_parts
+from pipedraft.models.mtp import MTP, MTP_PREFIX, MTPConfig, native_parts
 from pipedraft.models.peer_blocks import block_head
 from pipedraft.models.peer_files import (
-    MTP_PREFIX,
-    Settings,
-    TargetFiles,
-    place_of,
-    read_head,
-    read_target,
-)
-from pipedraft.models.peer_parts import (
     EMBEDDING,
     FAMILIES,
     Peer,
@@ -51,6 +44,8 @@ from pipedraft.models.peer_parts import (
     convert,
     fill,
     layer_of,
+    place_of,
+    read_head,
     size_of,
     vocabulary_of,
 )
@@ -73,7 +68,7 @@ class _Fields(msgspec.Struct):
     norm_before_residual: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
-    eagle_config: Settings = {}
+    eagle_config: Values = {}
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
@@ -208,7 +203,7 @@ def _mtp(peer: Peer, found: TargetFiles, reference: TargetReference) -> MTP:
 # -- settings -------------------------------------------------------------------------------
 
 
-def _fields(peer: Peer, settings: Settings) -> _Fields:
+def _fields(peer: Peer, settings: Values) -> _Fields:
     given = convert(peer, settings, _Fields)
     check(peer, "num_hidden_layers", given.num_hidden_layers, 1)
     check(peer, "hidden_act", given.hidden_act, "silu")
@@ -302,7 +297,7 @@ def _spd(peer: Peer, found: TargetFiles, reference: TargetReference) -> SPD:
     return fill(peer, SPD(config, layer, reference), weights | {"draft_ids": ids}, found)
 
 
-def _features(peer: Peer, given: _Module, num_layers: int) -> tuple[Settings, dict[str, str]]:
+def _features(peer: Peer, given: _Module, num_layers: int) -> tuple[Values, dict[str, str]]:
     """Settings of SPDConfig, and the names of the projections: theirs -> ours, "" for unused ones.
 
     Index L of theirs is the state after the target's final norm.
@@ -314,7 +309,7 @@ def _features(peer: Peer, given: _Module, num_layers: int) -> tuple[Settings, di
         is_sound = len(bounds) > 1 and bounds[0] == 0 and bounds == sorted(set(bounds))
         if not is_sound or bounds[-1] > num_layers:
             raise peer.refuse(key, bounds, f"0 and more of 1..{num_layers}, ascending")
-        own: Settings = {"features": "anchors", "anchors": tuple(bounds[1:])}
+        own: Values = {"features": "anchors", "anchors": tuple(bounds[1:])}
         reached = sorted({sum(bound <= depth * lps for bound in bounds) for depth in range(n + 1)})
         places = {f"aggr_projs.{i}": "" for i in range(len(bounds))}
         places |= {f"aggr_projs.{num - 1}": f"projections.{i}" for i, num in enumerate(reached)}

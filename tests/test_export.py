@@ -32,8 +32,8 @@ from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.export import export, launch_line, vocabulary_maps
+from pipedraft.models.fingerprint import read_target
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.peer_files import read_target
 from pipedraft.models.target import target_fingerprint
 from pipedraft.train.__main__ import quieten
 
