@@ -4,6 +4,7 @@ with fp16 weights."""
 
 import shlex
 import sys
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,13 +31,22 @@ EXAMPLE = """example:
 """
 
 
+class Command(Options):
+    """A subcommand: its options, and what it does with them."""
+
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    @abstractmethod
+    def run(self) -> None:
+        """Do it, and print what was made."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ImportOptions(Options):
+class ImportOptions(Command):
     """make a checkpoint of a head in the layout of SafeAILab, SGLang, vLLM or SPD's authors, or of
     the MTP layer that a target ships with"""
 
     PROG: ClassVar[str] = "pipedraft models import"
-    EXAMPLE: ClassVar[str] = EXAMPLE
 
     source: str = option(flag="--from", metavar="HEAD")
     """folder, file of weights or Hub id"""
@@ -47,13 +57,25 @@ class ImportOptions(Options):
     revision: str | None = option(None, metavar="NAME")
     """branch, tag or commit of the head's repository"""
 
+    def run(self) -> None:
+        from pipedraft.models.peers import import_head
+
+        draft, files = import_head(self.source, self.target, self.out, revision=self.revision)
+        for path in files:
+            print(path)
+        stages = "" if draft.num_stages is None else f" --stages {draft.num_stages}"
+        place, target = shlex.quote(str(self.out)), shlex.quote(self.target)
+        print(
+            f"python -m pipedraft.inference --checkpoint {place} --target {target}{stages} "
+            "--prompt Hello"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class PushOptions(Options):
+class PushOptions(Command):
     """upload a checkpoint to the Hub"""
 
     PROG: ClassVar[str] = "pipedraft models push"
-    EXAMPLE: ClassVar[str] = EXAMPLE
 
     checkpoint: str
     """checkpoint folder, a run's folder, or an export"""
@@ -74,13 +96,35 @@ class PushOptions(Options):
     out: Path | None = None
     """with --dry-run: where to write it; default: out/upload/REPO"""
 
+    def run(self) -> None:
+        from pipedraft.models.hub import Upload, check_repo_id, fill_folder, prepare_upload, push
+
+        check_repo_id(self.repo)
+        if self.out is not None and not self.dry_run:
+            raise ValueError(f"--out: {str(self.out)!r} without --dry-run; give both or neither")
+        folder = checkpoint_folder(self.checkpoint)
+        upload = Upload(
+            repo=self.repo,
+            revision=self.revision,
+            private=self.private,
+            message=self.commit_message,
+            results=self.results,
+            target=self.target,
+        )
+        if self.dry_run:
+            out = self.out or Path("out", "upload", *self.repo.split("/"))
+            fill = partial(fill_folder, files=prepare_upload(folder, upload))
+            for path in write_folder(out, fill, inputs=[folder], replaces=True):
+                print(path)
+        else:
+            print(push(prepare_upload(folder, upload), upload))
+
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(Options):
+class ExportOptions(Command):
     """write a head as SGLang or vLLM load it, and how to launch them"""
 
     PROG: ClassVar[str] = "pipedraft models export"
-    EXAMPLE: ClassVar[str] = EXAMPLE
 
     checkpoint: str
     """checkpoint folder or a run's folder"""
@@ -91,48 +135,81 @@ class ExportOptions(Options):
     target: str | None = None
     """the target's name for the engine; default: the one of the training"""
 
+    def run(self) -> None:
+        from pipedraft.models.export import export, launch_line, target_and_kind
+
+        folder = checkpoint_folder(self.checkpoint)
+        for path in export(folder, self.format, self.out, target=self.target):
+            print(path)
+        target, kind = target_and_kind(folder)
+        print(launch_line(self.format, self.target or target, self.out, kind))
+
 
 @dataclass(frozen=True, kw_only=True)
-class ScopeOptions(Options):
+class ScopeOptions(Command):
     """list what a fine-tuned target changed of embedding, last block, final norm and LM head, which
     a FlexSpec draft has copied; exit status 1 if it changed any"""
 
     PROG: ClassVar[str] = "pipedraft models scope"
-    EXAMPLE: ClassVar[str] = EXAMPLE
 
     base: str
     """folder or Hub id of the target before"""
     target: str
     """folder or Hub id of the one after, or an adapter's folder"""
 
+    def run(self) -> None:
+        from pipedraft.models.target_part import out_of_scope
+
+        names = out_of_scope(self.base, self.target)
+        if names:
+            print("\n".join(names))
+            sys.exit(1)
+        print(f"in scope: {self.target} differs from {self.base} in layers 1 .. L-1 at most")
+
 
 @dataclass(frozen=True, kw_only=True)
-class FromGgufOptions(Options):
+class FromGgufOptions(Command):
     """write a GGUF file as a model folder, float32; --target FILE.gguf does it on first use"""
 
     PROG: ClassVar[str] = "pipedraft models from-gguf"
-    EXAMPLE: ClassVar[str] = EXAMPLE
 
     file: Path = option(metavar="FILE", positional=True)
     """the GGUF file"""
     out: Path
     """folder to make"""
 
+    def run(self) -> None:
+        from pipedraft.gguf_target import convert
+
+        for path in convert(self.file, self.out, field="FILE"):
+            print(path)
+
 
 @dataclass(frozen=True, kw_only=True)
-class HalveOptions(Options):
+class HalveOptions(Command):
     """write a checkpoint with its weights in fp16, half the size; decoding computes in float32"""
 
     PROG: ClassVar[str] = "pipedraft models halve"
-    EXAMPLE: ClassVar[str] = EXAMPLE
 
     checkpoint: str
     """checkpoint folder or a run's folder"""
     out: Path
     """folder to make"""
 
+    def run(self) -> None:
+        from pipedraft.models.hub import halve
 
-SUBCOMMANDS: dict[str, type[Options]] = {
+        for path in halve(checkpoint_folder(self.checkpoint), self.out):
+            print(path)
+
+
+def checkpoint_folder(path_or_repo: str) -> Path:
+    from pipedraft.models.draft import resolve_folder
+
+    return resolve_folder(path_or_repo)
+
+
+SUBCOMMANDS: dict[str, type[Command]] = {
     "import": ImportOptions,
     "push": PushOptions,
     "export": ExportOptions,
@@ -157,99 +234,7 @@ def main() -> None:
         return
     if not words:
         raise UsageError(f"command: missing; give {' or '.join(SUBCOMMANDS)} (see --help)")
-    options = SUBCOMMANDS[subcommand(words[0], list(SUBCOMMANDS))].read(words[1:])
-    if isinstance(options, PushOptions):
-        run_push(options)
-    elif isinstance(options, ImportOptions):
-        run_import(options)
-    elif isinstance(options, ExportOptions):
-        run_export(options)
-    elif isinstance(options, ScopeOptions):
-        run_scope(options)
-    elif isinstance(options, FromGgufOptions):
-        run_from_gguf(options)
-    elif isinstance(options, HalveOptions):
-        run_halve(options)
-
-
-def run_import(options: ImportOptions) -> None:
-    from pipedraft.models.peers import import_head
-
-    draft, files = import_head(
-        options.source, options.target, options.out, revision=options.revision
-    )
-    for path in files:
-        print(path)
-    stages = "" if draft.num_stages is None else f" --stages {draft.num_stages}"
-    place, target = shlex.quote(str(options.out)), shlex.quote(options.target)
-    print(
-        f"python -m pipedraft.inference --checkpoint {place} --target {target}{stages} "
-        "--prompt Hello"
-    )
-
-
-def checkpoint_folder(path_or_repo: str) -> Path:
-    from pipedraft.models.draft import resolve_folder
-
-    return resolve_folder(path_or_repo)
-
-
-def run_export(options: ExportOptions) -> None:
-    from pipedraft.models.export import export, launch_line, target_and_kind
-
-    folder = checkpoint_folder(options.checkpoint)
-    for path in export(folder, options.format, options.out, target=options.target):
-        print(path)
-    target, kind = target_and_kind(folder)
-    print(launch_line(options.format, options.target or target, options.out, kind))
-
-
-def run_scope(options: ScopeOptions) -> None:
-    from pipedraft.models.target_part import out_of_scope
-
-    names = out_of_scope(options.base, options.target)
-    if names:
-        print("\n".join(names))
-        sys.exit(1)
-    print(f"in scope: {options.target} differs from {options.base} in layers 1 .. L-1 at most")
-
-
-def run_from_gguf(options: FromGgufOptions) -> None:
-    from pipedraft.gguf_target import convert
-
-    for path in convert(options.file, options.out, field="FILE"):
-        print(path)
-
-
-def run_halve(options: HalveOptions) -> None:
-    from pipedraft.models.hub import halve
-
-    for path in halve(checkpoint_folder(options.checkpoint), options.out):
-        print(path)
-
-
-def run_push(options: PushOptions) -> None:
-    from pipedraft.models.hub import Upload, check_repo_id, fill_folder, prepare_upload, push
-
-    check_repo_id(options.repo)
-    if options.out is not None and not options.dry_run:
-        raise ValueError(f"--out: {str(options.out)!r} without --dry-run; give both or neither")
-    folder = checkpoint_folder(options.checkpoint)
-    upload = Upload(
-        repo=options.repo,
-        revision=options.revision,
-        private=options.private,
-        message=options.commit_message,
-        results=options.results,
-        target=options.target,
-    )
-    if options.dry_run:
-        out = options.out or Path("out", "upload", *options.repo.split("/"))
-        fill = partial(fill_folder, files=prepare_upload(folder, upload))
-        for path in write_folder(out, fill, inputs=[folder], replaces=True):
-            print(path)
-    else:
-        print(push(prepare_upload(folder, upload), upload))
+    SUBCOMMANDS[subcommand(words[0], list(SUBCOMMANDS))].read(words[1:]).run()
 
 
 if __name__ == "__main__":
