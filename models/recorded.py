@@ -148,20 +148,20 @@ class Packing:
     """Lists of numbers in one int64 tensor, each with room for a fixed count."""
 
     def __init__(self, **sizes: int) -> None:
-        self._sizes = sizes
+        self.sizes = sizes
 
     def pack(self, **values: Sequence[int] | Tensor) -> Tensor:
         """Lists may be shorter than their room; floats are float64 tensors, packed bit by bit."""
-        packed = torch.zeros(sum(self._sizes.values()), dtype=torch.int64)
-        for name, room in zip(self._sizes, packed.split([*self._sizes.values()]), strict=True):
+        packed = torch.zeros(sum(self.sizes.values()), dtype=torch.int64)
+        for name, room in zip(self.sizes, packed.split([*self.sizes.values()]), strict=True):
             given = torch.as_tensor(values[name])
             given = given.view(torch.int64) if given.dtype == torch.float64 else given
             room[: given.numel()] = given.flatten()
         return packed
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        parts = packed.split([*self._sizes.values()])
-        return dict(zip(self._sizes, parts, strict=True))
+        parts = packed.split([*self.sizes.values()])
+        return dict(zip(self.sizes, parts, strict=True))
 
 
 def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) -> Tensor:

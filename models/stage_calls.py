@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipedraft.models.layers import grouped_attention
-from pipedraft.models.recorded import Recordings, hidden_columns, lend, padded_rows
+from pipedraft.models.recorded import Packing, Recordings, hidden_columns, lend, padded_rows
 from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
 
 if TYPE_CHECKING:
@@ -48,21 +47,6 @@ def can_record(config: "PreTrainedConfig") -> bool:
     rope = config.rope_parameters.get("rope_type", "default")
     is_fixed = config.model_type in FAMILIES and rope not in READ_BY_HOST
     return is_fixed and config._attn_implementation == "sdpa"
-
-
-@dataclass
-class Shape:
-    """Shape that a recorded graph is made for."""
-
-    num_rows: int
-    """P: rows of the segment and spare ones."""
-    num_columns: int
-    """S: speculative rows that can be told apart."""
-
-    def split(self, packed: Tensor) -> list[Tensor]:
-        """num_committed [1], slots, positions and ids [P], visible [P * S]."""
-        P = self.num_rows
-        return list(packed.split([1, P, P, P, P * self.num_columns]))
 
 
 class StageGraphs(Recordings):
@@ -89,16 +73,18 @@ class StageGraphs(Recordings):
             positions_l: as the mask and the ids best in the host's memory.
         """
         cache, num_rows = self.stage.cache, len(positions_l)
-        shape = Shape(padded_rows(num_rows), padded_rows(max(visible_lS.shape[1], MIN_COLUMNS)))
+        P, S = padded_rows(num_rows), padded_rows(max(visible_lS.shape[1], MIN_COLUMNS))
+        packing = Packing(num_committed=1, slots_P=P, positions_P=P, ids_P=P, visible_PS=P * S)
         cache.reserve(num_rows, self.stage.device)
         self._forget_smaller()
         own = [i for i in sorted(taps) if self.stage.start < i <= self.stage.end]
         if self.stage.start == 0 and 0 in taps:
             own.insert(0, 0)
         is_first = self.stage.embedding is not None
-        packed = self._pack(shape, positions_l, visible_lS, hidden_or_ids if is_first else None)
-        compute = partial(self._compute, shape, own)
-        key = (shape.num_rows, shape.num_columns, tuple(own))
+        visible_lS = F.pad(visible_lS, (0, S - visible_lS.shape[1]))
+        packed = self._pack(packing, positions_l, visible_lS, hidden_or_ids if is_first else [])
+        compute = partial(self._compute, packing, own)
+        key = (P, S, tuple(own))
         out_KPH = self.run(key, packed, [] if is_first else [hidden_or_ids], compute)
         out_KlH = out_KPH[:, :num_rows].clone()
         return out_KlH[0], dict(zip(own, out_KlH[1:], strict=True))
@@ -130,37 +116,40 @@ class StageGraphs(Recordings):
             self._capacity = self.stage.cache.capacity
 
     def _pack(
-        self, shape: Shape, positions_l: Tensor, visible_lS: Tensor, ids_l: Tensor | None
+        self,
+        packing: Packing,
+        positions_l: Tensor,
+        visible_lS: Tensor,
+        ids_l: Tensor | Sequence[int],
     ) -> Tensor:
         """One tensor on the host; spare rows are written behind the cache."""
         cache, num_rows = self.stage.cache, len(positions_l)
-        packed = torch.zeros(1 + shape.num_rows * (3 + shape.num_columns), dtype=torch.int64)
-        committed, slots_P, positions_P, ids_P, visible = shape.split(packed)
-        committed[0] = cache.num_committed
-        slots_P[:num_rows] = torch.arange(num_rows) + cache.num_rows
-        slots_P[num_rows:] = torch.arange(shape.num_rows - num_rows) + cache.capacity
-        positions_P[:num_rows] = positions_l
-        if ids_l is not None:
-            ids_P[:num_rows] = ids_l
-        visible.view(shape.num_rows, -1)[:num_rows, : visible_lS.shape[1]] = visible_lS
-        return packed
+        slots_P = torch.arange(packing.sizes["slots_P"])
+        slots_P += torch.where(slots_P < num_rows, cache.num_rows, cache.capacity - num_rows)
+        return packing.pack(
+            num_committed=[cache.num_committed],
+            slots_P=slots_P,
+            positions_P=positions_l,
+            ids_P=ids_l,
+            visible_PS=visible_lS,
+        )
 
     def _compute(
-        self, shape: Shape, taps: Sequence[int], packed: Tensor, rows_PH: Tensor | None
+        self, packing: Packing, taps: Sequence[int], packed: Tensor, rows_PH: Tensor | None
     ) -> Tensor:
         """All of the stage, from fixed buffers to a new one."""
         stage, cache = self.stage, self.stage.cache
         # A replay reads all that differs from call to call from `packed`.
-        committed, slots_P, positions_P, ids_P, visible = shape.split(packed)
+        given = packing.unpack(packed)
         if rows_PH is None:
             assert stage.embedding is not None
-            rows_PH = stage.embedding(ids_P)
+            rows_PH = stage.embedding(given["ids_P"])
         hidden_1PH = rows_PH[None]
-        masks = self._masks(shape, packed, hidden_1PH.dtype)
-        rotary = stage.rotary(hidden_1PH, positions_P[None])
+        masks = self._masks(given, hidden_1PH.dtype)
+        rotary = stage.rotary(hidden_1PH, given["positions_P"][None])
         collected = {0: hidden_1PH} if 0 in taps else {}
         # Spare rows are written behind the cache, where no mask shows them.
-        with cache.writing_to(slots_P), attending_by(grouped_attention):
+        with cache.writing_to(given["slots_P"]), attending_by(grouped_attention):
             layers = zip(stage.layers, stage.kinds, strict=True)
             for index, (layer, kind) in enumerate(layers, start=stage.start + 1):
                 hidden_1PH = layer(
@@ -173,20 +162,20 @@ class StageGraphs(Recordings):
                     collected[index] = hidden_1PH
         return torch.cat([hidden_1PH, *(collected[index] for index in taps)])
 
-    def _masks(self, shape: Shape, packed: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _masks(self, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """Kind of layer -> [1, 1, g, C], additive, over the whole buffers of the cache; see
         ``grouped_attention``."""
-        stage, cache, S = self.stage, self.stage.cache, shape.num_columns
-        committed, slots_P, positions_P, _, visible = shape.split(packed)
-        positions_C = cache.write_positions(slots_P, positions_P)
+        stage, positions_P = self.stage, given["positions_P"]
+        positions_C = stage.cache.write_positions(given["slots_P"], positions_P)
+        visible_PS = given["visible_PS"].view(len(positions_P), -1)
         # Committed rows are visible, speculative ones as their column says, nothing behind them.
-        hidden_PC = hidden_columns(committed, visible.view(-1, S), len(positions_C))
+        hidden_PC = hidden_columns(given["num_committed"], visible_PS, len(positions_C))
         masks = {}
         for kind in set(stage.kinds):
             unseen_PC = hidden_PC
             if kind == "sliding_attention":
                 unseen_PC = hidden_PC | (positions_C <= positions_P[:, None] - stage.window)
-            zeros_PC = torch.zeros(unseen_PC.shape, dtype=dtype, device=packed.device)
+            zeros_PC = torch.zeros(unseen_PC.shape, dtype=dtype, device=unseen_PC.device)
             mask_PC = zeros_PC.masked_fill_(unseen_PC, torch.finfo(dtype).min)
             groups = stage.layers[0].self_attn.num_key_value_groups
             masks[kind] = mask_PC.repeat(groups, 1)[None, None]

@@ -37,9 +37,9 @@ def test_fixed_shapes_equal_recomputing_each_path_from_scratch(name, num_stages,
 def test_fuzz_catches_rows_written_to_the_place_of_the_next_one(monkeypatch):
     right = StageGraphs._pack
 
-    def shifted(self, shape, *rows):
-        packed = right(self, shape, *rows)
-        shape.split(packed)[1].add_(1)
+    def shifted(self, packing, *rows):
+        packed = right(self, packing, *rows)
+        packing.unpack(packed)["slots_P"].add_(1)
         return packed
 
     monkeypatch.setattr(StageGraphs, "_pack", shifted)
@@ -50,9 +50,9 @@ def test_fuzz_catches_rows_written_to_the_place_of_the_next_one(monkeypatch):
 def test_fuzz_catches_padding_that_overwrites_the_text(monkeypatch):
     right = StageGraphs._pack
 
-    def overwriting(self, shape, positions_l, *rows):
-        packed = right(self, shape, positions_l, *rows)
-        shape.split(packed)[1][len(positions_l) :] = 0
+    def overwriting(self, packing, positions_l, *rows):
+        packed = right(self, packing, positions_l, *rows)
+        packing.unpack(packed)["slots_P"][len(positions_l) :] = 0
         return packed
 
     monkeypatch.setattr(StageGraphs, "_pack", overwriting)
