@@ -1,7 +1,36 @@
 """What tests of attention and objectives share: rows in memory order, losses and gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from conftest import tiny_llama
+from datasets import Dataset
+from tiny_drafts import add_noise, seeded
+
+from pipedraft.data_recipes.batch import collate
+
+MASKS = ([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 0, 1])
+LABELS = [list(range(23, 3, -1)), [9, 20, 3, 11, 20]]
+
+
+def tiny_objective(objective_class, config, target=None):
+    """Float64, and no parameter at a special value."""
+    target = tiny_llama(layers=6, hidden=32, vocab=24) if target is None else target
+    rows = {"input_ids": LABELS, "loss_mask": [[1] * len(ids) for ids in LABELS]}
+    data = SimpleNamespace(train=Dataset.from_dict(rows), report=SimpleNamespace(to_dict=dict))
+    objective = objective_class(
+        config, target.double(), target_name="tiny", revision=None, data=data
+    )
+    add_noise(objective, 0.5, seeded(3))
+    return objective.double()
+
+
+def make_batch(masks, vocab=24):
+    generator = seeded(5)
+    rows = [torch.randint(vocab, (len(mask),), generator=generator).tolist() for mask in masks]
+    pairs = zip(rows, masks, strict=True)
+    return collate([{"input_ids": ids, "loss_mask": mask} for ids, mask in pairs], 0)
 
 
 def rows(*shape, dtype=torch.float64, seed=0):

@@ -1,15 +1,12 @@
 """What tests of the heads that draft blocks share: objectives, plain formulas, checked sources."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_llama
-from datasets import Dataset
+from attention_runs import make_batch, tiny_objective
 from decode_runs import CHAIN, PROMPTS, SMALL
 
-from pipedraft.data_recipes.batch import collate
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.dflash import DFlashSource
@@ -22,7 +19,6 @@ from pipedraft.models.target import capture_hidden
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
 
-MASKS = ([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 0, 1])
 OTHER_WAYS = [
     {"schedule": "pipeinfer"},
     {"schedule": "ssd", "draft_tokens": 3},
@@ -46,7 +42,6 @@ SAMPLED_WAYS = [
 ]
 """Of the others test_eagle_schedules.py and test_pipeinfer.py sample the text of another head, and
 the greedy text of a block is compared with all of them."""
-LABELS = [list(range(23, 3, -1)), [9, 20, 3, 11, 20]]
 KINDS = {
     "dflash": (DFlashObjective, DFlashTrainConfig, {}),
     "dspark": (DSparkObjective, DSparkTrainConfig, {"markov_rank": 6}),
@@ -54,29 +49,9 @@ KINDS = {
 
 
 def make_objective(target=None, kind="dflash", **options) -> DFlashObjective:
-    """Float64, and no parameter at a special value."""
-    target = tiny_llama(layers=6, hidden=32, vocab=24) if target is None else target
     cls, config, sizes = KINDS[kind]
-    rows = {"input_ids": LABELS, "loss_mask": [[1] * len(ids) for ids in LABELS]}
-    objective = cls(
-        config(**{"num_layers": 2, "block_size": 4, **sizes, **options}),
-        target.double(),
-        target_name="tiny",
-        revision=None,
-        data=SimpleNamespace(train=Dataset.from_dict(rows), report=SimpleNamespace(to_dict=dict)),
-    )
-    generator = torch.Generator().manual_seed(3)
-    for parameter in objective.parameters():
-        noise = torch.randn(parameter.shape, generator=generator) * 0.5
-        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
-    return objective.double()
-
-
-def make_batch(masks, vocab=24):
-    generator = torch.Generator().manual_seed(5)
-    rows = [torch.randint(vocab, (len(mask),), generator=generator).tolist() for mask in masks]
-    pairs = zip(rows, masks, strict=True)
-    return collate([{"input_ids": ids, "loss_mask": mask} for ids, mask in pairs], 0)
+    given = config(**{"num_layers": 2, "block_size": 4, **sizes, **options})
+    return tiny_objective(cls, given, target)
 
 
 @torch.no_grad()

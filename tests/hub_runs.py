@@ -7,12 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from command_runs import call
 from conftest import byte_tokenizer, tiny_llama
 from fake_hub import FakeHub
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, disable_progress_bars, enable_progress_bars
+from tiny_drafts import add_noise, seeded
 
 from pipedraft import pretrained
 from pipedraft.models.draft import TargetReference
@@ -57,10 +57,7 @@ def save_draft(folder: Path, target, name: str, *, stages: int = 2, eagle: bool 
         config = SPDConfig(num_target_layers=8, num_stages=stages, num_layers=1)
         draft = SPD(config, layer, reference)
     draft.initialize(target)
-    generator = torch.Generator().manual_seed(5)
-    for parameter in draft.parameters():
-        noise = torch.randn(parameter.shape, generator=generator) * 0.3
-        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
+    add_noise(draft, generator=seeded(5))
     folder.mkdir()
     draft.save(folder, training={"data": DATA, "metrics": {"score": 1.25}})
     (folder / "COMPLETE").write_text("a manifest")

@@ -2,14 +2,18 @@
 
 import pytest
 import torch
-from attention_runs import assert_loss_and_gradients, assert_nothing_without_rows, tune
-from block_runs import (
+from attention_runs import (
     MASKS,
+    assert_loss_and_gradients,
+    assert_nothing_without_rows,
+    make_batch,
+    tune,
+)
+from block_runs import (
     OTHER_WAYS,
     SAMPLED_WAYS,
     CheckedDFlash,
     assert_training_is_decoding,
-    make_batch,
     make_objective,
     plain_loss,
     tree_of_one_pass,

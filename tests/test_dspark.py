@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from attention_runs import assert_loss_and_gradients, tune
+from attention_runs import MASKS, assert_loss_and_gradients, make_batch, tune
 from block_runs import (
-    MASKS,
     OTHER_WAYS,
     SAMPLED_WAYS,
     CheckedDSpark,
     assert_training_is_decoding,
-    make_batch,
     make_objective,
     plain_loss,
     tree_of_one_pass,

@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from attention_runs import assert_autocast_is_close, assert_nothing_without_rows
 from conftest import tiny_llama, tiny_qwen3
+from tiny_drafts import decode_chain, make_head, seeded
 from train_runs import BY_HEART
 
 from pipedraft.models import load_draft
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle import Eagle, EagleConfig
-from pipedraft.models.layers import KeyValues, LayerConfig
-from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.models.eagle import Eagle
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.eagle import (
     EVALUATED_DEPTH,
     EagleTrainConfig,
@@ -25,20 +24,8 @@ from pipedraft.train.loop import make_optimizers
 LENGTH = 11
 
 
-def make_head(target) -> Eagle:
-    """A float64 head whose every weight matters."""
-    fingerprint = target_fingerprint(target)
-    head = Eagle(
-        EagleConfig(num_target_layers=fingerprint["num_layers"]),
-        LayerConfig.from_target(target.config),
-        TargetReference(name="tiny", fingerprint=fingerprint),
-    )
-    head.initialize(target)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in head.parameters():
-        noise = torch.randn(parameter.shape, generator=generator) * 0.3
-        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
-    return head.double().eval().requires_grad_(False)
+def make_eagle(target) -> Eagle:
+    return make_head(target, "eagle").double()
 
 
 def text_of(target, head) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,39 +36,13 @@ def text_of(target, head) -> tuple[torch.Tensor, torch.Tensor]:
     return ids_T, head.feature(taps)[0].double()
 
 
-def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.Tensor]:
-    """States of a chain below ``row``: committed rows in two calls, then one token at a time."""
-    cache = KeyValues()
-    for start, stop in ((0, row // 2), (row // 2, row + 1)):
-        if stop > start:
-            visible = torch.arange(stop)[None] <= torch.arange(start, stop)[:, None]
-            state = head.rows(
-                ids_T[start + 1 : stop + 1],
-                features_TH[start:stop],
-                positions_R=torch.arange(start, stop),
-                cache=cache,
-                visible_RC=visible,
-            )
-    states = [state[-1]]
-    for step in range(1, depth):
-        state = head.rows(
-            ids_T[row + step + 1, None],
-            states[-1][None],
-            positions_R=torch.tensor([row + step]),
-            cache=cache,
-            visible_RC=torch.ones(1, row + 1 + step, dtype=torch.bool),
-        )
-        states.append(state[0])
-    return states
-
-
 # -- train = decode -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
 def test_training_states_equal_decoding_states_at_every_depth(make_target):
     target = make_target()
-    head = make_head(target)
+    head = make_eagle(target)
     ids_T, features_TH = text_of(target, head)
     trained_RH = head.causal_rows(ids_T[None, 1:], features_TH[None, :-1])[0]
     every_R = torch.arange(LENGTH - 1)
@@ -97,7 +58,7 @@ def test_training_states_equal_decoding_states_at_every_depth(make_target):
 def test_the_first_state_is_the_formula_of_the_paper():
     """Written out for the first row, whose attention sees only itself: its output is its value."""
     target = tiny_llama()
-    head = make_head(target)
+    head = make_eagle(target)
     ids_T, features_TH = text_of(target, head)
     embedding_H = target.get_input_embeddings()(ids_T[1]).double()
     z_H = head.fc.weight @ torch.cat([embedding_H, features_TH[0]]) + head.fc.bias
@@ -144,10 +105,6 @@ def test_short_texts_have_the_rows_they_can(length):
 
 def batch_of(trainer, num_rows: int) -> dict[str, torch.Tensor]:
     return trainer.load(trainer.data.train, list(range(num_rows)))
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def test_the_loss_is_the_regression_and_a_tenth_of_the_divergence(world, tmp_path):

@@ -1,22 +1,22 @@
 """EAGLE-3 by training-time test: its attention, its states, its rows, its loss."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from attention_runs import (
+    MASKS,
     assert_loss_and_gradients,
     assert_nothing_without_rows,
+    make_batch,
     output_and_gradients,
     rows,
+    tiny_objective,
     tune,
 )
 from conftest import tiny_llama, tiny_qwen3
+from tiny_drafts import decode_chain
 
-from pipedraft.data_recipes.batch import collate
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.eagle3 import Eagle3
-from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
 
@@ -119,83 +119,16 @@ def test_a_row_counts_at_the_steps_whose_label_is_in_the_turn_of_its_token(mask)
 
 
 def make_objective(target=None, **options) -> Eagle3Objective:
-    """Float64, and no parameter at a special value."""
-    target = tiny_llama(layers=6, hidden=32, vocab=24) if target is None else target
-    data = SimpleNamespace(
-        report=SimpleNamespace(to_dict=dict),
-        train={"input_ids": [list(range(24)) + [3] * 9], "loss_mask": [[1] * 33]},
-    )
-    data.train = TrainRows(data.train)
-    objective = Eagle3Objective(
-        Eagle3TrainConfig(**{"num_steps": 3, **options}),
-        target.double(),
-        target_name="tiny",
-        revision=None,
-        data=data,
-    )
-    generator = torch.Generator().manual_seed(3)
-    for parameter in objective.parameters():
-        noise = torch.randn(parameter.shape, generator=generator) * 0.5
-        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
-    return objective.double()
+    config = Eagle3TrainConfig(**{"num_steps": 3, **options})
+    return tiny_objective(Eagle3Objective, config, target)
 
 
-class TrainRows:
-    """As a dataset: columns of a slice of rows."""
-
-    def __init__(self, columns):
-        self.columns = columns
-
-    def __len__(self):
-        return len(self.columns["input_ids"])
-
-    def __getitem__(self, rows):
-        return {name: column[rows] for name, column in self.columns.items()}
-
-
-def make_batch(masks, vocab=24):
-    generator = torch.Generator().manual_seed(5)
-    return collate(
-        [
-            {
-                "input_ids": torch.randint(vocab, (len(mask),), generator=generator).tolist(),
-                "loss_mask": mask,
-            }
-            for mask in masks
-        ],
-        0,
-    )
-
-
-MASKS = ([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 0, 1])
 FLAGS = [{}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}]
 
 
 def features_of(objective, batch):
     taps = capture_hidden(objective.target, batch["input_ids"], objective.draft.taps)
     return objective.draft.feature(taps)
-
-
-@torch.no_grad()
-def decode(draft, ids_T, feature_TH, row, num_steps):
-    """States of a chain of draft tokens below ``row``, one call of the runtime after another."""
-    cache, T = KeyValues(), row + 1
-    visible = torch.ones(T, T, dtype=torch.bool).tril()
-    positions = torch.arange(T)
-    states = draft.rows(
-        ids_T[1 : T + 1], feature_TH[:T], positions_R=positions, cache=cache, visible_RC=visible
-    )
-    chain = [states[-1]]
-    for step in range(1, num_steps):
-        state = draft.rows(
-            ids_T[row + 1 + step, None],
-            chain[-1][None],
-            positions_R=torch.tensor([row + step]),
-            cache=cache,
-            visible_RC=torch.ones(1, T + step, dtype=torch.bool),
-        )
-        chain.append(state[0])
-    return chain
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
@@ -212,9 +145,8 @@ def test_the_states_of_training_are_those_of_decoding(family, flags):
         states = draft.unroll(feature, batch["input_ids"], step_rows)
         for text in range(2):
             for row in range(T - 2):
-                chain = decode(
-                    draft, batch["input_ids"][text], feature[text], row, min(steps, T - 2 - row)
-                )
+                ids_T, depth = batch["input_ids"][text], min(steps, T - 2 - row)
+                chain = decode_chain(draft, ids_T, feature[text], row, depth)
                 for step, expected in enumerate(chain):
                     place = (step_rows[step] == text * T + row).nonzero().item()
                     actual = states[step][place]

@@ -19,13 +19,11 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.nn.functional as F
 from command_runs import assert_one_line, call
 from conftest import tiny_llama, tiny_qwen3
 from safetensors.torch import load_file
-from tiny_drafts import make_head, step_logits
+from tiny_drafts import add_noise, make_head, seeded, step_logits
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pipedraft.errors import Failure
 from pipedraft.models import load_draft
@@ -55,14 +53,12 @@ def make_checkpoint(folder: Path, make_target=tiny_llama, **options) -> Path:
     reference = TargetReference(name=str(folder / "target"), fingerprint=fingerprint)
     config = Eagle3Config(**options).for_target(LAYERS)
     head = Eagle3(config, LayerConfig.from_target(target.config), reference)
-    generator = torch.Generator().manual_seed(4)
+    generator = seeded(4)
     size, ids = config.draft_vocab_size, None
     if size is not None:
         ids = torch.randperm(VOCABULARY, generator=generator)[:size].sort().values
     head.initialize(target, ids)
-    for parameter in head.parameters():
-        noise = torch.randn(parameter.shape, generator=generator) * 0.3
-        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
+    add_noise(head, generator=generator)
     (folder / "head").mkdir()
     head.save(folder / "head")
     return folder / "head"
@@ -89,7 +85,7 @@ def tiny_target(folder: Path):
 
 
 def text() -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(6))
+    return torch.randint(0, VOCABULARY, (LENGTH,), generator=seeded(6))
 
 
 # -- the files ------------------------------------------------------------------------------
@@ -192,39 +188,6 @@ def test_scaled_rotary_positions_are_given_in_both_forms(tmp_path):
     assert config["rope_parameters"] == scaled and config["rope_theta"] == 5e5
     assert config["rope_scaling"] == {k: v for k, v in scaled.items() if k != "rope_theta"}
     assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == scaled
-
-
-def test_the_exported_tensors_compute_the_logits_of_the_head(tmp_path):
-    """The formula of the paper on the tensors of the file, with the rotation of transformers."""
-    folder = make_checkpoint(tmp_path, draft_vocab_size=20)
-    export(folder, "sglang", tmp_path / "out")
-    config, weights = AutoConfig.from_pretrained(tmp_path / "out"), read(tmp_path / "out")[1]
-    target, ids_T = tiny_target(folder), text()
-
-    def norm(x, name):
-        return F.rms_norm(x, x.shape[-1:], weights[name + ".weight"], config.rms_norm_eps)
-
-    def project(x, name):
-        return F.linear(x, weights[f"{name}.weight"])
-
-    states = target(input_ids=ids_T[None], output_hidden_states=True).hidden_states
-    s = project(torch.cat([states[layer][0, :-1] for layer in (2, 4, 5)], -1), "fc")
-    e = norm(target.get_input_embeddings()(ids_T[1:]), "midlayer.input_layernorm")
-    x = torch.cat([e, norm(s, "midlayer.hidden_norm")], -1)
-    q, k, v = (
-        project(x, f"midlayer.self_attn.{part}_proj").unflatten(-1, (-1, 8)).transpose(0, 1)[None]
-        for part in "qkv"
-    )
-    cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(LENGTH - 1)[None])
-    q, k = apply_rotary_pos_emb(q, k, cos, sin)
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    r = s + project(attended[0].transpose(0, 1).flatten(1), "midlayer.self_attn.o_proj")
-    y = norm(r, "midlayer.post_attention_layernorm")
-    gate = F.silu(project(y, "midlayer.mlp.gate_proj"))
-    out = r + project(gate * project(y, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
-    logits = project(norm(out, "norm"), "lm_head")
-    expected = chain_logits(folder, ids_T, 1)[0]
-    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 # -- refusals and the command ---------------------------------------------------------------

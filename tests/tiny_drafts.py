@@ -30,6 +30,22 @@ KINDS = [
 FROZEN = ("embedding.", "anchor.", "norm.", "draft_ids")
 
 
+def add_noise(network, size=0.3, generator=None, *, frozen=()) -> None:
+    """No parameter stays at a special value, as an identity or a zero, that would hide a mistake.
+
+    Args:
+        frozen: beginnings of the names of those that stay as they are.
+    """
+    for name, parameter in network.named_parameters():
+        if not name.startswith(frozen):
+            noise = torch.randn(parameter.shape, generator=generator) * size
+            parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def make_head(target, kind="eagle3", **options):
     """A head whose projections carry noise, so that it is right now and then."""
     fingerprint = target_fingerprint(target)
@@ -54,8 +70,7 @@ def make_head(target, kind="eagle3", **options):
         head = Eagle3(config, layer, reference)
     torch.manual_seed(5)
     head.initialize(target)
-    for parameter in head.parameters():
-        parameter.data.add_(torch.randn(parameter.shape) * 0.2 / parameter.shape[-1] ** 0.5)
+    add_noise(head, 0.2)
     return head.eval().requires_grad_(False)
 
 
@@ -65,10 +80,7 @@ def make_module(target, *, bias=False, **options) -> SPD:
     layer = replace(LayerConfig.from_target(target.config), has_attention_bias=bias)
     module = SPD(config, layer, TargetReference(name="tiny", fingerprint=fingerprint))
     module.initialize(target)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in module.parameters():  # no projection may stay an identity or a zero
-        noise = torch.randn(parameter.shape, generator=generator) * 0.3
-        parameter.data.add_(noise / parameter.shape[-1] ** 0.5)
+    add_noise(module, generator=seeded(3))
     return module.double().eval()
 
 
@@ -80,8 +92,7 @@ def make_exit(target, **options) -> PPSD:
     head = PPSD(config, LayerConfig.from_target(target.config), reference)
     torch.manual_seed(5)
     head.initialize(target)
-    for parameter in head.parameters():
-        parameter.data.add_(torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5)
+    add_noise(head)
     return head.eval().requires_grad_(False)
 
 
@@ -96,9 +107,7 @@ def make_draft(target, **options) -> FlexSpec:
     draft = FlexSpec(FlexSpecConfig(**options), layer, reference)
     torch.manual_seed(5)
     draft.initialize(target)
-    for name, parameter in draft.named_parameters():
-        if not name.startswith(FROZEN):
-            parameter.data.add_(torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5)
+    add_noise(draft, frozen=FROZEN)
     return draft.eval().requires_grad_(False)
 
 
@@ -121,6 +130,32 @@ def noisy_copy(target, noise=0.1):
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * noise * parameter.std())
     return LanguageModelDraft(model.eval().requires_grad_(False), target)
+
+
+def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.Tensor]:
+    """States of a chain below ``row``: committed rows in two calls, then one token at a time."""
+    cache = KeyValues()
+    for start, stop in ((0, row // 2), (row // 2, row + 1)):
+        if stop > start:
+            visible = torch.arange(stop)[None] <= torch.arange(start, stop)[:, None]
+            state = head.rows(
+                ids_T[start + 1 : stop + 1],
+                features_TH[start:stop],
+                positions_R=torch.arange(start, stop),
+                cache=cache,
+                visible_RC=visible,
+            )
+    states = [state[-1]]
+    for step in range(1, depth):
+        state = head.rows(
+            ids_T[row + step + 1, None],
+            states[-1][None],
+            positions_R=torch.tensor([row + step]),
+            cache=cache,
+            visible_RC=torch.ones(1, row + 1 + step, dtype=torch.bool),
+        )
+        states.append(state[0])
+    return states
 
 
 def step_logits(target, head, ids_T, steps):
