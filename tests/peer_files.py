@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import torch
+from command_runs import assert_one_line, call
 from conftest import tiny_llama
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from pipedraft.models.peers import import_head
 
 LAYERS, HIDDEN, VOCABULARY, STEPS, LENGTH = 8, 32, 64, 7, 12
 SIZES = {
@@ -117,6 +120,30 @@ def write(folder: Path, config, weights, *, pickled=False) -> Path:
     else:
         save_file(weights, folder / "model.safetensors")
     return folder
+
+
+def import_files(folder: Path, target, config, weights, *, pickled=False) -> Path:
+    """The checkpoint that an import makes of a head's files."""
+    source = write(folder / "head", config, weights, pickled=pickled)
+    import_head(str(source), str(target.folder), folder / "ours")
+    return folder / "ours"
+
+
+def assert_same_head(first: Path, second: Path) -> None:
+    """Two checkpoints, tensor by tensor."""
+    one, other = (json.loads((folder / "config.json").read_text()) for folder in (first, second))
+    assert all(one[part] == other[part] for part in ("architecture", "layer", "target"))
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def assert_refused(folder: Path, target, config, weights, words, monkeypatch, capfd) -> None:
+    """By the command, with these words, and nothing is written."""
+    source = write(folder / "head", config, weights)
+    status = call("models", command(source, target, folder / "out"), monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["--from", *words])
+    assert not (folder / "out").exists()
 
 
 def command(source, target, out) -> list[str]:

@@ -22,6 +22,7 @@ from decode_runs import (
     sampling_target,
     way_name,
 )
+from peer_files import assert_same_head
 from safetensors.torch import load_file, save_file
 from staged_targets import tiny
 from tiny_drafts import make_head, step_logits
@@ -248,12 +249,7 @@ def test_a_layer_goes_back_as_it_came(place, tmp_path):
     own = json.loads((place.path / "config.json").read_text())
     assert config == own | {"mtp_num_hidden_layers": 1}
     import_head(str(tmp_path / "back"), str(place.path), tmp_path / "again")
-    first, second = (
-        load_file(folder / "model.safetensors")
-        for folder in (place.folder / "mtp", tmp_path / "again")
-    )
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_same_head(place.folder / "mtp", tmp_path / "again")
     line = launch_line("sglang", "T", "OUT", "mtp")
     assert "--speculative-algorithm NEXTN --speculative-draft-model-path OUT" in line
 

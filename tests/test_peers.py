@@ -2,7 +2,6 @@
 
 # R rows of a text but its last token, H hidden, U draft vocabulary
 
-import json
 import shutil
 
 import pytest
@@ -19,9 +18,12 @@ from peer_files import (
     SIZES,
     STEPS,
     VOCABULARY,
+    assert_refused,
+    assert_same_head,
     command,
     eagle3_files,
     eagle_files,
+    import_files,
     save_target,
     write,
 )
@@ -135,9 +137,8 @@ def test_an_imported_head_computes_what_its_files_say(tmp_path, target, name):
     config, weights = HEADS[name]()
     weights["embed_tokens.weight"] = target.get_input_embeddings().weight
     pickled = name in ("eagle", "safeailab_eagle3")
-    source = write(tmp_path / "head", config, weights, pickled=pickled)
-    import_head(str(source), str(target.folder), tmp_path / "out")
-    head = load_draft(str(tmp_path / "out"), target)
+    folder = import_files(tmp_path, target, config, weights, pickled=pickled)
+    head = load_draft(str(folder), target)
     expected = steps_by_formula(target, config, weights)
     for step, (theirs, ours) in enumerate(
         zip(expected, step_logits(target, head, IDS, STEPS), strict=True)
@@ -158,25 +159,13 @@ def test_an_imported_head_goes_back_as_it_came(tmp_path, target, name):
     """Tensor by tensor; maps and the embedding are written where they were left out."""
     config, weights = HEADS[name]()
     layout = "speculators" if "speculators_model_type" in config else "sglang"
-    source = write(tmp_path / "head", config, weights)
-    import_head(str(source), str(target.folder), tmp_path / "ours")
-    export(tmp_path / "ours", layout, tmp_path / "back")
+    export(import_files(tmp_path, target, config, weights), layout, tmp_path / "back")
     found = load_file(tmp_path / "back" / "model.safetensors")
     assert found.keys() - weights.keys() <= {"d2t", "t2d", "embed_tokens.weight"}
     for key, value in weights.items():
         assert torch.equal(found[key], value), key
     import_head(str(tmp_path / "back"), str(target.folder), tmp_path / "again")
-    for one in ("architecture", "layer", "target"):
-        first, second = (
-            json.loads((tmp_path / folder / "config.json").read_text())[one]
-            for folder in ("ours", "again")
-        )
-        assert first == second, one
-    first, second = (
-        load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "again")
-    )
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert_same_head(tmp_path / "ours", tmp_path / "again")
 
 
 @pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
@@ -201,9 +190,7 @@ def test_a_window_is_as_wide_when_decoding(tmp_path, target, window):
     """Draft tokens are those of a head without window whose old rows are out of sight."""
     inner = {"layer_types": ["sliding_attention"], "sliding_window": window}
     config, weights = eagle3_files("speculators", flags={"inner": inner})
-    source = write(tmp_path / "head", config, weights)
-    import_head(str(source), str(target.folder), tmp_path / "out")
-    head = load_draft(str(tmp_path / "out"), target)
+    head = load_draft(str(import_files(tmp_path, target, config, weights)), target)
     assert head.window == window
     seen = []
     rows = type(head).rows
@@ -294,10 +281,7 @@ def test_what_cannot_be_expressed_is_refused_by_name(tmp_path, target, name, mon
     layout, change, words = REFUSED[name]
     config, weights = eagle3_files(layout)
     change(config, weights)
-    source = write(tmp_path / "head", config, weights)
-    status = call("models", command(source, target, tmp_path / "out"), monkeypatch)
-    assert_one_line(status, *capfd.readouterr(), ["--from", *words])
-    assert not (tmp_path / "out").exists()
+    assert_refused(tmp_path, target, config, weights, words, monkeypatch, capfd)
 
 
 class Evil:

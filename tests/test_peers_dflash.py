@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from command_runs import assert_one_line, call
+from command_runs import call
 from peer_files import (
     DRAFT_IDS,
     HIDDEN,
@@ -13,11 +13,12 @@ from peer_files import (
     LAYERS,
     SIZES,
     VOCABULARY,
-    command,
+    assert_refused,
+    assert_same_head,
+    import_files,
     layer_weights,
     random,
     save_target,
-    write,
 )
 from safetensors.torch import load_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -161,9 +162,7 @@ def greedy_by_formula(config, weights, target, anchor):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_imported_head_computes_what_its_files_say(tmp_path, target, name):
     config, weights = block_files(name, target)
-    source = write(tmp_path / "head", config, weights)
-    import_head(str(source), str(target.folder), tmp_path / "out")
-    head = load_draft(str(tmp_path / "out"), target)
+    head = load_draft(str(import_files(tmp_path, target, config, weights)), target)
     assert head.config.feature_layers == (2, 4, 6)
     states = target(input_ids=IDS[None], output_hidden_states=True).hidden_states
     if "SpecForge" in name:
@@ -183,9 +182,8 @@ def test_an_imported_head_computes_what_its_files_say(tmp_path, target, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_imported_head_goes_back_as_it_came(tmp_path, target, name):
     config, weights = block_files(name, target)
-    source = write(tmp_path / "head", config, weights)
-    import_head(str(source), str(target.folder), tmp_path / "ours")
-    export(tmp_path / "ours", LAYOUTS[name] or "sglang", tmp_path / "back")
+    folder = import_files(tmp_path, target, config, weights)
+    export(folder, LAYOUTS[name] or "sglang", tmp_path / "back")
     found = load_file(tmp_path / "back" / "model.safetensors")
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     if LAYOUTS[name] is None:
@@ -200,10 +198,7 @@ def test_an_imported_head_goes_back_as_it_came(tmp_path, target, name):
     for key, value in config.get("transformer_layer_config", {}).items():
         assert back["transformer_layer_config"][key] == value, key
     import_head(str(tmp_path / "back"), str(target.folder), tmp_path / "again")
-    first, second = (
-        json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("ours", "again")
-    )
-    assert all(first[one] == second[one] for one in ("architecture", "layer", "target"))
+    assert_same_head(folder, tmp_path / "again")
 
 
 def blocks(**changes):
@@ -260,17 +255,13 @@ def test_what_cannot_be_expressed_is_refused_by_name(tmp_path, target, name, mon
     change, words = REFUSED[name]
     config, weights = block_files("DSpark" if "dspark" in name else "DFlash", target)
     change(config, weights)
-    source = write(tmp_path / "head", config, weights)
-    status = call("models", command(source, target, tmp_path / "out"), monkeypatch)
-    assert_one_line(status, *capfd.readouterr(), ["--from", *words])
-    assert not (tmp_path / "out").exists()
+    assert_refused(tmp_path, target, config, weights, words, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("name", ["DFlash", "DSpark"])
 def test_the_launch_line_names_the_algorithm(tmp_path, target, monkeypatch, capfd, name):
-    source = write(tmp_path / "head", *block_files(name, target))
-    import_head(str(source), str(target.folder), tmp_path / "ours")
-    words = ["export", "--checkpoint", str(tmp_path / "ours"), "--out"]
+    folder = import_files(tmp_path, target, *block_files(name, target))
+    words = ["export", "--checkpoint", str(folder), "--out"]
     line = {}
     for layout in ("sglang", "speculators"):
         out = str(tmp_path / layout)
@@ -290,7 +281,6 @@ LOCAL = {
 @pytest.mark.parametrize("case", LOCAL)
 def test_what_a_layout_has_no_place_for_is_named(tmp_path, target, case):
     name, word = LOCAL[case]
-    source = write(tmp_path / "head", *block_files(name, target))
-    import_head(str(source), str(target.folder), tmp_path / "ours")
+    folder = import_files(tmp_path, target, *block_files(name, target))
     with pytest.raises(ValueError, match=f"no place for model.{word}.*; give --format speculators"):
-        export(tmp_path / "ours", "sglang", tmp_path / "out")
+        export(folder, "sglang", tmp_path / "out")
