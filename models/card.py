@@ -82,6 +82,11 @@ class CardSource:
         """A name that others can load, not a folder of this machine."""
         return is_hub_id(self.target)
 
+    def licensed(self, *, asks_hub: bool) -> "CardSource":
+        """The same with the license of the target, as ``license_of`` finds it."""
+        revision = self.description["target"].get("revision")
+        return replace(self, license=license_of(self.target, revision, asks_hub=asks_hub))
+
 
 def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None and not Path(name).exists()

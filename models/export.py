@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedraft.files import file_sha256, to_json, write_folder
-from pipedraft.models.card import CARD, LAYOUTS, CardSource, license_of, render_card
+from pipedraft.models.card import CARD, LAYOUTS, CardSource, render_card
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.draft import (
     CONFIG_FILE,
@@ -136,7 +136,7 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
         description["target"] |= {"name": target, "revision": None}
     digest = file_sha256(folder / WEIGHTS_FILE)
     origin = Origin(layout=layout, weights_sha256=digest, description=description)
-    card = render_card(origin.card_source())
+    card = render_card(origin.card_source().licensed(asks_hub=False))
 
     def fill(temporary: Path) -> None:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
@@ -165,18 +165,11 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
                 f"checkpoint: {folder / ORIGIN_FILE} is damaged ({error}); export it again"
             ) from error
 
-    def card_source(self) -> CardSource:
-        reference = self.description["target"]
+    def card_source(self, place: str = CardSource.place) -> CardSource:
+        target, kind = self.description["target"]["name"], self.description["draft_type"]
+        launch = launch_line(self.layout, target, place, kind)
         return CardSource(
-            description=self.description,
-            layout=self.layout,
-            launch=launch_line(
-                self.layout,
-                reference["name"],
-                CardSource.place,
-                self.description["draft_type"],
-            ),
-            license=license_of(reference["name"], reference.get("revision"), asks_hub=False),
+            description=self.description, place=place, layout=self.layout, launch=launch
         )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipedraft import __version__
 from pipedraft.files import file_sha256, write_folder
-from pipedraft.models.card import CARD, MADE, CardSource, Measured, license_of, render_card
+from pipedraft.models.card import CARD, MADE, CardSource, Measured, render_card
 from pipedraft.models.draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -29,7 +29,7 @@ from pipedraft.models.draft import (
     load_untied,
     read_description,
 )
-from pipedraft.models.export import ORIGIN_FILE, Origin, launch_line
+from pipedraft.models.export import ORIGIN_FILE, Origin
 from pipedraft.models.fingerprint import read_target
 from pipedraft.pretrained import hub_link
 
@@ -59,9 +59,7 @@ def model_card(description: Description) -> str:
     Args:
         description: its config.json.
     """
-    reference = description["target"]
-    license = license_of(reference["name"], reference.get("revision"), asks_hub=False)
-    return render_card(CardSource(description=description, license=license))
+    return render_card(CardSource(description=description).licensed(asks_hub=False))
 
 
 # -- the files ------------------------------------------------------------------------------
@@ -152,24 +150,12 @@ def _card(folder: Path, origin: Origin | None, description: Description, upload:
             )
         return text
     if origin is None:
-        layout, launch, digest = None, None, file_sha256(folder / WEIGHTS_FILE)
+        source, digest = CardSource(description=description), file_sha256(folder / WEIGHTS_FILE)
     else:
-        layout, digest = origin.layout, origin.weights_sha256
-        launch = launch_line(
-            layout, description["target"]["name"], upload.repo, description["draft_type"]
-        )
-    reference = description["target"]
-    return render_card(
-        CardSource(
-            description=description,
-            place=upload.repo,
-            revision=upload.revision,
-            layout=layout,
-            launch=launch,
-            license=license_of(reference["name"], reference.get("revision"), asks_hub=True),
-            measured=None if upload.results is None else Measured.read(upload.results, digest),
-        )
-    )
+        source, digest = origin.card_source(upload.repo), origin.weights_sha256
+    measured = None if upload.results is None else Measured.read(upload.results, digest)
+    source = replace(source, place=upload.repo, revision=upload.revision, measured=measured)
+    return render_card(source.licensed(asks_hub=True))
 
 
 # -- half precision -------------------------------------------------------------------------
