@@ -12,13 +12,14 @@ work that no implementation on the same kernel can avoid. Memory is read from /p
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pipedraft.benchmarks.measurement import extra_memory_mb, measure_apart
-from pipedraft.models.structural import dense_structural_mask, structural_attention
+from pipedraft.models.structural import structural_attention
 
 METHODS = ("structural", "dense", "causal")
 
@@ -43,6 +44,24 @@ def random_rows(*shape: int) -> torch.Tensor:
     """[..., heads, T, D] in the memory order [..., T, heads, D], as a projection leaves it."""
     *batch, heads, T, D = shape
     return torch.randn(*batch, T, heads, D).transpose(-3, -2).requires_grad_()
+
+
+def dense_structural_mask(
+    T: int, n: int, occupancy: int, depth: int = 0, block_of_depth: Sequence[int] | None = None
+) -> Tensor:
+    """Boolean mask of structural attention's rule: the reference, for tests, too.
+
+    Returns:
+        mask [T, R T], R = 1 + the largest block: entry (t, r T + T') is True if the query at
+        position t sees position T' in block r.
+    """
+    blocks = torch.tensor(range(n + 1) if block_of_depth is None else block_of_depth)
+    distance_TT = torch.arange(T)[:, None] - torch.arange(T)
+    k_TT = torch.where(depth + distance_TT < occupancy, depth + distance_TT, n)
+    visible_TT = (distance_TT >= 0) & (depth < occupancy or depth == n)
+    mask_TRT = torch.zeros(T, int(blocks.max()) + 1, T, dtype=torch.bool)
+    mask_TRT.scatter_(1, blocks[k_TT.clamp(0, n)][:, None], visible_TT[:, None])
+    return mask_TRT.flatten(1)
 
 
 def build(method: str, args: argparse.Namespace, T: int) -> tuple[list[torch.Tensor], Callable]:

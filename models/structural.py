@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-import torch
 from torch import Tensor
 
 from pipedraft.models.banded_attention import EVERY, Band, Place, banded_attention
@@ -106,24 +105,6 @@ def structural_attention(
         stop = band.blocks[lengths is not None].stop
         assert all(sizes[r] >= stop for r in used), "block too short"
     return banded_attention(bands, query_SNTD, keys, values)
-
-
-def dense_structural_mask(
-    T: int, n: int, occupancy: int, depth: int = 0, block_of_depth: Sequence[int] | None = None
-) -> Tensor:
-    """Boolean mask of structural attention's rule: the reference for tests and benchmarks.
-
-    Returns:
-        mask [T, R T], R = 1 + the largest block: entry (t, r T + T') is True if the query at
-        position t sees position T' in block r.
-    """
-    blocks = torch.tensor(range(n + 1) if block_of_depth is None else block_of_depth)
-    distance_TT = torch.arange(T)[:, None] - torch.arange(T)
-    k_TT = torch.where(depth + distance_TT < occupancy, depth + distance_TT, n)
-    visible_TT = (distance_TT >= 0) & (depth < occupancy or depth == n)
-    mask_TRT = torch.zeros(T, int(blocks.max()) + 1, T, dtype=torch.bool)
-    mask_TRT.scatter_(1, blocks[k_TT.clamp(0, n)][:, None], visible_TT[:, None])
-    return mask_TRT.flatten(1)
 
 
 @dataclass(frozen=True)

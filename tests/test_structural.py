@@ -5,7 +5,8 @@ from attention_runs import output_and_gradients, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedraft.models.structural import dense_structural_mask, structural_attention
+from pipedraft.benchmarks.structural_attention import dense_structural_mask
+from pipedraft.models.structural import structural_attention
 
 torch.set_num_threads(1)
 
