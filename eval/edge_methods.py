@@ -21,10 +21,10 @@ from pipedraft.inference.pipelines.link import LinkPipeline, Times
 from pipedraft.inference.pipelines.linked import RemoteTarget
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.sources import make_source
+from pipedraft.inference.sources.lookup import Lookup, LookupKind
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RULES, KeyedRandom, make_verifier
-from pipedraft.models.lookup import Lookup, LookupKind
 from pipedraft.models.target import Keep
 
 # -- published and assumed constants of computing and energy, for the virtual clock ---------------

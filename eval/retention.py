@@ -37,9 +37,9 @@ from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.channel import PRESETS
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.sources.lookup import Lookup
 from pipedraft.models.fingerprint import fingerprint_mismatch
 from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.lookup import Lookup
 from pipedraft.models.target import load_target
 from pipedraft.models.target_part import out_of_scope, weights_identity
 

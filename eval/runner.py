@@ -47,9 +47,9 @@ from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.pipelines.linked import check_draft
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import make_source
+from pipedraft.inference.sources.lookup import make_lookup
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import load_draft_model
-from pipedraft.models.lookup import make_lookup
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
 from pipedraft.placement import resolve_device, resolve_dtype

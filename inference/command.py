@@ -27,7 +27,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.result import DecodeResult, shown
 from pipedraft.inference.sources import default_schedule, make_source
-from pipedraft.inference.sources.lookup import beside
+from pipedraft.inference.sources.lookup import beside, make_lookup
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.transport.stream import Access, Connection
 from pipedraft.inference.verify import RULES
@@ -36,7 +36,6 @@ from pipedraft.models.draft import read_description, resolve_folder
 from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
-from pipedraft.models.lookup import make_lookup
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
 from pipedraft.placement import place_draft, resolve_device, resolve_dtype
 from pipedraft.pretrained import quieten

@@ -23,11 +23,11 @@ from pipedraft.inference.schedules.spd import SPD
 from pipedraft.inference.shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.base import DraftSource, Sampling
+from pipedraft.inference.sources.lookup import Lookup
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import DraftToken, KeyedRandom, Walk, make_verifier
 from pipedraft.models.draft import Draft
 from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.lookup import Lookup
 from pipedraft.models.target import Keep, StagedTarget
 
 DraftNetwork = Draft | LanguageModelDraft | Lookup

@@ -16,8 +16,8 @@ from pipedraft.inference.sources.lookup import (
     SuffixAutomaton,
     beside,
     estimate,
+    make_lookup,
 )
-from pipedraft.models.lookup import make_lookup
 
 MORE = [
     {"schedule": "spd"},

@@ -11,18 +11,20 @@ So there is a draft token wherever one is asked for, and a distribution for ever
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import DraftSource, Sampling
 from pipedraft.inference.sources.tree_source import TextSource, TreeSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.lookup import Lookup, LookupKind
 from pipedraft.models.target import Keep
 
+LookupKind = Literal["ngram", "suffix"]
+"""By the last few tokens, or by the longest end of the text that occurred before."""
 ORDER = 4
 """Tokens of the longest context of the n-grams; transformers' prompt lookup takes 2, vLLM 5."""
 
@@ -137,6 +139,35 @@ def estimate(followers: Followers, path: Sequence[int], vocab_size: int) -> Tens
         tokens = torch.tensor(list(counts))
         p_V[tokens] += torch.tensor(list(counts.values())) / (sum(counts.values()) + 1)
     return p_V
+
+
+class Lookup(nn.Module):
+    """A draft without a network or training, as an engine sees it; a forward costs nothing."""
+
+    num_stages: ClassVar[int | None] = None
+    boundaries: ClassVar[tuple[int, ...]] = ()
+    draft_ids: Tensor
+
+    def __init__(self, draft_type: LookupKind, vocab_size: int) -> None:
+        """
+        Args:
+            vocab_size: of the target.
+        """
+        super().__init__()
+        self.draft_type = draft_type
+        self.target_vocab_size = vocab_size
+        self.register_buffer("draft_ids", torch.arange(vocab_size))
+
+    def logits(self, log_probability_V: Tensor) -> Tensor:
+        """Log-probabilities that the source has looked up, unchanged."""
+        return log_probability_V
+
+    def relative_cost(self, target: Any) -> float:
+        return 0.0
+
+
+def make_lookup(kind: LookupKind, target: PreTrainedModel) -> Lookup:
+    return Lookup(kind, int(target.config.get_text_config().vocab_size))
 
 
 class LookupSource(TextSource):
