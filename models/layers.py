@@ -24,6 +24,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pipedraft.files import Values
 
+ROPE_SETTINGS = (
+    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor"),
+    *("low_freq_factor", "original_max_position_embeddings", "rope_theta", "rope_type"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
@@ -47,14 +52,6 @@ class LayerConfig:
         rope = config.rope_parameters
         if "rope_type" not in rope:  # one entry per layer type
             rope = next(iter(rope.values()))
-        allowed = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings"}
-        allowed |= {
-            "low_freq_factor",
-            "high_freq_factor",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-        }
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=intermediate_size(config),
@@ -63,7 +60,7 @@ class LayerConfig:
             head_size=getattr(config, "head_dim", None)
             or config.hidden_size // config.num_attention_heads,
             rms_norm_eps=config.rms_norm_eps,
-            rope_parameters={key: rope[key] for key in sorted(rope) if key in allowed},
+            rope_parameters={key: rope[key] for key in ROPE_SETTINGS if key in rope},
             max_positions=config.max_position_embeddings,
             has_query_key_norm=config.model_type.startswith(("qwen3", "qwen3_5")),
             has_attention_bias=config.model_type == "qwen2",

@@ -10,9 +10,19 @@ from pipedraft.benchmarks.structural_attention import dense_structural_mask
 from pipedraft.models import load_draft
 from pipedraft.models.cpu import tuned
 from pipedraft.models.spd import SPD, SPDConfig, feature_layers
+from pipedraft.models.structural import structural_attention
 from pipedraft.models.target import capture_hidden
 
 LENGTH = 13
+
+
+def module_and_taps(batch=1, make_target=tiny_llama, **options):
+    """A module for four stages, and what it reads of random texts."""
+    target = make_target(layers=8)
+    module = make_module(target, num_stages=4, num_layers=2, **options)
+    ids = torch.randint(0, target.config.vocab_size, (batch, LENGTH))
+    taps = capture_hidden(target, ids, module.taps)
+    return module, {layer: hidden.double() for layer, hidden in taps.items()}
 
 
 def decode_time_output(module, taps, newest: int, occupancy: int) -> torch.Tensor:
@@ -56,10 +66,7 @@ def decode_time_output(module, taps, newest: int, occupancy: int) -> torch.Tenso
     ],
 )
 def test_training_logits_equal_decoding_logits_at_every_occupancy(query, features):
-    target = tiny_llama(layers=8)
-    module = make_module(target, num_stages=4, num_layers=2, query=query, **features)
-    ids = torch.randint(0, target.config.vocab_size, (1, LENGTH))
-    taps = {k: v.double() for k, v in capture_hidden(target, ids, module.taps).items()}
+    module, taps = module_and_taps(query=query, **features)
     for occupancy in range(1, module.config.max_in_flight + 1):
         with torch.no_grad():
             trained = module.logits(module(taps, [occupancy]))[0]
@@ -70,43 +77,29 @@ def test_training_logits_equal_decoding_logits_at_every_occupancy(query, feature
             assert torch.allclose(trained[newest], decoded, atol=1e-9), (occupancy, newest)
 
 
-def test_a_threshold_on_the_row_instead_of_the_newest_token_disagrees():
+def test_a_threshold_on_the_row_instead_of_the_newest_token_disagrees(monkeypatch):
     """The released code tests t - T where the distance to the newest token belongs."""
-    from pipedraft.models import structural
-
-    target = tiny_llama(layers=8)
-    module = make_module(target, num_stages=4, num_layers=2, query="all")
-    ids = torch.randint(0, target.config.vocab_size, (2, LENGTH))
-    taps = {k: v.double() for k, v in capture_hidden(target, ids, module.taps).items()}
-    right = structural.structural_attention
+    module, taps = module_and_taps(2, query="all")
 
     def mutant(query, keys, values, *, occupancy, depth, lengths):
         if depth == 0:
-            return right(query, keys, values, occupancy=occupancy)
+            return structural_attention(query, keys, values, occupancy=occupancy)
         outs = []
         for d, rows in zip(depth, query.split([len(block) for block in keys]), strict=True):
             # t - T >= a  instead of  d + t - T >= a
             widened = [min(a + d, 4) for a in occupancy] if d < 4 else occupancy
-            outs.append(right(rows, keys, values, occupancy=widened, depth=d))
+            outs.append(structural_attention(rows, keys, values, occupancy=widened, depth=d))
         return torch.cat(outs)
 
-    from pipedraft.models import spd
-
+    monkeypatch.setattr("pipedraft.models.spd.structural_attention", mutant)
     with torch.no_grad():
-        spd.structural_attention = mutant
-        try:
-            wrong = module.logits(module(taps, [2, 4]))[0]
-        finally:
-            spd.structural_attention = right
+        wrong = module.logits(module(taps, [2, 4]))[0]
     decoded = decode_time_output(module, {k: v[0] for k, v in taps.items()}, LENGTH - 1, 2)
     assert not torch.allclose(wrong[-1], decoded, atol=1e-4)
 
 
 def test_mixed_occupancies_in_one_batch_equal_single_examples():
-    target = tiny_llama(layers=8)
-    module = make_module(target, num_stages=4, num_layers=2)
-    ids = torch.randint(0, target.config.vocab_size, (3, LENGTH))
-    taps = {k: v.double() for k, v in capture_hidden(target, ids, module.taps).items()}
+    module, taps = module_and_taps(3)
     together = module(taps, [4, 2, 1])
     for example, occupancy in enumerate((4, 2, 1)):
         single = {k: v[example : example + 1] for k, v in taps.items()}
@@ -165,11 +158,8 @@ def dense_reference(module: SPD, taps, occupancy) -> torch.Tensor:
     ids=["paper", "anchors_qwen3", "thirds_bias"],
 )
 def test_output_and_gradients_equal_a_dense_mask_reference(query, occupancy, make_target, options):
-    target = make_target(layers=8)
-    module = make_module(target, num_stages=4, num_layers=2, query=query, **options)
-    ids = torch.randint(0, target.config.vocab_size, (3, LENGTH))
-    taps = {k: v.double() for k, v in capture_hidden(target, ids, module.taps).items()}
-    weight = torch.randn(3, LENGTH, target.config.hidden_size, dtype=torch.float64)
+    module, taps = module_and_taps(3, make_target, query=query, **options)
+    weight = torch.randn(taps[0].shape, dtype=torch.float64)
     parameters = {
         k: v for k, v in module.named_parameters() if "lm_head" not in k and v.requires_grad
     }
