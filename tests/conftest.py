@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,6 +175,16 @@ def seed_all() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """What a file says must not be allocated before it is compared with what the file holds."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2 * 2**30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.fixture(scope="session")

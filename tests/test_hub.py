@@ -380,25 +380,14 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ("part", "value", "words"),
     [
         ("draft_type", "nope", ["draft_type 'nope'", "unknown"]),
-        ("draft_type", {}, ["Expected `str`, got `object`", "copy it again"]),
         ("weights", lambda w: w.popitem(), ["is missing, by config.json"]),
-        ("weights", lambda w: w.update(more=torch.ones(2)), ["more is (2,)", "unexpected"]),
-        ("weights", lambda w: w.update({"norm.weight": torch.ones(3)}), ["norm.weight"]),
-        (
-            "weights",
-            lambda w: w["norm.weight"].fill_(torch.nan),
-            ["norm.weight", "infinite"],
-        ),
-        (
-            "weights",
-            lambda w: w["norm.weight"].fill_(-torch.inf),
-            ["norm.weight", "infinite"],
-        ),
+        ("weights", lambda w: w["norm.weight"].fill_(torch.nan), ["norm.weight", "infinite"]),
     ],
 )
 def test_what_nobody_could_load_is_not_uploaded(
     part, value, words, draft, place, hub, monkeypatch, capfd
 ):
+    """As loading refuses it; what else that refuses is in test_hostile_checkpoints.py."""
     if part == "weights":
         rewrite(draft, value)
     else:

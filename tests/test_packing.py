@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from attention_runs import tiny_objective
 from conftest import tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +37,6 @@ torch.set_num_threads(1)
 
 VOCAB = 24
 LENGTHS = [9, 1, 14, 2, 7, 11]
-NO_DATA: Any = SimpleNamespace(report=SimpleNamespace(to_dict=dict))
 DRAFTS = {
     "spd_newest": (SPDObjective, SPDTrainConfig(num_stages=4)),
     "spd_all": (SPDObjective, SPDTrainConfig(num_stages=4, query="all", features="thirds")),
@@ -64,15 +64,7 @@ def make_objective(name: str) -> Any:
         config = LanguageModelConfig(**sizes, **LANGUAGE_MODELS[name])
         return LanguageModelObjective(config, tokenizer).double()
     objective_class, config = DRAFTS[name]
-    target = tiny_llama(layers=8, vocab=VOCAB).double()
-    objective = objective_class(
-        config, target, target_name="tiny", revision=None, data=NO_DATA
-    ).double()
-    generator = torch.Generator().manual_seed(3)
-    for parameter in objective.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data.add_(noise * 0.5 / parameter.shape[-1] ** 0.5)
-    return objective
+    return tiny_objective(objective_class, config, tiny_llama(layers=8, vocab=VOCAB))
 
 
 def make_rows(lengths=LENGTHS) -> list[dict[str, list[int]]]:

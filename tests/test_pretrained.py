@@ -197,27 +197,33 @@ def test_weights_that_are_no_numbers_are_refused(load, value, folder):
 # -- damaged settings -----------------------------------------------------------------------
 
 
+BAD_SETTINGS = {
+    "num_hidden_layers": (10**9, 5, "x", -1),
+    "vocab_size": (10**12, 100, "x", 0),
+    "hidden_size": (10**9, 17, 0),
+    "intermediate_size": (10**9, -1),
+    "num_attention_heads": (0, 7, -1),
+    "num_key_value_heads": (0, 7),
+    "head_dim": (0, 10**6),
+    "rms_norm_eps": ("x", -1.0, 1e300),
+    "max_position_embeddings": ("x", 0, -5),
+    "hidden_act": ("nope", 5),
+    "rope_parameters": ("x", {"rope_type": "nope"}),
+    "dtype": ("nope",),
+    "eos_token_id": ("x", [1, "x"]),
+    "pad_token_id": (10**9,),
+    "tie_word_embeddings": ("x",),
+    "model_type": ([], "nope", None),
+}
+
+
+@pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"hidden_act": "nope"},
-        {"num_key_value_heads": 0},
-        {"num_attention_heads": 7},
-        {"hidden_size": 10**9},
-        {"head_dim": 0},
-        {"vocab_size": "x"},
-        {"vocab_size": 10**12},
-        {"rope_parameters": "x"},
-        {"rope_parameters": {"rope_type": "nope"}},
-        {"rms_norm_eps": "x"},
-        {"pad_token_id": 10**9},
-        {"eos_token_id": "x"},
-    ],
-    ids=str,
+    ("name", "value"), [(name, x) for name, values in BAD_SETTINGS.items() for x in values], ids=str
 )
 @by_every_loader
-def test_settings_that_make_no_model_are_refused_in_one_line(load, fields, folder):
-    change_config(folder, **fields)
+def test_settings_that_make_no_model_are_refused_in_one_line(load, name, value, folder):
+    change_config(folder, **{name: value})
     assert refuses(load, folder).startswith("target: ")
 
 
