@@ -79,14 +79,14 @@ def random_head(target: PreTrainedModel, name: str, options: dict[str, Any]) -> 
 def ours(head: Eagle3, target: PreTrainedModel, ids_T: Tensor) -> list[Tensor]:
     """Logits [R, U] of each step, by the code that decodes."""
     states_RH = head.feature(capture_hidden(target, ids_T[None], head.taps))[0, :-1]
-    rows, cache, out = len(ids_T) - 1, KeyValues(), []
+    rows, caches, out = len(ids_T) - 1, [KeyValues()], []
     visible, tokens = torch.ones(rows, rows, dtype=torch.bool).tril(), F.pad(ids_T, (0, STEPS))
     for step in range(STEPS):
-        states_RH = head.rows(
+        states_RH = head.step(
             tokens[step + 1 : step + 1 + rows],
             states_RH,
             positions_R=torch.arange(rows) + step,
-            cache=cache,
+            caches=caches,
             visible_RC=visible,
         )
         visible = torch.cat([visible, torch.eye(rows, dtype=torch.bool)], 1)

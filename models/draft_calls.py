@@ -22,7 +22,7 @@ from torch import Tensor
 from pipedraft.files import Values
 from pipedraft.models.layers import KeyValues
 
-ORDER = ("extend_rows", "rows", "propose_rows", "logits")
+ORDER = ("extend_rows", "rows", "step", "propose_rows", "logits")
 """Of the networks' methods: a sequence that is further waits until the others ask the same."""
 VISIBLE = "visible_RC"
 
@@ -58,8 +58,7 @@ class Call:
         self._result = result
 
     def caches(self) -> Sequence[KeyValues]:
-        found = self.options.get("caches") or [self.options.get("cache")]
-        return [cache for cache in found if cache is not None]
+        return self.options.get("caches", ())
 
 
 _thread = threading.local()
@@ -81,10 +80,10 @@ def call(function: Any, *rows: Any, **options: Any) -> Any:
 
     Args:
         function: method of a draft, of a name in ``ORDER``, that computes row by row but for
-            attention, which goes to ``cache`` or ``caches``.
+            attention, which goes to ``caches``.
         rows: tensors of this sequence's rows, of which each has a result.
         options: more of each row, or ``positions_R`` and more, by name, tensors by layer as well;
-            ``cache`` or ``caches``; ``visible_RC``, which the function hands to these.
+            ``caches``; ``visible_RC``, which the function hands to these.
     """
     ask = getattr(_thread, "ask", None)
     return function(*rows, **options) if ask is None else ask(Call(function, rows, options))
@@ -134,8 +133,6 @@ def _joined_options(
         parts = [own[name] for own in options]
         if name == VISIBLE:
             found[name] = parts[0]  # each sequence's own, where its rows attend
-        elif name == "cache":
-            found[name] = _Apart(parts, places, visible)
         elif name == "caches":
             layers = zip(*parts, strict=True)
             found[name] = [_Apart(layer, places, visible) for layer in layers]

@@ -199,36 +199,22 @@ class EagleHead(Draft):
         caches: Sequence[KeyValues],
         visible_RC: Tensor,
         *,
-        in_order: bool,
-    ) -> Tensor:
-        """``rows``, as a recorded graph calls it."""
-        (cache,) = caches
-        return self.rows(
-            tokens_R, states_RH, positions_R=positions_R, cache=cache, visible_RC=visible_RC
-        )
-
-    def rows(
-        self,
-        tokens_R: Tensor,
-        states_RH: Tensor,
-        *,
-        positions_R: Tensor,
-        cache: KeyValues,
-        visible_RC: Tensor,
+        in_order: bool = True,
     ) -> Tensor:
         """Decode-time rows: appends their keys and values, returns the next hidden states [R, H].
 
         Args:
             tokens_R: token that follows each row's position.
+            caches: the one of the layer.
             visible_RC: bool, rows of the cache (these R ones included) that each row may see.
+            in_order: makes no difference, as the states are given.
         """
         cos, sin = self.rotary.of_heads(positions_R, states_RH.dtype)
         residual_RH, query_RND, keys_RJD, values_RJD = self.project(
             self.embed(tokens_R), states_RH, cos, sin
         )
-        cache.append_rows(keys_RJD, values_RJD)
-        attended_RND = cache.attend(query_RND, visible_RC)
-        return self.finish(residual_RH, attended_RND)
+        caches[0].append_rows(keys_RJD, values_RJD)
+        return self.finish(residual_RH, caches[0].attend(query_RND, visible_RC))
 
 
 class TiedHead(EagleHead):

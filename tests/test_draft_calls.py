@@ -60,8 +60,7 @@ def calls_made(monkeypatch):
 
 
 def copied(options):
-    names = ("cache", "caches")
-    return {name: deepcopy(x) if name in names else x for name, x in options.items()}
+    return {name: deepcopy(x) if name == "caches" else x for name, x in options.items()}
 
 
 def differs(one, apart):
@@ -180,10 +179,10 @@ def test_a_call_that_fails_fails_alone(target):
     draft = make_head(target)
 
     def ask(token, cache):
-        options = {"cache": cache, "visible_RC": torch.ones(1, 1, dtype=torch.bool)}
+        options = {"caches": [cache], "visible_RC": torch.ones(1, 1, dtype=torch.bool)}
         state_RH = torch.full((1, draft.layer_config.hidden_size), 0.5)
         options["positions_R"] = torch.tensor([0])
-        return Call(draft.rows, (torch.tensor([token]), state_RH), options)
+        return Call(draft.step, (torch.tensor([token]), state_RH), options)
 
     caches = [KeyValues() for _ in range(3)]
     calls = [ask(token, cache) for token, cache in zip((1, 10**6, 2), caches, strict=True)]

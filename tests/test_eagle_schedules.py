@@ -282,19 +282,18 @@ def reference_tree(head, target, text, shape):
     states = head.feature({layer: hidden[0, :-1] for layer, hidden in taps.items()})
 
     def outputs(path):
-        tokens, rows, cache = [*text[1:], *path], states, KeyValues()
+        tokens, rows = [*text[1:], *path], states
         for count in range(
             len(path) + 1
         ):  # one draft token at a time: its state is the last output
             if count:
                 rows = torch.cat([rows, out[-1:]])  # noqa: F821
             size = len(text) - 1 + count
-            cache = KeyValues()
-            out = head.rows(
+            out = head.step(
                 torch.tensor(tokens[:size]),
                 rows,
                 positions_R=torch.arange(size),
-                cache=cache,
+                caches=[KeyValues()],
                 visible_RC=torch.ones(size, size, dtype=torch.bool).tril(),
             )
         return head.logits(out[-1]).log_softmax(-1)

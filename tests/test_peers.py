@@ -193,20 +193,18 @@ def test_a_window_is_as_wide_when_decoding(tmp_path, target, window):
     head = load_draft(str(import_files(tmp_path, target, config, weights)), target)
     assert head.window == window
     seen = []
-    rows = type(head).rows
+    step = type(head).step
 
-    def spied(self, tokens_R, states_RH, *, positions_R, cache, visible_RC):
+    def spied(self, *rows, positions_R, caches, visible_RC):
         seen.append((positions_R, visible_RC))
-        return rows(
-            self, tokens_R, states_RH, positions_R=positions_R, cache=cache, visible_RC=visible_RC
-        )
+        return step(self, *rows, positions_R, caches, visible_RC)
 
-    type(head).rows = spied
+    type(head).step = spied
     try:
         options = {"schedule": "eagle", "tree": CHAIN, "num_stages": 2, "max_new_tokens": 8}
         result = engine_for(target, draft=head, **options).decode(IDS.tolist())
     finally:
-        type(head).rows = rows
+        type(head).step = step
     assert result.token_ids == greedy_reference(target, IDS.tolist(), 8)
     positions, visible = seen[0]
     assert visible.sum(1).tolist() == [min(int(p) + 1, window) for p in positions]

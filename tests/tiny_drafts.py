@@ -134,24 +134,24 @@ def noisy_copy(target, noise=0.1):
 
 def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.Tensor]:
     """States of a chain below ``row``: committed rows in two calls, then one token at a time."""
-    cache = KeyValues()
+    caches = [KeyValues()]
     for start, stop in ((0, row // 2), (row // 2, row + 1)):
         if stop > start:
             visible = torch.arange(stop)[None] <= torch.arange(start, stop)[:, None]
-            state = head.rows(
+            state = head.step(
                 ids_T[start + 1 : stop + 1],
                 features_TH[start:stop],
                 positions_R=torch.arange(start, stop),
-                cache=cache,
+                caches=caches,
                 visible_RC=visible,
             )
     states = [state[-1]]
     for step in range(1, depth):
-        state = head.rows(
+        state = head.step(
             ids_T[row + step + 1, None],
             states[-1][None],
             positions_R=torch.tensor([row + step]),
-            cache=cache,
+            caches=caches,
             visible_RC=torch.ones(1, row + 1 + step, dtype=torch.bool),
         )
         states.append(state[0])
@@ -161,14 +161,14 @@ def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.T
 def step_logits(target, head, ids_T, steps):
     """Logits [T-1, U] of each step of every row of a text, by the code that decodes."""
     states_RH = head.feature(capture_hidden(target, ids_T[None], head.taps))[0, :-1]
-    rows, cache, out = len(ids_T) - 1, KeyValues(), []
+    rows, caches, out = len(ids_T) - 1, [KeyValues()], []
     visible, tokens = torch.ones(rows, rows, dtype=torch.bool).tril(), F.pad(ids_T, (0, steps))
     for step in range(steps):
-        states_RH = head.rows(
+        states_RH = head.step(
             tokens[step + 1 : step + 1 + rows],
             states_RH,
             positions_R=torch.arange(rows) + step,
-            cache=cache,
+            caches=caches,
             visible_RC=visible,
         )
         visible = torch.cat([visible, torch.eye(rows, dtype=torch.bool)], 1)

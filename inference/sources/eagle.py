@@ -114,7 +114,7 @@ class EagleSource(TreeSource):
 
         def forward(caches: list[KeyValues], visible_RC: Tensor) -> Tensor:
             visible_RC &= self._within_window(tree, positions, root)
-            return self._forward(tokens, torch.cat(states), positions, caches[0], visible_RC)
+            return self._forward(tokens, torch.cat(states), positions, caches, visible_RC)
 
         name = partial(self._name, tree)
         text_AH = self._rows.compute(tree, rows, forward, num_text=num_text, name=name)
@@ -142,16 +142,16 @@ class EagleSource(TreeSource):
         tokens: Sequence[int],
         states_RH: Tensor,
         positions: Sequence[int],
-        cache: KeyValues,
+        caches: Sequence[KeyValues],
         visible_RC: Tensor,
     ) -> Tensor:
         self.num_forwards += 1
         device = states_RH.device
         return call(
-            self.draft.rows,
+            self.draft.step,
             torch.tensor(tokens, device=device),
             states_RH,
             positions_R=torch.tensor(positions, device=device),
-            cache=cache,
+            caches=caches,
             visible_RC=visible_RC.to(device),
         )
