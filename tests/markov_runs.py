@@ -105,19 +105,14 @@ class MarkovSource(TreeSource):
     target_vocab_size, draft_ids = VOCAB, torch.arange(VOCAB)
 
     def __init__(self) -> None:
-        self.outputs: dict[int, torch.Tensor] = {}
         super().__init__(self)
 
     def logits(self, outputs_RV):
         return outputs_RV
 
-    @property
-    def _outputs(self):
-        return self.outputs
-
     def begin(self, features, tokens):
-        self.text, self.outputs = list(tokens), {}
         self._restart()
+        self.text = list(tokens)
 
     def observe(self, features, next_tokens):
         self.text += next_tokens
@@ -129,14 +124,7 @@ class MarkovSource(TreeSource):
         self.num_forwards += 1
         for row in rows:
             before = tree.tokens[tree.parents[row]]
-            self.outputs[self._name(tree, row)] = DRAFT[before, tree.tokens[row]]
-
-    def _rename_rows(self, names):
-        self.outputs = {names[row]: out for row, out in self.outputs.items() if row in names}
-
-    def _keep_rows(self, keep):
-        retained = keep.rows[keep.num_committed :]
-        self._rename_rows({row: index for index, row in enumerate(retained) if index})
+            self._states[self._name(tree, row)] = DRAFT[before, tree.tokens[row]]
 
 
 class MarkovEngine(Engine):

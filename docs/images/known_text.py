@@ -70,19 +70,14 @@ class KnownText(TreeSource):
         )
         super().__init__(draft)
         self.text, self.luck = text, luck
-        self._found: dict[int, Tensor] = {}
         self._root_is_new = True
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        self._found, self._root_is_new = {}, True
         self._restart()
+        self._root_is_new = True
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
         """The text is known."""
-
-    @property
-    def _outputs(self) -> Mapping[int, Tensor]:
-        return self._found
 
     def _root_output(self, tree: TokenTree) -> Tensor:
         self.num_forwards += self._root_is_new
@@ -92,15 +87,12 @@ class KnownText(TreeSource):
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
         self.num_forwards += 1
         self._root_is_new = False
-        self._found |= {self._name(tree, row): self._after(tree.position(row)) for row in rows}
-
-    def _rename_rows(self, names: Mapping[int, int]) -> None:
-        self._found = {names[row]: out for row, out in self._found.items() if row in names}
+        self._states |= {self._name(tree, row): self._after(tree.position(row)) for row in rows}
 
     def _keep_rows(self, keep: Keep) -> None:
         retained = keep.rows[keep.num_committed :]
-        self._root_is_new = not (retained and retained[0] in self._found)
-        self._rename_rows({row: place for place, row in enumerate(retained) if place})
+        self._root_is_new = not (retained and retained[0] in self._states)
+        super()._keep_rows(keep)
 
     def _after(self, position: int) -> Tensor:
         """Logits [U] of the next token: the best one has about 0.73, the second 0.16.

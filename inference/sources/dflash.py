@@ -3,7 +3,6 @@
 # C rows of the text that are new, S draft tokens of a block, Q rows asked about, D depths
 # W best tokens of each, H hidden
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.recorded_blocks import RecordedBlocks
-from pipedraft.inference.sources.row_cache import NewText
 from pipedraft.inference.sources.tree_source import Logits, TreeSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.dflash import DFlash
@@ -29,35 +27,25 @@ class DFlashSource(TreeSource):
     """
 
     def __init__(self, draft: DFlash) -> None:
-        super().__init__(draft)
-        self.taps = draft.taps
         self._blocks: RecordedBlocks | None = None
         if draft.fc.weight.device.type == "cuda":
             self._blocks = lend(draft, self, "blocks", partial(RecordedBlocks, draft))
-        self._reset()
+        super().__init__(draft)
+        self.taps = draft.taps
 
-    def _reset(self) -> None:
-        self._pending: list[Mapping[int, Tensor]] = []
+    def _restart(self) -> None:
+        super()._restart()
         if self._blocks is not None:
             self._blocks.restart()
         self._caches = [KeyValues() for _ in range(self.draft.config.num_layers)]
         self._forget_block()
-        self._restart()
 
     def _forget_block(self) -> None:
         self._block_SH: Tensor | None = None
         """Output behind each depth, the root's first."""
-        self._states: dict[int, Tensor] = {}
+        self._states = {}
         self._scored: tuple[object, Tensor] | None = None
         """What was read of the block on a GPU: how it was scored, and the best tokens [2, D, W]."""
-
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        self._reset()
-        self.observe(features, tokens[1:])
-
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        """Taken in with the next block: text that nobody continues costs nothing."""
-        self._pending.append(features)
 
     def expand_tree(
         self,
@@ -73,10 +61,6 @@ class DFlashSource(TreeSource):
         return super().expand_tree(
             tree, num_forwards + 1, width, max_rows, by_score=by_score, sampling=sampling
         )
-
-    @property
-    def _outputs(self) -> Mapping[int, Tensor]:
-        return self._states
 
     def _root_output(self, tree: TokenTree) -> Tensor:
         return self._output(tree, 0)
@@ -102,13 +86,11 @@ class DFlashSource(TreeSource):
     def _propose(self, tree: TokenTree, num_tokens: int) -> Tensor:
         """One forward pass: newly committed text, then the block at the root."""
         self.num_forwards += 1
-        weight, pending = self.draft.fc.weight, self._pending
-        num_rows, self._pending = num_tokens + self.draft.config.first_row, []
+        weight, text = self.draft.fc.weight, self._take_pending()
+        num_rows = num_tokens + self.draft.config.first_row
         if self._blocks is not None:
-            num_new = sum(len(taps[self.taps[0]]) for taps in pending)
-            text = NewText([0] * num_new, pending)
             return self._blocks.propose(text, tree.tokens[0], num_rows)
-        features = [self.draft.feature(taps) for taps in pending]
+        features = [self.draft.feature(taps) for taps in text.features]
         return self.draft.propose(
             torch.tensor(tree.tokens[:1], device=weight.device),
             num_rows,
@@ -142,9 +124,6 @@ class DFlashSource(TreeSource):
         found = self._blocks.best(self._block_SH, num_depths, width, position, sampling)
         self._scored = key, found
         return found
-
-    def _rename_rows(self, names: Mapping[int, int]) -> None:
-        self._states = {names[row]: x for row, x in self._states.items() if row in names}
 
     def _keep_rows(self, keep: Keep) -> None:
         """The block of the new root knows more of the text: every row is continued by it anew."""

@@ -7,23 +7,22 @@ replace it.
 
 # R rows of a call after A of the text, C cached rows, H hidden
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.recorded_rows import RecordedRows, make_rows
-from pipedraft.inference.sources.row_cache import TEXT, NewText, RowCache
-from pipedraft.inference.sources.tree_source import TreeSource
+from pipedraft.inference.sources.recorded_rows import make_rows
+from pipedraft.inference.sources.row_cache import TEXT, RowCache
+from pipedraft.inference.sources.tree_source import CacheSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.draft_calls import call
 from pipedraft.models.eagle import EagleHead
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.target import Keep
 
 
-class EagleSource(TreeSource):
+class EagleSource(CacheSource):
     """Draft tokens of an EAGLE head.
 
     Rows of the session's tree that are continued stay as they were drafted, while the committed
@@ -31,59 +30,23 @@ class EagleSource(TreeSource):
     """
 
     def __init__(self, draft: EagleHead) -> None:
-        super().__init__(draft)
-        self.taps = draft.taps
         like = draft.draft_ids.new_zeros(0, dtype=next(draft.parameters()).dtype)
         # A window of a cached row's age is told row by row.
         can_record = draft.window is None
         self._rows = make_rows(draft, self, like) if can_record else RowCache(draft.num_caches)
-        self._reset()
+        super().__init__(draft)
+        self.taps = draft.taps
 
-    def _reset(self) -> None:
-        self._pending: list[tuple[Mapping[int, Tensor], list[int]]] = []
+    def _restart(self) -> None:
+        super()._restart()
         self._root_state: Tensor | None = None
-        self._rows.restart()
-        self._restart()
-
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        self._reset()
-        self.observe(features, tokens[1:])
-
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        """Taken in with the next growth: text that nobody continues costs nothing."""
-        self._pending.append((features, next_tokens))
-
-    def _rename_rows(self, names: Mapping[int, int]) -> None:
-        self._rows.rename(names)
-
-    def _keep_rows(self, keep: Keep) -> None:
-        """Forget the rows that left the tree, and the new root's: its true state follows."""
-        retained = keep.rows[keep.num_committed :]
-        self._rows.rename({row: place for place, row in enumerate(retained) if place})
-
-    @property
-    def _known(self) -> Collection[int]:
-        return self._rows.known
-
-    @property
-    def _recorded(self) -> RecordedRows | None:
-        return self._rows if isinstance(self._rows, RecordedRows) else None
-
-    def _take_pending(self) -> NewText:
-        pending, self._pending = self._pending, []
-        tokens = [token for _, part in pending for token in part]
-        return NewText(tokens, [features for features, _ in pending])
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
         below_root = any(tree.parents[row] == 0 for row in rows)
         return has_text + bool(rows) if below_root else super()._num_passes(tree, has_text, rows)
 
-    @property
-    def _outputs(self) -> Mapping[int, Tensor]:
-        return self._rows.outputs
-
     def _root_output(self, tree: TokenTree) -> Tensor:
-        if self._pending:
+        if self._pending.tokens:
             self._take_in(tree, [])
         assert self._root_state is not None
         return self._root_state
@@ -99,17 +62,16 @@ class EagleSource(TreeSource):
 
         The head joins a token to the state before it: the target's in the text, else its own.
         """
-        states = [self.draft.feature(taps) for taps, _ in self._pending]
-        tokens = [token for _, part in self._pending for token in part]
-        self._pending = []
-        first, num_text = self._rows.num_text, len(tokens)
+        text = self._take_pending()
+        states = [self.draft.feature(taps) for taps in text.features]
+        first, num_text = self._rows.num_text, len(text.tokens)
         root = first + num_text - 1
         for row in rows:
             parent = tree.parents[row]
             state = self._outputs[self._name(tree, parent)] if parent else self._root_state
             assert state is not None
             states.append(state[None])
-        tokens += [tree.tokens[row] for row in rows]
+        tokens = [*text.tokens, *(tree.tokens[row] for row in rows)]
         positions = [*range(first, root + 1), *(root + tree.depths[row] for row in rows)]
 
         def forward(caches: list[KeyValues], visible_RC: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from pipedraft.models.target import Keep
 class FlexSpecSource(RowsSource):
     """Draft tokens of FlexSpec's draft."""
 
-    def _reset(self, tokens: list[int]) -> None:
-        super()._reset(tokens)
+    def _restart(self) -> None:
+        super()._restart()
         config, weight = self.draft.config, self.draft.lm_head.weight
         self._text_state = weight.new_zeros(config.num_readings, weight.shape[1])
         """State [E, H] of the last row of the text."""
@@ -29,14 +29,14 @@ class FlexSpecSource(RowsSource):
         super()._keep_rows(keep)
 
     def _root_output(self, tree: TokenTree) -> Tensor:
-        if self._pending:
+        if self._pending.tokens:
             self._compute(tree, [])
         return self._text_state
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
         """One forward pass: newly committed text, then rows of a tree."""
-        tokens, num_text, first = self._pending, len(self._pending), self._rows.num_text
-        self._pending = []
+        tokens, first = self._take_pending().tokens, self._rows.num_text
+        num_text = len(tokens)
         parents = [self._name(tree, tree.parents[row]) for row in rows if tree.parents[row]]
         known_QEH = torch.stack([self._text_state, *(self._outputs[name] for name in parents)])
         # Places in these Q followed by the rows of the call: of the row before each of them.

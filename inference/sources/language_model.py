@@ -34,25 +34,20 @@ class LanguageModelSource(TextSource):
         (self._stage,) = draft.staged().stages
         super().__init__(draft)
 
-    def _reset(self, tokens: list[int]) -> None:
-        super()._reset(tokens)
+    def _restart(self) -> None:
+        super()._restart()
         self._stage.reset()
         self._root_hidden: Tensor | None = None
-        self._hidden: dict[int, Tensor] = {}
         self._places: dict[int, int] = {}
         """Name of a row of the tree -> its place among the speculative rows, in order."""
 
-    @property
-    def _outputs(self) -> Mapping[int, Tensor]:
-        return self._hidden
-
     def _root_output(self, tree: TokenTree) -> Tensor:
-        if self._pending:
-            ids = torch.tensor(self._pending)
+        if self._pending.tokens:
+            ids = torch.tensor(self._take_pending().tokens)
             positions = torch.arange(len(ids)) + self._stage.num_committed
             for part in zip(ids.split(CHUNK_ROWS), positions.split(CHUNK_ROWS), strict=True):
                 hidden_RH, _ = self._stage.prefill(*part)
-            self._root_hidden, self._pending = hidden_RH[-1], []
+            self._root_hidden = hidden_RH[-1]
             self.num_forwards += 1
         assert self._root_hidden is not None
         return self._root_hidden
@@ -70,7 +65,7 @@ class LanguageModelSource(TextSource):
         )
         hidden_RH = self._stage.forward(segment).hidden
         assert hidden_RH is not None
-        self._hidden.update(zip(new, hidden_RH, strict=True))
+        self._states.update(zip(new, hidden_RH, strict=True))
         self.num_forwards += 1
 
     def _rename_rows(self, names: Mapping[int, int], num_committed: int = 0) -> None:
@@ -82,7 +77,7 @@ class LanguageModelSource(TextSource):
         retained = sorted(self._places.keys() & names.keys(), key=self._places.__getitem__)
         self._stage.keep(Keep(tuple(self._places[name] for name in retained), num_committed))
         retained = retained[num_committed:]
-        self._hidden = {names[name]: self._hidden[name] for name in retained}
+        self._states = {names[name]: self._states[name] for name in retained}
         self._places = {names[name]: place for place, name in enumerate(retained)}
 
     def _keep_rows(self, keep: Keep) -> None:
@@ -90,7 +85,7 @@ class LanguageModelSource(TextSource):
         text = keep.rows[1 : keep.num_committed + 1]
         self._num_taken_in = sum(row in self._places for row in text)
         if len(keep.rows) > keep.num_committed and text[-1] in self._places:
-            self._root_hidden = self._hidden[text[-1]]
+            self._root_hidden = self._states[text[-1]]
         # Parents precede their children in a Keep, so those that become text come first.
         first = keep.num_committed
         places = {row: place - first for place, row in enumerate(keep.rows) if place}

@@ -177,41 +177,29 @@ class LookupSource(TextSource):
     the text grows: it may say more then.
     """
 
-    def __init__(self, draft: Lookup) -> None:
-        super().__init__(draft)
+    draft: Lookup
 
-    def _reset(self, tokens: list[int]) -> None:
-        super()._reset(tokens)
+    def _restart(self) -> None:
+        super()._restart()
         self._followers = MODELS[self.draft.draft_type]()
-        self._rows: dict[int, Tensor] = {}
         self._root: Tensor | None = None
-
-    @property
-    def _outputs(self) -> Mapping[int, Tensor]:
-        return self._rows
 
     def _look(self, path: Sequence[int]) -> Tensor:
         self.num_forwards += 1
         return estimate(self._followers, path, self.draft.target_vocab_size).log()
 
     def _root_output(self, tree: TokenTree) -> Tensor:
-        for token in self._pending:
+        tokens = self._take_pending().tokens
+        for token in tokens:
             self._followers.extend(token)
-        if self._pending or self._root is None:
-            self._pending, self._root = [], self._look([])
+        if tokens or self._root is None:
+            self._root = self._look([])
         return self._root
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
         self._root_output(tree)
         for row in rows:
-            self._rows[self._name(tree, row)] = self._look(path_to(tree, row))
-
-    def _rename_rows(self, names: Mapping[int, int]) -> None:
-        self._rows = {names[row]: x_V for row, x_V in self._rows.items() if row in names}
-
-    def _keep_rows(self, keep: Keep) -> None:
-        retained = keep.rows[keep.num_committed :]
-        self._rename_rows({row: place for place, row in enumerate(retained) if place})
+            self._states[self._name(tree, row)] = self._look(path_to(tree, row))
 
 
 def path_to(tree: TokenTree, row: int) -> list[int]:

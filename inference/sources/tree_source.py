@@ -21,7 +21,7 @@ from pipedraft.inference.sources.base import (
     deepest_rows,
 )
 from pipedraft.inference.sources.recorded_rows import Ask, RecordedRows, make_rows
-from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText
+from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RecursiveVerifier
 from pipedraft.models.draft_calls import call
@@ -87,13 +87,30 @@ class TreeSource(DraftSource):
         self._fresh: _FreshTree | None = None
         self._root_waits = True
         """``expand_tree`` has not continued this root yet."""
+        self._states: dict[int, Tensor] = {}
+        """Name of a row below the root -> output [H], unless a subclass keeps them elsewhere."""
+        self._pending = NewText([], [])
+        """Committed text that the draft has not seen yet."""
 
-    # -- what a subclass adds ---------------------------------------------------------------
+    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+        self._restart()
+        self.observe(features, tokens[1:])
+
+    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+        """Taken in with the next growth: text that nobody continues costs nothing."""
+        self._pending.features.append(features)
+        self._pending.tokens += next_tokens
+
+    def _take_pending(self) -> NewText:
+        text, self._pending = self._pending, NewText([], [])
+        return text
+
+    # -- what a subclass adds, or keeps elsewhere -------------------------------------------
 
     @property
     def _outputs(self) -> Mapping[int, Tensor]:
         """Name of a row -> output [H], for the rows below the root that were computed."""
-        raise NotImplementedError
+        return self._states
 
     @property
     def _known(self) -> Collection[int]:
@@ -104,10 +121,6 @@ class TreeSource(DraftSource):
     def _recorded(self) -> RecordedRows | None:
         """The draft as recorded graphs of a GPU, in place of ``_root_output`` and ``_compute``."""
         return None
-
-    def _take_pending(self) -> NewText:
-        """Committed text that was not seen yet."""
-        raise NotImplementedError
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
         """Forward passes over new text and rows."""
@@ -123,11 +136,12 @@ class TreeSource(DraftSource):
 
     def _rename_rows(self, names: Mapping[int, int]) -> None:
         """Rows have another name; what is remembered of those without one is dropped."""
-        raise NotImplementedError
+        self._states = {names[row]: x for row, x in self._states.items() if row in names}
 
     def _keep_rows(self, keep: Keep) -> None:
-        """The tree's rows are renumbered."""
-        raise NotImplementedError
+        """The tree's rows are renumbered; the new root's output is made anew, as text."""
+        retained = keep.rows[keep.num_committed :]
+        self._rename_rows({row: place for place, row in enumerate(retained) if place})
 
     # -- rows of the session's tree ---------------------------------------------------------
 
@@ -420,47 +434,13 @@ class TreeSource(DraftSource):
         return found
 
 
-class TextSource(TreeSource):
-    """Committed text waits until draft tokens below it are wanted: what nobody continues costs
-    nothing.
+class CacheSource(TreeSource):
+    """A draft with its rows in one ``RowCache``, which a subclass makes before anything else."""
 
-    What was computed for a draft token that becomes text stays.
-    """
+    _rows: RowCache
 
-    reads_features = False
-
-    def __init__(self, draft: Any) -> None:
-        super().__init__(draft)
-        self._reset([])
-
-    def _reset(self, tokens: list[int]) -> None:
-        self._pending = tokens
-        """Committed text that the draft has not seen yet."""
-        self._num_taken_in = 0
-        """Of the next tokens to be observed: those whose rows a Keep has made text already."""
-        self._restart()
-
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        self._reset(list(tokens))
-
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        self._pending += next_tokens[self._num_taken_in :]
-        self._num_taken_in = 0
-
-
-class RowsSource(TextSource):
-    """A draft that reads tokens alone, with its rows in one ``RowCache``.
-
-    What was computed for a draft token stays where the token becomes text: nothing is computed
-    twice, except that fresh trees do not look at what is in the session's tree already.
-    """
-
-    def __init__(self, draft: Any) -> None:
-        self._rows = make_rows(draft, self, next(draft.parameters())[:0])
-        super().__init__(draft)
-
-    def _reset(self, tokens: list[int]) -> None:
-        super()._reset(tokens)
+    def _restart(self) -> None:
+        super()._restart()
         self._rows.restart()
 
     @property
@@ -475,12 +455,42 @@ class RowsSource(TextSource):
     def _recorded(self) -> RecordedRows | None:
         return self._rows if isinstance(self._rows, RecordedRows) else None
 
-    def _take_pending(self) -> NewText:
-        tokens, self._pending = self._pending, []
-        return NewText(tokens, [])
-
     def _rename_rows(self, names: Mapping[int, int]) -> None:
         self._rows.rename(names)
+
+
+class TextSource(TreeSource):
+    """A draft that reads tokens alone, those of the text up to the root.
+
+    What was computed for a draft token that becomes text stays.
+    """
+
+    reads_features = False
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._num_taken_in = 0
+        """Of the next tokens to be observed: those whose rows a Keep has made text already."""
+
+    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+        self._restart()
+        self._pending.tokens += tokens
+
+    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+        self._pending.tokens += next_tokens[self._num_taken_in :]
+        self._num_taken_in = 0
+
+
+class RowsSource(CacheSource, TextSource):
+    """A draft that reads tokens alone, with its rows in one ``RowCache``.
+
+    What was computed for a draft token stays where the token becomes text: nothing is computed
+    twice, except that fresh trees do not look at what is in the session's tree already.
+    """
+
+    def __init__(self, draft: Any) -> None:
+        self._rows = make_rows(draft, self, next(draft.parameters())[:0])
+        super().__init__(draft)
 
     def _keep_rows(self, keep: Keep) -> None:
         """The old root is text here already; the new one becomes it, too."""
