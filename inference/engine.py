@@ -22,7 +22,7 @@ from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPD
 from pipedraft.inference.shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
 from pipedraft.inference.sources import make_source
-from pipedraft.inference.sources.base import DraftSource, Sampling
+from pipedraft.inference.sources.base import DraftSource, Expansion, Sampling
 from pipedraft.inference.sources.lookup import Lookup
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import DraftToken, KeyedRandom, Walk, make_verifier
@@ -294,9 +294,11 @@ class Session:
             return
         sampling = self.step_sampling(num_tokens)
         width = math.ceil(max_rows / num_forwards) if num_tokens == "auto" else num_tokens
+        expansion = Expansion(
+            num_forwards=num_forwards, width=width, max_rows=max_rows, by_score=by_score
+        )
         with self.drafting():
-            where = (self.tree, num_forwards, width, max_rows)
-            self.drafter.expand_tree(*where, by_score=by_score, sampling=sampling)
+            self.drafter.expand_tree(self.tree, expansion, sampling)
 
     def drafts_pay(self, budget: Budget) -> bool:
         return budget != "auto" or self.clock.drafts_pay()

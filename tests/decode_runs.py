@@ -157,10 +157,10 @@ class SimulatedSource(StatelessSource):
             leaf = self.add_children(tree, leaf, 1 if shape.is_chain else shape.top_k)
         return len(tree) - added
 
-    def expand_tree(self, tree, num_forwards, width, max_rows, *, by_score, sampling):
+    def expand_tree(self, tree, expansion, sampling):
         """One forward: the two best children of the best rows that have none."""
         leaves = [row for row in range(len(tree)) if not tree.children(row)]
-        leaves = sorted(leaves, key=lambda row: -tree.scores[row])[:width]
+        leaves = sorted(leaves, key=lambda row: -tree.scores[row])[: expansion.width]
         logits_QU = self.leaf_logits(tree, leaves, {})
         return add_best(tree, leaves, logits_QU, self.draft_ids, 2 * len(leaves), sampling)
 

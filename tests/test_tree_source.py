@@ -9,7 +9,7 @@ from decode_runs import paths_of
 from tiny_drafts import make_head
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import Sampling
+from pipedraft.inference.sources.base import Expansion, Sampling
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.tree import TokenTree
@@ -17,6 +17,10 @@ from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.target import capture_hidden
 
 GREEDY = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
+
+
+def four_wide(num_forwards, by_score=True):
+    return Expansion(num_forwards=num_forwards, width=4, max_rows=99, by_score=by_score)
 
 
 def begun(head, target, text, size=None):
@@ -84,12 +88,12 @@ def test_mixing_rows_of_two_trees_is_noticed(mutate, monkeypatch):
         assert fresh_tree_then_more(head, target) > 1e-4
 
 
-def expanded(head, target, by_score=True, num_forwards=2):
+def expanded(head, target, num_forwards):
     """Three forwards on one context, a commit of the root, then some more."""
     text = [3, 1, 4, 1, 5]
     source, rest = begun(head, target, text, 4)
     tree = TokenTree(text[3], 3)
-    source.expand_tree(tree, 3, 4, 99, by_score=by_score, sampling=GREEDY)
+    source.expand_tree(tree, four_wide(3), GREEDY)
     child = tree.add(0, text[4], -1.0)
     keep = tree.keep_for([0], text[4])
     assert child and len(keep.rows) > keep.num_committed
@@ -97,7 +101,7 @@ def expanded(head, target, by_score=True, num_forwards=2):
     source.keep(keep)
     source.observe(rest, text[4:])
     before = source.num_forwards
-    source.expand_tree(tree, num_forwards, 4, 99, by_score=by_score, sampling=GREEDY)
+    source.expand_tree(tree, four_wide(num_forwards), GREEDY)
     return source, tree, source.num_forwards - before
 
 
@@ -110,10 +114,10 @@ def test_a_tree_on_its_way_is_continued_below_its_root_and_its_best_draft_tokens
     for _ in range(3):
         source.grow_layer(layered, {}, width=4, sampling=GREEDY)
     source, _ = begun(head, target, text)
-    assert source.expand_tree(expanding, 3, 4, 99, by_score=True, sampling=GREEDY) == 12
+    assert source.expand_tree(expanding, four_wide(3), GREEDY) == 12
     assert expanding.tokens == layered.tokens and source.num_forwards == 3
     for num_forwards in (1, 2, 3):
-        source, tree, used = expanded(head, target, num_forwards=num_forwards)
+        source, tree, used = expanded(head, target, num_forwards)
         assert used == num_forwards
         truth = logits_from_scratch(head, target, text, tree, [0])
         assert (source.leaf_logits(tree, [0], {}) - truth).abs().max() < 1e-9
@@ -154,7 +158,7 @@ def test_without_scores_every_draft_token_has_as_many_children():
     head = make_head(target).double()
     source, _ = begun(head, target, [3, 1, 4])
     tree = TokenTree(4, 2)
-    source.expand_tree(tree, 2, 4, 99, by_score=False, sampling=GREEDY)
+    source.expand_tree(tree, four_wide(2, by_score=False), GREEDY)
     assert [len(tree.children(row)) for row in range(5)] == [4, 1, 1, 1, 1]
 
 

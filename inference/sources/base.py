@@ -76,6 +76,20 @@ class Sampling:
         return min(len(scores), free + rows_that_pay(scores[free:], self.costs))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Expansion:
+    """How far a tree on its way is continued."""
+
+    num_forwards: int
+    """Passes of the draft, at most; a few more where the draft must first read committed text."""
+    width: int
+    """Rows that one pass continues besides the root, and best children of them all that join."""
+    max_rows: int
+    """Draft tokens that all passes add, at most."""
+    by_score: bool
+    """The best rows and children, else the oldest rows, with as many children each."""
+
+
 class DraftSource:
     """A draft at decode time: it sees committed text and rows in flight, and adds draft tokens.
 
@@ -174,26 +188,8 @@ class DraftSource:
         """
         raise NotImplementedError
 
-    def expand_tree(
-        self,
-        tree: TokenTree,
-        num_forwards: int,
-        width: int,
-        max_rows: int,
-        *,
-        by_score: bool,
-        sampling: Sampling,
-    ) -> int:
-        """Continue rows of the tree, each once, and the root once per context; returns rows added.
-
-        Args:
-            num_forwards: passes of the draft, at most; a few more where the draft must first read
-                committed text.
-            width: rows that one pass continues besides the root, and best children of them all
-                that join the tree.
-            max_rows: draft tokens that all passes add, at most.
-            by_score: the best rows and children, else the oldest rows, with as many children each.
-        """
+    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: Sampling) -> int:
+        """Continue each row once, and the root once per context; returns how many were added."""
         raise NotImplementedError
 
     def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:

@@ -3,12 +3,13 @@
 # C rows of the text that are new, S draft tokens of a block, Q rows asked about, D depths
 # W best tokens of each, H hidden
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import Sampling
+from pipedraft.inference.sources.base import Expansion, Sampling
 from pipedraft.inference.sources.recorded_blocks import RecordedBlocks
 from pipedraft.inference.sources.tree_source import Logits, TreeSource
 from pipedraft.inference.tree import TokenTree
@@ -47,20 +48,10 @@ class DFlashSource(TreeSource):
         self._scored: tuple[object, Tensor] | None = None
         """What was read of the block on a GPU: how it was scored, and the best tokens [2, D, W]."""
 
-    def expand_tree(
-        self,
-        tree: TokenTree,
-        num_forwards: int,
-        width: int,
-        max_rows: int,
-        *,
-        by_score: bool,
-        sampling: Sampling,
-    ) -> int:
+    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: Sampling) -> int:
         """Grow the tree by levels; one pass makes the block of all of them."""
-        return super().expand_tree(
-            tree, num_forwards + 1, width, max_rows, by_score=by_score, sampling=sampling
-        )
+        more = replace(expansion, num_forwards=expansion.num_forwards + 1)
+        return super().expand_tree(tree, more, sampling)
 
     def _root_output(self, tree: TokenTree) -> Tensor:
         return self._output(tree, 0)

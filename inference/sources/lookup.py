@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import DraftSource, Sampling
+from pipedraft.inference.sources.base import DraftSource, Expansion, Sampling
 from pipedraft.inference.sources.tree_source import TextSource, TreeSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import Keep
@@ -253,20 +253,9 @@ class BesideSource(DraftSource):
         added = self.source.grow_tree(tree, shape, by_score=by_score, sampling=sampling)
         return added + (0 if shape.is_chain else self._add_chain(tree, self.length))
 
-    def expand_tree(
-        self,
-        tree: TokenTree,
-        num_forwards: int,
-        width: int,
-        max_rows: int,
-        *,
-        by_score: bool,
-        sampling: Sampling,
-    ) -> int:
-        added = self.source.expand_tree(
-            tree, num_forwards, width, max_rows, by_score=by_score, sampling=sampling
-        )
-        return added + self._add_chain(tree, min(self.length, max_rows - added))
+    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: Sampling) -> int:
+        added = self.source.expand_tree(tree, expansion, sampling)
+        return added + self._add_chain(tree, min(self.length, expansion.max_rows - added))
 
     def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
         return self.source.deepen_tree(tree, levels, num_tokens)

@@ -13,6 +13,7 @@ from torch import Tensor
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import (
     DraftSource,
+    Expansion,
     Growth,
     Sampling,
     add_children,
@@ -272,20 +273,12 @@ class TreeSource(DraftSource):
         best_2QW = self._best_rows(tree, leaves, width, sampling)
         return add_children(tree, leaves, best_2QW, width, sampling)
 
-    def expand_tree(
-        self,
-        tree: TokenTree,
-        num_forwards: int,
-        width: int,
-        max_rows: int,
-        *,
-        by_score: bool,
-        sampling: Sampling,
-    ) -> int:
-        before, limit = len(tree), self.num_forwards + num_forwards
+    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: Sampling) -> int:
+        before, limit = len(tree), self.num_forwards + expansion.num_forwards
+        by_score = expansion.by_score
         again = by_score and sampling.costs is not None
         while self.num_forwards < limit:
-            left = min(width, max_rows - (len(tree) - before))
+            left = min(expansion.width, expansion.max_rows - (len(tree) - before))
             rows = self._rows_to_continue(tree, left, by_score, again) if left else []
             if not rows:
                 break
