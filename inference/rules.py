@@ -100,42 +100,35 @@ class Verifier(ABC):
             ids_U: target token of each entry.
             attempt: number of the round; a position is drafted once in each.
         """
-        return DraftToken(int(ids_U[self.rank(logits_U[None], ids_U, [position])[0].argmax()]))
-
-    def rank(self, logits_QU: Tensor, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor:
-        """Logits by which children are chosen at some positions: the draft's own."""
-        noise_QU = self.noise_rows(ids_U, positions_Q)
-        return self._ranked(logits_QU, None if noise_QU is None else noise_QU.to(logits_QU.device))
+        ranked_1U = self.rank(logits_U[None], self.noise_rows(ids_U, [position]))
+        return DraftToken(int(ids_U[ranked_1U[0].argmax()]))
 
     def noise_rows(self, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor | None:
         """What the rule adds to the draft's log-probabilities: float64 [Q, U] on the CPU."""
         return None
 
-    def _perturb(self, logits_QU: Tensor, noise_QU: Tensor) -> Tensor:
-        raise NotImplementedError
+    def rank(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
+        """Logits by which children are chosen: the draft's own, or log q plus the target's noise.
 
-    def _ranked(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
-        ranked_QU = logits_QU if noise_QU is None else self._perturb(logits_QU, noise_QU)
-        return self._demote(ranked_QU, logits_QU)
-
-    def _demote(self, ranked_QU: Tensor, logits_QU: Tensor) -> Tensor:
-        """Scores with what the filters remove from the draft at the end: the target may keep it."""
+        With noise the largest entry is the draft's draw. What the filters remove from the draft
+        comes at the end: the target may keep it.
+        """
+        ranked_QU = logits_QU
+        if noise_QU is not None:
+            log_q_QU = torch.log_softmax(logits_QU.double() / self.temperature, -1)
+            ranked_QU = log_q_QU + noise_QU.to(log_q_QU.device)
         if not self.filters.active:
             return ranked_QU
         is_removed_QU = scaled(logits_QU, self.temperature, self.filters).isneginf()
         return ranked_QU - PENALTY * is_removed_QU
 
-    def child_scores(self, logits_QU: Tensor, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor:
+    def child_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
         """Log-probabilities [Q, U] by which children are chosen and trees ordered.
 
         Those of the draft. Where the rule shares the target's noise, those after the noise: a token
         that the noise favors is more likely the target's own token, too.
         """
-        return torch.log_softmax(self.rank(logits_QU, ids_U, positions_Q).float(), -1)
-
-    def noisy_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
-        """``child_scores`` of tensors alone, as a recorded graph needs it."""
-        return torch.log_softmax(self._ranked(logits_QU, noise_QU).float(), -1)
+        return torch.log_softmax(self.rank(logits_QU, noise_QU).float(), -1)
 
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
         """Walk through the first R rows of the tree."""
@@ -306,10 +299,6 @@ class GumbelVerifier(MatchVerifier):
                 -np.log(self.noise.exponential(position, size)[ids]) for position in positions_Q
             ]
         return torch.from_numpy(np.stack(rows))
-
-    def _perturb(self, logits_QU: Tensor, noise_QU: Tensor) -> Tensor:
-        """log q plus the target's noise at the position: the largest entry is the draft's draw."""
-        return torch.log_softmax(logits_QU.double() / self.temperature, -1) + noise_QU
 
 
 class ArgmaxVerifier(Verifier):

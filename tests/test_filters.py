@@ -147,7 +147,8 @@ def test_no_rule_draws_what_is_removed(rule):
         if verifier.needs_q:
             assert torch.equal(draft_token.q_V > 0, kept_V)
         else:
-            score_U = verifier.child_scores(logits_V[None], ids_U, [position])[0]
+            noise_1U = verifier.noise_rows(ids_U, [position])
+            score_U = verifier.child_scores(logits_V[None], noise_1U)[0]
             best = score_U.topk(int(kept_V.sum())).indices
             assert rule == "argmax" or kept_V[best].all()
             assert torch.isfinite(score_U).all()

@@ -33,22 +33,16 @@ class Sampling:
         """Draw one draft token from q and store q; else take the best ones."""
         return self.rule.needs_q
 
-    def child_scores(self, logits_QU: Tensor, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor:
+    def child_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
         """Scores of a row's children by the rule; sharper where they are weighed against costs."""
-        return self._sharpened(self.rule.child_scores(logits_QU, ids_U, positions_Q))
-
-    def noisy_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
-        """Scores of children, computed of tensors alone."""
-        return self._sharpened(self.rule.noisy_scores(logits_QU, noise_QU))
-
-    def _sharpened(self, scores_QU: Tensor) -> Tensor:
+        scores_QU = self.rule.child_scores(logits_QU, noise_QU)
         if self.costs is None:
             return scores_QU
         return torch.log_softmax(scores_QU * self.costs.sharpness, -1)
 
     @property
     def recorded_as(self) -> tuple[object, ...] | None:
-        """Key of what ``noisy_scores`` launches; None: it depends on what the device finds."""
+        """Key of what ``child_scores`` launches; None: it depends on what the device finds."""
         filters = self.rule.filters
         if filters.top_p < 1 or filters.typical_p < 1:
             return None
@@ -256,7 +250,8 @@ def best_children(
     """Tokens and cumulative scores of the best children of each leaf: float64 [2, Q, W], on the
     CPU."""
     positions = [tree.position(leaf) + 1 for leaf in leaves]
-    logprob_QU = sampling.child_scores(logits_QU, ids_U, positions)
+    noise_QU = sampling.rule.noise_rows(ids_U, positions)
+    logprob_QU = sampling.child_scores(logits_QU, noise_QU)
     best_QW, index_QW = logprob_QU.topk(min(width, logprob_QU.shape[1]), -1)
     total_QW = best_QW + best_QW.new_tensor([tree.scores[leaf] for leaf in leaves])[:, None]
     # As one tensor: on a GPU each reading waits for all work under way.

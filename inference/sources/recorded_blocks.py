@@ -128,6 +128,6 @@ class RecordedBlocks:
     ) -> Tensor:
         assert states_PH is not None, "every depth has one"
         noise_DU = packed.view(torch.float64).view(D, -1) if has_noise else None
-        scores_DU = sampling.noisy_scores(self.draft.logits(states_PH[:D]), noise_DU)
+        scores_DU = sampling.child_scores(self.draft.logits(states_PH[:D]), noise_DU)
         best_DW, index_DW = scores_DU.topk(W, -1)
         return torch.stack([self.draft.draft_ids[index_DW].double(), best_DW.double()])

@@ -416,7 +416,7 @@ class RecordedRows(RowCache):
         begun_Q = scores_Q.isfinite()  # spare leaves have minus infinity and lead nowhere
         for level in range(ask.levels + 1):
             noise_QU = None if noise_PU is None else noise_PU.index_select(0, noise_places_Q)
-            scores_QU = sampling.noisy_scores(self.draft.logits(states_QX), noise_QU)
+            scores_QU = sampling.child_scores(self.draft.logits(states_QX), noise_QU)
             best_QW, index_QW = scores_QU.topk(min(width, scores_QU.shape[1]), -1)
             total_QW = best_QW + scores_Q[:, None]  # scores add up along a path
             tokens_QW = self.draft.draft_ids[index_QW]

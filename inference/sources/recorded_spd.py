@@ -195,6 +195,6 @@ class RecordedModule:
             return logits_WU
         # Only the best children come back, not the distributions.
         noise = x["noise"].view(torch.float64)[None] if len(x["noise"]) else None
-        scores_WU = ask.sampling.noisy_scores(logits_WU, noise)
+        scores_WU = ask.sampling.child_scores(logits_WU, noise)
         best_WK, index_WK = scores_WU.topk(min(ask.width, scores_WU.shape[1]), -1)
         return torch.cat([draft.draft_ids[index_WK].double(), best_WK.double()]).flatten()
