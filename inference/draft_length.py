@@ -196,102 +196,6 @@ class Estimates:
         return replace(cost, early_s_K=np.where(time_s_K >= self.verify_s, self.verify_s, 0.0))
 
 
-class GeometricEstimate:
-    """One acceptance rate for all positions, from censored counts.
-
-    a = sum tau / sum (tau + [tau < K])     tau accepted of K drafted: accepted over tested
-    The maximum-likelihood estimate under i.i.d. acceptance, with counts that fade.
-    """
-
-    def __init__(self, *, memory: float = 32, acceptance: float = 0.8, weight: float = 2) -> None:
-        """
-        Args:
-            memory: rounds; each one multiplies the counts by 1 - 1 / memory. Infinite: none fades.
-            acceptance: believed before the first round.
-            weight: of that belief, in tests; it does not fade.
-        """
-        check_estimate(memory, acceptance, weight)
-        self.keep, self.prior, self.weight = 1 - 1 / memory, acceptance, weight
-        self.accepted = self.tested = 0.0
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self.accepted = self.accepted * self.keep + num_accepted
-        is_rejected = num_accepted < num_drafted
-        self.tested = self.tested * self.keep + num_accepted + is_rejected
-
-    @property
-    def acceptance(self) -> float:
-        return (self.accepted + self.weight * self.prior) / (self.tested + self.weight)
-
-    def survival(self, max_length: int) -> np.ndarray:
-        """[K]: a^k."""
-        return self.acceptance ** np.arange(1, max_length + 1)
-
-
-class SurvivalEstimate:
-    """Probability that at least the first k draft tokens are accepted, from censored counts.
-
-    S(k) = prod_{j <= k} (1 - rejected_j / tested_j)       Kaplan and Meier 1958, counts that fade
-    Position j counts as tested only in rounds that came so far: a short round, or one accepted to
-    its end, says nothing about the positions behind it. Each position's rate is shrunk toward the
-    pooled rate, so that lengths that were never drafted have an estimate too.
-
-    Several memories run side by side. Each is weighted by how probable it found what the latest
-    rounds turned out to be, so the short ones take over after a change and the long ones in
-    between; one memory is either slow or noisy (benchmarks/draft_length.py).
-    """
-
-    RECENT = 40.0
-    """Rounds over which the memories are compared."""
-
-    def __init__(
-        self,
-        max_length: int,
-        *,
-        memories: Sequence[float] = (4, 16, 64),
-        acceptance: float = 0.8,
-        weight: float = 2,
-    ) -> None:
-        """
-        Args:
-            memories: rounds, as the geometric estimate's.
-            acceptance: believed of all positions before the first round; weighs two tests.
-            weight: of the common rate in each position's, in tests.
-        """
-        for memory in memories:
-            check_estimate(memory, acceptance, weight)
-        self.prior, self.weight = acceptance, weight
-        self.keep_M1 = 1 - 1 / np.array(memories, dtype=np.float64)[:, None]
-        self.accepted_MK = np.zeros((len(memories), max_length))
-        self.tested_MK = np.zeros_like(self.accepted_MK)
-        self.score_M = np.zeros(len(memories))
-        self.survival_MK = self._survival()
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """One round; ``num_drafted`` may exceed neither ``max_length`` nor be 0."""
-        is_rejected = num_accepted < num_drafted
-        reached_M = self.survival_MK[:, num_accepted - 1] if num_accepted else 1.0
-        passed_M = self.survival_MK[:, num_accepted] if is_rejected else 0.0
-        self.score_M *= 1 - 1 / self.RECENT
-        self.score_M += np.log(np.maximum(reached_M - passed_M, 1e-12))
-        self.accepted_MK *= self.keep_M1
-        self.tested_MK *= self.keep_M1
-        self.accepted_MK[:, :num_accepted] += 1
-        self.tested_MK[:, : num_accepted + is_rejected] += 1
-        self.survival_MK = self._survival()
-
-    def survival(self) -> np.ndarray:
-        """[K]: chance that the first k draft tokens of a round are all accepted."""
-        weight_M = np.exp(self.score_M - self.score_M.max())
-        return weight_M @ self.survival_MK / weight_M.sum()
-
-    def _survival(self) -> np.ndarray:
-        accepted_M1 = self.accepted_MK.sum(1, keepdims=True) + 2 * self.prior
-        common_M1 = accepted_M1 / (self.tested_MK.sum(1, keepdims=True) + 2)
-        shrunk_MK = self.accepted_MK + self.weight * common_M1
-        return np.cumprod(shrunk_MK / (self.tested_MK + self.weight), axis=1)
-
-
 def check_estimate(memory: float, acceptance: float, weight: float) -> None:
     """Refuse settings of the acceptance estimate that are out of range.
 
@@ -386,32 +290,116 @@ class Alg2(_Published):
 
 
 class Geometric(DraftLengthPolicy):
-    """Highest rate if acceptance is i.i.d.: tokens (1 - a^(K + 1)) / (1 - a); the default."""
+    """Highest rate if acceptance is i.i.d.: tokens (1 - a^(K + 1)) / (1 - a); the default.
 
-    def __init__(self, max_length: int, *, memory: float = 32) -> None:
+    One acceptance rate for all positions, from censored counts:
+
+        a = sum tau / sum (tau + [tau < K])     tau accepted of K drafted: accepted over tested
+
+    The maximum-likelihood estimate under i.i.d. acceptance, with counts that fade.
+    """
+
+    def __init__(
+        self, max_length: int, *, memory: float = 32, acceptance: float = 0.8, weight: float = 2
+    ) -> None:
+        """
+        Args:
+            memory: rounds; each one multiplies the counts by 1 - 1 / memory. Infinite: none fades.
+            acceptance: believed before the first round.
+            weight: of that belief, in tests; it does not fade.
+        """
         super().__init__(max_length)
-        self.estimate = GeometricEstimate(memory=memory)
-
-    def choose(self, cost: RoundCost) -> int:
-        return cost.best_length(self.estimate.survival(cost.max_length))
+        check_estimate(memory, acceptance, weight)
+        self.keep, self.prior, self.weight = 1 - 1 / memory, acceptance, weight
+        self.accepted = self.tested = 0.0
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self.estimate.observe(num_drafted, num_accepted)
+        self.accepted = self.accepted * self.keep + num_accepted
+        is_rejected = num_accepted < num_drafted
+        self.tested = self.tested * self.keep + num_accepted + is_rejected
+
+    @property
+    def acceptance(self) -> float:
+        return (self.accepted + self.weight * self.prior) / (self.tested + self.weight)
+
+    def survival(self) -> np.ndarray:
+        """[K]: a^k."""
+        return self.acceptance ** np.arange(1, self.max_length + 1)
+
+    def choose(self, cost: RoundCost) -> int:
+        return cost.best_length(self.survival())
 
 
 class Survival(DraftLengthPolicy):
     """Highest rate under the measured survival of each position: for a draft whose acceptance
-    depends on the position, or changes from text to text, more than recorded ones do."""
+    depends on the position, or changes from text to text, more than recorded ones do.
 
-    def __init__(self, max_length: int, *, memories: Sequence[float] = (4, 16, 64)) -> None:
+    The probability that at least the first k draft tokens are accepted, from censored counts:
+
+        S(k) = prod_{j <= k} (1 - rejected_j / tested_j)       Kaplan and Meier 1958, fading counts
+
+    Position j counts as tested only in rounds that came so far: a short round, or one accepted to
+    its end, says nothing about the positions behind it. Each position's rate is shrunk toward the
+    pooled rate, so that lengths that were never drafted have an estimate too.
+
+    Several memories run side by side. Each is weighted by how probable it found what the latest
+    rounds turned out to be, so the short ones take over after a change and the long ones in
+    between; one memory is either slow or noisy (benchmarks/draft_length.py).
+    """
+
+    RECENT = 40.0
+    """Rounds over which the memories are compared."""
+
+    def __init__(
+        self,
+        max_length: int,
+        *,
+        memories: Sequence[float] = (4, 16, 64),
+        acceptance: float = 0.8,
+        weight: float = 2,
+    ) -> None:
+        """
+        Args:
+            memories: rounds, as of ``Geometric``.
+            acceptance: believed of all positions before the first round; weighs two tests.
+            weight: of the common rate in each position's, in tests.
+        """
         super().__init__(max_length)
-        self.estimate = SurvivalEstimate(max_length, memories=memories)
-
-    def choose(self, cost: RoundCost) -> int:
-        return cost.best_length(self.estimate.survival())
+        for memory in memories:
+            check_estimate(memory, acceptance, weight)
+        self.prior, self.weight = acceptance, weight
+        self.keep_M1 = 1 - 1 / np.array(memories, dtype=np.float64)[:, None]
+        self.accepted_MK = np.zeros((len(memories), max_length))
+        self.tested_MK = np.zeros_like(self.accepted_MK)
+        self.score_M = np.zeros(len(memories))
+        self.survival_MK = self._survival()
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self.estimate.observe(num_drafted, num_accepted)
+        """One round; ``num_drafted`` may exceed neither ``max_length`` nor be 0."""
+        is_rejected = num_accepted < num_drafted
+        reached_M = self.survival_MK[:, num_accepted - 1] if num_accepted else 1.0
+        passed_M = self.survival_MK[:, num_accepted] if is_rejected else 0.0
+        self.score_M *= 1 - 1 / self.RECENT
+        self.score_M += np.log(np.maximum(reached_M - passed_M, 1e-12))
+        self.accepted_MK *= self.keep_M1
+        self.tested_MK *= self.keep_M1
+        self.accepted_MK[:, :num_accepted] += 1
+        self.tested_MK[:, : num_accepted + is_rejected] += 1
+        self.survival_MK = self._survival()
+
+    def survival(self) -> np.ndarray:
+        """[K]: chance that the first k draft tokens of a round are all accepted."""
+        weight_M = np.exp(self.score_M - self.score_M.max())
+        return weight_M @ self.survival_MK / weight_M.sum()
+
+    def choose(self, cost: RoundCost) -> int:
+        return cost.best_length(self.survival())
+
+    def _survival(self) -> np.ndarray:
+        accepted_M1 = self.accepted_MK.sum(1, keepdims=True) + 2 * self.prior
+        common_M1 = accepted_M1 / (self.tested_MK.sum(1, keepdims=True) + 2)
+        shrunk_MK = self.accepted_MK + self.weight * common_M1
+        return np.cumprod(shrunk_MK / (self.tested_MK + self.weight), axis=1)
 
 
 POLICIES: dict[str, type[DraftLengthPolicy]] = {

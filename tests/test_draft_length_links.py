@@ -10,7 +10,7 @@ import pytest
 from conftest import REPOSITORY
 
 from pipedraft.inference.channel import PRESETS, Link, load_link
-from pipedraft.inference.draft_length import Survival, SurvivalEstimate
+from pipedraft.inference.draft_length import Survival
 from pipedraft.inference.schedules.stop_and_wait import FlexSpec, StopAndWait
 
 TOKENS = 1000
@@ -27,17 +27,11 @@ def benchmark() -> ModuleType:
     return module
 
 
-class RejectedWhereCensored(SurvivalEstimate):
+class Uncensored(Survival):
     """Known bad: a round accepted to its end counts as a rejection behind it."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        super().observe(min(num_drafted + 1, len(self.survival())), num_accepted)
-
-
-class Uncensored(Survival):
-    def __init__(self, max_length: int) -> None:
-        super().__init__(max_length)
-        self.estimate = RejectedWhereCensored(max_length)
+        super().observe(min(num_drafted + 1, self.max_length), num_accepted)
 
 
 def ratio(
