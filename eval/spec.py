@@ -21,7 +21,7 @@ from pipedraft.errors import UsageError
 from pipedraft.eval.tasks import task_name
 from pipedraft.files import Values, read_yaml
 from pipedraft.inference.arguments import Dtype
-from pipedraft.inference.config import DecodeConfig, all_setting_names, setting_names
+from pipedraft.inference.config import DecodeConfig, setting_owners
 from pipedraft.inference.schedules import SCHEDULES
 
 ROOT = Path(pipedraft.__file__).parent
@@ -130,7 +130,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         schedule = (self.run | own).get("schedule")
         if schedule not in SCHEDULES:
             return self.run | own
-        foreign = all_setting_names() - set(setting_names(schedule))
+        foreign = {name for name, owners in setting_owners().items() if schedule not in owners}
         return {name: v for name, v in self.run.items() if name not in foreign} | own
 
     def place(self, row: Row) -> tuple[float, str | None]:

@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser
 
 from pipedraft.errors import UsageError
 from pipedraft.files import read_text
-from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost
+from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
 from pipedraft.inference.filters import Filters
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Budget, TreeShape
@@ -107,26 +107,17 @@ class ScheduleOptions(Options):
     def add_to(cls, parser: ArgumentParser, shows_help: bool) -> None:
         super().add_to(parser, shows_help)
         group = parser.add_argument_group(ScheduleOptions.__doc__)
-        for name, owners in _owners().items():
+        for name, owners in setting_owners().items():
             _add_setting(group, name, owners, cls.SETTINGS_ARE_LISTS, shows_help)
 
     @classmethod
     def values(cls, parsed: Values) -> Values:
-        given = {name: parsed[name] for name in _owners() if parsed[name] is not None}
+        given = {name: parsed[name] for name in setting_owners() if parsed[name] is not None}
         return super().values(parsed) | {"settings": given}
 
     def to_dict(self) -> Values:
         found = super().to_dict()
         return found | found.pop("settings")
-
-
-def _owners() -> dict[str, list[str]]:
-    """Setting -> the schedules that have it."""
-    owners: dict[str, list[str]] = {}
-    for schedule, kind in SCHEDULES.items():
-        for setting in fields(kind):
-            owners.setdefault(setting.name, []).append(schedule)
-    return owners
 
 
 def _add_setting(
@@ -167,7 +158,7 @@ def settings_grid(given: Values, schedules: Sequence[str]) -> list[list[Values]]
     Raises:
         ValueError: a setting that none of the schedules has.
     """
-    owners = _owners()
+    owners = setting_owners()
     for name in given:
         if not set(schedules) & set(owners[name]):
             raise ValueError(

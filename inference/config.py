@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -200,31 +200,18 @@ def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
         )
 
 
-def find_schedule(name: str) -> type[Schedule]:
-    """The class of a schedule, by its name.
-
-    Raises:
-        ValueError: no schedule has this name; the message says the nearest one.
-    """
-    if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"schedule: {name!r} is unknown; {hint}known: {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
-
-
 def make_schedule(name: str, settings: Values) -> Schedule:
     """A schedule by its name; a tree may be given as ``TreeShape.parse`` reads it.
 
     Raises:
         ValueError: unknown name, a setting that the schedule does not have, a value out of range.
     """
-    kind = find_schedule(name)
-    own = [f.name for f in fields(kind)]
+    check_names([name], list(SCHEDULES), "schedule")
+    kind, owners = SCHEDULES[name], setting_owners()
     for setting in settings:
-        if setting not in own:
-            owners = [other for other in SCHEDULES if setting in setting_names(other)]
-            whose = f"it belongs to {', '.join(owners)}" if owners else "no schedule has it"
+        if name not in owners.get(setting, []):
+            others = ", ".join(owners.get(setting, []))
+            whose = f"it belongs to {others}" if others else "no schedule has it"
             raise ValueError(
                 f"{setting}: schedule {name!r} has no such setting ({whose}); leave it out or "
                 "choose another schedule"
@@ -243,17 +230,16 @@ def make_schedule(name: str, settings: Values) -> Schedule:
     return convert(values, kind, name)
 
 
-def setting_names(schedule: str) -> list[str]:
-    """Names of a schedule's settings."""
-    return [f.name for f in fields(SCHEDULES[schedule])]
+def setting_owners() -> dict[str, list[str]]:
+    """Setting -> the schedules that have it."""
+    owners: dict[str, list[str]] = {}
+    for schedule, kind in SCHEDULES.items():
+        for setting in fields(kind):
+            owners.setdefault(setting.name, []).append(schedule)
+    return owners
 
 
-def all_setting_names() -> set[str]:
-    """Names of the settings of all schedules."""
-    return {name for schedule in SCHEDULES for name in setting_names(schedule)}
-
-
-def check_names(values: Values, known: list[str], where: str) -> None:
+def check_names(values: Iterable[str], known: list[str], where: str) -> None:
     """Refuse fields that are not known.
 
     Raises:
