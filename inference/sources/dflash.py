@@ -1,7 +1,7 @@
 """The DFlash head at decode time: one forward pass for a block of draft tokens."""
 
-# C rows of the text that are new, S draft tokens of a block, Q rows asked about, D depths
-# W best tokens of each, H hidden
+# A rows of the text with spare ones, R rows of a block, S draft tokens of it, C places of a cache
+# D depths that are read, Q rows asked about, W best tokens of each, U draft vocabulary, H hidden
 
 from dataclasses import replace
 from functools import partial
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import Expansion, Sampling
-from pipedraft.inference.sources.recorded_blocks import RecordedBlocks
+from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS
+from pipedraft.inference.sources.row_cache import NewText, RecordedText
 from pipedraft.inference.sources.tree_source import Logits, TreeSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.recorded import lend
+from pipedraft.models.recorded import Packing, lend, padded_rows
 from pipedraft.models.target import Keep
 
 
@@ -119,3 +120,103 @@ class DFlashSource(TreeSource):
     def _keep_rows(self, keep: Keep) -> None:
         """The block of the new root knows more of the text: every row is continued by it anew."""
         self._forget_block()
+
+
+class RecordedBlocks(RecordedText):
+    """Proposes DFlash's blocks by recorded graphs.
+
+    Rows of the block are written behind those of the text, and forgotten. The marginals of all
+    depths are there after one forward pass, so the host reads them together.
+    """
+
+    def __init__(self, draft: DFlash) -> None:
+        super().__init__(len(draft.layers), draft.draft_ids)
+        self.draft = draft
+        self._num_depths = self._width = 0
+        """Most that were ever asked for: they are read at once from then on."""
+
+    def propose(self, text: NewText, token: int, num_rows: int) -> Tensor:
+        """Hidden states of a block, as ``DFlash.propose``: a buffer [S, H] that calls reuse."""
+        while len(text.tokens) > MAX_ROWS:
+            self._call(text.split(CHUNK_ROWS), token, 1)
+        return self._call(text, token, num_rows)
+
+    def _call(self, text: NewText, token: int, num_rows: int) -> Tensor:
+        first, count = self._num_text, len(text.tokens)
+        A, end = padded_rows(count), first + count
+        self._reserve(end + num_rows, 1)
+        self._num_text = end
+        places, sources = text.gathered(self.draft.taps)
+        packing = Packing(counts=2, token=1, features=A * len(places), slots=A)
+        packed = packing.pack(
+            counts=[first, end],
+            token=[token],
+            features=[x for part in places.values() for x in part + [0] * (A - count)],
+            slots=[*range(first, end)] + [self._num_places] * (A - count),
+        )
+        compute = partial(self._compute, packing, A, num_rows)
+        can_record = num_rows > 1
+        return self.recordings.run((A, num_rows), packed, sources, compute, can_record=can_record)
+
+    def _compute(
+        self, packing: Packing, A: int, R: int, packed: Tensor, given_PH: Tensor | None
+    ) -> Tensor:
+        """All of a call, from fixed buffers to a new one."""
+        x, draft = packing.unpack(packed), self.draft
+        first, end = x["counts"].split(1)
+        columns_C = torch.arange(self._num_places + self._num_spare, device=packed.device)
+        block_R = end + columns_C[:R]
+        feature_AH = draft.fc.weight.new_zeros(0, len(draft.fc.weight))
+        if given_PH is not None and A:
+            picked = given_PH.index_select(0, x["features"]).chunk(len(draft.taps))
+            feature_AH = draft.feature(dict(zip(draft.taps, picked, strict=True)))
+        for cache in self._caches:
+            cache.slots_R = torch.cat([x["slots"], block_R])
+        return draft.fill_block(
+            x["token"],
+            R,
+            feature_AH,
+            positions=torch.cat([first + columns_C[:A], block_R]),
+            caches=self._caches,
+            visible_RC=(columns_C < end + R).expand(R, -1),
+        )
+
+    def best(
+        self, states_SH: Tensor, num_depths: int, width: int, position: int, sampling: Sampling
+    ) -> Tensor:
+        """Best tokens behind each depth: float64 [2, D, W] on the CPU, perhaps of more.
+
+        Tokens and log-probabilities; the host waits here, once.
+
+        Args:
+            position: of the first of them.
+        """
+        self._num_depths = max(self._num_depths, num_depths)
+        self._width = max(self._width, width)
+        states_DH, W = states_SH[: self._num_depths], min(self._width, len(self.ids_U))
+        D = len(states_DH)
+        noise_DU = sampling.rule.noise_rows(self.ids_U, range(position, position + D))
+        packed = torch.zeros(1, dtype=torch.int64)
+        if noise_DU is not None:
+            packed = noise_DU.view(torch.int64).flatten()
+        key = sampling.recorded_as
+        compute = partial(self._ranked, D, W, sampling, noise_DU is not None)
+        found = self.recordings.run(
+            (D, W, key), packed, [states_DH], compute, can_record=key is not None
+        )
+        return found.cpu()
+
+    def _ranked(
+        self,
+        D: int,
+        W: int,
+        sampling: Sampling,
+        has_noise: bool,
+        packed: Tensor,
+        states_PH: Tensor | None,
+    ) -> Tensor:
+        assert states_PH is not None, "every depth has one"
+        noise_DU = packed.view(torch.float64).view(D, -1) if has_noise else None
+        scores_DU = sampling.child_scores(self.draft.logits(states_PH[:D]), noise_DU)
+        best_DW, index_DW = scores_DU.topk(W, -1)
+        return torch.stack([self.draft.draft_ids[index_DW].double(), best_DW.double()])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import Sampling
-from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
+from pipedraft.inference.sources.row_cache import MIN_PLACES, NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import FixedKeyValues, KeyValues
 from pipedraft.models.recorded import Packing, Recordings, hidden_columns, lend, padded_rows
@@ -30,7 +30,7 @@ MAX_ROWS = 64
 """More rows are forwarded without a graph."""
 CHUNK_ROWS = 512
 """Rows of a long text that are forwarded at once; bounds their mask."""
-MIN_COLUMNS, MIN_PLACES = 64, 256
+MIN_COLUMNS = 64
 
 
 class RecordableDraft(Protocol):

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.layers import KeyValues
+from pipedraft.models.layers import FixedKeyValues, KeyValues
+from pipedraft.models.recorded import Recordings, padded_rows
 
 TEXT = sys.maxsize
 """Name of every row of the committed text; no tree has as many rows."""
 NOBODY = -sys.maxsize
 """Of rows that no tree has got, until the next renaming."""
+MIN_PLACES = 256
 
 
 @dataclass
@@ -49,6 +51,33 @@ class NewText:
         self.tokens = self.tokens[count:]
         self.features = [{x: y[count:] for x, y in whole.items()}] if self.tokens else []
         return head
+
+
+class RecordedText:
+    """Keys and values of a text in buffers of one size, which recorded graphs read and fill.
+
+    Buffers and graphs outlive the text. Spare rows go behind its places.
+    """
+
+    def __init__(self, num_layers: int, draft_ids: Tensor) -> None:
+        """``draft_ids`` are on the draft's device."""
+        self.recordings, self.ids_U = Recordings(draft_ids.device), draft_ids.cpu()
+        self._caches = [FixedKeyValues(0) for _ in range(num_layers)]
+        self._num_places = self._num_spare = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """A new text."""
+        self._num_text = 0
+
+    def _reserve(self, num_places: int, num_spare: int) -> None:
+        if num_places <= self._num_places and num_spare <= self._num_spare:
+            return
+        self._num_places = padded_rows(max(num_places, self._num_places, MIN_PLACES))
+        self._num_spare = padded_rows(max(num_spare, self._num_spare, 1))
+        for cache in self._caches:
+            cache.grow(self._num_places + self._num_spare)
+        self.recordings.clear()
 
 
 class RowCache:
