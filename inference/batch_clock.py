@@ -176,8 +176,8 @@ class BatchClock:
         rows = max(1.0, (num_drafting * self._per_step + num_plain / n))
         busy = max(stages.shares) * (1 + stages.cost.row * (rows - 1))
         forwards = self._passes([1] * num_drafting)
-        further = max(0.0, rows - 1)
-        time = max(busy, forwards * stages.draft_forward) + stages.between(further)
+        between = stages.between([rows] * n)
+        time = max(busy, forwards * stages.draft_forward) + between
         known = self._tokens + PRIOR_STEPS * PRIOR_LENGTH / n
         tokens = known / (self._steps + PRIOR_STEPS)
         return (num_drafting * tokens + num_plain / n) / time
@@ -214,10 +214,6 @@ class BatchClock:
         their rows make the stages' steps.
         """
         return alone if self.drafts_together else max(1, alone // max(1, len(self.live)))
-
-    @property
-    def row_price(self) -> float:
-        return self._stages.row_price
 
 
 class SequenceClock(VirtualClock):
@@ -261,10 +257,10 @@ class SequenceClock(VirtualClock):
         self._weighs = True
         if len(self.batch.live) <= 1:
             return replace(super().step_costs(num_tokens), sharpness=self.batch.sharpness)
-        return self.batch.costs(self.batch.row_price)
+        return self.batch.costs(self.row_price)
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
         """Alone in the pipeline as on a clock of its own; else each row is paid by everybody."""
         if len(self.batch.live) <= 1:
             return super().round_costs(num_segments, num_forwards)
-        return self.batch.costs(self.num_stages * self.batch.row_price)
+        return self.batch.costs(self.num_stages * self.row_price)

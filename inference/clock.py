@@ -77,11 +77,7 @@ class VirtualClock:
         """Stage time relative to that of one row; 0 for an idle stage."""
         return 1.0 + self.cost.row * (num_rows - 1) if num_rows else 0.0
 
-    def between(self, further: float) -> float:
-        """Part of a step in which no stage computes, with so many rows after the first in each."""
-        return self._between([1 + further] * self.num_stages)
-
-    def _between(self, rows: Sequence[float]) -> float:
+    def between(self, rows: Sequence[float]) -> float:
         """Part of a step in which no stage computes: hops and the verification."""
         cost, n = self.cost, self.num_stages
         further = [max(r - 1, 0) for r in rows]
@@ -164,7 +160,7 @@ class VirtualClock:
         else:
             shared += self.cost.sharing * (bool(draft) and any(rows))
             busy = max(draft, *stages) * shared
-        return busy + self._between(rows)
+        return busy + self.between(rows)
 
     def drafts_pay(self) -> bool:
         """Drafting is worth its time, where the budget is automatic."""
@@ -193,7 +189,7 @@ class VirtualClock:
 
     def autoregressive_time(self, num_tokens: int) -> float:
         """Modeled time of plain decoding of as many tokens on the same pipeline."""
-        return num_tokens * (1.0 + self.num_stages * self._between([1]))
+        return num_tokens * (1.0 + self.num_stages * self.between([1]))
 
 
 def continuous_acceptance_length(
