@@ -119,12 +119,10 @@ class TokenTree:
         Without such a child nothing is retained: a miss.
         """
         child = self.child(path[-1], next_token)
-        retained = [] if child is None else np.flatnonzero(self._column(child)).tolist()
+        retained: list[int] = []
+        if child is not None:  # its descendants and itself
+            retained = np.flatnonzero(self._ancestor_matrix()[: len(self), child]).tolist()
         return Keep(rows=(*path, *retained), num_committed=len(path))
-
-    def _column(self, row: int) -> np.ndarray:
-        """Descendants-or-self of a row, as a mask over all rows."""
-        return self._ancestor_matrix()[: len(self), row]
 
     def reroot(self, keep: Keep) -> TokenTree:
         """The tree that is left after a Keep with retained rows; the first of them is the root."""

@@ -51,9 +51,7 @@ if TYPE_CHECKING:
     from pipedraft.inference.sources.base import DraftSource
     from pipedraft.inference.tree import TokenTree
 
-Numbered = TypeVar(
-    "Numbered",
-)
+Numbered = TypeVar("Numbered")
 Expected = TypeVar("Expected", bound=Reply)
 
 
