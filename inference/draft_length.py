@@ -168,15 +168,15 @@ class Estimates:
         *,
         drafts_on: bool,
         window: int | None,
-        early_within_s: float | None,
+        early: bool,
+        needs_q: bool,
     ) -> RoundCost:
         """What a round costs at each draft length, by the estimates so far.
 
         Args:
             round_bytes: fields of ``RoundShape``.
-            drafts_on, window: of the schedule.
-            early_within_s: besides the drafting, the time for a pass over the row that tests a
-                round's first draft token; None: there is no such pass.
+            drafts_on, window, early: of the schedule.
+            needs_q: of the rule.
         """
         shape = RoundShape(
             draft_s=self.draft_s,
@@ -190,9 +190,12 @@ class Estimates:
         elif window == 1:
             kind = RoundCost.asynchronous
         cost = kind(shape, self.link.state, max_length)
-        if early_within_s is None:
+        if not early:
             return cost
-        time_s_K = early_within_s + self.draft_s * np.arange(1, max_length + 1)
+        # Time for a pass over the row that tests a round's first draft token. Without q the target
+        # knows the correction itself, and begins while its verdict travels.
+        spare_s = 0.0 if needs_q else self.link.state.round_trip_s
+        time_s_K = spare_s + self.draft_s * np.arange(1, max_length + 1)
         return replace(cost, early_s_K=np.where(time_s_K >= self.verify_s, self.verify_s, 0.0))
 
 

@@ -337,17 +337,16 @@ def test_round_costs_are_those_of_the_schedule():
     estimates = Estimates(draft_s=1.0, verify_s=1.5, verify_row_s=0.0, link=link)
     sizes = {"up_bytes": 0, "up_bytes_per_token": 0, "down_bytes": 0, "reject_bytes": 0}
 
-    def cost(early_within_s=None, *, drafts_on=False, window=1):
-        return estimates.round_cost(
-            sizes, 3, drafts_on=drafts_on, window=window, early_within_s=early_within_s
-        )
+    def cost(*, drafts_on=False, window=1, early=False):
+        options = {"drafts_on": drafts_on, "window": window, "early": early, "needs_q": True}
+        return estimates.round_cost(sizes, 3, **options)
 
     waits, away = cost(), cost(drafts_on=True, window=None)
     assert waits.has_bonus and list(waits.hit_s_K) == list(waits.miss_s_K) == [6.25, 7.25, 8.25]
     # A batch of 1 is drafted in less than a pass: the target is busy when it comes.
     assert not away.has_bonus and list(away.hit_s_K) == [1, 2, 3]
     assert list(away.miss_s_K) == [7.0, 7.25, 8.25]
-    early = cost(0.0, drafts_on=True, window=None)
+    early = cost(drafts_on=True, window=None, early=True)
     survival_K = np.array([0.5, 0.25, 0.125])
     saved_K = away.expected_s(survival_K) - early.expected_s(survival_K)
     assert list(saved_K) == [0, 0.75, 0.75]

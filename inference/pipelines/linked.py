@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pipedraft.inference.draft_length import Estimates, RoundCost
+from pipedraft.inference.draft_length import Estimates
 from pipedraft.inference.draws import Logits, Token, Top
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
@@ -311,21 +311,7 @@ class LinkedPipeline(Pipeline):
         self._next_seq = request.seq + 1
         self._send(request)
 
-    def round_cost(
-        self, max_length: int, *, drafts_on: bool, window: int | None, needs_q: bool
-    ) -> RoundCost:
-        """The cost of a coming round, as ``Estimates`` has it, with this session's messages."""
-        # Without q the target knows the correction itself, and begins while its verdict travels.
-        spare_s = 0.0 if needs_q else self.estimates.link.state.round_trip_s
-        return self.estimates.round_cost(
-            self._round_bytes(),
-            max_length,
-            drafts_on=drafts_on,
-            window=window,
-            early_within_s=spare_s if self.settings.pre_verifies else None,
-        )
-
-    def _round_bytes(self) -> dict[str, int]:
+    def round_bytes(self) -> dict[str, int]:
         """Sizes of messages, as ``RoundShape`` names them; measured once."""
         if self._message_bytes is None:
             verifier, last = self.settings.verifier, self.target.vocab_size - 1

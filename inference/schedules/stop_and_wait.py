@@ -126,10 +126,12 @@ class LinkSchedule(Schedule):
 
     def _begin_batch(self, session: Session, policy: DraftLengthPolicy) -> None:
         link, tree = session.link, session.tree
-        cost = link.round_cost(
+        cost = link.estimates.round_cost(
+            link.round_bytes(),
             policy.max_length,
             drafts_on=self.drafts_on,
             window=self.max_window,
+            early=self.early,
             needs_q=session.verifier.needs_q,
         )
         size = self.batch_size(min(policy.choose(cost), MAX_BATCH), link.num_batches)
