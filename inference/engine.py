@@ -303,10 +303,6 @@ class Session:
     def drafts_pay(self, budget: Budget) -> bool:
         return budget != "auto" or self.clock.drafts_pay()
 
-    def verdict_waits(self) -> bool:
-        """Rows are back before they are due, and the draft keeps them waiting."""
-        return self.pipeline.verdict_waits()
-
     @contextmanager
     def drafting(self) -> Iterator[None]:
         """Count what the draft does and adds, and its time."""
@@ -335,10 +331,6 @@ class Session:
         """
         self.clock.serial_draft(max(self.pending_forwards, at_least))
         self.pending_forwards = 0
-
-    def hidden_forwards(self) -> int:
-        """Draft forwards that fit beside a step of one row under the cost model."""
-        return self.clock.hidden_forwards()
 
     def collect(self) -> Returned:
         """Step until the whole tree is back; its segments joined."""

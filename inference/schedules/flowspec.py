@@ -87,7 +87,7 @@ class FlowSpec(PrunedPP):
 
 def beside_step(session: Session, asked: int | None, most: int) -> int:
     """Draft forwards of a step: those asked for, or what fits beside one row, at most ``most``."""
-    return asked or min(most, session.hidden_forwards())
+    return asked or min(most, session.clock.hidden_forwards())
 
 
 def forwards_conflict(name: str, recorded: CostModel, cost: CostModel) -> str:

@@ -131,7 +131,7 @@ class PipeInfer(Schedule):
                         shift=shift,
                         sampling=session.step_sampling(self.draft_tokens),
                         size=self._size(session),
-                        interrupted=session.verdict_waits,
+                        interrupted=session.pipeline.verdict_waits,
                     )
                 leaf = _deepest(tree, rows or [leaf])
                 successive += bool(rows)
@@ -151,7 +151,7 @@ class PipeInfer(Schedule):
     def _size(self, session: Session) -> int:
         if self.draft_tokens != "auto":
             return self.draft_tokens
-        return min(MOST_ROWS, session.hidden_forwards())
+        return min(MOST_ROWS, session.clock.hidden_forwards())
 
     def grow(
         self,

@@ -67,8 +67,8 @@ class SSD(Schedule):
             left, leaves = self.draft_tokens + 1, list(range(len(session.tree)))
             returned = None
             while returned is None:
-                most = session.hidden_forwards()
-                while left and not session.verdict_waits():
+                most = session.clock.hidden_forwards()
+                while left and not session.pipeline.verdict_waits():
                     # Text that the draft has not read yet takes a pass of its own.
                     room = most - session.pending_forwards
                     if room <= 0:
