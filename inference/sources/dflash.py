@@ -12,7 +12,7 @@ from torch import Tensor
 from pipedraft.inference.sources.base import Expansion, Sampling
 from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS
 from pipedraft.inference.sources.row_cache import NewText, RecordedText
-from pipedraft.inference.sources.tree_source import Logits, TreeSource
+from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.layers import KeyValues
@@ -91,11 +91,9 @@ class DFlashSource(TreeSource):
             caches=self._caches,
         )
 
-    def _best(
-        self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling, logits: Logits
-    ) -> Tensor:
+    def _best(self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling) -> Tensor:
         if self._blocks is None:
-            return super()._best(tree, rows, width, sampling, logits)
+            return super()._best(tree, rows, width, sampling)
         self._compute(tree, [row for row in rows if row])
         depths = [tree.depths[row] for row in rows]
         tokens_QW, own_QW = self._read(tree, max(depths) + 1, width, sampling)[:, depths, :width]

@@ -1,7 +1,5 @@
 """The DSpark head at decode time: DFlash's block, and for every row the token before it."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -22,13 +20,6 @@ class DSparkSource(DFlashSource):
         token = torch.tensor(tree.tokens[row], device=state_H.device)
         return self.draft.behind(state_H, token)
 
-    def _best(
-        self,
-        tree: TokenTree,
-        rows: list[int],
-        width: int,
-        sampling: Sampling,
-        logits: Callable[[], Tensor],
-    ) -> Tensor:
+    def _best(self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling) -> Tensor:
         """Row by row also on a GPU: what is best behind a depth depends on the row's token."""
-        return TreeSource._best(self, tree, rows, width, sampling, logits)
+        return TreeSource._best(self, tree, rows, width, sampling)

@@ -2,7 +2,7 @@
 
 # Q rows asked about, R forwarded rows, W children of each, H hidden, U draft vocabulary
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -30,7 +30,6 @@ from pipedraft.models.target import Keep
 
 _Child: TypeAlias = tuple[int, float, Tensor | None]
 """Token, cumulative score, and q where it was drawn."""
-Logits: TypeAlias = Callable[[], Tensor]
 
 
 @dataclass
@@ -204,12 +203,11 @@ class TreeSource(DraftSource):
         self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + ask.levels
         return recorded.grow(tree, text, missing, leaves, ask, name=name)
 
-    def _best(
-        self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling, logits: Logits
-    ) -> Tensor:
+    def _best(self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling) -> Tensor:
         """The best children of rows, as ``best_children`` gives them."""
         if self._recorded is None:
-            return best_children(tree, rows, logits(), self.draft_ids, width, sampling)
+            logits_QU = self._logits(tree, rows)
+            return best_children(tree, rows, logits_QU, self.draft_ids, width, sampling)
         ask = Ask(width, sampling=sampling)
         flat = self._ask(self._recorded, tree, rows, ask)
         return self._recorded.levels(flat, len(rows), ask)[0].best_2QW
@@ -219,7 +217,7 @@ class TreeSource(DraftSource):
     ) -> Tensor:
         """``_best`` of rows of the session's tree."""
         self._adopt_fresh()
-        return self._best(tree, rows, width, sampling, lambda: self.leaf_logits(tree, rows, {}))
+        return self._best(tree, rows, width, sampling)
 
     def best_levels(
         self,
@@ -395,10 +393,7 @@ class TreeSource(DraftSource):
         if isinstance(rule, RecursiveVerifier):
             logits_RU = self._logits(tree, parents)
             return self._draw_children(fresh, parents, logits_RU, width, rule)
-        best_2RW = self._best(
-            tree, parents, width, fresh.sampling, lambda: self._logits(tree, parents)
-        )
-        tokens, scores = best_2RW.tolist()
+        tokens, scores = self._best(tree, parents, width, fresh.sampling).tolist()
         return {
             parent: [(int(token), score, None) for token, score in zip(*children, strict=True)]
             for parent, *children in zip(parents, tokens, scores, strict=True)
