@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
-from pipedraft.inference.pipelines.states import FeatureStore
+from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.stage_calls import can_run_together, forward_together

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from pipedraft.files import Values
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines import Ahead, Pipeline, Returned, pick_rows
-from pipedraft.inference.pipelines.states import FeatureStore
+from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned, pick_rows
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.transport.codec import (
     AnyMessage,

@@ -11,10 +11,9 @@ from torch import Tensor
 from pipedraft.inference.batch_clock import BatchClock, SequenceClock
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
+from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.process import ProcessPipeline
-from pipedraft.inference.pipelines.states import FeatureStore
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.codec import Leave, Part, Together
 from pipedraft.inference.transport.ranks import Local
