@@ -30,10 +30,7 @@ from decode_runs import (
 from staged_targets import tiny
 from tiny_drafts import make_head
 
-from pipedraft.inference.clock import (
-    CostModel,
-    continuous_acceptance_length,
-)
+from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
@@ -207,14 +204,6 @@ def test_pruned_rounds_end_with_the_segment_that_missed():
     chain = TreeShape(kind="chain", depth=5)
     result = bernoulli("pruned_pp", tree=chain, micro_batches=6)
     assert result.num_steps == sum(4 + length - 1 for length in result.round_lengths)
-
-
-def test_pipedec_follows_the_closed_form_of_one_verdict_per_step():
-    result = bernoulli("pipedec", tree_width=1)
-    *finished, last = result.round_lengths
-    assert result.num_steps == sum(3 + tokens for tokens in finished) + 3 + last
-    expected = continuous_acceptance_length([result.draft_acceptance_rate], 4)
-    assert abs(result.equivalent_acceptance_length - expected) < 0.08
 
 
 def test_flowspec_with_a_perfect_draft_never_restarts():
