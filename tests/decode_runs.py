@@ -5,6 +5,7 @@
 from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
+from itertools import product
 
 import numpy as np
 import torch
@@ -273,6 +274,22 @@ VOCAB = 4
 @cache
 def sampling_target():
     return tiny_llama(layers=2, hidden=16, vocab=VOCAB, heads=2, kv_heads=1)
+
+
+class Script:
+    """Uniforms by purpose instead of by hash."""
+
+    def __init__(self, **values: float) -> None:
+        self.values = values
+
+    def uniform(self, position: int, purpose: str, attempt: int = 0) -> float:
+        return self.values[purpose]
+
+
+def simplex_points(size: int, parts: int = 4) -> list[torch.Tensor]:
+    """Distributions with entries in multiples of 1 / parts, zeros included."""
+    points = [p for p in product(range(parts + 1), repeat=size) if sum(p) == parts]
+    return [torch.tensor(p, dtype=torch.float64) / parts for p in points]
 
 
 def surplus(one_hot_EV, p_EV) -> tuple[float, int]:

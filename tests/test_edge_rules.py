@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from decode_runs import Script, simplex_points
 from link_runs import TableSource, TableTarget, run_session
 from scipy.stats import chi2, chisquare, kstest
 
@@ -165,31 +166,15 @@ def rule_of(name, temperature=1.0, **options):
     return make_verifier(name, temperature, KeyedRandom(0, 0), **options)
 
 
-def simplex_points(size: int) -> list[torch.Tensor]:
-    """Distributions in thirds, zeros included."""
-    points = [p for p in itertools.product(range(4), repeat=size) if sum(p) == 3]
-    return [torch.tensor(p, dtype=torch.float64) / 3 for p in points]
-
-
-class Script:
-    """Uniforms by purpose."""
-
-    def __init__(self, **values):
-        self.values = values
-
-    def uniform(self, position, purpose, attempt=0):
-        return self.values[purpose]
-
-
 def test_a_turn_of_tail_escape_ends_at_each_token_in_proportion_to_the_residual():
     """Chance (p - q)+ / (r + t) wherever the token is; uniforms integrated over a grid.
 
     Thirds over at most four thirds: all edges are multiples of 1/12, which midpoints integrate
     exactly.
     """
-    grid = (np.arange(12) + 0.5) / 12
+    grid, thirds = (np.arange(12) + 0.5) / 12, simplex_points(3, parts=3)
     cloud, edge = (rule_of("tail_escape", payload_tokens=1, tail_samples=1) for _ in range(2))
-    for p_V, q_V in itertools.product(simplex_points(3)[4:6], simplex_points(3)[::2]):
+    for p_V, q_V in itertools.product(thirds[4:6], thirds[::2]):
         residual_V, top = (p_V - q_V).clamp_min(0), p_V.topk(1).indices
         inside, outside = float(residual_V[top].sum()), 1 - float(p_V[top].sum())
         if not residual_V.any():

@@ -21,6 +21,7 @@ from decode_runs import (
     decode_exactly,
     engine_for,
     greedy_reference,
+    paths_of,
     sampling_target,
     simulate,
     simulated_texts,
@@ -205,10 +206,7 @@ class Fixed(DraftSource):
 
 
 def paths(tree) -> set[tuple[int, ...]]:
-    found = {0: ()}
-    for row in range(1, len(tree)):
-        found[row] = (*found[tree.parents[row]], tree.tokens[row])
-    return set(found.values()) - {()}
+    return {*paths_of(tree)} - {()}
 
 
 def grow(source, tree, batch, *, start=0, shift=0.0, interrupted=lambda: False):

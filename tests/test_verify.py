@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from decode_runs import Script, simplex_points
 from scipy.stats import chisquare, kstest
 
 from pipedraft.inference.arguments import read_temperature
@@ -139,24 +140,8 @@ def test_temperatures_in_range_are_taken(value):
 # -- rules ----------------------------------------------------------------------------------
 
 
-class Script:
-    """Uniforms by purpose instead of by hash."""
-
-    def __init__(self, **values: float) -> None:
-        self.values = values
-
-    def uniform(self, position: int, purpose: str, attempt: int = 0) -> float:
-        return self.values[purpose]
-
-
 def walk_on(rule: Verifier, tree: TokenTree, logits_RV: torch.Tensor) -> Walk:
     return rule.walk(tree, rule.judge(logits_RV, tree.positions(0, len(logits_RV))))
-
-
-def simplex_points(size: int) -> list[torch.Tensor]:
-    """Distributions with entries in multiples of 1/4, zeros included."""
-    points = [p for p in itertools.product(range(5), repeat=size) if sum(p) == 4]
-    return [torch.tensor(p, dtype=torch.float64) / 4 for p in points]
 
 
 GRID = (np.arange(12) + 0.5) / 12  # midpoints: exact for accept ratios and residuals in twelfths
