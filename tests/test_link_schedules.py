@@ -31,6 +31,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.link import LinkPipeline, Times
 from pipedraft.inference.pipelines.linked import Estimates, RemoteTarget
+from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.eagle import Eagle
 from pipedraft.inference.schedules.picospec import PicoSpec
 from pipedraft.inference.schedules.stop_and_wait import StopAndWait
@@ -145,6 +146,12 @@ EXACT_TIMES = Times(draft_s=1.0, verify_s=1.5, cloud_draft_s=1.0)
 AWAY_S = 5.25
 
 
+def run_exactly(source, prompt=(1, 2, 3), **options) -> DecodeResult:
+    """By the plainest times on a link that sends in no time."""
+    options = {"times": EXACT_TIMES, "link": EXACT_LINK, **options}
+    return run_session(SharedTarget(SMALL), source, list(prompt), **options)[0]
+
+
 def epochs(source, first: int, last: int) -> list[int]:
     """Draft tokens in a row that are right, from each position after a token of the cloud."""
     runs, position = [], first
@@ -166,16 +173,8 @@ def test_picospecs_time_equals_the_closed_form(in_flight, away_s, hit_s, accepta
     that are there already: if it is wrong, T_v is saved."""
     prompt = [1, 2, 3]
     source = BernoulliSource(prompt, acceptance, seed=1)
-    result, _ = run_session(
-        SharedTarget(SMALL),
-        source,
-        prompt,
-        plan=PicoSpec(slow=True, truncate=False, window=in_flight),
-        policy="fixed:2",
-        times=EXACT_TIMES,
-        link=EXACT_LINK,
-        max_new_tokens=170,
-    )
+    plan = PicoSpec(slow=True, truncate=False, window=in_flight)
+    result = run_exactly(source, plan=plan, policy="fixed:2", max_new_tokens=170)
     start_s, expected = result.token_times_s[0], []
     # Towards the end of the text the edge has nothing left to draft and reads at once.
     runs = epochs(source, len(prompt) + 1, len(prompt) + 140)
@@ -190,17 +189,8 @@ def test_picospecs_time_equals_the_closed_form(in_flight, away_s, hit_s, accepta
 
 
 def test_stop_and_waits_time_equals_the_closed_form():
-    prompt = [1, 2, 3]
-    source = BernoulliSource(prompt, 0.7, seed=1)
-    result, _ = run_session(
-        SharedTarget(SMALL),
-        source,
-        prompt,
-        policy="fixed:4",
-        times=EXACT_TIMES,
-        link=EXACT_LINK,
-        max_new_tokens=120,
-    )
+    source = BernoulliSource([1, 2, 3], 0.7, seed=1)
+    result = run_exactly(source, policy="fixed:4", max_new_tokens=120)
     *full, _ = result.round_lengths
     ends = [sum(full[: index + 1]) for index in range(len(full))]
     times_s = [result.token_times_s[end] - result.token_times_s[0] for end in ends]
@@ -263,37 +253,19 @@ def test_split_inference_takes_what_picospecs_table_1_says(name, layers, round_t
 def test_pearls_rounds_end_at_barriers(size, round_s):
     """Every draft token is wrong: the first one is back after T_d + RTT, but is read only when the
     other size - 1 are drafted, too."""
-    prompt = [1, 2, 3]
-    result, _ = run_session(
-        SharedTarget(SMALL),
-        BernoulliSource(prompt, 0.0),
-        prompt,
-        plan="pearl",
-        policy=f"fixed:{size}",
-        times=EXACT_TIMES,
-        link=EXACT_LINK,
-        max_new_tokens=20,
-    )
+    source = BernoulliSource([1, 2, 3], 0.0)
+    result = run_exactly(source, plan="pearl", policy=f"fixed:{size}", max_new_tokens=20)
     times_s = result.token_times_s
     assert [b - a for a, b in itertools.pairwise(times_s)][1:11] == pytest.approx([round_s] * 10)
 
 
 def test_an_early_pass_answers_a_wrong_first_draft_token_without_another_one():
     """The cloud computes the row of its own correction while the edge drafts."""
-    prompt = [1, 2, 3]
 
     def total_s(is_fast: bool) -> float:
-        source = BernoulliSource(prompt, 0.0)
-        result, _ = run_session(
-            SharedTarget(SMALL),
-            source,
-            prompt,
-            plan=PicoSpec(serial=True, slow=not is_fast),
-            policy="fixed:3",
-            times=EXACT_TIMES,
-            link=EXACT_LINK,
-            max_new_tokens=11,
-        )
+        plan = PicoSpec(serial=True, slow=not is_fast)
+        source = BernoulliSource([1, 2, 3], 0.0)
+        result = run_exactly(source, plan=plan, policy="fixed:3", max_new_tokens=11)
         assert result.token_ids == greedy_text(SMALL, (1, 2, 3), 200)[:11]
         return result.token_times_s[-1] - result.token_times_s[0]
 
@@ -304,11 +276,7 @@ def test_an_early_pass_answers_a_wrong_first_draft_token_without_another_one():
 
 def right_times_s(plan, **options) -> list[float]:
     """When each token of a draft that is always right has come."""
-    source = BernoulliSource([1, 2], 1.0)
-    result, _ = run_session(
-        SharedTarget(SMALL), source, [1, 2], plan=plan, link=EXACT_LINK, **options
-    )
-    return result.token_times_s
+    return run_exactly(BernoulliSource([1, 2], 1.0), (1, 2), plan=plan, **options).token_times_s
 
 
 def test_early_passes_never_delay_a_full_batch():
@@ -316,8 +284,7 @@ def test_early_passes_never_delay_a_full_batch():
         ends_s = []
         for is_fast in (False, True):
             plan = PicoSpec(serial=True, slow=not is_fast)
-            options = {"policy": policy, "times": EXACT_TIMES, "max_new_tokens": 60}
-            ends_s.append(right_times_s(plan, **options)[-1])
+            ends_s.append(right_times_s(plan, policy=policy, max_new_tokens=60)[-1])
         assert ends_s[1] <= ends_s[0] + 1e-9
 
 
@@ -376,18 +343,9 @@ def test_bytes_are_those_of_the_messages_and_energy_follows():
 def test_the_more_tokens_are_away_the_more_a_slow_link_hides():
     """On a fast link and on a slow one, all drafts right: picospec's time is the drafting's."""
     for rtt_ms in (2000, 20_000):
-        source = BernoulliSource([1], 1.0)
-        result, _ = run_session(
-            SharedTarget(SMALL),
-            source,
-            [1],
-            plan="picospec",
-            policy="fixed:2",
-            times=EXACT_TIMES,
-            link=Link.constant(up_mbps=1e18, rtt_ms=rtt_ms),
-            max_new_tokens=100,
-        )
-        times_s = result.token_times_s
+        link = Link.constant(up_mbps=1e18, rtt_ms=rtt_ms)
+        options = {"plan": "picospec", "policy": "fixed:2", "link": link, "max_new_tokens": 100}
+        times_s = run_exactly(BernoulliSource([1], 1.0), [1], **options).token_times_s
         drafting_s = 99 * 1.0
         assert times_s[-1] - times_s[0] == pytest.approx(drafting_s + rtt_ms / 1e3 + 2, abs=3)
 
