@@ -14,7 +14,6 @@ from decode_runs import (
     PUBLISHED,
     SMALL,
     WAYS,
-    PlainTokenizer,
     assert_sampled_like_the_target,
     attentive_llama,
     decode_exactly,
@@ -28,14 +27,12 @@ from decode_runs import (
     way_name,
 )
 from staged_targets import tiny
-from tiny_drafts import make_head
+from tiny_drafts import make_head, make_module
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.schedules.flowspec import FlowSpec
 from pipedraft.inference.shapes import EAGLE1_PATHS, TreeShape, segment_sizes
 from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.eagle import EagleSource
@@ -221,14 +218,9 @@ def test_expansion_depth_stays_within_the_time_of_one_row(schedule, row):
     target = tiny_llama(layers=4, vocab=16)
     head = make_head(target)
     for num_stages, expected in ((1, 4), (2, 2), (4, 1)):
-        config = DecodeConfig.of(
-            schedule=schedule,
-            num_stages=num_stages,
-            max_new_tokens=40,
-            cost=CostModel(row=row),
-            **({"tree": SMALL} if schedule == "flowspec" else {}),
-        )
-        engine = Engine(target, PlainTokenizer(), config, head)
+        options = {"num_stages": num_stages, "max_new_tokens": 40, "cost": CostModel(row=row)}
+        options |= {"tree": SMALL} if schedule == "flowspec" else {}
+        engine = engine_for(target, draft=head, schedule=schedule, **options)
         assert engine.draft_cost == 1 / 4
         result = engine.decode([3, 1, 4])
         steps = [event for event in result.step_log if len(event) > 2]
@@ -349,28 +341,22 @@ def test_growing_layer_by_layer_equals_the_tree_of_the_same_beams():
 
 def test_a_static_tree_has_the_published_shape():
     target = tiny_llama(layers=4, vocab=16)
-    config = DecodeConfig.of(schedule="eagle", tree=TreeShape(kind="static"), num_stages=2)
-    engine = Engine(target, PlainTokenizer(), config, make_head(target, "eagle"))
-    source = engine.make_source()
-    assert source is not None
+    source, shape = EagleSource(make_head(target, "eagle")), TreeShape(kind="static")
     taps = capture_hidden(target, torch.tensor([[1, 2, 3]]), set(source.taps))
     source.begin({layer: hidden[0] for layer, hidden in taps.items()}, [1, 2, 3, 4])
     tree = TokenTree(4, 3)
     sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
-    assert source.grow_tree(tree, config.schedule.tree, by_score=False, sampling=sampling) == 25
+    assert source.grow_tree(tree, shape, by_score=False, sampling=sampling) == 25
     assert sorted(map(len, paths_of(tree)[1:])) == sorted(map(len, EAGLE1_PATHS))
 
 
 def test_what_a_draft_or_target_cannot_do_is_refused_by_name():
     target = tiny_llama(layers=4, vocab=16)
     head = make_head(target)
-    config = DecodeConfig.of(schedule="spd", num_stages=2, max_new_tokens=4)
-    Engine(target, PlainTokenizer(), config, head)  # EAGLE heads grow layers, too
-    from tiny_drafts import make_module
-
+    engine_for(target, draft=head, schedule="spd", num_stages=2)  # EAGLE heads grow layers, too
     module = make_module(target, num_stages=2, num_layers=1).float()
     with pytest.raises(ValueError, match=r"schedule: 'flowspec' grows trees.*ppsd or spd"):
-        Engine(target, PlainTokenizer(), replace(config, schedule=FlowSpec()), module)
+        engine_for(target, draft=module, schedule="flowspec", num_stages=2)
     with pytest.raises(ValueError, match=r"tree\.paths: \[0, 3\] has no parent"):
         TreeShape(kind="static", paths=((1,), (0, 3)))
     with pytest.raises(ValueError, match="verifier: 'rejection'"):

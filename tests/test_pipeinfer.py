@@ -13,7 +13,6 @@ from decode_runs import (
     PROMPTS,
     SMALL,
     STATIC,
-    PlainTokenizer,
     RemembersText,
     SimulatedSource,
     assert_sampled_like_the_target,
@@ -27,11 +26,10 @@ from decode_runs import (
     simulated_texts,
 )
 from staged_targets import tiny
-from tiny_drafts import noisy_copy
+from tiny_drafts import make_module, noisy_copy
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.schedules.pipeinfer import PipeInfer
 from pipedraft.inference.shapes import TreeShape
@@ -342,13 +340,9 @@ def test_rows_that_are_kept_at_the_wrong_place_are_noticed(monkeypatch):
 
     monkeypatch.setattr(LanguageModelSource, "_keep_rows", mutant)
     target = tiny_llama(layers=2, vocab=16).double()
-    config = DecodeConfig.of(
-        OPTIONS["branches"],
-        num_stages=2,
-        max_new_tokens=NEW_TOKENS,
-    )
+    way = {"schedule": OPTIONS["branches"], "num_stages": 2, "max_new_tokens": NEW_TOKENS}
+    engine = engine_for(target, source=Checked(noisy_copy(target)), **way)
     with pytest.raises(AssertionError):
-        engine = Engine(target, PlainTokenizer(), config, source=Checked(noisy_copy(target)))
         engine.decode(PROMPTS[2])
 
 
@@ -376,15 +370,15 @@ def test_a_recurrent_language_model_drafts_branches():
     dense = tiny_llama(vocab=61)
     for model in (target, dense):
         for batch in (PipeInfer(), PipeInfer(branches=3, draft_tokens=4), PipeInfer(restart=True)):
-            config = DecodeConfig.of(schedule=batch, num_stages=2, max_new_tokens=12)
-            decode_exactly(Engine(model, PlainTokenizer(), config, draft), PROMPTS[2])
+            options = {"schedule": batch, "num_stages": 2, "max_new_tokens": 12}
+            decode_exactly(engine_for(model, draft=draft, **options), PROMPTS[2])
 
 
 def test_the_cost_of_a_language_model_is_its_layers_share():
     target = tiny_llama(layers=4, vocab=16)
     draft = LanguageModelDraft(tiny_llama(layers=1, vocab=16), target)
-    config = DecodeConfig.of(schedule="pipeinfer", num_stages=2)
-    assert Engine(target, PlainTokenizer(), config, draft).draft_cost == 1 / 4
+    engine = engine_for(target, draft=draft, schedule="pipeinfer", num_stages=2)
+    assert engine.draft_cost == 1 / 4
 
 
 # -- what is refused ------------------------------------------------------------------------
@@ -414,12 +408,9 @@ def test_what_cannot_be_combined_is_refused():
     assert DecodeConfig.of(schedule="pipeinfer", temperature=1.0).rule == "gumbel"
     with pytest.raises(ValueError, match="draft_model: vocab_size 17, but the target's is 16"):
         LanguageModelDraft(tiny_llama(vocab=17), target)
-    from tiny_drafts import make_module
-
-    config = DecodeConfig.of(schedule="pipeinfer", num_stages=2)
     module = make_module(target, num_stages=2, num_layers=1).float()
     with pytest.raises(ValueError, match="'pipeinfer' grows micro_batches.*or spd"):
-        Engine(target, PlainTokenizer(), config, module)
+        engine_for(target, draft=module, schedule="pipeinfer", num_stages=2)
 
 
 def test_expensive_rows_make_small_micro_batches():

@@ -11,8 +11,8 @@ from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
     NEW_TOKENS,
     PROMPTS,
-    PlainTokenizer,
     SimulatedSource,
+    engine_for,
     friendly_module,
     greedy_reference,
     prompts_of,
@@ -23,8 +23,7 @@ from inline_ranks import Wire, connect_in_turns, connect_inline, decode_both
 from msgspec.structs import replace
 from tiny_drafts import make_exit, make_head
 
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.timeline import Timeline, chrome_trace
 from pipedraft.inference.transport.codec import CODEC, Result, Step
@@ -109,14 +108,9 @@ def test_plain_decoding_above_temperature_0_sends_a_token_a_step(verifier, is_to
     monkeypatch.setattr(Wire, "send", watched)
     module = friendly_module(target, num_stages=4, num_layers=1, query="newest")
     schedule, draft = ("autoregressive", None) if is_token else ("spd", module)
-    config = DecodeConfig.of(
-        schedule=schedule,
-        verifier=verifier,
-        temperature=1.0,
-        num_stages=4,
-        max_new_tokens=NEW_TOKENS,
-    )
-    Engine(target, PlainTokenizer(), config, draft, connect=connect_inline).decode(PROMPTS[0])
+    options = {"temperature": 1.0, "num_stages": 4, "max_new_tokens": NEW_TOKENS}
+    options |= {"schedule": schedule, "verifier": verifier}
+    engine_for(target, draft=draft, connect=connect_inline, **options).decode(PROMPTS[0])
     _, *steps = verdicts  # the prompt's is a token under every rule
     assert len(steps) > 3
     for verdict, num_bytes in steps:
@@ -136,8 +130,8 @@ def test_the_text_is_the_same_where_waiting_verdicts_cut_drafting_short(schedule
         return waited[-1]
 
     monkeypatch.setattr(ProcessPipeline, "verdict_waits", watched)
-    config = DecodeConfig.of(schedule=schedule, num_stages=4, max_new_tokens=NEW_TOKENS)
-    engine = Engine(target, PlainTokenizer(), config, make_head(target), connect=connect_inline)
+    options = {"schedule": schedule, "num_stages": 4, "max_new_tokens": NEW_TOKENS}
+    engine = engine_for(target, draft=make_head(target), connect=connect_inline, **options)
     for prompt in PROMPTS:
         assert engine.decode(prompt).token_ids == greedy_reference(target, prompt)
     assert any(waited)
@@ -154,16 +148,16 @@ def test_cancelled_segments_are_not_computed(monkeypatch):
         skip(worker, message, cause)
 
     monkeypatch.setattr(StageWorker, "_answer", watched)
-    source = SimulatedSource(target, PROMPTS[2], 0.3, length=NEW_TOKENS)
-    config = DecodeConfig.of(num_stages=4, max_new_tokens=NEW_TOKENS)
-    engine = Engine(target, PlainTokenizer(), config, source=source, connect=connect_in_turns)
-    result = engine.decode(PROMPTS[2])
-    local = Engine(
-        target,
-        PlainTokenizer(),
-        config,
-        source=SimulatedSource(target, PROMPTS[2], 0.3, length=NEW_TOKENS),
-    ).decode(PROMPTS[2])
+    result, local = (
+        engine_for(
+            target,
+            source=SimulatedSource(target, PROMPTS[2], 0.3, length=NEW_TOKENS),
+            connect=connect,
+            num_stages=4,
+            max_new_tokens=NEW_TOKENS,
+        ).decode(PROMPTS[2])
+        for connect in (connect_in_turns, LocalPipeline)
+    )
     assert result.token_ids == local.token_ids and result.num_steps == local.num_steps
     assert len(skipped) > 3
 

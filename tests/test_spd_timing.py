@@ -7,7 +7,6 @@ import torch
 from conftest import tiny_llama
 from decode_runs import (
     PROMPTS,
-    PlainTokenizer,
     RemembersText,
     distribution_p_value,
     engine_for,
@@ -20,7 +19,6 @@ from tiny_drafts import make_head, make_module
 from pipedraft.data_recipes.batch import collate
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Engine
 from pipedraft.inference.sources.spd import SPDSource
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
@@ -70,9 +68,8 @@ def test_rows_in_flight_are_read_one_stage_deeper(query):
     target = tiny_llama(layers=4, vocab=16).double()
     module = make_module(target, num_stages=4, num_layers=2, query=query)
     source = Checked(module, target)
-    config = DecodeConfig.of(num_stages=4, max_new_tokens=24, **OUTPUT)
-    engine = Engine(target, PlainTokenizer(), config, module, source=source)
-    engine.decode(PROMPTS[2])
+    options = {"num_stages": 4, "max_new_tokens": 24, **OUTPUT}
+    engine_for(target, draft=module, source=source, **options).decode(PROMPTS[2])
     # Depth 1 is of no row before the newest, which are asked with their embedding; n is committed.
     assert source.depths_seen == {0, 2, 3}
 
@@ -80,10 +77,10 @@ def test_rows_in_flight_are_read_one_stage_deeper(query):
 def test_the_check_notices_states_of_the_other_timing():
     target = tiny_llama(layers=4, vocab=16).double()
     module = make_module(target, num_stages=4, num_layers=1)
-    config = DecodeConfig.of(num_stages=4, max_new_tokens=24, **OUTPUT)
+    options = {"num_stages": 4, "max_new_tokens": 24, **OUTPUT}
     source = Checked(module, target, lead=0)
     with pytest.raises(AssertionError, match="not close"):
-        Engine(target, PlainTokenizer(), config, module, source=source).decode(PROMPTS[2])
+        engine_for(target, draft=module, source=source, **options).decode(PROMPTS[2])
 
 
 @pytest.mark.parametrize("query", ["newest", "all"])
