@@ -5,14 +5,12 @@ import math
 import pytest
 import torch
 from attention_runs import make_batch, tiny_objective
-from decode_runs import CHAIN, PROMPTS, SMALL
+from decode_runs import CHAIN, GREEDY, PROMPTS, SMALL
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.dflash import DFlashSource
 from pipedraft.inference.sources.dspark import DSparkSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.dspark import DSpark
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import capture_hidden
@@ -230,7 +228,6 @@ def tree_of_one_pass(target, source, shape: TreeShape) -> TokenTree:
     taps = capture_hidden(target, torch.tensor([ids]), source.taps)
     source.begin({layer: x[0] for layer, x in taps.items()}, [*ids, 5])
     tree = TokenTree(5, len(ids))
-    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
-    assert source.grow_tree(tree, shape, by_score=True, sampling=sampling) > 2
+    assert source.grow_tree(tree, shape, by_score=True, sampling=GREEDY) > 2
     assert source.num_forwards == 1
     return tree

@@ -15,19 +15,22 @@ from scipy.stats import chi2
 from tiny_drafts import make_module
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draws import probabilities
+from pipedraft.inference.draws import KeyedRandom, probabilities
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import DraftSource, add_best
+from pipedraft.inference.sources.base import DraftSource, Sampling, add_best
+from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.verify import MatchVerifier, Walk
+from pipedraft.models.target import capture_hidden
 
 NEW_TOKENS = 24
 PROMPTS = [[5], [1, 2], [7, 3, 9, 3, 7, 1], [index * 5 % 16 for index in range(29)]]
 CHAIN = TreeShape(kind="chain", depth=3)
 SMALL = TreeShape(depth=3, top_k=3, num_tokens=8)
 STATIC = TreeShape(kind="static", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+GREEDY = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
 GREEDY_TEXTS: dict[tuple, list[int]] = {}
 PUBLISHED = dict(expansion_depth=2, expansion_tokens=5)
 WAYS = [
@@ -170,6 +173,19 @@ class SimulatedSource(StatelessSource):
         added = len(tree)
         self.add_children(tree, len(tree) - 1, 1)
         return len(tree) - added
+
+
+def begun(head, target, text, size=None, source=None):
+    """A source that has read the first ``size`` tokens of a text, and the rest of it to observe.
+
+    ``source``: one that has read another text before.
+    """
+    taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
+    size = size or len(text)
+    source = source or EagleSource(head)
+    source.begin({layer: hidden[0, : size - 1] for layer, hidden in taps.items()}, text[:size])
+    rest = {layer: hidden[0, size - 1 : -1] for layer, hidden in taps.items()}
+    return source, rest
 
 
 class RemembersText:

@@ -9,6 +9,7 @@ import torch
 from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
     CHAIN,
+    GREEDY,
     NEW_TOKENS,
     PROMPTS,
     PUBLISHED,
@@ -16,6 +17,7 @@ from decode_runs import (
     WAYS,
     assert_sampled_like_the_target,
     attentive_llama,
+    begun,
     decode_exactly,
     engine_for,
     greedy_reference,
@@ -34,10 +36,8 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import EAGLE1_PATHS, TreeShape, segment_sizes
-from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.target import capture_hidden
@@ -305,11 +305,10 @@ def test_a_dynamic_tree_equals_one_drafted_from_scratch(kind):
     source.begin({layer: hidden[:3] for layer, hidden in rows.items()}, text[:4])
     source.observe({layer: hidden[3:5] for layer, hidden in rows.items()}, text[4:6])
     shape = TreeShape(depth=3, top_k=4, num_tokens=12)
-    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
-    source.grow_tree(TokenTree(text[5], 5), shape, by_score=True, sampling=sampling)
+    source.grow_tree(TokenTree(text[5], 5), shape, by_score=True, sampling=GREEDY)
     source.observe({layer: hidden[5:7] for layer, hidden in rows.items()}, text[6:8])
     tree = TokenTree(text[7], 7)
-    added = source.grow_tree(tree, shape, by_score=True, sampling=sampling)
+    added = source.grow_tree(tree, shape, by_score=True, sampling=GREEDY)
     expected = reference_tree(head, target, text, shape)
     assert added == len(expected) == 12
     got = dict(zip(paths_of(tree)[1:], tree.scores[1:], strict=True))
@@ -324,29 +323,22 @@ def test_growing_layer_by_layer_equals_the_tree_of_the_same_beams():
     target = tiny_llama(layers=4, vocab=16).double()
     head = make_head(target).double()
     text = [3, 1, 4, 1, 5]
-    taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
-    rows = {layer: hidden[0, :-1] for layer, hidden in taps.items()}
-    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
     whole, layered = TokenTree(text[-1], 4), TokenTree(text[-1], 4)
-    source = EagleSource(head)
-    source.begin(rows, text)
+    source, _ = begun(head, target, text)
     chain = TreeShape(kind="chain", depth=4)
-    source.grow_tree(whole, chain, by_score=True, sampling=sampling)
-    source.begin(rows, text)
+    source.grow_tree(whole, chain, by_score=True, sampling=GREEDY)
+    begun(head, target, text, source=source)
     for _ in range(4):
-        source.grow_layer(layered, {}, width=1, sampling=sampling)
+        source.grow_layer(layered, {}, width=1, sampling=GREEDY)
     assert whole.tokens == layered.tokens
     np.testing.assert_allclose(whole.scores, layered.scores, atol=1e-5)
 
 
 def test_a_static_tree_has_the_published_shape():
     target = tiny_llama(layers=4, vocab=16)
-    source, shape = EagleSource(make_head(target, "eagle")), TreeShape(kind="static")
-    taps = capture_hidden(target, torch.tensor([[1, 2, 3]]), set(source.taps))
-    source.begin({layer: hidden[0] for layer, hidden in taps.items()}, [1, 2, 3, 4])
-    tree = TokenTree(4, 3)
-    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
-    assert source.grow_tree(tree, shape, by_score=False, sampling=sampling) == 25
+    source, _ = begun(make_head(target, "eagle"), target, [1, 2, 3, 4])
+    tree, shape = TokenTree(4, 3), TreeShape(kind="static")
+    assert source.grow_tree(tree, shape, by_score=False, sampling=GREEDY) == 25
     assert sorted(map(len, paths_of(tree)[1:])) == sorted(map(len, EAGLE1_PATHS))
 
 

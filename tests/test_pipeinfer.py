@@ -9,6 +9,7 @@ import torch
 from conftest import tiny_llama, tiny_mistral
 from decode_runs import (
     CHAIN,
+    GREEDY,
     NEW_TOKENS,
     PROMPTS,
     SMALL,
@@ -33,10 +34,9 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.schedules.pipeinfer import PipeInfer
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import DraftSource, Sampling
+from pipedraft.inference.sources.base import DraftSource
 from pipedraft.inference.sources.language_model import LanguageModelSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom, MatchVerifier
 from pipedraft.models.language_model import LanguageModelDraft
 
 # Simulated draft tokens have the probabilities 0.62, 0.23 and 0.01.
@@ -214,7 +214,7 @@ def grow(source, tree, batch, *, start=0, shift=0.0, interrupted=lambda: False):
         {},
         start=start,
         shift=shift,
-        sampling=Sampling(MatchVerifier(0.0, KeyedRandom(0, 0))),
+        sampling=GREEDY,
         size=batch.draft_tokens,
         interrupted=interrupted,
     )

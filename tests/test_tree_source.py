@@ -5,32 +5,18 @@ import contextlib
 import pytest
 import torch
 from conftest import tiny_llama
-from decode_runs import paths_of
+from decode_runs import GREEDY, begun, paths_of
 from tiny_drafts import make_head
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import Expansion, Sampling
+from pipedraft.inference.sources.base import Expansion
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import KeyedRandom, MatchVerifier
-from pipedraft.models.target import capture_hidden
-
-GREEDY = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
 
 
 def four_wide(num_forwards, by_score=True):
     return Expansion(num_forwards=num_forwards, width=4, max_rows=99, by_score=by_score)
-
-
-def begun(head, target, text, size=None):
-    """A source that has read the first ``size`` tokens of a text, and the rest of it to observe."""
-    taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
-    size = size or len(text)
-    source = EagleSource(head)
-    source.begin({layer: hidden[0, : size - 1] for layer, hidden in taps.items()}, text[:size])
-    rest = {layer: hidden[0, size - 1 : -1] for layer, hidden in taps.items()}
-    return source, rest
 
 
 def logits_from_scratch(head, target, text, tree, rows):
@@ -166,13 +152,10 @@ def test_rows_that_survive_a_keep_are_continued_from_their_own_states():
     target = tiny_llama(layers=4, vocab=16).double()
     head = make_head(target).double()
     text = [3, 1, 4, 1]
-    sampling = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
-    taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
-    source = EagleSource(head)
-    source.begin({layer: hidden[0, :-1] for layer, hidden in taps.items()}, text)
+    source, _ = begun(head, target, text)
     tree = TokenTree(text[-1], 3)
     for _ in range(3):
-        source.grow_layer(tree, {}, width=3, sampling=sampling)
+        source.grow_layer(tree, {}, width=3, sampling=GREEDY)
     child = tree.children(0)[0]
     survivors = [row for row in range(len(tree)) if row and _descends(tree, row, child)]
     before = {paths_of(tree)[row][1:]: source._rows.outputs.get(row) for row in survivors}
