@@ -117,9 +117,10 @@ def test_text_stops_at_the_last_position_of_the_target():
 # -- sampling; tests/test_sampling.py has every rule and schedule ---------------------------
 
 
-@pytest.mark.all
-def test_plain_sampled_text_has_the_targets_distribution():
-    assert distribution_p_value(sampling_target(), None, schedule="autoregressive") > 1e-3
+def sampling_pair() -> tuple:
+    """A target of few tokens and a draft that is often right."""
+    target = sampling_target()
+    return target, friendly_module(target, num_stages=2, num_layers=1)
 
 
 SAMPLED_WAYS = [
@@ -137,34 +138,19 @@ CHAIN = {"schedule": "spd", "verifier": "rejection"}
     "way", [*SAMPLED_WAYS, *OTHER_WAYS, pytest.param(CHAIN, marks=pytest.mark.all)]
 )
 def test_sampled_text_has_the_targets_distribution(way):
-    target = sampling_target()
-    draft = friendly_module(target, num_stages=2, num_layers=1)
-    assert_sampled_like_the_target(target, draft, **way)
+    assert_sampled_like_the_target(*sampling_pair(), **way)
 
 
 @pytest.mark.all
 @pytest.mark.parametrize("way", [*SAMPLED_WAYS, CHAIN])
 def test_many_sampled_texts_have_the_targets_distribution(way):
-    target = sampling_target()
-    draft = friendly_module(target, num_stages=2, num_layers=1)
-    assert distribution_p_value(target, draft, samples=1500, **way) > 1e-3
+    assert distribution_p_value(*sampling_pair(), samples=1500, **way) > 1e-3
 
 
 def test_both_tests_of_sampled_text_catch_the_published_tree_rule(monkeypatch):
     monkeypatch.setitem(RULES, "match", AcceptMostLikelyMutant)
-    target = sampling_target()
-    draft = friendly_module(target, num_stages=2, num_layers=1)
-    assert distribution_p_value(target, draft, verifier="match", samples=120) < 1e-6
-    assert unlike_plain_text(target, draft, verifier="match", samples=50) > 2
-
-
-@pytest.mark.all
-def test_the_rule_of_partial_payloads_keeps_the_distribution_on_stages():
-    """Corrections mostly need the tail."""
-    target = sampling_target()
-    draft = friendly_module(target, num_stages=2, num_layers=1)
-    way = {"verifier": "tail_escape", "payload_tokens": 1, "tail_samples": 1}
-    assert distribution_p_value(target, draft, **way) > 1e-3
+    assert distribution_p_value(*sampling_pair(), verifier="match", samples=120) < 1e-6
+    assert unlike_plain_text(*sampling_pair(), verifier="match", samples=50) > 2
 
 
 def test_the_comparison_notices_a_draw_that_depends_on_the_draft(monkeypatch):
@@ -178,14 +164,11 @@ def test_the_comparison_notices_a_draw_that_depends_on_the_draft(monkeypatch):
             return super().walk(tree, verdicts_R)
 
     monkeypatch.setitem(RULES, "gumbel", TakesTheFirstChild)
-    target = sampling_target()
-    draft = friendly_module(target, num_stages=2, num_layers=1)
-    assert unlike_plain_text(target, draft, verifier="gumbel", samples=30) > 2
+    assert unlike_plain_text(*sampling_pair(), verifier="gumbel", samples=30) > 2
 
 
 def test_shared_noise_makes_draft_and_target_agree_more_often():
-    target = sampling_target()
-    draft = friendly_module(target, num_stages=2, num_layers=1)
+    target, draft = sampling_pair()
     rates = {}
     for rule in ("match", "gumbel"):
         options = {"temperature": 1.3, "max_new_tokens": 8, "verifier": rule}
