@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -43,25 +43,13 @@ Fetched = tuple[list[int], dict[str, Tensor]]
 """Rows in some order, and their tensors as in a shard, row after row."""
 
 
-class Source(Protocol):
-    """Where hidden states come from: a folder of shards, or a server."""
-
-    def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Hidden states, row by row, as in shards: ``layer.I`` [M, H], and ``layer.I.scale`` [M].
-
-        Args:
-            rows: places in the data set, training rows first.
-            ids: the tokens of these rows.
-        """
-
-
 class Features:
     """Hidden states of batches from a dump or a server, for an objective without a whole target.
 
     The next batch is fetched while the step of the present one is computed.
     """
 
-    def __init__(self, source: Source, *, pins: bool) -> None:
+    def __init__(self, source: "ShardFolder | RemoteStates", *, pins: bool) -> None:
         """
         Args:
             pins: fetch into page-locked memory, from which a GPU copies while others compute.
@@ -213,6 +201,12 @@ class ShardFolder:
         return self._open[number]
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Hidden states, row by row, as in shards: ``layer.I`` [M, H], and ``layer.I.scale`` [M].
+
+        Args:
+            rows: places in the data set, training rows first.
+            ids: of these rows, for a server.
+        """
         suffixes = ("", ".scale") if self.index.settings.dtype == "int8" else ("",)
         parts: dict[str, list[Tensor]] = {
             f"layer.{layer}{suffix}": [] for layer in self.layers for suffix in suffixes
@@ -320,7 +314,7 @@ def open_features(
     assert run.features is not None
     config = objective.target.get_decoder().config
     layers = needed_layers(objective.draft, config.num_hidden_layers)
-    source: Source
+    source: ShardFolder | RemoteStates
     if places := addresses_of(run.features):
         rank = accelerator.process_index
         source = RemoteStates(places, target_identity(run, config), layers, first=rank)
