@@ -22,6 +22,7 @@ from typing import Any, Literal
 from pipedraft.data_recipes.chat import Message, read_turns
 from pipedraft.errors import Failure
 from pipedraft.files import publish
+from pipedraft.options import Options, option
 
 PENDING, ANSWERED, FAILED = range(3)
 WRITTEN = "written"
@@ -223,16 +224,22 @@ class TargetLost(Exception):
     """No further row can be answered; the message is one line that says why."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn and what is kept of them."""
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Options):
+    """answers"""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int = 1024
-    seed: int = 0
-    greedy_share: float = 0.5
     thinking: Literal["keep", "strip"] = "keep"
+    """keep: in <think> marks, also what a server separates; strip: only what is said"""
+    temperature: float = option(1.0, metavar="T")
+    """of sampled rows"""
+    top_p: float = option(1.0, metavar="P")
+    """of sampled rows"""
+    max_tokens: int = option(1024, least=1)
+    """per answer"""
+    greedy_share: float = option(0.5, metavar="P")
+    """rows with greedy answers"""
+    seed: int = 0
+    """of the sampling"""
 
     def is_greedy(self, row: int) -> bool:
         """Spread evenly: among rows 0 to n - 1 there are int(n * greedy_share) greedy ones."""

@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
@@ -39,24 +39,6 @@ from pipedraft.data_recipes.answers import AnswerFile, Dialogue, RowFailed, Samp
 from pipedraft.data_recipes.sources import Source, read_source
 from pipedraft.files import Values
 from pipedraft.options import Options, flag_name, option
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerOptions(Options):
-    """answers"""
-
-    thinking: Literal["keep", "strip"] = "keep"
-    """keep: in <think> marks, also what a server separates; strip: only what is said"""
-    temperature: float = option(1.0, metavar="T")
-    """of sampled rows"""
-    top_p: float = option(1.0, metavar="P")
-    """of sampled rows"""
-    max_tokens: int = option(1024, least=1)
-    """per answer"""
-    greedy_share: float = option(0.5, metavar="P")
-    """rows with greedy answers"""
-    seed: int = 0
-    """of the sampling"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +70,7 @@ class LocalOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegenerateOptions(AnswerOptions, ServerOptions, LocalOptions):
+class RegenerateOptions(Sampling, ServerOptions, LocalOptions):
     PROG: ClassVar[str] = "python -m pipedraft.data_recipes.regenerate"
     DESCRIPTION: ClassVar[str] = __doc__ or ""
     ONE_OF = (("target", "server"),)
@@ -239,7 +221,7 @@ def ask_local(run: Run, options: RegenerateOptions) -> str:
     return ""
 
 
-def settings_of(options: RegenerateOptions, sampling: Sampling, digest: str) -> Values:
+def settings_of(options: RegenerateOptions, digest: str) -> Values:
     """Options that the answers depend on. The server's address may change, its model may not."""
     folder = Path(options.target or "")
     is_folder = options.target is not None and folder.exists()
@@ -248,7 +230,7 @@ def settings_of(options: RegenerateOptions, sampling: Sampling, digest: str) -> 
         "--target": str(folder.resolve()) if is_folder else options.target,
         "--model": options.model,
         "--dtype": None if options.target is None else options.dtype,
-        **{flag_name(name): value for name, value in asdict(sampling).items()},
+        **{flag_name(part.name): getattr(options, part.name) for part in fields(Sampling)},
     }
 
 
@@ -256,16 +238,13 @@ def main() -> None:
     options = RegenerateOptions.read(sys.argv[1:])
     source = Source(path=options.data)
     num_rows, digest = scan(source)
-    values = vars(options)
-    sampling = Sampling(**{part.name: values[part.name] for part in fields(Sampling)})
-    settings = settings_of(options, sampling, digest)
-    retry = options.retry_errors
+    settings, retry = settings_of(options, digest), options.retry_errors
     answers = AnswerFile(options.out, settings, num_rows=num_rows, retry_errors=retry)
     num_before = answers.num_answered + answers.num_failed
     begin = time.monotonic()
     try:
         with tqdm(total=num_rows, initial=num_before, unit="row", delay=1) as bar:
-            run = Run(source, answers, sampling, bar)
+            run = Run(source, answers, options, bar)
             if options.server is not None:
                 said = asyncio.run(ask_server(run, options))
             else:
