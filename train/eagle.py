@@ -12,6 +12,7 @@ from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.files import Values
 from pipedraft.models.draft import Draft
 from pipedraft.models.eagle import Eagle, EagleConfig
+from pipedraft.train.eagle3 import chain_lengths
 from pipedraft.train.losses import chunked_distillation
 from pipedraft.train.objective import DraftObjective, LossOutput, StartConfig, acceptance_length
 
@@ -44,9 +45,7 @@ def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
     Row t is fed token t + 1 and predicts token t + 1 + depth with a chain of ``depth`` draft
     tokens.
     """
-    padded, num_rows = F.pad(loss_mask_BT.bool(), (0, depth)), loss_mask_BT.shape[1] - 1
-    shifted = [padded[:, 1 + i : 1 + i + num_rows] for i in range(depth + 1)]
-    return torch.stack(shifted).all(0)
+    return chain_lengths(loss_mask_BT, depth)[:, :-1] >= depth
 
 
 def counted_rows(loss_mask_BT: Tensor, rows: str) -> Tensor:
