@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,6 @@ from train_runs import (
 from pipedraft import files
 from pipedraft.train import checkpoint, launch
 from pipedraft.train.launch import Stopping
-from pipedraft.train.log import BadBatches
 from pipedraft.train.objective import LossOutput
 
 STEPS = 12
@@ -380,7 +380,7 @@ def test_patience_without_validation_rows_is_refused(runs, tmp_path):
 # -- losses and gradients that are not finite -----------------------------------------------
 
 
-def load_bad_batches(path: Path) -> BadBatches:
+def load_bad_batches(path: Path) -> SimpleNamespace:
     with safe_open(path, "pt") as file:
         metadata: Mapping[str, str] = file.metadata()
         batches: dict[int, dict[str, torch.Tensor]] = {}
@@ -388,7 +388,8 @@ def load_bad_batches(path: Path) -> BadBatches:
             index, _, name = key.partition(".")
             batches.setdefault(int(index), {})[name] = file.get_tensor(key)
     losses = {int(index): float(loss) for index, loss in json.loads(metadata["losses"]).items()}
-    return BadBatches(int(metadata["step"]), int(metadata["rank"]), losses, batches)
+    step, rank = int(metadata["step"]), int(metadata["rank"])
+    return SimpleNamespace(step=step, rank=rank, losses=losses, batches=batches)
 
 
 def poison(trainer: Any) -> int:

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -188,32 +188,30 @@ class Pace:
 # -- batches whose loss is not finite ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BadBatches:
-    """Batches whose loss was not finite.
+def save_bad_batches(
+    output_dir: Path,
+    step: int,
+    rank: int,
+    losses: dict[int, float],
+    batches: dict[int, dict[str, Tensor]],
+) -> Path:
+    """Write bad_batch-step-S-rank-R.safetensors by one rename.
 
     With the network of that step, ``trainer.module(batch, trainer.generator(step, place))`` is the
     forward pass that failed.
+
+    Args:
+        losses: sum over the counted tokens by place in the step's window of all processes; all
+            finite if only the gradient was not.
+        batches: place in the window -> input_ids, loss_mask, lengths.
     """
-
-    step: int
-    rank: int
-    losses: dict[int, float]
-    """Sum over the counted tokens by place in the step's window of all processes; all finite if
-    only the gradient was not."""
-    batches: dict[int, dict[str, Tensor]]
-    """Place in the window -> input_ids, loss_mask, lengths."""
-
-
-def save_bad_batches(output_dir: Path, bad: BadBatches) -> Path:
-    """Write bad_batch-step-S-rank-R.safetensors by one rename."""
-    path = output_dir / f"bad_batch-step-{bad.step:07d}-rank-{bad.rank}.safetensors"
+    path = output_dir / f"bad_batch-step-{step:07d}-rank-{rank}.safetensors"
     tensors = {
         f"{index}.{name}": value.cpu().contiguous()
-        for index, batch in bad.batches.items()
+        for index, batch in batches.items()
         for name, value in batch.items()
     }
-    losses = json.dumps({str(index): str(loss) for index, loss in bad.losses.items()})
-    metadata = {"step": str(bad.step), "rank": str(bad.rank), "losses": losses}
+    told = json.dumps({str(index): str(loss) for index, loss in losses.items()})
+    metadata = {"step": str(step), "rank": str(rank), "losses": told}
     publish(path, lambda place: save_file(tensors, place, metadata=metadata))
     return path

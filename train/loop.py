@@ -32,7 +32,6 @@ from pipedraft.train.launch import (
     rate_factor,
 )
 from pipedraft.train.log import (
-    BadBatches,
     MetricsLog,
     Pace,
     flop_counter,
@@ -257,8 +256,7 @@ class Trainer:
         where = "the batch is that of another process"
         if kept:
             batches = {index: window[index // self.world] for index in kept}
-            bad_batches = BadBatches(step, self.rank, kept, batches)
-            path = save_bad_batches(self.config.output_dir, bad_batches)
+            path = save_bad_batches(self.config.output_dir, step, self.rank, kept, batches)
             where = f"the batch is kept in {path}"
         raise FloatingPointError(
             f"gradient norm is {norm}, loss {loss} at step {step}; {where}; lower optim.lr, or "
