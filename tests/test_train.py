@@ -1,9 +1,10 @@
-"""The training loop: exact resume, averaging over tokens, frozen parts, checkpoints."""
+"""The training loop: resuming, averaging over tokens, frozen parts, checkpoints.
+
+Kills and stops: test_long_runs.py; full disks: test_hostile_faults.py.
+"""
 
 import json
 import math
-import os
-import signal
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from fork_server import forked, status_of
 from scipy.stats import chisquare
 from tqdm import tqdm
 from train_runs import (
@@ -22,7 +22,6 @@ from train_runs import (
     assert_learns_by_heart,
     logged,
     losses_on_one_batch,
-    run_until,
     train,
     weights,
 )
@@ -38,50 +37,6 @@ from pipedraft.train.log import MetricsLog
 from pipedraft.train.spd import sample_occupancy
 
 # -- resume ---------------------------------------------------------------------------------
-
-
-@pytest.mark.all
-def test_a_run_killed_while_it_saves_resumes_bit_for_bit(world, tmp_path, monkeypatch):
-    """SIGKILL at step 6; goes on from step 3 with the occupancies, batches and rates of step 4."""
-    changes = {"max_steps": 8, "save_every_steps": 3, "evaluation__every_steps": 4}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(world.arguments("spd", whole, **changes), monkeypatch)
-    again = world.arguments("spd", killed, **changes)
-    publish = checkpoint.publish_folder
-
-    def end_at_step_6(temporary, folder):
-        if folder.name == "step-0000006":  # every file is written, nothing is renamed yet
-            os.kill(os.getpid(), signal.SIGKILL)
-        publish(temporary, folder)
-
-    def run_to_its_end():
-        checkpoint.publish_folder = end_at_step_6
-        train(again, monkeypatch)
-
-    assert status_of(forked(run_to_its_end)) == -signal.SIGKILL
-    assert [folder.name for folder in checkpoint.step_folders(killed)] == ["step-0000003"]
-    assert logged(killed)[-1]["step"] == 6  # logged, but not saved: must be run and logged again
-    train(again, monkeypatch)
-    assert logged(killed) == logged(whole)
-    for name in ("best", "checkpoints/step-0000008"):
-        assert_equal_weights(weights(killed / name), weights(whole / name))
-    assert (killed / "best/config.json").read_text() == (whole / "best/config.json").read_text()
-    assert not list((killed / "checkpoints").glob(".*"))
-
-
-@pytest.mark.all
-def test_a_language_model_with_two_optimizers_resumes_bit_for_bit(world, tmp_path, monkeypatch):
-    """The second epoch is cut by the stop, and each step takes two batches."""
-    changes = {"max_steps": 9, "save_every_steps": 5, "optim__name": "muon", "accumulation": 2}
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(world.arguments("language_model", whole, **changes), monkeypatch)
-    trainer = world.trainer("language_model", stopped, **changes)
-    assert len(trainer.optimizers) == 2
-    run_until(trainer, 6)
-    assert trainer.progress.epoch > 0
-    train(world.arguments("language_model", stopped, **changes), monkeypatch)
-    assert logged(stopped) == logged(whole)
-    assert_equal_weights(weights(stopped / "best"), weights(whole / "best"))
 
 
 def test_another_seed_gives_another_run(world, tmp_path, monkeypatch):
@@ -385,22 +340,6 @@ def write(text: str):
 def contents(folder: Path) -> dict[str, str]:
     names = [path.name for path in folder.iterdir() if path.name != checkpoint.COMPLETE]
     return {name: (folder / name).read_text() for name in sorted(names)}
-
-
-def test_a_folder_that_fails_half_way_leaves_the_previous_one(tmp_path):
-    folder = tmp_path / "best"
-    checkpoint.write_folder(folder, write("old"))
-
-    def fails(temporary: Path) -> None:
-        (temporary / "a").write_text("new")
-        raise Stop
-
-    with pytest.raises(Stop):
-        checkpoint.write_folder(folder, fails)
-    assert contents(folder) == {"a": "old", "b": "old"}
-    checkpoint.write_folder(folder, write("newer"))
-    assert contents(folder) == {"a": "newer", "b": "newer"}
-    assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 @pytest.mark.parametrize("kill_at", [1, 2])
