@@ -4,6 +4,8 @@ import json
 from copy import deepcopy
 from pathlib import Path
 
+import pytest
+
 from pipedraft.data_recipes.card import DataReport
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.data_recipes.recipe import DataConfig, TokenizedData, load_data, train_tokenizer
@@ -33,6 +35,11 @@ def small_tokenizer(folder: Path):
     return train_tokenizer(DataConfig(sources=[Source(path=str(path), kind="text")]), 400)
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return small_tokenizer(tmp_path_factory.mktemp("corpus"))
+
+
 def templated(tokenizer, template: str):
     """A copy with another chat template."""
     copy = deepcopy(tokenizer)
@@ -53,6 +60,11 @@ class Loader:
     def left_out(self) -> list[dict]:
         """The side file of the latest call."""
         return [json.loads(line) for line in (self.folder / "left_out.jsonl").open()]
+
+
+@pytest.fixture
+def load(tokenizer, tmp_path) -> Loader:
+    return Loader(tokenizer, tmp_path)
 
 
 def write(path: Path, rows: list) -> Source:

@@ -2,8 +2,9 @@
 
 from functools import partial
 
+import data_rows
 import pytest
-from data_rows import CHAT, PLAIN, PROMPT, TURN, small_tokenizer, templated, tokenize_conversation
+from data_rows import CHAT, PLAIN, PROMPT, TURN, templated, tokenize_conversation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
@@ -51,9 +52,8 @@ NO_CLOSING = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return small_tokenizer(tmp_path_factory.mktemp("corpus"))
+tokenizer = data_rows.tokenizer
+"""Fixture."""
 
 
 @pytest.fixture

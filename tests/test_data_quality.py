@@ -5,9 +5,10 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+import data_rows
 import numpy as np
 import pytest
-from data_rows import CHINESE, WORDS, Loader, chat, small_tokenizer, total, write
+from data_rows import CHINESE, WORDS, chat, total, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,15 +25,8 @@ from pipedraft.data_recipes.overlap import (
 from pipedraft.data_recipes.rows import content_hash, draw_copies, split_rows
 from pipedraft.data_recipes.sources import Source
 
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return small_tokenizer(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def load(tokenizer, tmp_path):
-    return Loader(tokenizer, tmp_path)
+tokenizer, load = data_rows.tokenizer, data_rows.load
+"""Fixtures."""
 
 
 def lines_of(records):

@@ -3,12 +3,12 @@
 import gzip
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
+import data_rows
 import numpy as np
 import pytest
-from data_rows import CHAT, PLAIN, small_tokenizer, templated, tokenize_conversation, write
+from data_rows import CHAT, PLAIN, Loader, chat, templated, tokenize_conversation, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,25 +24,15 @@ REFUSES_SYSTEM = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return small_tokenizer(tmp_path_factory.mktemp("corpus"))
+tokenizer, load = data_rows.tokenizer, data_rows.load
+"""Fixtures."""
 
 
 def chat_row(index, answer="an answer"):
-    question = {"role": "user", "content": f"question {index}"}
-    return {"messages": [question, {"role": "assistant", "content": f"{answer} {index}"}]}
+    return chat(f"question {index}", f"{answer} {index}")
 
 
-@pytest.fixture
-def config(tmp_path):
-    def make(*sources, **values):
-        return DataConfig(sources=list(sources), cache_dir=str(tmp_path / "cache"), **values)
-
-    return make
-
-
-def test_bad_rows_reach_the_side_file_and_the_counts_add_up(tokenizer, tmp_path, config):
+def test_bad_rows_reach_the_side_file_and_the_counts_add_up(tokenizer, tmp_path):
     good = [chat_row(i) for i in range(10)]
     late = {"messages": [{"role": "user", "content": "x " * 200}, *chat_row(99)["messages"]]}
     path = tmp_path / "rows.jsonl"
@@ -50,7 +40,9 @@ def test_bad_rows_reach_the_side_file_and_the_counts_add_up(tokenizer, tmp_path,
     with path.open("ab") as lines:
         lines.write(b'{"messages": [\n\xff\xfe\n')
     side_file = tmp_path / "side" / "bad.jsonl"
-    data = load_data(config(Source(path=str(path)), max_length=64), tokenizer, side_file=side_file)
+    sources, cache = [Source(path=str(path))], str(tmp_path / "cache")
+    config = DataConfig(sources=sources, cache_dir=cache, max_length=64)
+    data = load_data(config, tokenizer, side_file=side_file)
     report = data.report
     assert report.rows_read == 15
     assert report.rows_kept == 10 == len(data.train) + len(data.valid)
@@ -67,10 +59,10 @@ def test_bad_rows_reach_the_side_file_and_the_counts_add_up(tokenizer, tmp_path,
     assert "5" not in report.summary().splitlines()[0].split("bad")[0].split("kept")[1]
 
 
-def test_truncated_rows_tokens_and_lengths_are_counted(tokenizer, tmp_path, config):
+def test_truncated_rows_tokens_and_lengths_are_counted(tokenizer, load, tmp_path):
     rows = [chat_row(i) for i in range(9)] + [chat_row(9, "long " * 100)]
     source = write(tmp_path / "rows.jsonl", rows)
-    data = load_data(config(source, max_length=64), tokenizer)
+    data = load(source, max_length=64)
     both = [*data.train, *data.valid]
     lengths = [len(tokenize_conversation(tokenizer, r["messages"], 10**6)[0]) for r in rows]
     assert data.report.truncated_rows == 1
@@ -81,34 +73,34 @@ def test_truncated_rows_tokens_and_lengths_are_counted(tokenizer, tmp_path, conf
     assert json.loads(json.dumps(data.report.to_dict()))["rows_read"] == 10
 
 
-def test_a_template_that_drops_the_assistant_is_an_error_that_says_so(tokenizer, tmp_path, config):
+def test_a_template_that_drops_the_assistant_is_an_error_that_says_so(tokenizer, tmp_path):
     template = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     source = write(tmp_path / "rows.jsonl", [chat_row(i, "reply") for i in range(3)])
     with pytest.raises(ValueError, match="3 masks empty: 3 assistant turns left no trace"):
-        load_data(config(source), templated(tokenizer, template))
+        Loader(templated(tokenizer, template), tmp_path)(source)
 
 
-def test_rows_without_assistant_are_an_error_that_says_so(tokenizer, tmp_path, config):
+def test_rows_without_assistant_are_an_error_that_says_so(load, tmp_path):
     rows = [{"messages": [{"role": "user", "content": "q"}]}] * 3
     source = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(ValueError, match="none of 3 rows is usable; bad rows: 3 no assistant turn"):
-        load_data(config(source), tokenizer)
+        load(source)
 
 
-def test_a_row_that_the_template_refuses_is_a_bad_row(tokenizer, tmp_path, config):
+def test_a_row_that_the_template_refuses_is_a_bad_row(tokenizer, tmp_path):
     refused = {"messages": [{"role": "system", "content": "s"}, *chat_row(0)["messages"]]}
     source = write(tmp_path / "rows.jsonl", [refused, chat_row(1), chat_row(2)])
-    report = load_data(config(source), templated(tokenizer, REFUSES_SYSTEM)).report
+    report = Loader(templated(tokenizer, REFUSES_SYSTEM), tmp_path)(source).report
     assert report.bad_rows == {"chat template refused: no system role": 1}
 
 
-def test_the_side_of_a_row_depends_on_its_content_and_the_seed_only(tokenizer, tmp_path, config):
+def test_the_side_of_a_row_depends_on_its_content_and_the_seed_only(tokenizer, load, tmp_path):
     rows = [chat_row(i) for i in range(200)]
     whole = write(tmp_path / "a.jsonl", [row | {"id": i} for i, row in enumerate(rows)])
     other = write(tmp_path / "b.jsonl", rows[150:20:-1])
 
     def valid_texts(source, **values):
-        data = load_data(config(source, valid_fraction=0.2, **values), tokenizer)
+        data = load(source, valid_fraction=0.2, **values)
         return {tokenizer.decode(ids) for ids in data.valid["input_ids"]}
 
     first = valid_texts(whole)
@@ -131,7 +123,7 @@ def test_few_rows_still_give_both_sets(num_rows):
     assert not split_rows(hashes[:1], 0.9).any()
 
 
-def test_packing_keeps_every_token_and_separates_documents(tokenizer, tmp_path, config):
+def test_packing_keeps_every_token_and_separates_documents(tokenizer, load, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     texts = [f"document {i} " + "words " * i for i in range(30)]
@@ -139,7 +131,7 @@ def test_packing_keeps_every_token_and_separates_documents(tokenizer, tmp_path, 
         (folder / f"{i}.txt").write_text(text)
     chats = [chat_row(i) for i in range(10)]
     sources = (write(tmp_path / "c.jsonl", chats), Source(path=str(folder), kind="text"))
-    data = load_data(config(*sources, max_length=32, pack=True, valid_fraction=0.3), tokenizer)
+    data = load(*sources, max_length=32, pack=True, valid_fraction=0.3)
     documents, supervised = Counter(), 0
     for part in (data.train, data.valid):
         assert {len(ids) for ids in part["input_ids"][:-1]} == {32}
@@ -159,11 +151,11 @@ def test_packing_keeps_every_token_and_separates_documents(tokenizer, tmp_path, 
     assert data.report.train_rows == len(data.train)
 
 
-def test_json_gzip_parquet_and_folders_give_the_rows_of_the_jsonl(tokenizer, tmp_path, config):
+def test_json_gzip_parquet_and_folders_give_the_rows_of_the_jsonl(load, tmp_path):
     from datasets import Dataset
 
     rows = [chat_row(i) for i in range(6)]
-    expected = load_data(config(write(tmp_path / "r.jsonl", rows)), tokenizer).train[:]
+    expected = load(write(tmp_path / "r.jsonl", rows)).train[:]
     (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress((tmp_path / "r.jsonl").read_bytes()))
     Dataset.from_list(rows).to_parquet(tmp_path / "r.parquet")
@@ -173,12 +165,12 @@ def test_json_gzip_parquet_and_folders_give_the_rows_of_the_jsonl(tokenizer, tmp
     (folder / "2.json").write_text(json.dumps(rows[2:]))
     (folder / "notes.txt").write_text("not a row")
     for name in ("array.json", "r.jsonl.gz", "r.parquet", "folder"):
-        found = load_data(config(Source(path=str(tmp_path / name))), tokenizer).train[:]
+        found = load(Source(path=str(tmp_path / name))).train[:]
         assert found["input_ids"] == expected["input_ids"], name
         assert found["loss_mask"] == expected["loss_mask"], name
 
 
-def test_a_hub_id_is_loaded_with_its_split_and_a_failure_names_it(tokenizer, config, monkeypatch):
+def test_a_hub_id_is_loaded_with_its_split_and_a_failure_names_it(load, monkeypatch):
     import datasets
 
     rows = datasets.Dataset.from_list([chat_row(i) for i in range(6)])
@@ -190,32 +182,31 @@ def test_a_hub_id_is_loaded_with_its_split_and_a_failure_names_it(tokenizer, con
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for split, count in (("train", 6), ("small", 4)):
-        found = load_data(config(Source(path="user/name", split=split)), tokenizer)
+        found = load(Source(path="user/name", split=split))
         assert found.report.rows_read == count
     with pytest.raises(ValueError, match="'user/other' is neither a file nor a Hub data set"):
-        load_data(config(Source(path="user/other")), tokenizer)
+        load(Source(path="user/other"))
 
 
 def test_a_second_call_tokenizes_nothing_and_a_changed_file_is_read_again(
-    tokenizer, tmp_path, config, monkeypatch
+    load, tmp_path, monkeypatch
 ):
     source = write(tmp_path / "r.jsonl", [chat_row(i) for i in range(5)])
-    first = load_data(config(source), tokenizer)
+    first = load(source)
     calls = []
     tokenize = ChatRenderer.tokenize
     monkeypatch.setattr(ChatRenderer, "tokenize", lambda *args: calls.append(1) or tokenize(*args))
-    again = load_data(config(source), tokenizer)
+    again = load(source)
     assert not calls and again.train[:] == first.train[:]
     write(tmp_path / "r.jsonl", [chat_row(i) for i in range(7)])
-    assert load_data(config(source), tokenizer).report.rows_read == 7
+    assert load(source).report.rows_read == 7
     assert calls
 
 
-def test_two_processes_give_the_rows_of_one(tokenizer, tmp_path, config):
+def test_two_processes_give_the_rows_of_one(tokenizer, load, tmp_path):
     source = write(tmp_path / "r.jsonl", [chat_row(i) for i in range(40)])
-    one = load_data(config(source), tokenizer)
-    two_config = replace(config(source, num_proc=2), cache_dir=str(tmp_path / "second"))
-    two = load_data(two_config, tokenizer)
+    one = load(source)
+    two = Loader(tokenizer, tmp_path / "second")(source, num_proc=2)
     assert one.train[:] == two.train[:] and one.valid[:] == two.valid[:]
 
 
@@ -235,7 +226,7 @@ def test_two_processes_give_the_rows_of_one(tokenizer, tmp_path, config):
         (dict(path="{tmp}/rows.csv", split="test"), "sources.split: 'test' with"),
     ],
 )
-def test_an_unreadable_source_is_named_with_its_value(tokenizer, tmp_path, config, source, words):
+def test_an_unreadable_source_is_named_with_its_value(load, tmp_path, source, words):
     (tmp_path / "rows.csv").write_text("a,b\n")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.json").write_text("[{")
@@ -243,7 +234,7 @@ def test_an_unreadable_source_is_named_with_its_value(tokenizer, tmp_path, confi
     (tmp_path / "empty").mkdir()
     source["path"] = source["path"].format(tmp=tmp_path)
     with pytest.raises(ValueError, match=words) as error:
-        load_data(config(Source(**source)), tokenizer)
+        load(Source(**source))
     assert source["path"] in str(error.value)
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
+import data_rows
 import pytest
 import yaml
-from data_rows import CHINESE, WORDS, Loader, chat, small_tokenizer, total, write
+from data_rows import CHINESE, WORDS, chat, total, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,14 +21,8 @@ from pipedraft.data_recipes.sources import Source, read_array, read_source
 CONFIGS = Path(__file__).parents[1] / "configs" / "data"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return small_tokenizer(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def load(tokenizer, tmp_path):
-    return Loader(tokenizer, tmp_path)
+tokenizer, load = data_rows.tokenizer, data_rows.load
+"""Fixtures."""
 
 
 # Sources
