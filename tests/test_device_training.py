@@ -18,7 +18,7 @@ from pipedraft.models.draft import Draft
 from pipedraft.models.target import capture_hidden, load_target
 from pipedraft.models.target_part import load_target_part
 from pipedraft.train import launch
-from pipedraft.train.launch import FSDP_PRECISION, check_one_disk, resolve_dtype, shard_target
+from pipedraft.train.launch import FSDP_PRECISION, resolve_dtype, shard_target
 from pipedraft.train.objective import LossOutput
 
 
@@ -77,29 +77,6 @@ def test_a_target_without_autocast_is_of_the_dtype_that_it_meets(tmp_path, store
 
 def test_others_wait_for_hours_not_for_ten_minutes():
     assert timedelta(hours=3) <= launch.WAIT_FOR_OTHERS
-
-
-def second_rank(monkeypatch):
-    """An accelerator of the second of two ranks, and what the main one's mark is called."""
-    monkeypatch.setattr(launch, "on_main_process", lambda accelerator, look: ".run-x")
-    return SimpleNamespace(
-        num_processes=2,
-        is_main_process=False,
-        device="cpu",
-        wait_for_everyone=lambda: None,
-        reduce=lambda tensor, how: tensor,
-    )
-
-
-def test_an_output_folder_on_two_disks_is_refused(tmp_path, monkeypatch):
-    rank = second_rank(monkeypatch)
-    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
-    ticks = iter(range(100))
-    monkeypatch.setattr(launch.time, "monotonic", lambda: next(ticks))
-    with pytest.raises(ValueError, match="output_dir: .* another folder for 1 of 2 processes; giv"):
-        check_one_disk(tmp_path, rank)
-    (tmp_path / ".run-x").touch()
-    check_one_disk(tmp_path, rank)
 
 
 SCHEMES = {

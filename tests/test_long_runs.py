@@ -308,22 +308,6 @@ def test_a_later_second_signal_ends_the_run_at_once(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.all
-def test_two_processes_stop_at_the_same_step_when_one_gets_a_signal(runs, tmp_path):
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-
-    def two(folder: Path, **options: Any) -> list[int]:
-        return runs.together("spd", folder, {"ACCELERATE_USE_CPU": "true"}, **options)
-
-    signalled = {1: {"step": 6, "signals": [signal.SIGTERM]}}
-    assert two(whole) == [0, 0], said(whole)
-    assert two(folder, jobs=signalled) == [143, 143], said(folder)
-    (line,) = [x for x in said(folder).splitlines() if "stopped" in x]
-    assert "stopped at step 7 of 12: SIGTERM" in line
-    assert two(folder) == [0, 0], said(folder)
-    assert_ends_as(folder, whole)
-
-
 # -- time and patience ----------------------------------------------------------------------
 
 
