@@ -119,10 +119,7 @@ def build_report(
     rows: Dataset,
     errors: np.ndarray,
     copies: np.ndarray,
-    *,
-    max_length: int,
-    chat_sources: set[str],
-    pack: bool,
+    config: DataConfig,
     benchmarks: Benchmarks | None,
 ) -> DataReport:
     """Count the tokenized rows.
@@ -136,11 +133,11 @@ def build_report(
     names = np.asarray(rows["source"][:], dtype=object)
     full = np.asarray(rows["num_tokens"][:], dtype=np.int64)
     supervised = np.asarray(rows["num_supervised"][:], dtype=np.int64)
-    lengths = full if pack else np.minimum(full, max_length)
-    is_text = ~np.isin(names.astype(str), sorted(chat_sources))
+    lengths = full if config.pack else np.minimum(full, config.max_length)
+    is_text = ~np.isin(names.astype(str), sorted(config.chat_sources))
     reasons = Counter(errors[errors != ""])
     empty = reasons.pop(EMPTY_MASK, 0)
-    if pack:
+    if config.pack:
         empty = int((kept & (supervised == 0)).sum())
     quantiles = (
         np.quantile(full[kept], [0.5, 0.9, 0.99, 1.0], method="higher") if kept.any() else [0] * 4
@@ -167,10 +164,10 @@ def build_report(
         not_drawn_rows=int(((errors == "") & ~kept).sum()),
         bad_rows=dict(reasons.most_common()),
         empty_mask_rows=empty,
-        truncated_rows=0 if pack else int((full[kept] > max_length).sum()),
+        truncated_rows=0 if config.pack else int((full[kept] > config.max_length).sum()),
         missing_turns=sum(rows["num_missing"][:]),
-        tokens=int((copies * (lengths + pack)).sum()),
-        supervised_tokens=int((copies * (supervised + pack * is_text)).sum()),
+        tokens=int((copies * (lengths + config.pack)).sum()),
+        supervised_tokens=int((copies * (supervised + config.pack * is_text)).sum()),
         length_p50=p50,
         length_p90=p90,
         length_p99=p99,

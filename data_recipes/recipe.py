@@ -95,15 +95,7 @@ def load_data(
     drawn = np.flatnonzero(copies)
     is_valid = split_rows(hashes[drawn], config.valid_fraction)
     copies[drawn[is_valid]] = 1
-    report = build_report(
-        rows,
-        errors,
-        copies,
-        max_length=config.max_length,
-        chat_sources=config.chat_sources,
-        pack=config.pack,
-        benchmarks=benchmarks,
-    )
+    report = build_report(rows, errors, copies, config, benchmarks)
     if supervised[drawn].sum() == 0:
         raise ValueError(_nothing_usable(report, config, tokenizer))
     parts = []
@@ -112,13 +104,7 @@ def load_data(
         part = rows.select(np.repeat(chosen, copies[chosen]))
         part = part.select_columns(["input_ids", "loss_mask", "source"])
         if config.pack:
-            part = pack_documents(
-                part,
-                max_length=config.max_length,
-                seed=config.seed,
-                separator=separator_token(tokenizer),
-                chat_sources=config.chat_sources,
-            )
+            part = pack_documents(part, config, separator_token(tokenizer))
         parts.append(part)
     report.train_rows, report.valid_rows = len(parts[0]), len(parts[1])
     on_hub = [source.path for source in config.sources if list_files(source) is None]

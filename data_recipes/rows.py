@@ -260,27 +260,23 @@ def separator_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return token_id
 
 
-def pack_documents(
-    part: Dataset, *, max_length: int, seed: int, separator: int, chat_sources: set[str]
-) -> Dataset:
+def pack_documents(part: Dataset, config: DataConfig, separator: int) -> Dataset:
     """Shuffle the documents, end each with the separator, concatenate, cut in blocks.
 
-    Args:
-        chat_sources: names of the sources of conversations, after which the separator is not
-            supervised.
+    After conversations the separator is not supervised.
     """
     features = Features(SEQUENCE_FEATURES)
     if not len(part):
         return Dataset.from_dict({name: [] for name in features}, features=features)
-    order = np.random.default_rng(seed).permutation(len(part))
+    order = np.random.default_rng(config.seed).permutation(len(part))
     table = part.select(order).with_format("arrow")[:].combine_chunks()
     flat_ids, flat_mask, names = (table[name].combine_chunks() for name in features)
     ends = flat_ids.value_lengths().to_numpy().cumsum()
-    sources = names.to_pylist()
+    sources, chat_sources = names.to_pylist(), config.chat_sources
     is_text = [name not in chat_sources for name in sources]
     ids = np.insert(flat_ids.flatten().to_numpy(), ends, separator)
     mask = np.insert(flat_mask.flatten().to_numpy(), ends, is_text)
-    starts = np.arange(0, len(ids), max_length)
+    starts = np.arange(0, len(ids), config.max_length)
     # Where each document ends now that every one before it has its separator.
     first_documents = np.searchsorted(ends + np.arange(1, len(ends) + 1), starts, side="right")
     offsets = pyarrow.array(np.append(starts, len(ids)), type=pyarrow.int32())
