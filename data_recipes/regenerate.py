@@ -18,7 +18,6 @@ import asyncio
 import hashlib
 import math
 import os
-import random
 import signal
 import sys
 import time
@@ -36,25 +35,10 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from pipedraft.data_recipes.answers import AnswerFile, Dialogue, RowFailed, Sampling, TargetLost
+from pipedraft.data_recipes.server import ChatServer, ServerOptions
 from pipedraft.data_recipes.sources import Source, read_source
 from pipedraft.files import Values
 from pipedraft.options import Options, flag_name, option
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions(Options):
-    """with --server"""
-
-    model: str | None = None
-    """what the server calls the target"""
-    concurrency: int = option(64, least=1)
-    """requests at a time"""
-    attempts: int = option(8, least=1)
-    """per answer, waits between them grow"""
-    deadline: float = option(600.0, metavar="SECONDS")
-    """of each request"""
-    key_variable: str | None = None
-    """environment variable that holds the API key"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,23 +176,13 @@ class Run:
 
 async def ask_server(run: Run, options: RegenerateOptions) -> str:
     """Answer all rows; returns what the summary says of the requests."""
-    from pipedraft.data_recipes.server import ChatServer, Service, answer_dialogues
-
-    service = Service(
-        str(options.server),
-        str(options.model),
-        key=os.environ[options.key_variable] if options.key_variable else None,
-        concurrency=options.concurrency,
-        deadline_s=options.deadline,
-        attempts=options.attempts,
-    )
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):  # an error inside the loop would lose tasks
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    async with ChatServer(service, run.sampling, random.Random()) as server:
+    async with ChatServer(str(options.server), options, run.sampling) as server:
         await server.check()
-        await answer_dialogues(server, run.dialogues(), run.settle)
+        await server.answer_dialogues(run.dialogues(), run.settle)
     return f"{server.num_requests} requests, {server.num_repeats} of them repeats; "
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from pipedraft.data_recipes.answers import (
     kept_text,
 )
 from pipedraft.files import Values
+from pipedraft.options import Options, option
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 LONGEST_RETRY_AFTER_S = 600.0  # a wrong clock or header must not stop a run for a day
@@ -40,45 +42,47 @@ class TryAgain(Exception):
         self.is_unreachable = is_unreachable
 
 
-@dataclass(frozen=True)
-class Service:
-    """Where to ask and how patiently."""
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(Options):
+    """with --server"""
 
-    url: str
-    model: str
-    key: str | None = None
-    concurrency: int = 64
-    deadline_s: float = 600.0
-    attempts: int = 8
+    model: str | None = None
+    """what the server calls the target"""
+    concurrency: int = option(64, least=1)
+    """requests at a time"""
+    attempts: int = option(8, least=1)
+    """per answer, waits between them grow"""
+    deadline: float = option(600.0, metavar="SECONDS")
+    """of each request"""
+    key_variable: str | None = None
+    """environment variable that holds the API key"""
+
+
+class ChatServer:
+    """A client of one server; ``async with`` opens and closes its connections."""
+
+    def __init__(self, address: str, options: ServerOptions, sampling: Sampling) -> None:
+        """
+        Args:
+            address: with or without /v1.
+        """
+        self.address, self.options, self.sampling = address, options, sampling
+        self.num_requests = 0
+        self.num_repeats = 0
+        limits = httpx2.Limits(
+            max_connections=options.concurrency, max_keepalive_connections=options.concurrency
+        )
+        # Without compression a small body cannot become a large one.
+        headers = {"Accept-Encoding": "identity"}
+        if options.key_variable:
+            headers["Authorization"] = f"Bearer {os.environ[options.key_variable]}"
+        self.client = httpx2.AsyncClient(limits=limits, headers=headers, timeout=None)
 
     @property
     def base(self) -> str:
         """The address up to /v1, which may be left out of --server."""
-        url = httpx2.URL(self.url.strip().rstrip("/").removesuffix("/chat/completions"))
+        url = httpx2.URL(self.address.strip().rstrip("/").removesuffix("/chat/completions"))
         return str(url.copy_with(path="/v1") if url.path in ("", "/") else url)
-
-
-class ChatServer:
-    """A client of one service; ``async with`` opens and closes its connections.
-
-    Args:
-        rng: spreads the waits, so that requests that failed together do not return together.
-    """
-
-    def __init__(self, service: Service, sampling: Sampling, rng: random.Random) -> None:
-        self.service = service
-        self.sampling = sampling
-        self.rng = rng
-        self.num_requests = 0
-        self.num_repeats = 0
-        limits = httpx2.Limits(
-            max_connections=service.concurrency, max_keepalive_connections=service.concurrency
-        )
-        # Without compression a small body cannot become a large one.
-        headers = {"Accept-Encoding": "identity"}
-        if service.key is not None:
-            headers["Authorization"] = f"Bearer {service.key}"
-        self.client = httpx2.AsyncClient(limits=limits, headers=headers, timeout=None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,20 +102,55 @@ class ChatServer:
             known = [str(entry["id"]) for entry in listing["data"]]
         except TryAgain as fault:
             if fault.is_unreachable:
-                raise TargetLost(f"--server: {self.service.base}: {fault}; start it") from fault
+                raise TargetLost(f"--server: {self.base}: {fault}; start it") from fault
             return
         except TargetLost as error:
             raise ValueError(str(error)) from error
         except (RowFailed, KeyError, TypeError) as error:
             raise ValueError(
-                f"--server: {self.service.base}/models is no list of models ({error}); give the "
+                f"--server: {self.base}/models is no list of models ({error}); give the "
                 "address of an OpenAI-compatible server up to /v1"
             ) from error
-        if self.service.model not in known:
+        if self.options.model not in known:
             raise ValueError(
-                f"--model: {self.service.model!r} is not served at {self.service.base}; it has "
+                f"--model: {self.options.model!r} is not served at {self.base}; it has "
                 + ", ".join(known)
             )
+
+    async def answer_dialogues(
+        self, dialogues: Iterator[Dialogue], settle: Callable[[Dialogue, str], None]
+    ) -> None:
+        """Answer every dialogue, as many at a time as the server may be asked.
+
+        A dialogue's turns follow each other; ``dialogues`` is read only as fast as they are
+        answered.
+
+        Args:
+            settle: gets each dialogue when it is complete, with "", or cannot be, with the reason.
+        """
+        failures = 0
+
+        async def work() -> None:
+            nonlocal failures
+            for dialogue in dialogues:
+                reason = ""
+                try:
+                    while not dialogue.is_complete:
+                        turn = dialogue.num_answers
+                        dialogue.add(await self.answer(dialogue.question(), dialogue.row, turn))
+                except RowFailed as error:
+                    reason = str(error)
+                settle(dialogue, reason)
+                failures = failures + 1 if reason else 0
+                if failures >= FAILURES_IN_A_ROW:
+                    raise TargetLost(f"--server: {failures} rows in a row have failed: {reason}")
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.options.concurrency):
+                    group.create_task(work())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
 
     async def answer(self, question: Messages, row: int, turn: int) -> Answer:
         """One answer, asked for again after faults that may pass.
@@ -120,8 +159,8 @@ class ChatServer:
             RowFailed: the server refuses this question, or no attempt succeeded.
             TargetLost: it refuses every question, or cannot be reached.
         """
-        last = self.service.attempts - 1
-        for attempt in range(self.service.attempts):
+        last = self.options.attempts - 1
+        for attempt in range(self.options.attempts):
             try:
                 return await self._ask(question, row, turn, attempt)
             except TryAgain as error:
@@ -129,15 +168,16 @@ class ChatServer:
             if attempt < last:
                 self.num_repeats += 1
                 grown_s = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
-                await asyncio.sleep(max(fault.wait_s, grown_s * self.rng.uniform(0.5, 1)))
+                # Requests that failed together do not return together.
+                await asyncio.sleep(max(fault.wait_s, grown_s * random.uniform(0.5, 1)))
         if fault.is_unreachable:
-            raise TargetLost(f"--server: {self.service.base}: {fault}") from fault
-        raise RowFailed(f"{fault} ({self.service.attempts} attempts)") from fault
+            raise TargetLost(f"--server: {self.base}: {fault}") from fault
+        raise RowFailed(f"{fault} ({self.options.attempts} attempts)") from fault
 
     async def _ask(self, question: Messages, row: int, turn: int, attempt: int) -> Answer:
         sampling = self.sampling
         body: Values = {
-            "model": self.service.model,
+            "model": self.options.model,
             "messages": question,
             "max_tokens": sampling.max_tokens,
             "temperature": 0.0,
@@ -153,15 +193,15 @@ class ChatServer:
     async def _send(self, method: str, path: str, body: dict | None = None) -> Any:
         """The JSON value of one response; the deadline covers connecting, waiting and reading."""
         self.num_requests += method == "POST"
-        url = self.service.base + path
+        url = self.base + path
         try:
             async with (
-                asyncio.timeout(self.service.deadline_s),
+                asyncio.timeout(self.options.deadline),
                 self.client.stream(method, url, json=body) as response,
             ):
                 data = await read_body(response)
         except TimeoutError as error:
-            raise TryAgain(f"no answer within {self.service.deadline_s:g} s") from error
+            raise TryAgain(f"no answer within {self.options.deadline:g} s") from error
         except httpx2.ConnectError as error:
             raise TryAgain(f"no connection ({error})", is_unreachable=True) from error
         except httpx2.RequestError as error:
@@ -240,40 +280,3 @@ def retry_after_s(header: str | None, now: float) -> float:
         except ValueError:
             return 0.0
     return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_S) if seconds == seconds else 0.0
-
-
-async def answer_dialogues(
-    server: ChatServer,
-    dialogues: Iterator[Dialogue],
-    settle: Callable[[Dialogue, str], None],
-) -> None:
-    """Answer every dialogue, as many at a time as the service may be asked.
-
-    A dialogue's turns follow each other; ``dialogues`` is read only as fast as they are answered.
-
-    Args:
-        settle: gets each dialogue when it is complete, with "", or cannot be, with the reason.
-    """
-    failures = 0
-
-    async def work() -> None:
-        nonlocal failures
-        for dialogue in dialogues:
-            reason = ""
-            try:
-                while not dialogue.is_complete:
-                    turn = dialogue.num_answers
-                    dialogue.add(await server.answer(dialogue.question(), dialogue.row, turn))
-            except RowFailed as error:
-                reason = str(error)
-            settle(dialogue, reason)
-            failures = failures + 1 if reason else 0
-            if failures >= FAILURES_IN_A_ROW:
-                raise TargetLost(f"--server: {failures} rows in a row have failed: {reason}")
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(server.service.concurrency):
-                group.create_task(work())
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors

@@ -149,13 +149,13 @@ def test_a_server_that_goes_away_stops_the_run_and_spoils_no_row(
         settle(self, dialogue, reason)
         seen.append(dialogue.row)
         if len(seen) == 10:
-            monkeypatch.setattr(chat_server.Service, "base", "http://127.0.0.1:1/v1")
+            monkeypatch.setattr(chat_server.ChatServer, "base", "http://127.0.0.1:1/v1")
 
     with monkeypatch.context() as patch:
         patch.setattr(regenerate.Run, "settle", settle_and_leave)
-        base = chat_server.Service.base
+        base = chat_server.ChatServer.base
         assert call(given, monkeypatch) == 1
-        monkeypatch.setattr(chat_server.Service, "base", base)
+        monkeypatch.setattr(chat_server.ChatServer, "base", base)
     said = capsys.readouterr().err.splitlines()[-1]
     assert "no connection" in said and "rows left, resume with the same command" in said
     assert not out.with_suffix(".errors.jsonl").exists()
