@@ -45,7 +45,7 @@ class Measure:
     """A row counts nothing whose most likely target token the draft vocabulary lacks."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DistillationLoss:
     """Sums over rows, so that micro-batches and ranks add up; divide by `count` at the end."""
 
@@ -129,14 +129,7 @@ def chunked_distillation(
         head_weight_UH,
         *([] if pair_weight_UR is None else [pair_weight_UR]),
     )
-    divergence_M, acceptance_M, agreement_M, mass_outside_M = rows_4M
-    return DistillationLoss(
-        loss=loss,
-        divergence_M=divergence_M,
-        acceptance_M=acceptance_M,
-        agreement_M=agreement_M,
-        mass_outside_M=mass_outside_M,
-    )
+    return DistillationLoss(loss, *rows_4M)
 
 
 def _check(hidden_MH, head_weight_UH, teacher, kind, index_M, rows_U) -> None:
