@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NoReturn, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
@@ -142,10 +142,6 @@ class RunConfig:
             raise UsageError("output_dir: '.' holds other things; name one, for example out/spd")
 
 
-def _fail(message: str) -> NoReturn:
-    raise UsageError(" ".join(message.split()))
-
-
 def _refuse_nulls(kind: Any, values: Any, prefix: str = "") -> None:
     """jsonargparse takes a key without a value for a field of any type."""
     if isinstance(values, int | float | str | list):
@@ -169,23 +165,25 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
             break
         if flag == "--config":
             if not Path(value).is_file():
-                _fail(
+                raise UsageError(
                     f"--config: no file {value}; give a YAML file, for example "
                     "configs/spd/tiny.yaml"
                 )
             layer = read_yaml(Path(value), "--config")
             if not isinstance(layer, dict):
-                _fail(f"--config: {value} holds no mapping; see configs/spd/tiny.yaml")
+                raise UsageError(f"--config: {value} holds no mapping; see configs/spd/tiny.yaml")
             method = layer.get("method", method)
             for key in layer.keys() - {part.name for part in fields(RunConfig)} - {"model"}:
                 if not layer[key]:  # of what holds nothing jsonargparse says nothing
-                    _fail(f"{key}: unknown key; see --help for the known ones")
+                    raise UsageError(f"{key}: unknown key; see --help for the known ones")
     if method is None:
-        _fail(f"method: missing; give --config FILE or --method, one of {', '.join(methods)}")
+        raise UsageError(
+            f"method: missing; give --config FILE or --method, one of {', '.join(methods)}"
+        )
     if method not in methods:
         near = difflib.get_close_matches(str(method), methods, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        _fail(f"method: {method!r} is unknown; {hint}known: {', '.join(methods)}")
+        raise UsageError(f"method: {method!r} is unknown; {hint}known: {', '.join(methods)}")
     return method
 
 
