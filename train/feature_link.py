@@ -274,7 +274,8 @@ class States:
 
     def __init__(self, target: PreTrainedModel, pad_id: int, accelerator: Accelerator) -> None:
         self.target, self.pad_id, self.accelerator = target, pad_id, accelerator
-        self.num_layers: int = target.get_decoder().config.num_hidden_layers
+        self.config = target.get_decoder().config
+        self.num_layers: int = self.config.num_hidden_layers
 
     @torch.no_grad()
     def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
@@ -307,22 +308,14 @@ class States:
 class FeatureServer:
     """Answers one question after another, whichever trainer asks."""
 
-    def __init__(
-        self,
-        states: States,
-        hello: Hello,
-        *,
-        vocab_size: int,
-        max_tokens: int,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, states: States, hello: Hello, max_tokens: int) -> None:
         """
         Args:
             max_tokens: padded tokens of one question.
         """
-        self.states, self.hello = states, hello
-        self.vocab_size, self.max_tokens = vocab_size, max_tokens
-        self.max_positions = max_positions
+        self.states, self.hello, self.max_tokens = states, hello, max_tokens
+        self.vocab_size: int = states.config.vocab_size
+        self.max_positions: int = states.config.max_position_embeddings
         self._turn = threading.Lock()
 
     def listen(self, host: str, port: int, ready: Callable[[str, int], None]) -> None:

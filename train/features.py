@@ -436,13 +436,8 @@ def serve_states(own: FeatureOptions, port: int, run: RunConfig) -> None:
     accelerator, config = make_accelerator(run), decoder_config(run)
     pad_id = load_tokenizer_of(run, None).pad_token_id or 0
     states = States(load_frozen_target(run, accelerator), pad_id, accelerator)
-    server = FeatureServer(
-        states,
-        Hello(target_identity(run, config), own.dtype),
-        vocab_size=config.vocab_size,
-        max_tokens=2 * max(run.batch_tokens, 8 * run.data.max_length),
-        max_positions=config.max_position_embeddings,
-    )
+    hello = Hello(target_identity(run, config), own.dtype)
+    server = FeatureServer(states, hello, 2 * max(run.batch_tokens, 8 * run.data.max_length))
     said = f"serving states of {run.target} in {own.dtype} at"
     server.listen(own.host, port, lambda host, port: print(f"{said} {host}:{port}", flush=True))
 
