@@ -224,6 +224,7 @@ class TargetLost(Exception):
     """No further row can be answered; the message is one line that says why."""
 
 
+# How answers are drawn and what is kept of them. The docstring is a title in --help.
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Options):
     """answers"""
