@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_runs import assert_autocast_is_close, assert_nothing_without_rows
 from conftest import tiny_llama, tiny_qwen3
 from tiny_drafts import decode_chain, make_head, seeded
 from train_runs import BY_HEART
@@ -153,14 +152,6 @@ def test_noise_comes_from_the_generator_and_only_while_training(world, tmp_path)
     assert evaluated[0] == evaluated[1] < min(first, other)  # untrained: passes the state on
 
 
-def test_a_batch_without_counted_rows_has_a_zero_gradient_for_every_parameter(world, tmp_path):
-    """Data-parallel training waits for each of them."""
-    trainer = world.trainer("eagle", tmp_path)
-    batch = batch_of(trainer, 2)
-    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-    assert_nothing_without_rows(trainer.objective, batch)
-
-
 def test_rates_of_deeper_draft_tokens_are_those_of_decoded_chains(world, tmp_path):
     trainer = world.trainer("eagle", tmp_path)
     objective, batch = trainer.objective, batch_of(trainer, 2)
@@ -196,22 +187,6 @@ def test_the_score_is_the_length_of_a_chain_with_the_measured_rates(world, tmp_p
 
 
 # -- training -------------------------------------------------------------------------------
-
-
-def test_only_the_head_moves_and_all_of_it_does(world, tmp_path):
-    trainer = world.trainer("eagle", tmp_path, max_steps=6, optim__name="muon")
-    target = {k: v.clone() for k, v in trainer.objective.target.state_dict().items()}
-    before = {k: v.clone() for k, v in trainer.objective.draft.state_dict().items()}
-    trainer.run()
-    for name, value in trainer.objective.target.state_dict().items():
-        assert torch.equal(value, target[name]), name
-    for name, value in trainer.objective.draft.state_dict().items():
-        assert not torch.equal(value, before[name]), name
-
-
-def test_bfloat16_autocast_is_close_to_float32(world, tmp_path):
-    trainer = world.trainer("eagle", tmp_path)
-    assert_autocast_is_close(trainer.objective, batch_of(trainer, 4))
 
 
 @pytest.mark.parametrize("name", ["noise", "distillation_weight"])

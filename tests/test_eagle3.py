@@ -5,7 +5,6 @@ import torch
 from attention_runs import (
     MASKS,
     assert_loss_and_gradients,
-    assert_nothing_without_rows,
     make_batch,
     output_and_gradients,
     rows,
@@ -225,11 +224,6 @@ def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_functio
         lambda q, k, v, lengths: ttt_attention(q, k[:1], v[:1]),
     )
     assert (objective(batch, torch.Generator()).loss - expected).abs() > 1e-4 * expected
-
-
-def test_a_batch_without_counted_rows_gives_zero_loss_and_the_same_sums():
-    objective = make_objective()
-    assert_nothing_without_rows(objective, make_batch([[0] * 6, [1] + [0] * 5]), make_batch(MASKS))
 
 
 def test_padding_and_company_change_nothing():

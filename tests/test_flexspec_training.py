@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_runs import assert_autocast_is_close, assert_nothing_without_rows
 from decode_runs import (
     CHAIN,
     engine_for,
@@ -130,20 +129,6 @@ def test_an_anchor_that_is_not_frozen_is_noticed(world, tmp_path, monkeypatch):
 @pytest.mark.parametrize("changes", LOSSES, ids=kind_name)
 def test_it_learns_a_handful_of_conversations_by_heart(world, tmp_path, changes):
     assert_learns_by_heart(world.trainer("flexspec", tmp_path, **BY_HEART, **changes))
-
-
-def test_a_batch_without_counted_rows_has_a_zero_gradient_for_every_trained_part(world, tmp_path):
-    """Data-parallel training waits for each of them."""
-    trainer = world.trainer("flexspec", tmp_path, model__feature_source="self")
-    batch = trainer.load(trainer.data.train, [0, 1])
-    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-    assert_nothing_without_rows(trainer.objective, batch)
-
-
-def test_bfloat16_autocast_is_close_to_float32(world, tmp_path):
-    trainer = world.trainer("flexspec", tmp_path)
-    batch = trainer.load(trainer.data.train, [0, 1, 2, 3])
-    assert_autocast_is_close(trainer.objective, batch)
 
 
 # -- acceptance in evaluation -------------------------------------------------------------------

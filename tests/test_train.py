@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_runs import assert_autocast_is_close, assert_nothing_without_rows
 from scipy.stats import chisquare
 from tqdm import tqdm
 from train_runs import (
@@ -144,24 +145,47 @@ def test_a_gradient_that_is_not_finite_stops_the_run_with_and_without_clipping(w
             trainer.optimize(window)
 
 
-def test_only_trainable_parts_move_and_all_of_them_do(world, tmp_path):
-    trainer = world.trainer("spd", tmp_path, max_steps=6, optim__name="muon")
+@pytest.mark.parametrize(
+    ("method", "frozen"), [("spd", {"norm.weight", "draft_ids"}), ("eagle", set())]
+)
+def test_only_trainable_parts_move_and_all_of_them_do(world, tmp_path, method, frozen):
+    trainer = world.trainer(method, tmp_path, max_steps=6, optim__name="muon")
     target = {k: v.clone() for k, v in trainer.objective.target.state_dict().items()}
     before = {k: v.clone() for k, v in trainer.objective.draft.state_dict().items()}
     trainer.run()
     assert_equal_weights(target, trainer.objective.target.state_dict())
     after = trainer.objective.draft.state_dict()
     trainable = {n for n, p in trainer.objective.draft.named_parameters() if p.requires_grad}
-    assert "norm.weight" not in trainable and "draft_ids" not in trainable
+    assert after.keys() - trainable >= frozen and bool(after.keys() - trainable) == bool(frozen)
     for name, value in after.items():
         assert torch.equal(value, before[name]) == (name not in trainable), name
     assert not [name for name in trainer.objective.state_dict() if "target" in name]
 
 
+DRAFTS = [name for name in methods() if name != "language_model"]
+
+
+@pytest.mark.parametrize("method", DRAFTS)
+def test_a_batch_without_counted_rows_has_no_loss_and_a_zero_gradient(world, tmp_path, method):
+    changes = {"flexspec": {"model__feature_source": "self"}}.get(method, {})
+    trainer = world.trainer(method, tmp_path, **changes)
+    full = trainer.load(trainer.data.train, [0, 1])
+    empty = full | {"loss_mask": torch.zeros_like(full["loss_mask"])}
+    empty["loss_mask"][:, 0] = 1  # the label of no row
+    assert_nothing_without_rows(trainer.objective, empty, full)
+
+
+@pytest.mark.parametrize("method", ["eagle", "flexspec"])
+def test_bfloat16_autocast_is_close_to_float32(world, tmp_path, method):
+    trainer = world.trainer(method, tmp_path)
+    batch = trainer.load(trainer.data.train, [0, 1, 2, 3])
+    assert_autocast_is_close(trainer.objective, batch)
+
+
 # -- learning -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [name for name in methods() if name != "language_model"])
+@pytest.mark.parametrize("method", DRAFTS)
 def test_a_run_starts_with_the_weights_of_a_trained_draft(world, tmp_path, method):
     given = world.trainer(method, tmp_path / "first").objective
     for number, parameter in enumerate(given.draft.parameters()):
