@@ -15,7 +15,6 @@ from conftest import tiny_llama, tiny_qwen3
 from tiny_drafts import decode_chain
 
 from pipedraft.models.banded_attention import ttt_attention
-from pipedraft.models.eagle3 import Eagle3
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
 
@@ -279,17 +278,3 @@ def test_training_makes_chains_longer_and_autocast_follows_float64():
 def test_a_bad_option_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         Eagle3TrainConfig(**options)
-
-
-def test_a_checkpoint_of_the_objective_loads_as_the_same_head(tmp_path):
-    from pipedraft.models import load_draft
-
-    objective = make_objective(draft_vocab_size=10).float()
-    objective.target.float()
-    weights = {f"draft.{name}": x for name, x in objective.draft.state_dict().items()}
-    objective.save(tmp_path, {"score": 1.0}, weights)
-    draft = load_draft(str(tmp_path), objective.target)
-    assert isinstance(draft, Eagle3)
-    assert torch.equal(draft.draft_ids, objective.draft.draft_ids)
-    for name, value in objective.draft.state_dict().items():
-        assert torch.equal(draft.state_dict()[name], value), name
