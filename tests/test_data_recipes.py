@@ -238,21 +238,6 @@ def test_an_unreadable_source_is_named_with_its_value(load, tmp_path, source, wo
     assert source["path"] in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        dict(max_length=1),
-        dict(valid_fraction=1.0),
-        dict(num_proc=0),
-        dict(sources=[]),
-        dict(seed=-1),
-    ],
-)
-def test_an_impossible_configuration_names_the_field(values):
-    with pytest.raises(ValueError, match="data." + next(iter(values))):
-        DataConfig(**{"sources": [Source(path="x")]} | values)
-
-
 def test_the_standard_library_source_is_sorted_and_without_tests():
     files = list_files(Source(kind="python_stdlib"))
     assert files == sorted(files) and len(files) > 100
