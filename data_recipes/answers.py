@@ -24,7 +24,6 @@ from pipedraft.errors import Failure
 from pipedraft.files import publish
 from pipedraft.options import Options, option
 
-PENDING, ANSWERED, FAILED = range(3)
 WRITTEN = "written"
 """Among the settings: the latest outputs. Options begin with dashes."""
 SCHEMA = """
@@ -57,7 +56,7 @@ class AnswerFile:
                 f"--out: {str(out)!r} exists and has no {self.database_path.name} beside it, so it "
                 "cannot be resumed; give another file, or remove it"
             )
-        self.status = bytearray(num_rows)
+        self.is_answered = bytearray(num_rows)
         self.reasons: dict[int, str] = {}
         """Why rows failed."""
         self.database = self._open()
@@ -75,19 +74,19 @@ class AnswerFile:
 
     @property
     def num_answered(self) -> int:
-        return self.status.count(ANSWERED)
+        return self.is_answered.count(True)
 
     @property
     def num_failed(self) -> int:
         return len(self.reasons)
 
     def is_pending(self, row: int) -> bool:
-        return self.status[row] == PENDING
+        return not self.is_answered[row] and row not in self.reasons
 
     def add(self, row: int, answered: dict[str, object]) -> None:
         """Keep an answered row; a kill after this returns does not lose it."""
         self._settle(row, {"input_row": row} | answered | {"input_row": row}, "")
-        self.status[row] = ANSWERED
+        self.is_answered[row] = True
 
     def fail(self, row: int, reason: str, text: str) -> None:
         """Keep a row without answer, and why.
@@ -100,7 +99,7 @@ class AnswerFile:
         except (ValueError, RecursionError):
             content = text
         self._settle(row, {"input_row": row, "reason": reason, "row": content}, reason)
-        self.status[row], self.reasons[row] = FAILED, reason
+        self.reasons[row] = reason
 
     def finish(self) -> None:
         """Write the output, unless it is there already. Every row is settled."""
@@ -168,9 +167,9 @@ class AnswerFile:
         """Note the rows that earlier runs have settled."""
         for row, reason in self.database.execute("SELECT row, reason FROM rows"):
             if not reason:
-                self.status[row] = ANSWERED
+                self.is_answered[row] = True
             elif not retry_errors:
-                self.status[row], self.reasons[row] = FAILED, reason
+                self.reasons[row] = reason
 
     def _identity(self, path: Path) -> list[object]:
         """Size and time of an output, and its rows."""
