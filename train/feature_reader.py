@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.layers import LayerConfig
@@ -126,8 +127,8 @@ class Features:
 def _spans(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
     """Where each sequence begins and ends in the flattened batch, padded or packed."""
     lengths, (B, T) = batch["lengths"].tolist(), batch["input_ids"].shape
-    is_packed = B == 1 and len(lengths) > 1
-    starts = [0, *np.cumsum(lengths)[:-1].tolist()] if is_packed else range(0, B * T, T)
+    is_padded = document_lengths(batch) is None
+    starts = range(0, B * T, T) if is_padded else [0, *np.cumsum(lengths)[:-1].tolist()]
     return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
