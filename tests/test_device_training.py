@@ -18,6 +18,7 @@ from pipedraft.models.draft import Draft
 from pipedraft.models.target import capture_hidden, load_target
 from pipedraft.models.target_part import load_target_part
 from pipedraft.train import launch
+from pipedraft.train.__main__ import methods
 from pipedraft.train.launch import FSDP_PRECISION, resolve_dtype, shard_target
 from pipedraft.train.objective import LossOutput
 
@@ -103,21 +104,10 @@ def test_weights_without_meaning_are_refused(tmp_path, scheme):
 
 
 MAX_SYNCS = 8
-METHODS = (
-    "spd",
-    "ppsd",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "dflash",
-    "dspark",
-    "flexspec",
-    "language_model",
-)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods())
 def test_no_operation_of_training_sees_two_devices(world, tmp_path, method, packing):
     """And the host waits for the device a few times only."""
     log, norm = train_on_gpu(world, method, tmp_path, packing=packing)
