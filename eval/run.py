@@ -241,7 +241,6 @@ class Evaluation:
     sequences: int = 1
     """Conversations at once, each with the outputs and counts that it has alone; more than one have
     no wall-clock times."""
-    progress: bool = True
     traces: Traces = Traces()
     """Turns that were decoded before; in memory by default."""
 
@@ -318,9 +317,7 @@ class Evaluation:
             where = f"{_described(method)} {name}"
             records = self._with_entropies(repeats[0], method, where)
             if self.scorer is not None:
-                records = self.scorer.score_records(
-                    records, description=f"{where} scores", progress=self.progress
-                )
+                records = self.scorer.score_records(records, description=f"{where} scores")
             check, is_greedy, has_reference = None, not config.temperature, bool(self.reference)
             is_compared = has_reference or self.trusts_plain
             repeats_draws = config.bitwise or (is_compared and self.target.dtype.itemsize >= 4)
@@ -358,7 +355,6 @@ class Evaluation:
                     self.tokenizer,
                     max_prompt_tokens=self._num_positions - method.config.max_new_tokens,
                     description=f"{_described(method)} {name}{again}",
-                    progress=self.progress,
                     traces=traces,
                 )
             timed = engine.pipeline.reports() if self.sequences == 1 else []
@@ -373,7 +369,7 @@ class Evaluation:
         if self.reference is None or method.config.schedule.name == AUTOREGRESSIVE:
             return records
         traces = self.traces.open(entropies="nats, T = 1")
-        bar = tqdm(records, desc=f"{description} entropies", unit="turn", disable=not self.progress)
+        bar = tqdm(records, desc=f"{description} entropies", unit="turn")
         return [
             replace(record, entropies=output_entropies(self.reference, record.result, traces))
             for record in bar

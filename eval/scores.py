@@ -406,12 +406,12 @@ class Scorer:
         return self._scores[check, answer]
 
     def score_records(
-        self, records: Sequence["DecodedTurn"], *, description: str = "", progress: bool = True
+        self, records: Sequence["DecodedTurn"], *, description: str = ""
     ) -> list["DecodedTurn"]:
         """Records with a score, for those that answer a prompt with a check."""
         scored = list(records)
         places = [i for i, record in enumerate(records) if self.can_score(record.prompt)]
-        for i in tqdm(places, desc=description, unit="answer", disable=not (progress and places)):
+        for i in tqdm(places, desc=description, unit="answer", disable=not places):
             check = records[i].prompt.check
             assert check is not None and len(records[i].prompt.turns) == 1
             scored[i] = replace(records[i], score=self.score(check, records[i].answer))

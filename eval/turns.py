@@ -85,7 +85,6 @@ def evaluate(
     *,
     max_prompt_tokens: int | None = None,
     description: str = "",
-    progress: bool = True,
     traces: TraceFile | None = None,
 ) -> list[DecodedTurn]:
     """Decode every turn of every prompt; a later turn answers what was generated before it.
@@ -100,7 +99,7 @@ def evaluate(
     """
     traces = traces or TraceFile(None, {})
     num_turns = sum(len(prompt.turns) for prompt in prompts)
-    with tqdm(total=num_turns, desc=description, unit="turn", disable=not progress) as bar:
+    with tqdm(total=num_turns, desc=description, unit="turn") as bar:
         conversations = [
             _Conversation((prompt.task, index), prompt, tokenizer, max_prompt_tokens, bar)
             for index, prompt in enumerate(prompts)

@@ -128,7 +128,6 @@ def test_a_certain_target_is_drafted_for_better_and_entries_say_so(tmp_path) -> 
     def entries(reference):
         comparison = Evaluation(
             target=model, tokenizer=tokenizer, benchmarks=prompts, reference=reference,
-            progress=False,
         )  # fmt: skip
         return comparison.run([method])
 

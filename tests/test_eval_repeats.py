@@ -49,7 +49,6 @@ def evaluate(model, repeats: int, folder=None, temperature: float = 1.0) -> list
         benchmarks=prompts,
         reference=None,
         repeats=repeats,
-        progress=False,
         traces=Traces(folder, {"target": "tiny"}),
     )
     return comparison.run([Method(name="spd", config=config, draft=model.draft)])

@@ -261,7 +261,7 @@ def evaluated(tmp_path_factory):
     def comparison(traces: Traces | None = None) -> Evaluation:
         return Evaluation(
             target=model, tokenizer=tokenizer, benchmarks=prompts, reference=None,
-            progress=False, traces=traces or Traces(),
+            traces=traces or Traces(),
         )  # fmt: skip
 
     chain, tree = {"schedule": "spd"}, {"schedule": "pruned_pp", "tree": SMALL}

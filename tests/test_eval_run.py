@@ -58,7 +58,6 @@ def compare(target, tokenizer, methods, *, lossless=True, prompts=None, **option
         tokenizer=tokenizer,
         benchmarks=prompts,
         reference=target if lossless else None,
-        progress=False,
         **options,
     )
     return comparison.run(methods)
@@ -127,7 +126,7 @@ def test_ranks_on_gpus_load_no_whole_target(place, monkeypatch) -> None:
 def test_second_turn_answers_the_generated_text(target, tokenizer, engine) -> None:
     stub = engine(target, tokenizer, make_method().config)
     prompts = make_prompts("one", ["hello", "again"])
-    first, second = evaluate(stub, prompts, tokenizer, progress=False)
+    first, second = evaluate(stub, prompts, tokenizer)
     answer = tokenizer.decode(first.result.token_ids, skip_special_tokens=True)
     rendered = tokenizer.decode(second.result.prompt_ids)
     assert rendered == (
@@ -138,10 +137,10 @@ def test_second_turn_answers_the_generated_text(target, tokenizer, engine) -> No
 def test_random_numbers_of_a_prompt_do_not_depend_on_the_others(target, tokenizer, engine) -> None:
     prompts = make_prompts("one", ["hello", "again"], ["bye", "now"])
     stub = engine(target, tokenizer, make_method().config)
-    evaluate(stub, prompts, tokenizer, progress=False)
+    evaluate(stub, prompts, tokenizer)
     all_seeds = [index for _, _, index in engine.log]
     engine.log.clear()
-    evaluate(stub, prompts[1:], tokenizer, progress=False)
+    evaluate(stub, prompts[1:], tokenizer)
     assert [index for _, _, index in engine.log] == all_seeds[2:]
     assert len(set(all_seeds)) == 4
     assert all(0 <= seed < 2**31 for seed in all_seeds)
@@ -247,7 +246,6 @@ def test_a_share_whose_prompts_are_all_too_long_has_none_of_that_benchmark(
             tokenizer=tokenizer,
             benchmarks={name: benchmarks[name] for name in names},
             reference=None,
-            progress=False,
             traces=Traces(shard=share),
         )
         return comparison.decode_shard([make_method(**settings)])

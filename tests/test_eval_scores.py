@@ -323,7 +323,6 @@ def run_scored(target, tokenizer, folder: Path, **settings) -> list[dict]:
         tokenizer=tokenizer,
         benchmarks=load_tasks(["gsm8k", "humaneval", "mt_bench"], folder),
         reference=None,
-        progress=False,
         **settings,
     )
     config = DecodeConfig.of(schedule="spd", num_stages=4, max_new_tokens=20)

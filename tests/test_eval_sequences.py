@@ -46,7 +46,6 @@ def evaluate(model, settings, sequences: int, folder=None) -> list:
         benchmarks={"one": prompts},
         reference=model.target,
         sequences=sequences,
-        progress=False,
         traces=Traces(folder, {"target": "tiny"}),
     )
     return comparison.run([Method(name="own", config=config, draft=model.draft)])
