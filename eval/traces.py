@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,30 +131,8 @@ class Traces:
         return kept
 
 
-def find_result(
-    traces: TraceFile,
-    prompt: Prompt,
-    turn: int,
-    prompt_ids: Sequence[int],
-    decode: Callable[[], DecodeResult],
-) -> DecodeResult:
-    """A turn as it was decoded before, or decoded now.
-
-    A turn is the same one only if its prompt has the same tokens.
-    """
-    key = _key(prompt, turn, prompt_ids)
-    return DecodeResult(**traces.find(key, lambda: asdict(decode())))
-
-
-def known_result(
-    traces: TraceFile, prompt: Prompt, turn: int, prompt_ids: Sequence[int]
-) -> DecodeResult | None:
-    """A turn as it was decoded before."""
-    found = traces.get(_key(prompt, turn, prompt_ids))
-    return None if found is None else DecodeResult(**found)
-
-
-def _key(prompt: Prompt, turn: int, prompt_ids: Sequence[int]) -> list[object]:
+def turn_key(prompt: Prompt, turn: int, prompt_ids: Sequence[int]) -> list[object]:
+    """Key of a decoded turn: it is the same one only if its prompt has the same tokens."""
     digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:16]
     return [prompt.task, prompt.id, turn, digest]
 

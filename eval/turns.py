@@ -3,8 +3,7 @@
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 from tqdm import tqdm
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipedraft.eval.scores import Score
 from pipedraft.eval.tasks import Prompt, encode_turn
-from pipedraft.eval.traces import TraceFile, find_result, known_result
+from pipedraft.eval.traces import TraceFile, turn_key
 from pipedraft.inference.batch import BatchEngine, Handle
 from pipedraft.inference.result import DecodeResult
 
@@ -97,18 +96,18 @@ def evaluate(
         description: left of the progress bar.
         traces: turns in there are not decoded again, and decoded ones are added.
     """
-    traces = traces or TraceFile(None, {})
+    traces = traces or TraceFile()
     num_turns = sum(len(prompt.turns) for prompt in prompts)
     with tqdm(total=num_turns, desc=description, unit="turn") as bar:
         conversations = [
-            _Conversation((prompt.task, index), prompt, tokenizer, max_prompt_tokens, bar)
+            _Conversation((prompt.task, index), prompt, tokenizer, max_prompt_tokens, traces, bar)
             for index, prompt in enumerate(prompts)
         ]
         if isinstance(engine, BatchEngine):
-            _decode_together(engine, conversations, traces)
+            _decode_together(engine, conversations)
         else:
             for conversation in conversations:
-                _decode_alone(engine, conversation, traces)
+                _decode_alone(engine, conversation)
     return [record for conversation in conversations for record in conversation.records]
 
 
@@ -120,28 +119,38 @@ class _Conversation:
     prompt: Prompt
     tokenizer: PreTrainedTokenizerBase
     max_prompt_tokens: int | None
+    traces: TraceFile
     bar: tqdm
     records: list[DecodedTurn] = field(default_factory=list)
 
     def next_prompt(self) -> list[int] | None:
-        """Token ids that the next turn is to follow; None: there is no further one that fits."""
-        turn = len(self.records)
-        num_left = len(self.prompt.turns) - turn
-        if not num_left:
-            return None
-        answers = [record.answer for record in self.records]
-        prompt_ids = encode_turn(self.tokenizer, self.prompt, answers)
-        if self.max_prompt_tokens is not None and len(prompt_ids) > self.max_prompt_tokens:
-            self.bar.update(num_left)
-            return None
-        return prompt_ids
+        """Token ids before the next turn that is to be decoded; None: there is none that fits.
+
+        Turns in between that were decoded before are added.
+        """
+        while num_left := len(self.prompt.turns) - len(self.records):
+            answers = [record.answer for record in self.records]
+            prompt_ids = encode_turn(self.tokenizer, self.prompt, answers)
+            if self.max_prompt_tokens is not None and len(prompt_ids) > self.max_prompt_tokens:
+                self.bar.update(num_left)
+                return None
+            known = self.traces.get(turn_key(self.prompt, len(self.records), prompt_ids))
+            if known is None:
+                return prompt_ids
+            self._append(DecodeResult(**known))
+        return None
 
     @property
-    def key(self) -> tuple[Prompt, int]:
-        """Prompt and number of the next turn."""
-        return self.prompt, len(self.records)
+    def prompt_index(self) -> int:
+        """What the next turn draws its random numbers by."""
+        return prompt_seed(self.prompt, len(self.records))
 
     def add(self, result: DecodeResult) -> None:
+        """Add the next turn, decoded now."""
+        key = turn_key(self.prompt, len(self.records), result.prompt_ids)
+        self._append(DecodeResult(**self.traces.find(key, lambda: asdict(result))))
+
+    def _append(self, result: DecodeResult) -> None:
         answer = self.tokenizer.decode(result.token_ids, skip_special_tokens=True)
         assert isinstance(answer, str)  # a list only for a batch
         self.records.append(
@@ -156,36 +165,21 @@ class _Conversation:
         self.bar.update()
 
 
-def _decode_alone(engine: Decoder, conversation: _Conversation, traces: TraceFile) -> None:
+def _decode_alone(engine: Decoder, conversation: _Conversation) -> None:
     while (prompt_ids := conversation.next_prompt()) is not None:
-        conversation.add(_decode_turn(engine, *conversation.key, prompt_ids, traces))
+        conversation.add(engine.decode(prompt_ids, prompt_index=conversation.prompt_index))
 
 
-def _decode_turn(
-    engine: Decoder, prompt: Prompt, turn: int, prompt_ids: list[int], traces: TraceFile
-) -> DecodeResult:
-    def decode() -> DecodeResult:
-        return engine.decode(prompt_ids, prompt_index=prompt_seed(prompt, turn))
-
-    return find_result(traces, prompt, turn, prompt_ids, decode)
-
-
-def _decode_together(
-    batch: BatchEngine, conversations: Iterable[_Conversation], traces: TraceFile
-) -> None:
+def _decode_together(batch: BatchEngine, conversations: Iterable[_Conversation]) -> None:
     """One turn of each conversation at a time; the next one joins where another has ended."""
     waiting = deque(conversations)
     live: dict[Handle, _Conversation] = {}
 
     def go_on(conversation: _Conversation) -> None:
-        """Submit the next turn that was not decoded before."""
-        while (prompt_ids := conversation.next_prompt()) is not None:
-            known = known_result(traces, *conversation.key, prompt_ids)
-            if known is None:
-                index = prompt_seed(*conversation.key)
-                live[batch.submit(prompt_ids, prompt_index=index)] = conversation
-                return
-            conversation.add(known)
+        prompt_ids = conversation.next_prompt()
+        if prompt_ids is not None:
+            handle = batch.submit(prompt_ids, prompt_index=conversation.prompt_index)
+            live[handle] = conversation
 
     while waiting or live:
         while waiting and len(live) < batch.limits.sequences:
@@ -194,7 +188,5 @@ def _decode_together(
         for handle in [handle for handle in live if handle.future.done()]:
             conversation = live.pop(handle)
             # Times of one conversation say nothing where others were decoded beside it.
-            untimed = partial(replace, handle.future.result(), prefill_s=0.0, token_times_s=[])
-            found = find_result(traces, *conversation.key, handle.prompt_ids, untimed)
-            conversation.add(found)
+            conversation.add(replace(handle.future.result(), prefill_s=0.0, token_times_s=[]))
             go_on(conversation)
