@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from pipedraft.eval.edge_methods import EDGE_W, METHODS, RADIOS, Decoded, Simulation, decode
-from pipedraft.eval.lossless import GreedyReference, output_logits
+from pipedraft.eval.lossless import GreedyReference, check_equal, output_logits
 from pipedraft.eval.metrics import measure_times, pooled_ratio, ratio
 from pipedraft.eval.record import (
+    UNCHECKED,
     LatencyRecord,
     LosslessRecord,
     Manifest,
@@ -42,7 +43,6 @@ from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import top_k_bias
 from pipedraft.models.target import Keep
 
-UNCHECKED = LosslessRecord(checked=0, mismatches=0)
 SAME_TEXT_RULES = ("match", "gumbel")
 """Rules whose output does not depend on the draft tokens: the same random numbers give the same."""
 
@@ -223,15 +223,13 @@ def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> L
     if METHODS[run.method].caveat:
         return UNCHECKED
     if not run.simulation.temperature:
-        return greedy.check(run.results).record()
+        return greedy.check(run.results)
     rule = run.simulation.config(METHODS[run.method]).rule
     if alone is None or alone is run or rule not in SAME_TEXT_RULES:
         return UNCHECKED
     if alone.simulation.config(METHODS["cloud"]).rule != rule:
         return UNCHECKED
-    pairs = list(zip(run.results, alone.results, strict=True))
-    differ = sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
-    return LosslessRecord(checked=len(pairs), mismatches=differ)
+    return check_equal(run.turns, alone.turns)
 
 
 # -- report.md: methods x networks x temperatures, as the papers print them ------------------------

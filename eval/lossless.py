@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from pipedraft.eval.record import LosslessRecord
+from pipedraft.eval.record import LosslessRecord, is_known
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.result import DecodeResult
 
@@ -99,48 +99,19 @@ class GreedyOutput:
     output is computed in a single pass; 0 in float32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LosslessCheck:
-    """Greedy outputs that were compared with the reference's."""
-
-    checked: int = 0
-    mismatches: int = 0
-    """Turns that differ."""
-    faults: int = 0
-    """Turns, among the mismatches, whose first difference is not within the noise."""
-    near_ties: int | None = None
-    """Places in the reference's outputs where the two best logits are within the noise: where a tie
-    could have fallen differently. None in float32."""
-    positions: int = 0
-    """Places that were looked at for them."""
-    noise: float | None = None
-    """Nats. Largest change of a margin between step-by-step and single-pass computation."""
-    margins: tuple[float, ...] = ()
-    """Margin of every mismatch at its first difference; empty in float32."""
-
-    def __add__(self, other: "LosslessCheck") -> "LosslessCheck":
-        noises = [check.noise for check in (self, other) if check.noise is not None]
-        ties = [check.near_ties for check in (self, other) if check.near_ties is not None]
-        return LosslessCheck(
-            checked=self.checked + other.checked,
-            mismatches=self.mismatches + other.mismatches,
-            faults=self.faults + other.faults,
-            near_ties=sum(ties) if ties else None,
-            positions=self.positions + other.positions,
-            noise=max(noises, default=None),
-            margins=self.margins + other.margins,
-        )
-
-    def record(self) -> LosslessRecord:
-        """Counts for results.json."""
-        if self.noise is None:
-            return LosslessRecord(checked=self.checked, mismatches=self.mismatches)
-        margins = list(self.margins)
-        ties = self.mismatches - self.faults
-        return LosslessRecord(**(vars(self) | {"margins": margins, "ties": ties}))
+def pool_checks(checks: Sequence[LosslessRecord]) -> LosslessRecord:
+    """The checks of several benchmarks, all in the same precision, as one."""
+    counts, measured = ["checked", "mismatches"], {}
+    noises = [check.noise for check in checks if is_known(check.noise)]
+    if noises:
+        counts += ["faults", "near_ties", "positions", "ties"]
+        margins = [margin for check in checks for margin in check.margins or ()]
+        measured = {"noise": max(noises), "margins": margins}
+    totals = {name: sum(getattr(check, name) for check in checks) for name in counts}
+    return LosslessRecord(**totals, **measured)
 
 
-def check_equal(turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]") -> LosslessCheck:
+def check_equal(turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]") -> LosslessRecord:
     """Compare outputs with plain decoding's, drawn with the same noise.
 
     Not in half precision without --bitwise: rounding may turn a draw, and nothing would say so.
@@ -148,7 +119,7 @@ def check_equal(turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]") 
     expected = {(turn.conversation, turn.turn): turn.result.token_ids for turn in plain}
     outputs = {(turn.conversation, turn.turn): turn.result.token_ids for turn in turns}
     wrong = sum(tokens != expected[turn] for turn, tokens in outputs.items())
-    return LosslessCheck(checked=len(outputs), mismatches=wrong, faults=wrong)
+    return LosslessRecord(checked=len(outputs), mismatches=wrong)
 
 
 class GreedyReference:
@@ -182,29 +153,34 @@ class GreedyReference:
         change = (best_NW[:, :1] - best_NW[:, 1:] - margins_NW).abs().max()
         return GreedyOutput(tokens, margins_NW[:, 0].tolist(), float(change))
 
-    def check(self, results: Sequence[DecodeResult]) -> LosslessCheck:
+    def check(self, results: Sequence[DecodeResult]) -> LosslessRecord:
         """Compare every result with the greedy continuation of its prompt.
 
         One that ran into the target's context length is compared as far as it goes.
         """
         outputs = [self.output(result.prompt_ids) for result in results]
-        noise = None if self.is_exact else max((output.noise for output in outputs), default=0.0)
-        found = LosslessCheck(checked=len(results), noise=noise)
-        if noise is not None:
-            margins = [margin for output in outputs for margin in output.margins]
-            near = sum(margin <= noise for margin in margins)
-            found += LosslessCheck(near_ties=near, positions=len(margins))
-        for result, output in zip(results, outputs, strict=True):
-            place = _first_difference(result, output.tokens)
-            if place is None:
-                continue
-            if noise is None:
-                found += LosslessCheck(mismatches=1, faults=1)
-                continue
-            margin, spacing = self._margin(result, output.tokens, place)
-            is_fault = not margin <= max(noise, spacing)
-            found += LosslessCheck(mismatches=1, faults=int(is_fault), margins=(margin,))
-        return found
+        wrong = [
+            (result, output.tokens, place)
+            for result, output in zip(results, outputs, strict=True)
+            for place in [_first_difference(result, output.tokens)]
+            if place is not None
+        ]
+        if self.is_exact:
+            return LosslessRecord(checked=len(results), mismatches=len(wrong))
+        noise = max((output.noise for output in outputs), default=0.0)
+        is_near = [margin <= noise for output in outputs for margin in output.margins]
+        found = [self._margin(*difference) for difference in wrong]
+        faults = sum(not margin <= max(noise, spacing) for margin, spacing in found)
+        return LosslessRecord(
+            checked=len(results),
+            mismatches=len(wrong),
+            faults=faults,
+            near_ties=sum(is_near),
+            positions=len(is_near),
+            noise=noise,
+            margins=[margin for margin, _ in found],
+            ties=len(wrong) - faults,
+        )
 
     def _margin(self, result: DecodeResult, expected: list[int], place: int) -> tuple[float, float]:
         """Logits between the best token and the worse of two tokens that differ.

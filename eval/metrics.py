@@ -15,11 +15,11 @@ from msgspec import UNSET
 
 from pipedraft.eval.intervals import bootstrap_ratio, variance_parts, wilson_over_prompts
 from pipedraft.eval.record import (
+    UNCHECKED,
     AcceptanceLength,
     CategoryRecord,
     EntropyRecord,
     Interval,
-    LosslessRecord,
     PromptRecord,
     RepeatsRecord,
     RunRecord,
@@ -135,7 +135,7 @@ def run_record(
             sum(result.virtual_time for result in results),
         ),
         "wallclock": measure_times(results),
-        "lossless": LosslessRecord(checked=0, mismatches=0),
+        "lossless": UNCHECKED,
         "turns": len(results),
         "rounds": len(rounds),
         "acceptance_histogram": np.bincount(rounds).tolist() if rounds else [],

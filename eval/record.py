@@ -79,21 +79,31 @@ class WallClockRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Greedy sequences compared with the reference's; the rest is of half precision alone, see
-    ``lossless.Check``."""
+    """Sequences compared with the reference's; the rest is of half precision alone."""
 
     checked: Count
     mismatches: Count
+    """Turns that differ."""
     faults: Count | UnsetType = UNSET
+    """Turns, among the mismatches, whose first difference is not within the noise."""
     near_ties: Count | None | UnsetType = UNSET
+    """Places in the reference's outputs where the two best logits are within the noise: where a tie
+    could have fallen differently."""
     positions: Count | UnsetType = UNSET
+    """Places that were looked at for them."""
     noise: Figure | UnsetType = UNSET
+    """Nats. Largest change of a margin between step-by-step and single-pass computation."""
     margins: list[Figure] | UnsetType = UNSET
+    """Margin of every mismatch at its first difference."""
     ties: Count | UnsetType = UNSET
+    """The other mismatches."""
 
     def __post_init__(self) -> None:
         if self.mismatches > self.checked:
             raise ValueError(f"mismatches {self.mismatches} of {self.checked} checked")
+
+
+UNCHECKED = LosslessRecord(checked=0, mismatches=0)
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,7 +308,7 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
     mean_acceptance_length: Figure = None
     drafted_per_token: Figure = None
     total_variation_bound: Figure = None
-    lossless: LosslessRecord = LosslessRecord(checked=0, mismatches=0)
+    lossless: LosslessRecord = UNCHECKED
 
     @property
     def sampling(self) -> str:

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.eval.lossless import (
     GreedyReference,
-    LosslessCheck,
     check_equal,
     output_entropies,
+    pool_checks,
 )
 from pipedraft.eval.metrics import (
     AUTOREGRESSIVE,
@@ -33,6 +33,8 @@ from pipedraft.eval.metrics import (
     sum_lists,
 )
 from pipedraft.eval.record import (
+    UNCHECKED,
+    LosslessRecord,
     ProcessRecord,
     PromptRecord,
     RunRecord,
@@ -160,7 +162,7 @@ class _Decoded:
 
     repeats: list[list[DecodedTurn]]
     """At least one; they differ in their times alone."""
-    lossless: LosslessCheck | None
+    lossless: LosslessRecord | None
     num_turns: int
     processes: list[ProcessRecord]
     """Measurements of each process in the first repeat."""
@@ -191,7 +193,7 @@ class _Decoded:
             tree_width=config.schedule.width,
             tree=config.schedule.label,
             theoretical_speedup_by_row=speedups_by_row(results, engine),
-            lossless=(self.lossless or LosslessCheck()).record(),
+            lossless=self.lossless or UNCHECKED,
             checkpoint=method.checkpoint,
             verifier=config.rule,
             seed=config.seed,
@@ -215,7 +217,7 @@ def _pool(parts: Sequence[_Decoded]) -> _Decoded:
     checks = [part.lossless for part in parts if part.lossless is not None]
     return _Decoded(
         repeats=[[record for records in same for record in records] for same in same_repeats],
-        lossless=sum(checks, LosslessCheck()) if checks else None,
+        lossless=pool_checks(checks) if checks else None,
         num_turns=sum(part.num_turns for part in parts),
         processes=[add_up(same) for same in zip(*(part.processes for part in parts), strict=True)],
     )

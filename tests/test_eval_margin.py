@@ -6,7 +6,7 @@ from conftest import tiny_llama
 from decode_runs import SMALL, engine_for
 from eval_runs import first_layer
 
-from pipedraft.eval.lossless import BestFew, GreedyReference, LosslessCheck, generate_greedy
+from pipedraft.eval.lossless import BestFew, GreedyReference, generate_greedy, pool_checks
 from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.result import DecodeResult
@@ -56,7 +56,7 @@ def test_half_precision_differs_by_ties_alone(dtype, seed) -> None:
     assert check.noise is not None and 0 < check.noise < 1
     assert all(margin <= max(check.noise, 0.1) for margin in check.margins)
     assert check.near_ties is not None and check.mismatches <= check.near_ties
-    assert check.record().ties == check.mismatches
+    assert check.ties == check.mismatches
 
 
 def test_a_planted_fault_is_found_among_ties(half, monkeypatch) -> None:
@@ -89,11 +89,11 @@ def test_a_single_precision_target_has_no_ties() -> None:
     target = tiny_llama(layers=4, hidden=16, vocab=16)
     reference = GreedyReference(target, NEW_TOKENS)
     check = reference.check(decode(target, PROMPTS[:4], schedule="spd"))
-    assert check.record() == LosslessRecord(checked=4, mismatches=0)
+    assert check == LosslessRecord(checked=4, mismatches=0)
     tokens = reference.output(PROMPTS[0]).tokens
     wrong = [*tokens[:-1], (tokens[-1] + 1) % 16]
     check = reference.check([as_result(PROMPTS[0], wrong)])
-    assert check.record() == LosslessRecord(checked=1, mismatches=1) and check.faults == 1
+    assert check == LosslessRecord(checked=1, mismatches=1)
 
 
 def test_reference_texts_are_kept_with_their_margins(half, tmp_path, monkeypatch) -> None:
@@ -106,12 +106,12 @@ def test_reference_texts_are_kept_with_their_margins(half, tmp_path, monkeypatch
 
 
 def test_checks_of_benchmarks_add_up() -> None:
-    one = LosslessCheck(checked=3, mismatches=2, faults=1, near_ties=4, positions=30, noise=0.1,
-                margins=(0.05, 2.0))  # fmt: skip
-    two = LosslessCheck(checked=1, near_ties=1, positions=9, noise=0.2)
-    both = one + two
+    one = LosslessRecord(checked=3, mismatches=2, faults=1, near_ties=4, positions=30, noise=0.1,
+                         margins=[0.05, 2.0], ties=1)  # fmt: skip
+    two = LosslessRecord(checked=1, mismatches=0, faults=0, near_ties=1, positions=9, noise=0.2,
+                         margins=[], ties=0)  # fmt: skip
+    both = pool_checks([one, two])
     assert (both.checked, both.mismatches, both.faults, both.near_ties) == (4, 2, 1, 5)
-    assert (both.positions, both.noise, both.margins) == (39, 0.2, (0.05, 2.0))
-    assert (LosslessCheck(checked=1) + LosslessCheck(checked=2)).record() == LosslessRecord(
-        checked=3, mismatches=0
-    )
+    assert (both.positions, both.noise, both.margins) == (39, 0.2, [0.05, 2.0]) and both.ties == 1
+    exact = [LosslessRecord(checked=checked, mismatches=1) for checked in (1, 2)]
+    assert pool_checks(exact) == LosslessRecord(checked=3, mismatches=2)

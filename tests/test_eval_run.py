@@ -297,9 +297,9 @@ def test_a_text_cut_by_the_context_is_compared_as_far_as_it_goes(target) -> None
     text = greedy_by_hand(target, [5, 6], 8)
     result = DecodeResult([5, 6], text[:5], "", "max_length", 4)
     reference = GreedyReference(target, 8)
-    assert reference.check([result]).record() == LosslessRecord(checked=1, mismatches=0)
+    assert reference.check([result]) == LosslessRecord(checked=1, mismatches=0)
     result.stop_reason = "max_new_tokens"
-    assert reference.check([result]).record() == LosslessRecord(checked=1, mismatches=1)
+    assert reference.check([result]) == LosslessRecord(checked=1, mismatches=1)
 
 
 def test_command_writes_every_file_and_prints_the_table(folders, engine, capsys) -> None:
