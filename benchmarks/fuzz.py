@@ -36,7 +36,7 @@ from pipedraft.data_recipes.chat import normalize_conversation
 from pipedraft.data_recipes.config import Source
 from pipedraft.data_recipes.sources import parse_json, read_source
 from pipedraft.errors import Failure, make_folder
-from pipedraft.eval.record import parse_results
+from pipedraft.eval.record import Results, parse
 from pipedraft.files import write_atomically
 from pipedraft.inference.config import read_cost
 from pipedraft.inference.transport.session_messages import (
@@ -235,7 +235,7 @@ class Areas:
     def results(self, rng: random.Random) -> None:
         record = {"runs": [{"method": "spd", "schedule": "spd", "benchmark": "x", "stages": 4}]}
         if rng.random() < 0.5:
-            parse_results(mutate_json(json.dumps(record).encode(), rng), "RUN: 'x'")
+            parse(mutate_json(json.dumps(record).encode(), rng), Results, "RUN: 'x'")
             return
         path = self.work / "cost.json"
         path.write_bytes(mutate_json(b'{"row": 0.1, "link": 0.0, "verify": 0.2}', rng))

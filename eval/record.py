@@ -425,8 +425,8 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
         return [*(self.runs or ()), *(self.overall or ())]
 
 
-def parse_results(content: bytes, where: str) -> Results:
-    """Read a results.json into its record.
+def parse(content: bytes, kind: type[T], where: str) -> T:
+    """Read a JSON file into its record.
 
     Args:
         where: option and file, for messages.
@@ -434,11 +434,6 @@ def parse_results(content: bytes, where: str) -> Results:
     Raises:
         UsageError: one line with the field and its value.
     """
-    return parse(content, Results, where)
-
-
-def parse(content: bytes, kind: type[T], where: str) -> T:
-    """Bytes of a JSON file as ``kind``; see ``parse_results``."""
     try:
         found = json.loads(content, parse_constant=lambda _: None)  # NaN, as others write it
         return msgspec.convert(found, kind)
@@ -485,4 +480,4 @@ def read_results(option: str, folder: Path) -> Results:
         UsageError: one line with the file, the field and its value.
     """
     path = folder / "results.json"
-    return parse_results(read_bytes(option, path), f"{option}: {str(path)!r}")
+    return parse(read_bytes(option, path), Results, f"{option}: {str(path)!r}")

@@ -27,7 +27,6 @@ from pipedraft.eval.record import (
     RunRecord,
     is_known,
     parse,
-    parse_results,
     read_bytes,
 )
 from pipedraft.eval.tables import Table, align_columns, describe, fact, given_options, markdown
@@ -343,7 +342,7 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
     write_atomically(out_dir / "report.md", format_report(runs, manifest, pictures).encode())
     source = Source(
         name=out_dir.resolve().name,
-        entries=parse_results(content, str(out_dir / "results.json")).entries,
+        entries=parse(content, Results, str(out_dir / "results.json")).entries,
         manifest=manifest,
         digest=hashlib.sha256(content).hexdigest(),
     )
@@ -363,7 +362,7 @@ def read_source(folder: Path, name: str) -> Source:
     """
     path, about = folder / "results.json", folder / "manifest.json"
     content = read_bytes("OUT", path)
-    results = parse_results(content, f"OUT: {str(path)!r}")
+    results = parse(content, Results, f"OUT: {str(path)!r}")
     manifest = None
     if about.is_file():
         manifest = printable(parse(read_bytes("OUT", about), dict, f"OUT: {str(about)!r}"))

@@ -22,7 +22,7 @@ from pipedraft.eval.metrics import (
     acceptance_intervals_by_position,
     run_record,
 )
-from pipedraft.eval.record import LosslessRecord, PromptRecord, RunRecord, parse_results
+from pipedraft.eval.record import LosslessRecord, PromptRecord, Results, RunRecord, parse
 from pipedraft.eval.report import Source
 from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult
@@ -252,7 +252,7 @@ def source(entries: list, name: str = "a", *, latency: Sequence[dict] = (), **mo
         entries: records, or what ``read_back`` made of them.
     """
     content = to_json({"runs": entries, "latency": list(latency)})
-    found = parse_results(content, "results.json")
+    found = parse(content, Results, "results.json")
     digest = "0" * 64
     return Source(name=name, entries=found.entries, latency=found.latency, digest=digest, **more)
 

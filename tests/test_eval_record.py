@@ -9,7 +9,7 @@ from eval_runs import make_runs, read_back
 
 from pipedraft.errors import UsageError
 from pipedraft.eval import record
-from pipedraft.eval.record import Results, RunRecord, parse_results, read_results
+from pipedraft.eval.record import Results, RunRecord, parse, read_results
 from pipedraft.files import to_json
 
 
@@ -27,7 +27,7 @@ def change(path: str, value: object) -> dict:
 def test_what_is_written_is_what_is_read() -> None:
     runs = make_runs(("gsm8k",), stages=(4,))
     content = to_json(Results(runs=runs, overall=[]))
-    found = parse_results(content, "x")
+    found = parse(content, Results, "x")
     assert to_json(found) == content
     assert [run.method for run in found.entries] == [run.method for run in runs]
     # A rate of nothing is NaN in memory and null in the file; unset fields are not in there.
@@ -39,7 +39,7 @@ def test_keys_of_other_versions_are_skipped_and_theirs_may_lack() -> None:
     entry = change("a_new_key", {"of": ["any", {"depth": 1}]})
     for field in ("turns", "processes", "acceptance_by_entropy", "per_prompt", "verifier"):
         del entry[field]
-    (found,) = parse_results(json.dumps({"runs": [entry]}).encode(), "x").entries
+    (found,) = parse(json.dumps({"runs": [entry]}).encode(), Results, "x").entries
     assert (found.turns, found.per_prompt, found.verifier) == (0, [], "match")
 
 
