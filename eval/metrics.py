@@ -125,7 +125,7 @@ def run_record(
         "prompts": len(counts),
         "tokens": sum(tokens for tokens, _ in counts.values()),
         "steps": sum(steps for _, steps in counts.values()),
-        "equivalent_acceptance_length": _acceptance_length(
+        "equivalent_acceptance_length": acceptance_length(
             list(counts.values()), num_stages, seed, with_mean=True
         ),
         "mean_acceptance_length": ratio(sum(rounds), len(rounds)),
@@ -149,8 +149,8 @@ def run_record(
     return RunRecord(**(known | fields))
 
 
-def _acceptance_length(
-    counts: Sequence[tuple[int, int]], num_stages: int, seed: int, *, with_mean: bool = False
+def acceptance_length(
+    counts: Sequence[tuple[int, int]], num_stages: int, seed: int = 0, *, with_mean: bool = False
 ) -> AcceptanceLength:
     """L' = n sum(N) / sum(K); conversations that stopped on the prefill token have no steps.
 
@@ -189,7 +189,7 @@ def acceptance_by_category(
                 np.array([sum(row.position_accepts) for row in group]),
                 np.array([sum(row.position_tests) for row in group]),
             ),
-            equivalent_acceptance_length=_acceptance_length(
+            equivalent_acceptance_length=acceptance_length(
                 [(row.tokens, row.steps) for row in group], num_stages, seed
             ),
         )

@@ -10,9 +10,8 @@ import numpy as np
 from tqdm import tqdm
 
 from pipedraft.errors import UsageError, make_folder
-from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, pooled_ratio
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, acceptance_length, pooled_ratio
 from pipedraft.eval.record import (
-    AcceptanceLength,
     ReplayedPrompt,
     ReplayRecord,
     RunRecord,
@@ -179,11 +178,11 @@ def records(found: Replay) -> Iterator[ReplayRecord]:
     benchmarks = dict.fromkeys(row.benchmark for row in found.rows)
     for benchmark in [*benchmarks, *([OVERALL] if len(benchmarks) > 1 else [])]:
         rows = [row for row in found.rows if benchmark in (row.benchmark, OVERALL)]
-        tokens_P, steps_P, time_P, plain_P = (
+        counts = [(row.tokens, row.steps) for row in rows]
+        time_P, plain_P = (
             np.array([getattr(row, field) for row in rows if row.steps], dtype=np.float64)
-            for field in ("tokens", "steps", "virtual_time", "virtual_time_autoregressive")
+            for field in ("virtual_time", "virtual_time_autoregressive")
         )
-        length, length_ci95 = pooled_ratio(found.stages * tokens_P, steps_P)
         speedup, speedup_ci95 = pooled_ratio(plain_P, time_P)
         yield ReplayRecord(
             method=recording.name,
@@ -203,9 +202,9 @@ def records(found: Replay) -> Iterator[ReplayRecord]:
             cost=asdict(found.cost),
             how=found.how,
             prompts=len(rows),
-            tokens=int(tokens_P.sum()),
-            steps=int(steps_P.sum()),
-            equivalent_acceptance_length=AcceptanceLength(pooled=length, ci95=length_ci95),
+            tokens=sum(tokens for tokens, _ in counts),
+            steps=sum(steps for _, steps in counts),
+            equivalent_acceptance_length=acceptance_length(counts, found.stages),
             theoretical_speedup=speedup,
             theoretical_speedup_ci95=speedup_ci95,
             one_device_speedup=speedup * _one_device_share(found),
