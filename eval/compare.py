@@ -138,10 +138,6 @@ class Evaluated:
         path = folder / "manifest.json"
         return cls(folder, entries, parse(read_bytes("RUN", path), dict, f"RUN: {str(path)!r}"))
 
-    def fact(self, path: Sequence[str]) -> object:
-        """A value of the manifest; None where a run of another version did not record it."""
-        return fact(self.manifest, *path)
-
 
 def _rows_by_id(entry: RunRecord) -> dict[tuple[str, str], PromptRecord]:
     return {(row.benchmark, row.id): row for row in entry.per_prompt}
@@ -253,7 +249,9 @@ def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line
     found = []
     for benchmark in dict.fromkeys(line.compared.benchmark for line in lines):
         left_out = max(x.left_out for x in lines if x.compared.benchmark == benchmark)
-        first, second = (run.fact(("prompts", benchmark, "sha256")) for run in (baseline, compared))
+        first, second = (
+            fact(run.manifest, "prompts", benchmark, "sha256") for run in (baseline, compared)
+        )
         if first != second:
             found.append(
                 f"prompts of {benchmark} differ ({_short(first)} and {_short(second)}): those with "
@@ -265,7 +263,7 @@ def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line
     if any(line.quantity is WALLCLOCK for line in lines):
         facts |= MACHINE
     for name, path in facts.items():
-        first, second = baseline.fact(path), compared.fact(path)
+        first, second = (fact(run.manifest, *path) for run in (baseline, compared))
         if first != second:
             found.append(f"{name} differs: {_short(first)} and {_short(second)}")
     for line in lines:
