@@ -20,9 +20,8 @@ from pipedraft.eval.intervals import (
     PairedComparison,
     VarianceParts,
     compare_paired,
-    variance_parts,
 )
-from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, ratio
+from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, repeated_speeds
 from pipedraft.eval.record import Manifest, PromptRecord, RunRecord, parse, read_bytes, read_results
 from pipedraft.eval.tables import Table, align_columns, fact
 from pipedraft.files import make_place, to_json, write_atomically
@@ -319,19 +318,16 @@ def find_noise(runs: Sequence[Evaluated]) -> list[Noise]:
     for repeats in groups.values():
         keys = sorted(_rows_by_id(repeats[0][1]))
         tables = [_counts(WALLCLOCK, entry, keys) for _, entry in repeats]
-        tokens_MP, seconds_MP = (np.stack(side) for side in zip(*tables, strict=True))
-        timed_P = (seconds_MP > 0).all(0)
-        if len(repeats) < 2 or timed_P.sum() < 2:
+        # The same tokens in every repeat.
+        pooled, parts = repeated_speeds(tables[0][0], np.stack([seconds for _, seconds in tables]))
+        if parts is None:
             continue
         found.append(
             Noise(
                 entry=repeats[0][1],
                 folders=[str(run.folder) for run, _ in repeats],
-                parts=variance_parts(tokens_MP[:, timed_P] / seconds_MP[:, timed_P]),
-                pooled=[
-                    ratio(float(tokens_P.sum()), float(seconds_P.sum()))
-                    for tokens_P, seconds_P in zip(tokens_MP, seconds_MP, strict=True)
-                ],
+                parts=parts,
+                pooled=pooled,
             )
         )
     return found

@@ -316,12 +316,6 @@ class Decoded:
     def total_joules(self) -> float:
         return sum(self.joules.values())
 
-    @property
-    def decode_s(self) -> float:
-        """Seconds from the first token to the last."""
-        times_s = self.result.token_times_s
-        return times_s[-1] - times_s[0]
-
 
 def decode(
     method: Method, simulation: Simulation, prompt_ids: list[int], *, prompt_index: int

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from pipedraft.eval.edge_methods import EDGE_W, METHODS, RADIOS, Decoded, Simulation, decode
 from pipedraft.eval.lossless import GreedyReference, check_equal, output_logits
-from pipedraft.eval.metrics import measure_times, pooled_ratio, ratio
+from pipedraft.eval.metrics import decode_seconds, measure_times, pooled_ratio, ratio
 from pipedraft.eval.record import (
     UNCHECKED,
     LatencyRecord,
@@ -105,9 +105,10 @@ class LinkRun:
         The turns of a conversation are added up; conversations without such a token are left out.
         """
         sums: dict[tuple[str, int], tuple[float, int]] = {}
-        for turn, cost in zip(self.turns, self.costs, strict=True):
+        for turn in self.turns:
             seconds, tokens = sums.get(turn.conversation, (0.0, 0))
-            sums[turn.conversation] = seconds + cost.decode_s, tokens + turn.result.num_tokens
+            own = decode_seconds(turn.result), turn.result.num_tokens
+            sums[turn.conversation] = seconds + own[0], tokens + own[1]
         counted = [(1e3 * seconds, tokens) for seconds, tokens in sums.values() if tokens]
         ms_P, tokens_P = np.array(counted, dtype=np.float64).reshape(-1, 2).T
         return ms_P, tokens_P

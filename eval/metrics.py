@@ -13,7 +13,12 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from pipedraft.eval.intervals import bootstrap_ratio, variance_parts, wilson_over_prompts
+from pipedraft.eval.intervals import (
+    VarianceParts,
+    bootstrap_ratio,
+    variance_parts,
+    wilson_over_prompts,
+)
 from pipedraft.eval.record import (
     UNCHECKED,
     AcceptanceLength,
@@ -259,16 +264,24 @@ def acceptance_by_entropy(rows: Sequence[PromptRecord]) -> list[EntropyRecord]:
 # -- repeats: decoded again with the same random numbers, so the same tokens at other times --------
 
 
-def decode_seconds(
-    conversations: Sequence[Hashable], results: Sequence[DecodeResult]
-) -> dict[Hashable, float]:
-    """First to last token of each turn, as tokens/s counts them, summed over a conversation."""
-    seconds: dict[Hashable, float] = {}
-    for conversation, result in zip(conversations, results, strict=True):
-        times_s = result.token_times_s
-        own_s = times_s[-1] - times_s[0] if times_s else 0.0
-        seconds[conversation] = seconds.get(conversation, 0.0) + own_s
-    return seconds
+def decode_seconds(result: DecodeResult) -> float:
+    """First to last token, as tokens/s counts them."""
+    times_s = result.token_times_s
+    return times_s[-1] - times_s[0] if times_s else 0.0
+
+
+def repeated_speeds(
+    tokens_P: np.ndarray, seconds_MP: np.ndarray
+) -> tuple[list[float], VarianceParts | None]:
+    """Tokens per second of every repeat, and where the variance of the conversations' comes from.
+
+    The latter is None where fewer than two repeats or conversations took any time.
+    """
+    speeds = [ratio(float(tokens_P.sum()), float(seconds_P.sum())) for seconds_P in seconds_MP]
+    timed_P = (seconds_MP > 0).all(0)
+    if len(speeds) < 2 or timed_P.sum() < 2:
+        return speeds, None
+    return speeds, variance_parts(tokens_P[timed_P] / seconds_MP[:, timed_P])
 
 
 def unequal_turns(repeats: Sequence[Mapping[Turn, DecodeResult]]) -> int:
@@ -295,14 +308,11 @@ def repeats_record(
     """
     tokens_P = np.array([row.tokens for row in rows], dtype=np.float64)
     seconds_MP = np.array([row.decode_s_repeats for row in rows], dtype=np.float64).T
+    speeds, parts = repeated_speeds(tokens_P, seconds_MP)
     found = RepeatsRecord(
-        repeats=len(repeats),
-        unequal_turns=unequal_turns(repeats),
-        tokens_per_s=[ratio(float(tokens_P.sum()), float(s.sum())) for s in seconds_MP],
+        repeats=len(repeats), unequal_turns=unequal_turns(repeats), tokens_per_s=speeds
     )
-    timed_P = (seconds_MP > 0).all(0)
-    if timed_P.sum() < 2:
+    if parts is None:
         return found
-    parts = variance_parts(tokens_P[timed_P] / seconds_MP[:, timed_P])
     components = {k: v for k, v in vars(parts).items() if k != "num_repeats"}
     return msgspec.structs.replace(found, **components, repeat_share=parts.repeat_share)

@@ -109,26 +109,18 @@ def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
 
     Counts are the first repeat's, seconds the mean of all.
     """
-    turns: dict[tuple[str, int], list[DecodedTurn]] = {}
-    for record in repeats[0]:
-        turns.setdefault(record.conversation, []).append(record)
-    seconds = [
-        decode_seconds([r.conversation for r in records], [r.result for r in records])
-        for records in repeats
-    ]
-    return [
-        _prompt_record(records, [one[conversation] for one in seconds])
-        for conversation, records in turns.items()
-    ]
+    turns: dict[tuple[str, int], list[list[DecodedTurn]]] = {}
+    for index, records in enumerate(repeats):
+        for record in records:
+            own = turns.setdefault(record.conversation, [[] for _ in repeats])
+            own[index].append(record)
+    return list(map(_prompt_record, turns.values()))
 
 
-def _prompt_record(records: Sequence[DecodedTurn], seconds: list[float]) -> PromptRecord:
-    """The record of one conversation, from its decoded turns.
-
-    Args:
-        records: the turns of one conversation.
-        seconds: of each repeat.
-    """
+def _prompt_record(repeats: Sequence[Sequence[DecodedTurn]]) -> PromptRecord:
+    """The record of one conversation, from its decoded turns in each repeat."""
+    records = repeats[0]
+    seconds = [sum(decode_seconds(record.result) for record in records) for records in repeats]
     prompt, results = records[0].prompt, [record.result for record in records]
     by_entropy = [
         count_by_entropy(r.result, r.entropies) for r in records if r.entropies is not None

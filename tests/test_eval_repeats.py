@@ -98,7 +98,7 @@ def test_a_slow_repeat_and_a_noisy_machine_are_told_apart() -> None:
     repeats = [
         {(p, 0): make_result(50, 50 / speed) for p, speed in enumerate(row)} for row in speeds
     ]
-    seconds = [decode_seconds([p for p, _ in turns], list(turns.values())) for turns in repeats]
+    seconds = [{p: decode_seconds(r) for (p, _), r in turns.items()} for turns in repeats]
     rows = [prompt_record(tokens=50, decode_s_repeats=[s[p] for s in seconds]) for p in range(4)]
     found = repeats_record(rows, repeats)
     assert found.residual == pytest.approx(0, abs=1e-9)

@@ -26,6 +26,7 @@ from link_runs import (
 
 from pipedraft.eval.edge_methods import METHODS, Simulation, decode
 from pipedraft.eval.edge_methods import TIMES as METHOD_TIMES
+from pipedraft.eval.metrics import decode_seconds
 from pipedraft.inference.channel import Link, LinkEstimate
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -136,7 +137,7 @@ def test_the_edge_alone_decodes_the_drafts_own_text():
     decoded = decode(METHODS["edge_only"], simulation, [1, 2], prompt_index=0)
     assert decoded.result.token_ids == greedy_reference(other, [1, 2], NEW_TOKENS)
     assert decoded.messages == 0 and METHODS["edge_only"].caveat
-    assert decoded.decode_s == pytest.approx((NEW_TOKENS - 1) * TIMES.draft_s)
+    assert decode_seconds(decoded.result) == pytest.approx((NEW_TOKENS - 1) * TIMES.draft_s)
 
 
 # -- time -----------------------------------------------------------------------------------
