@@ -224,18 +224,18 @@ def _read(path: Path, kind: type[T], where: str) -> T:
 
 
 @cache
-def read_roles(folder: Path = FOLDER) -> dict[str, Role]:
+def read_roles() -> dict[str, Role]:
     """Drafts and targets that shipped specifications ask for; an installed wheel has none."""
-    path = folder / ROLES_FILE
+    path = FOLDER / ROLES_FILE
     return _read(path, dict[str, Role], ROLES_FILE) if path.is_file() else {}
 
 
-def table_names(folder: Path = FOLDER) -> list[str]:
+def table_names() -> list[str]:
     """Names of all shipped tables; an installed wheel has none."""
-    return sorted(p.stem for p in folder.glob("*.yaml") if p.name != ROLES_FILE)
+    return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.name != ROLES_FILE)
 
 
-def read_spec(name: str, folder: Path = FOLDER) -> Spec:
+def read_spec(name: str) -> Spec:
     """Read the specification of a table, by its name or from a file.
 
     Args:
@@ -246,14 +246,14 @@ def read_spec(name: str, folder: Path = FOLDER) -> Spec:
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        names = table_names(folder)
+        names = table_names()
         if not names:
-            raise UsageError(f"NAME: no tables in {folder}; run from a checkout of the repository")
+            raise UsageError(f"NAME: no tables in {FOLDER}; run from a checkout of the repository")
         if name not in names:
             raise UsageError(f"NAME: {name!r} is no table; {_near(name, names)}")
-        path = folder / f"{name}.yaml"
+        path = FOLDER / f"{name}.yaml"
     elif not path.is_file():
         raise UsageError(f"NAME: there is no file {name!r}; give a YAML file, or a name of --list")
     spec = _read(path, Spec, name)
-    spec.check(name, read_roles(folder))
+    spec.check(name, read_roles())
     return spec
