@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import byte_tokenizer, tiny_llama
+from tiny_drafts import noisy_copy
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,6 +25,7 @@ from pipedraft.eval.metrics import (
 )
 from pipedraft.eval.record import LosslessRecord, PromptRecord, Results, RunRecord, parse
 from pipedraft.eval.report import Source
+from pipedraft.eval.tasks import Prompt
 from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.language_model import LanguageModelDraft
@@ -77,6 +79,21 @@ def target(tokenizer):
         bos_token_id=None,
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A target, a draft that is right now and then, and their tokenizer."""
+    tokenizer = byte_tokenizer()
+    target = tiny_llama(layers=2, hidden=16, vocab=len(tokenizer))
+    return SimpleNamespace(target=target, tokenizer=tokenizer, draft=noisy_copy(target))
+
+
+def make_prompts(task: str, *conversations: list[str]) -> list[Prompt]:
+    return [
+        Prompt(task=task, id=str(i), category="c", turns=turns)
+        for i, turns in enumerate(conversations)
+    ]
 
 
 class StubEngine:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import byte_tokenizer, tiny_llama
 from decode_runs import CHAIN, SMALL, PlainTokenizer
-from eval_runs import prompt_record
+from eval_runs import make_prompts, prompt_record
 from tiny_drafts import noisy_copy
 
 from pipedraft.eval import lossless
@@ -21,7 +21,6 @@ from pipedraft.eval.metrics import (
     token_tests,
 )
 from pipedraft.eval.run import Evaluation, Method
-from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -119,8 +118,7 @@ def test_a_certain_target_is_drafted_for_better_and_entries_say_so(tmp_path) -> 
     model = tiny_llama(layers=2, vocab=len(tokenizer))
     model.lm_head.weight.mul_(4)
     prompts = {
-        name: [Prompt(task=name, id=str(i), category="c", turns=[f"{name} {i}"]) for i in range(3)]
-        for name in ("one", "two")
+        name: make_prompts(name, *([f"{name} {i}"] for i in range(3))) for name in ("one", "two")
     }
     config = DecodeConfig.of(schedule="spd", num_stages=2, max_new_tokens=24)
     method = Method(name="spd", config=config, draft=noisy_copy(model, 0.3))

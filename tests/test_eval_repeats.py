@@ -1,26 +1,24 @@
 """Repeats of an evaluation: the same texts, times of their own, components in the report."""
 
 import itertools
-from types import SimpleNamespace
 
+import eval_runs
 import numpy as np
 import pytest
-from conftest import byte_tokenizer, tiny_llama
-from eval_runs import prompt_record
+from eval_runs import make_prompts, prompt_record
 from msgspec import UNSET
 from msgspec.structs import replace
-from tiny_drafts import noisy_copy
 
 from pipedraft.eval.metrics import AUTOREGRESSIVE, decode_seconds, repeats_record
 from pipedraft.eval.record import RepeatsRecord
 from pipedraft.eval.run import Evaluation, Method
-from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.traces import Traces, read_recordings
 from pipedraft.files import to_json
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
 
 REPEATS = 3
+model = eval_runs.model
 
 
 def make_result(tokens: int, seconds: float, last: int = 0) -> DecodeResult:
@@ -28,17 +26,9 @@ def make_result(tokens: int, seconds: float, last: int = 0) -> DecodeResult:
     return DecodeResult([1], [*[0] * tokens, last], "", "eos", 4, num_steps=9, token_times_s=times)
 
 
-@pytest.fixture(scope="module")
-def model():
-    tokenizer = byte_tokenizer()
-    target = tiny_llama(layers=2, hidden=16, vocab=len(tokenizer))
-    return SimpleNamespace(target=target, tokenizer=tokenizer, draft=noisy_copy(target))
-
-
 def evaluate(model, repeats: int, folder=None, temperature: float = 1.0) -> list[dict]:
     prompts = {
-        name: [Prompt(task=name, id=str(i), category="c", turns=[f"{name} {i}"]) for i in range(2)]
-        for name in ("one", "two")
+        name: make_prompts(name, *([f"{name} {i}"] for i in range(2))) for name in ("one", "two")
     }
     config = DecodeConfig.of(
         schedule="spd", num_stages=2, max_new_tokens=8, temperature=temperature

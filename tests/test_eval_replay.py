@@ -14,13 +14,12 @@ import pytest
 import torch
 from conftest import byte_tokenizer, tiny_llama
 from decode_runs import CHAIN, SMALL, PlainTokenizer, friendly_module
-from eval_runs import assert_refused, first_layer, status
+from eval_runs import assert_refused, first_layer, make_prompts, status
 from tiny_drafts import make_draft, make_head
 
 from pipedraft.eval.replay import Hardware, records, replay, speedups_by_row
 from pipedraft.eval.run import Evaluation, Method, recorded_draft
 from pipedraft.eval.tables import row_cost_table
-from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.traces import Recording, Traces, read_recordings
 from pipedraft.files import to_json
 from pipedraft.inference.clock import CostModel
@@ -244,8 +243,8 @@ def evaluated(tmp_path_factory):
     model = target(len(tokenizer))
     draft = first_layer(model)
     prompts = {
-        name: [Prompt(task=name, id=str(i), category="c", turns=turns) for i, turns in enumerate(t)]
-        for name, t in {"one": [["hello", "again"], ["bye"]], "two": [["what"]]}.items()
+        "one": make_prompts("one", ["hello", "again"], ["bye"]),
+        "two": make_prompts("two", ["what"]),
     }
 
     def methods(stages: int, *ways: dict) -> list[Method]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import eval_runs
 import pytest
 import torch
-from eval_runs import AnyDraft, StubEngine, assert_refused, command, status
+from eval_runs import AnyDraft, StubEngine, assert_refused, command, make_prompts, status
 from transformers import GenerationConfig
 
 from pipedraft.eval import command as command_module
@@ -19,7 +19,6 @@ from pipedraft.eval.lossless import GreedyReference, generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.run import Evaluation, Method
-from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.traces import Traces
 from pipedraft.eval.turns import evaluate, prompt_seed
 from pipedraft.inference.config import DecodeConfig
@@ -34,13 +33,6 @@ def engine(monkeypatch):
     monkeypatch.setattr("pipedraft.eval.run.Engine", StubEngine)
     monkeypatch.setattr(StubEngine, "log", [])
     return StubEngine
-
-
-def make_prompts(task: str, *conversations: list[str]) -> list[Prompt]:
-    return [
-        Prompt(task=task, id=str(i), category="c", turns=turns)
-        for i, turns in enumerate(conversations)
-    ]
 
 
 def make_method(**settings) -> Method:

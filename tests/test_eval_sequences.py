@@ -1,17 +1,12 @@
 """Several conversations of an evaluation at once: the counts and texts of each one alone."""
 
-from types import SimpleNamespace
-
 import eval_runs
 import pytest
-from conftest import byte_tokenizer, tiny_llama
-from eval_runs import assert_refused, command
+from eval_runs import assert_refused, command, make_prompts
 from msgspec import UNSET
 from msgspec.structs import replace
-from tiny_drafts import noisy_copy
 
 from pipedraft.eval.run import Evaluation, Method
-from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.traces import Traces
 from pipedraft.files import to_json
 from pipedraft.inference.batch import BatchEngine
@@ -19,6 +14,7 @@ from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 
 tokenizer, target, folders = eval_runs.tokenizer, eval_runs.target, eval_runs.folders
+model = eval_runs.model
 COSTLY = CostModel(row=0.05, link=0.01, draft_forward=0.05)
 METHODS = (
     {"schedule": "spd", "temperature": 0.0},
@@ -28,22 +24,14 @@ METHODS = (
 )
 
 
-@pytest.fixture(scope="module")
-def model():
-    tokenizer = byte_tokenizer()
-    target = tiny_llama(layers=2, hidden=16, vocab=len(tokenizer))
-    return SimpleNamespace(target=target, tokenizer=tokenizer, draft=noisy_copy(target))
-
-
 def evaluate(model, settings, sequences: int, folder=None) -> list:
     """Conversations of one and two turns, more than are decoded at once."""
     talks = [["a", "b and"], ["long ago" * 9], ["c"], ["d d", "e", "f"], ["g"]]
-    prompts = [Prompt(task="one", id=str(i), category="c", turns=t) for i, t in enumerate(talks)]
     config = DecodeConfig.of(num_stages=2, max_new_tokens=12, cost=COSTLY, **settings)
     comparison = Evaluation(
         target=model.target,
         tokenizer=model.tokenizer,
-        benchmarks={"one": prompts},
+        benchmarks={"one": make_prompts("one", *talks)},
         reference=model.target,
         sequences=sequences,
         traces=Traces(folder, {"target": "tiny"}),
