@@ -41,15 +41,13 @@ def student_quantile(probability: float, degrees: float) -> float:
     return sum(term / degrees**power for power, term in enumerate(terms))
 
 
-def resampling_weights(
-    size: int, *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
-) -> np.ndarray:
+def resampling_weights(size: int, *, seed: int) -> np.ndarray:
     """[P, R]: how often each of ``size`` conversations is drawn in each resample.
 
     Whole numbers as float64: sums over conversations stay exact.
     """
     rng = np.random.default_rng(seed)
-    weights_RP = rng.multinomial(size, np.full(size, 1 / size), size=num_resamples)
+    weights_RP = rng.multinomial(size, np.full(size, 1 / size), size=NUM_RESAMPLES)
     return weights_RP.T.astype(np.float64)
 
 
@@ -89,11 +87,7 @@ def expanded_percentiles(values_R: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def bootstrap_ratio(
-    numerator_P: np.ndarray,
-    denominator_P: np.ndarray,
-    *,
-    seed: int = 0,
-    num_resamples: int = NUM_RESAMPLES,
+    numerator_P: np.ndarray, denominator_P: np.ndarray, *, seed: int = 0
 ) -> np.ndarray:
     """Confidence interval [..., 2] of sum(numerator) / sum(denominator), resampling conversations.
 
@@ -106,7 +100,7 @@ def bootstrap_ratio(
     size = numerator_P.shape[-1]
     if size < 2:
         return np.full((*numerator_P.shape[:-1], 2), np.nan)
-    weights_PR = resampling_weights(size, seed=seed, num_resamples=num_resamples)
+    weights_PR = resampling_weights(size, seed=seed)
     ratio_R = (numerator_P @ weights_PR) / (denominator_P @ weights_PR)
     return expanded_percentiles(ratio_R, effective_size(denominator_P))
 
@@ -205,26 +199,24 @@ def influence(numerator_SP: np.ndarray, denominator_SP: np.ndarray) -> np.ndarra
     return scaled_SP[..., 1, :] - scaled_SP[..., 0, :]
 
 
-def _signs(size: int, seed: int) -> np.ndarray:
+def _signs(size: int) -> np.ndarray:
     """[P, R] of +-1, -1 where the runs are swapped: every pattern, or random ones."""
     if size <= EXACT_PROMPTS:
         bits_PR = np.arange(2**size) >> np.arange(size)[:, None] & 1
     else:
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         bits_PR = rng.integers(0, 2, size=(size, NUM_PERMUTATIONS), dtype=np.int8)
     return 1.0 - 2.0 * bits_PR
 
 
-def permutation_p_value(
-    numerator_SP: np.ndarray, denominator_SP: np.ndarray, *, seed: int = 0
-) -> np.ndarray:
+def permutation_p_value(numerator_SP: np.ndarray, denominator_SP: np.ndarray) -> np.ndarray:
     """Two-sided p-value [...] of "which of the two runs it was makes no difference to a prompt".
 
     Share of the patterns of swaps whose pooled values differ at least as much as measured. All
     patterns up to ``EXACT_PROMPTS`` prompts; beyond, (1 + hits) / (1 + R) of R random ones, which
     keeps the level (Phipson and Smyth 2010, arXiv:1603.05766).
     """
-    sign_PR = _signs(numerator_SP.shape[-1], seed)
+    sign_PR = _signs(numerator_SP.shape[-1])
 
     def totals(values_SP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sums over prompts of the first and the second label, for every pattern: [..., R]."""

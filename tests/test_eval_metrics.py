@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from pipedraft.eval import intervals
 from pipedraft.eval.intervals import bootstrap_ratio, student_quantile
 from pipedraft.eval.metrics import measure_times, run_record
 from pipedraft.eval.record import LosslessRecord, RunRecord
@@ -139,7 +140,7 @@ def test_interval_over_turns_instead_of_conversations_covers_too_seldom() -> Non
     assert coverage(tokens.reshape(2000, -1), steps.reshape(2000, -1)) < 0.9
 
 
-def test_interval_agrees_with_the_plain_loop_over_resamples() -> None:
+def test_interval_agrees_with_the_plain_loop_over_resamples(monkeypatch) -> None:
     rng = np.random.default_rng(0)
     tokens, steps = rng.integers(20, 90, 30), rng.integers(30, 60, 30)
     draws = [rng.integers(0, 30, 30) for _ in range(20000)]
@@ -149,7 +150,8 @@ def test_interval_agrees_with_the_plain_loop_over_resamples() -> None:
     assert 28 < size < 29.5
     tail = special.ndtr(-np.sqrt(size / (size - 1)) * special.stdtrit(size - 1, 0.975))
     oracle = np.quantile(ratios, [tail, 1 - tail])
-    got = bootstrap_ratio(tokens, steps, num_resamples=20000)
+    monkeypatch.setattr(intervals, "NUM_RESAMPLES", 20000)
+    got = bootstrap_ratio(tokens, steps)
     np.testing.assert_allclose(got, oracle, atol=0.05 * (oracle[1] - oracle[0]))
 
 
