@@ -100,6 +100,13 @@ def test_alpaca_may_be_eagles_questions(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "row", "asked", "turn", "reference"),
     [
+        (
+            "gsm8k",
+            {"question": "1 + 1?", "answer": "2\n#### 2"},
+            ("openai/gsm8k", "main", "test"),
+            "1 + 1?",
+            "2",
+        ),
         ("alpaca", ALPACA, ("tatsu-lab/alpaca", None, "train"), "Name a color.", "Red."),
         (
             "cnn_dm",
@@ -135,7 +142,8 @@ def test_hub_rows_are_put_in_spec_benchs_words(
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     (prompt,) = load_task(name, "hub:")
-    assert calls == [asked]
+    assert load_task(name, "hub:me/other")[0].turns == prompt.turns
+    assert calls == [asked, ("me/other", *asked[1:])]
     assert (prompt.task, prompt.turns, prompt.reference) == (name, [turn], reference)
 
 

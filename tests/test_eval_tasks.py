@@ -153,19 +153,6 @@ def test_missing_assets_ask_for_a_data_folder(tmp_path, monkeypatch) -> None:
         load_task("gsm8k")
 
 
-def test_hub_prefix_reads_the_published_data_set(monkeypatch) -> None:
-    asked = []
-
-    def load_dataset(repository, configuration, *, split, streaming):
-        asked.append((repository, configuration, split))
-        return [{"question": "1 + 1?", "answer": "2\n#### 2"}]
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert load_task("gsm8k", "hub:")[0].turns == ["1 + 1?"]
-    load_task("gsm8k", "hub:me/other")
-    assert asked == [("openai/gsm8k", "main", "test"), ("me/other", "main", "test")]
-
-
 def test_unreachable_hub_is_an_error_with_a_fix(monkeypatch) -> None:
     def load_dataset(*args, **kwargs):
         raise ConnectionError("no network")
