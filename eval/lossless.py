@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from pipedraft.eval.record import LosslessRecord, is_known
 from pipedraft.eval.traces import TraceFile
+from pipedraft.files import Values
 from pipedraft.inference.result import DecodeResult
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ class GreedyOutput:
 
 def pool_checks(checks: Sequence[LosslessRecord]) -> LosslessRecord:
     """The checks of several benchmarks, all in the same precision, as one."""
-    counts, measured = ["checked", "mismatches"], {}
+    counts = ["checked", "mismatches"]
+    measured: Values = {}
     noises = [check.noise for check in checks if is_known(check.noise)]
     if noises:
         counts += ["faults", "near_ties", "positions", "ties"]

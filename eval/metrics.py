@@ -310,7 +310,7 @@ def repeats_record(
     seconds_MP = np.array([row.decode_s_repeats for row in rows], dtype=np.float64).T
     speeds, parts = repeated_speeds(tokens_P, seconds_MP)
     found = RepeatsRecord(
-        repeats=len(repeats), unequal_turns=unequal_turns(repeats), tokens_per_s=speeds
+        repeats=len(repeats), unequal_turns=unequal_turns(repeats), tokens_per_s=[*speeds]
     )
     if parts is None:
         return found

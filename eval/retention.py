@@ -5,8 +5,9 @@ again. The check that a draft belongs to its target is made for the base, and le
 others: here alone, since a mismatch is what is measured.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ from pipedraft.eval.plots import plot_retention
 from pipedraft.eval.record import (
     AcceptedPerPrompt,
     DriftRecord,
-    Interval,
     Manifest,
     Results,
     RetentionRecord,
@@ -43,7 +43,8 @@ from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import load_target
 from pipedraft.models.target_part import out_of_scope, weights_identity
 
-# P prompts, S the two targets that are compared (0 the base), A tokens of an answer, V vocabulary
+# P prompts, X values of each, R decoded turns, S the two targets that are compared (0 the base)
+# A tokens of an answer, V vocabulary
 # counts_4P: accepted, tested, emitted, rounds of each prompt
 
 PLOT = "retention.png"
@@ -65,18 +66,22 @@ LEGEND = """\
 """
 
 
-def count(records: Sequence[DecodedTurn], num_prompts: int) -> np.ndarray:
-    """[4, P] of what each prompt's turns add up to; 0 where none was decoded."""
-    counts_4P = np.zeros((4, num_prompts))
-    for record in records:
-        result = record.result
-        counts_4P[:, record.conversation[1]] += (
-            result.num_accepted,
-            result.num_tested,
-            sum(result.round_lengths),
-            len(result.round_lengths),
-        )
-    return counts_4P
+def add_up(
+    records: Sequence[DecodedTurn],
+    num_prompts: int,
+    measure: Callable[[DecodeResult], Sequence[float]],
+) -> np.ndarray:
+    """[X, P]: the X values of each prompt's turns, added up; 0 where none was decoded."""
+    values_RX = np.array([measure(record.result) for record in records], dtype=np.float64)
+    sums_XP = np.zeros((values_RX.shape[1], num_prompts))
+    np.add.at(sums_XP.T, [record.conversation[1] for record in records], values_RX)
+    return sums_XP
+
+
+def count(result: DecodeResult) -> tuple[int, int, int, int]:
+    """Draft tokens accepted and tested, tokens emitted, rounds."""
+    rounds = result.round_lengths
+    return result.num_accepted, result.num_tested, sum(rounds), len(rounds)
 
 
 def describe(
@@ -138,24 +143,6 @@ def divergence(
     return float(total), len(result.token_ids)
 
 
-def drift(
-    base: PreTrainedModel,
-    evolved: PreTrainedModel,
-    records: Sequence[DecodedTurn],
-    num_prompts: int,
-    seed: int,
-) -> tuple[float, Interval]:
-    """Mean KL(base || evolved) per token of the base's answers in nats, and its interval.
-
-    Args:
-        records: of the base.
-    """
-    sums_2P = np.zeros((2, num_prompts))
-    for record in records:
-        sums_2P[:, record.conversation[1]] += divergence(base, evolved, record.result)
-    return pooled_ratio(*sums_2P, seed=seed)
-
-
 @dataclass(frozen=True)
 class Decoded:
     """All prompts, by one draft on one target."""
@@ -207,7 +194,9 @@ class Retention:
                 decoded = self._decode(f"{name}, {target}", model, folder, prompts)
                 scope = out_of_scope(spec.target, folder)
             turns, same = _agreement(decoded.values())
-            kl, kl_ci95 = drift(whole, model, answers, len(prompts), spec.seed)
+            # Per token of the base's answers, in nats.
+            sums_2P = add_up(answers, len(prompts), partial(divergence, whole, model))
+            kl, kl_ci95 = pooled_ratio(*sums_2P, seed=spec.seed)
             record = DriftRecord(
                 domain=name,
                 target=target,
@@ -223,8 +212,8 @@ class Retention:
                 record,
                 [
                     describe(
-                        count(found.records, len(prompts)),
-                        count(base[draft].records, len(prompts)),
+                        add_up(found.records, len(prompts), count),
+                        add_up(base[draft].records, len(prompts), count),
                         seed=spec.seed,
                         where=(name, target, draft),
                         loads=found.loads,

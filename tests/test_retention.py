@@ -15,7 +15,7 @@ from tiny_drafts import make_draft
 from train_runs import make_world
 
 from pipedraft.eval import __main__ as command
-from pipedraft.eval.retention import MEASURES, count, describe, divergence, sync_seconds
+from pipedraft.eval.retention import MEASURES, add_up, count, describe, divergence, sync_seconds
 from pipedraft.eval.runner import check
 from pipedraft.eval.spec import read_spec
 from pipedraft.inference.config import DecodeConfig
@@ -52,7 +52,7 @@ def test_turns_of_a_prompt_add_up_and_a_prompt_without_any_counts_nothing():
         record(2, tests=[4], accepts=[0], rounds=[1, 1, 1, 1]),
         record(0, tests=[1], accepts=[1], rounds=[2]),
     ]
-    counts_4P = count(records, 3)
+    counts_4P = add_up(records, 3, count)
     assert counts_4P.tolist() == [[3, 0, 0], [4, 0, 4], [6, 0, 4], [3, 0, 4]]
 
 
