@@ -27,36 +27,6 @@ from pipedraft.models.target import capture_hidden
 # -- what training computes -----------------------------------------------------------------
 
 
-def chain_states(
-    draft: Draft, taps: Mapping[int, Tensor], ids_T: Tensor, depth: int
-) -> list[Tensor]:
-    """What the LM head reads in training of draft tokens 1 .. depth: [T, ...] each, by the root.
-
-    Row t of an entry is of the round whose root is the token at t; rows without one hold anything.
-
-    Args:
-        taps: hidden states [1, T, H] of the target, by layer index.
-    """
-    ids_BT = ids_T[None]
-    if isinstance(draft, EagleHead):
-        rows = [torch.arange(len(ids_T), device=ids_T.device)] * depth
-        states, shifts = draft.unroll(draft.feature(taps), ids_BT, rows), [1] * depth
-    elif isinstance(draft, DFlash):
-        blocks_ASH = draft(taps, ids_BT, [torch.arange(1, len(ids_T))])
-        blocks_TSH = F.pad(blocks_ASH, (0, 0, 0, 0, 1, 0))
-        states, shifts = list(blocks_TSH.unbind(1)[:depth]), [0] * depth
-    else:
-        # Row t predicts the token at t + 1; so many tokens are in flight as the draft token says.
-        shifts = [-step for step in range(depth)]
-        if isinstance(draft, SPD):
-            states = [draft(taps, [step])[0] for step in range(1, depth + 1)]
-        else:
-            states = [draft(ids_BT if isinstance(draft, FlexSpec) else taps)[0]] * depth
-    # One more row in front moves a state to its root.
-    pads = [(0, 0) * (x.ndim - 1) + (by, -by) for x, by in zip(states, shifts, strict=True)]
-    return [F.pad(x, pad) for x, pad in zip(states, pads, strict=True)]
-
-
 def trained_depth(draft: Draft, depth: int) -> int:
     """Draft tokens of a round that the draft was made for, of ``depth`` that are asked for."""
     if isinstance(draft, SPD):
@@ -78,7 +48,30 @@ class Text:
         """The target's own token behind every one."""
 
     def states(self, draft: Draft, depth: int) -> list[Tensor]:
-        return chain_states(draft, self.taps, self.ids_T, depth)
+        """What the LM head reads in training of draft tokens 1 .. depth: [T, ...] each, by root.
+
+        Row t of an entry is of the round whose root is the token at t; rows without one hold
+        anything.
+        """
+        taps, ids_T, ids_BT = self.taps, self.ids_T, self.ids_T[None]
+        if isinstance(draft, EagleHead):
+            rows = [torch.arange(len(ids_T), device=ids_T.device)] * depth
+            states, shifts = draft.unroll(draft.feature(taps), ids_BT, rows), [1] * depth
+        elif isinstance(draft, DFlash):
+            blocks_ASH = draft(taps, ids_BT, [torch.arange(1, len(ids_T))])
+            blocks_TSH = F.pad(blocks_ASH, (0, 0, 0, 0, 1, 0))
+            states, shifts = list(blocks_TSH.unbind(1)[:depth]), [0] * depth
+        else:
+            # Row t predicts the token at t + 1; as many tokens are in flight as the draft token
+            # says.
+            shifts = [-step for step in range(depth)]
+            if isinstance(draft, SPD):
+                states = [draft(taps, [step])[0] for step in range(1, depth + 1)]
+            else:
+                states = [draft(ids_BT if isinstance(draft, FlexSpec) else taps)[0]] * depth
+        # One more row in front moves a state to its root.
+        pads = [(0, 0) * (x.ndim - 1) + (by, -by) for x, by in zip(states, shifts, strict=True)]
+        return [F.pad(x, pad) for x, pad in zip(states, pads, strict=True)]
 
 
 def over_vocabulary(draft: Draft, logits_RU: Tensor) -> Tensor:
