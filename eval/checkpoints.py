@@ -174,11 +174,12 @@ class Drafts:
         self.folders: dict[str, Path] = {}
         """Where the drafts that were found are."""
         self.networks: dict[str, DraftNetwork] = {}
-        self._missing: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        """Why there is no draft of a name, and what makes one."""
 
     def find(self, name: str) -> DraftNetwork | None:
         """The network; None: there is no checkpoint of this role for this target."""
-        if name in self.networks or name in self._missing:
+        if name in self.networks or name in self.missing:
             return self.networks.get(name)
         reason = "no checkpoint"
         for folder in self.search.candidates(name):
@@ -191,12 +192,8 @@ class Drafts:
                 continue
             self.folders[name] = folder
             return self.networks[name]
-        self._missing[name] = f"{reason}; train it: {self.search.roles[name].train}"
+        self.missing[name] = f"{reason}; train it: {self.search.roles[name].train}"
         return None
-
-    def missing(self, name: str) -> str:
-        """Why there is no draft of this name, and what makes one."""
-        return self._missing[name]
 
     def is_model(self, name: str) -> bool:
         """Whether what was found is a language model, not a head."""

@@ -86,7 +86,7 @@ def paper_table(table: Spec, outcomes: Sequence[Outcome]) -> Table:
         named += [str(network or "-")] if has_network else []
         named += [str(outcome.stages or "-")] if has_stages else []
         ours = [
-            _cell(measured(table, outcomes, index, Measure(text=text))) for text in table.measures
+            _cell(measured(table, outcomes, index, Measure.parse(text))) for text in table.measures
         ]
         published = [_published(row, column) for column in table.sources]
         shown = [*named, f"{temperature:g}", *ours, outcome.agreement, *published]
@@ -124,7 +124,7 @@ def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[st
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
         ours = {}
         for text in table.measures:
-            value, interval = measured(table, outcomes, index, Measure(text=text))
+            value, interval = measured(table, outcomes, index, Measure.parse(text))
             ours[text] = {"value": value, "ci95": interval}
         temperature, network = table.place(row)
         rows.append(

@@ -217,7 +217,7 @@ def _found(row: Row, context: TableContext) -> Outcome:
     if row.run is None:
         return Outcome(remark=row.remark)
     if row.draft is not None and context.drafts.find(row.draft) is None:
-        return Outcome(remark=context.drafts.missing(row.draft))
+        return Outcome(remark=context.drafts.missing[row.draft])
     return Outcome()
 
 
@@ -484,7 +484,7 @@ def check(name: str, spec: Spec) -> None:
     """Raise ValueError for settings or measures that no evaluation has. Loads no model."""
     kind = KINDS[spec.kind]
     for text in spec.measures:
-        if Measure(text=text).quantity not in kind.quantities:
+        if Measure.parse(text).quantity not in kind.quantities:
             raise ValueError(
                 f"{name}: measure {text!r} is none of a {spec.kind} table; give one of "
                 f"{', '.join(sorted(kind.quantities))}"

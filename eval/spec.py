@@ -8,10 +8,9 @@ a model: its settings must be ones that exist, and every published number must h
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -52,25 +51,20 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where it is looked for first, below the folders of --checkpoints; null: the role's name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measure:
+class Measure(NamedTuple):
     """A column of what is measured: QUANTITY [over ROW] [on BENCHMARK]."""
 
-    text: str
+    quantity: str
+    over: str | None
+    """Name of the row whose value, at the same place, divides."""
+    benchmark: str | None
+    """Benchmark that is measured; None: all of them pooled."""
 
-    @property
-    def quantity(self) -> str:
-        return self.text.partition(" on ")[0].partition(" over ")[0]
-
-    @property
-    def over(self) -> str | None:
-        """Name of the row whose value, at the same place, divides."""
-        return self.text.partition(" on ")[0].partition(" over ")[2] or None
-
-    @property
-    def benchmark(self) -> str | None:
-        """Benchmark that is measured; None: all of them pooled."""
-        return self.text.partition(" on ")[2] or None
+    @classmethod
+    def parse(cls, text: str) -> "Measure":
+        of_row, _, benchmark = text.partition(" on ")
+        quantity, _, over = of_row.partition(" over ")
+        return cls(quantity, over or None, benchmark or None)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,7 +167,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 )
         tasks = sorted({task_name(benchmark) for benchmark in self.benchmarks})
         for text in self.measures:
-            measure = Measure(text=text)
+            measure = Measure.parse(text)
             if measure.over is not None and measure.over not in [row.name for row in self.rows]:
                 raise ValueError(f"{name}: measure {text!r}: there is no row {measure.over!r}")
             if measure.benchmark is None:

@@ -221,7 +221,7 @@ def test_a_file_that_is_no_specification_is_one_line(tmp_path, text, expected):
 
 
 def test_a_measure_is_a_quantity_a_row_and_a_benchmark():
-    found = [Measure(text=t) for t in ("S", "S on gsm8k", "S over Naive PP", "S over A B on c")]
+    found = [Measure.parse(t) for t in ("S", "S on gsm8k", "S over Naive PP", "S over A B on c")]
     assert [m.quantity for m in found] == ["S"] * 4
     assert [m.over for m in found] == [None, None, "Naive PP", "A B"]
     assert [m.benchmark for m in found] == [None, "gsm8k", None, "c"]
@@ -296,7 +296,7 @@ def test_a_table_runs_and_says_why_a_row_does_not(make, name):
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
         line = dict(zip(shown.header, shown.rows[index], strict=True))
         if outcome.values:
-            value, _ = measured(table, outcomes, index, Measure(text=table.measures[0]))
+            value, _ = measured(table, outcomes, index, Measure.parse(table.measures[0]))
             assert value is None or value >= 0
             assert "train" not in outcome.remark
             checked = outcome.agreement.split("/")
@@ -320,13 +320,13 @@ def test_drafts_are_found_by_what_they_are_and_belong_to_the_target(place, tmp_p
     assert drafts.find("spd_n4").config.query == "newest"
     assert drafts.find("spd_n4_all").config.query == "all"
     assert drafts.folders["spd_n4_all"].parts[-2:] == ("another_name", "best")
-    assert drafts.find("spd_n8") is None and "--config configs/spd/tiny_n8" in drafts.missing(
-        "spd_n8"
+    assert (
+        drafts.find("spd_n8") is None and "--config configs/spd/tiny_n8" in drafts.missing["spd_n8"]
     )
     stranger = load_target(str(place / "runs" / "evolve" / "maths_lora_strong"))
     stranger.lm_head.weight.data.add_(1.0)
     drafts = Drafts(CheckpointSearch([str(place / "runs")], roles), stranger, tokenizer)
-    assert drafts.find("eagle3") is None and "does not match this draft" in drafts.missing("eagle3")
+    assert drafts.find("eagle3") is None and "does not match this draft" in drafts.missing["eagle3"]
 
 
 def test_a_file_of_roles_decides(place, tmp_path):
@@ -399,7 +399,7 @@ def test_benchmarks_have_columns_of_their_own(make):
 
 def test_a_ratio_is_of_rows_at_the_same_temperature(make):
     table, outcomes, _ = make("flowspec1")
-    measure = Measure(text="S over Naive PP")
+    measure = Measure.parse("S over Naive PP")
     for index, row in enumerate(table.rows):
         value, _ = measured(table, outcomes, index, measure)
         base = next(
