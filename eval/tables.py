@@ -109,10 +109,6 @@ def bounds(interval: Sequence[float | None], digits: int = 3) -> str:
     return f"[{low:.{digits}f}, {high:.{digits}f}]" if is_known(low) and is_known(high) else "-"
 
 
-def _interval(run: RunRecord) -> str:
-    return bounds(run.equivalent_acceptance_length.ci95)
-
-
 def _wallclock(run: RunRecord, key: str, digits: int) -> str:
     return "-" if run.wallclock is None else number(getattr(run.wallclock, key), digits)
 
@@ -144,7 +140,7 @@ COLUMNS: dict[str, Column] = {
     "alpha": lambda run: number(run.draft_acceptance_rate),
     "tau": lambda run: number(run.mean_acceptance_length),
     "L' pooled": lambda run: number(run.equivalent_acceptance_length.pooled),
-    "95 % CI": _interval,
+    "95 % CI": lambda run: bounds(run.equivalent_acceptance_length.ci95),
     "L' mean": lambda run: number(run.equivalent_acceptance_length.mean),
     "S": lambda run: number(run.theoretical_speedup),
     "tokens/s": lambda run: _wallclock(run, "tokens_per_s", 1),
