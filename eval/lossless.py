@@ -120,7 +120,7 @@ def check_equal(turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]") 
     """
     expected = {(turn.conversation, turn.turn): turn.result.token_ids for turn in plain}
     outputs = {(turn.conversation, turn.turn): turn.result.token_ids for turn in turns}
-    wrong = sum(tokens != expected[turn] for turn, tokens in outputs.items())
+    wrong = sum(tokens != expected.get(turn) for turn, tokens in outputs.items())
     return LosslessRecord(checked=len(outputs), mismatches=wrong)
 
 
