@@ -156,7 +156,7 @@ class EntropyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RepeatsRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the variance of tokens/s comes from; see ``paired.VarianceParts``."""
+    """Where the variance of tokens/s comes from; see ``intervals.VarianceParts``."""
 
     repeats: Count
     unequal_turns: Count
