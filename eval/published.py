@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from pipedraft.eval.runner import (
 )
 from pipedraft.eval.spec import DEFAULT_TARGET, Measure, Row, Spec, read_spec, table_names
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
+from pipedraft.eval.traces import remove_traces
 from pipedraft.files import to_json, write_atomically
 from pipedraft.pretrained import quieten
 
@@ -161,15 +163,10 @@ def read_options(options: TableOptions) -> Spec:
 
 def context_of(options: TableOptions, spec: Spec) -> TableContext:
     search = search_for(spec, list(options.checkpoints))
-    return load_context(
-        spec,
-        search,
-        options.out,
-        device=options.device,
-        fresh=options.fresh,
-        sequences=options.sequences,
-        shard=options.shard,
-    )
+    context = load_context(spec, search, options.out, device=options.device)
+    if options.fresh:
+        remove_traces(options.out, options.shard)
+    return replace(context, sequences=options.sequences, shard=options.shard)
 
 
 def make_table(options: TableOptions, argv: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ from pipedraft.eval.run import Evaluation, Method
 from pipedraft.eval.spec import BASE, Measure, Row, Spec, decode_config, read_roles
 from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import load_tasks
-from pipedraft.eval.traces import remove_traces, traces_of
+from pipedraft.eval.traces import traces_of
 from pipedraft.files import Values
 from pipedraft.inference.channel import PRESETS, load_link
 from pipedraft.inference.config import RULE_NAMES
@@ -87,26 +87,19 @@ def load_context(
     out: Path,
     *,
     revision: str | None = None,
-    device: str = "auto",
-    fresh: bool = False,
+    device: str,
     has_reference: bool = True,
-    sequences: int = 1,
-    shard: str | None = None,
 ) -> TableContext:
     """Read the prompts, make the output folder, load the target.
 
     Args:
-        fresh: forget what was decoded before, with ``shard`` of that share.
         has_reference: whether outputs are compared with the target's own.
-        sequences, shard: as ``TableContext``'s.
     """
     benchmarks = {
         name: [p for ps in load_tasks(d.benchmarks, spec.data_dir, spec.limit).values() for p in ps]
         for name, d in spec.domains.items()
     } or load_tasks(spec.benchmarks, spec.data_dir, spec.limit)
     make_folder("--out", out)
-    if fresh:
-        remove_traces(out, shard)
     place = resolve_device(device)
     dtype = resolve_dtype(spec.dtype, place, spec.target, revision)
     target = load_target(spec.target, revision=revision, dtype=dtype, device=place)
@@ -118,8 +111,6 @@ def load_context(
         drafts=Drafts(search, target, tokenizer),
         out=out,
         reference=target if has_reference else None,
-        sequences=sequences,
-        shard=shard,
     )
 
 
