@@ -56,15 +56,22 @@ def compare(target, tokenizer, methods, *, lossless=True, prompts=None, **option
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_sampled_outputs_are_compared_with_plain_decodings(
-    is_wrong, target, tokenizer, engine, monkeypatch
+@pytest.mark.parametrize(
+    ("temperature", "options"),
+    [(1.0, {}), (0.0, {"lossless": False, "trusts_plain": True})],
+    ids=["sampled", "greedy without a reference"],
+)
+def test_outputs_are_compared_with_plain_decodings(
+    is_wrong, temperature, options, target, tokenizer, engine, monkeypatch
 ) -> None:
     monkeypatch.setattr(StubEngine, "wrong_last_token", is_wrong)
-    entries = compare(target, tokenizer, [make_method(temperature=1.0, tree_width=4)])
+    method = make_method(temperature=temperature, tree_width=4)
+    entries = compare(target, tokenizer, [method], **options)
     checks = [entry.lossless for entry in entries if entry.benchmark == "two"]
     assert [check.checked for check in checks] == [0, 3]
     assert checks[1].mismatches == 3 * is_wrong
-    assert {entry.verifier for entry in entries} == {"gumbel"}
+    if temperature:
+        assert {entry.verifier for entry in entries} == {"gumbel"}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -80,18 +87,6 @@ def test_bitwise_outputs_are_compared_with_plain_decodings_in_half_precision(
         (found,) = [e.lossless for e in entries if (e.benchmark, e.method) == ("two", "spd")]
         expected = LosslessRecord(checked=3, mismatches=3)
         assert found == (expected if is_bitwise else LosslessRecord(checked=0, mismatches=0))
-
-
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_greedy_outputs_without_a_reference_are_compared_with_plain_decodings(
-    is_wrong, target, tokenizer, engine, monkeypatch
-) -> None:
-    monkeypatch.setattr(StubEngine, "wrong_last_token", is_wrong)
-    methods = [make_method(tree_width=4)]
-    entries = compare(target, tokenizer, methods, lossless=False, trusts_plain=True)
-    checks = [entry.lossless for entry in entries if entry.benchmark == "two"]
-    assert [check.checked for check in checks] == [0, 3]
-    assert checks[1].mismatches == 3 * is_wrong
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda:0"])
