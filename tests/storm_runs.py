@@ -35,7 +35,7 @@ class Storm:
 
     def __init__(self, target, seed: int, *, loss: float, falls_back_after: int = -1) -> None:
         self.rng, self.loss, self.falls_back_after = random.Random(seed), loss, falls_back_after
-        self.table = SessionTable(target, ServerLimits(prompt_tokens=64), 0)
+        self.table = SessionTable(target, ServerLimits(max_prompt_tokens=64), 0)
         self.now_s, self.num_turns = 0.0, 0
         self.lines: list[Line] = []
         self.pipeline = StormPipeline(self, keeps_drafting=True)

@@ -113,7 +113,7 @@ def test_honest_clients_get_their_own_sequences_among_hostile_ones(num_clients, 
         for _ in range(num_clients - num_hostile)
     ]
     tokens = ("evil", *(f"honest{i}" for i in range(len(prompts))))
-    limits = {"sessions": 16, "client_sessions": 4, "idle_s": 0.5}
+    limits = {"max_sessions": 16, "max_client_sessions": 4, "idle_s": 0.5}
 
     async def scene():
         async with serving(target, tokens=tokens, **limits) as server:
@@ -153,7 +153,7 @@ def make_table(**limits: Any) -> SessionTable:
 
 
 def test_one_client_cannot_have_all_sessions():
-    table = make_table(sessions=3, client_sessions=2)
+    table = make_table(max_sessions=3, max_client_sessions=2)
     for _ in range(2):
         table.open(opening([1, 2]), 0.0, "a")
     with pytest.raises(Refused, match="2 sessions of this client are open") as refused:
@@ -166,7 +166,7 @@ def test_one_client_cannot_have_all_sessions():
 
 def test_a_refused_client_is_told_when_a_place_is_likely_free():
     """Two places; sessions last 3 s, then stand for ever."""
-    table = make_table(sessions=2)
+    table = make_table(max_sessions=2)
 
     def told(now_s: float, client: str) -> float:
         with pytest.raises(Refused, match="2 sessions are open; try again in about") as refused:
@@ -273,7 +273,7 @@ def test_a_correction_is_asked_for_a_bounded_number_of_times():
 
 def test_health_tells_alive_from_ready_and_knows_no_other_service():
     async def scene():
-        async with raw_serving(make_target(), sessions=1) as (server, connection):
+        async with raw_serving(make_target(), max_sessions=1) as (server, connection):
             check = connection.channel.unary_unary(f"/{wire.HEALTH}/Check")
 
             async def ask(request: bytes) -> bytes | str:

@@ -110,7 +110,7 @@ VERIFY = {
     ],
 )
 def test_what_is_wrong_ends_its_own_stream_alone(messages, code, text):
-    ended = end_of(*messages, prompt_tokens=64, new_tokens=64, message_bytes=2**16)
+    ended = end_of(*messages, max_prompt_tokens=64, max_new_tokens=64, max_message_kb=64)
     assert ended[0] == code and text in ended[1]
 
 
@@ -278,12 +278,13 @@ def test_a_token_is_wanted_by_every_call():
 # -- room -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", ["sessions", "cache_bytes"])
+@pytest.mark.parametrize("limit", ["max_sessions", "max_cache_mb"])
 def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
     target = make_target()
-    row_bytes = 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head size, float32
-    # A session's buffers may double from the rows of 512 positions.
-    limits = {"sessions": 2} if limit == "sessions" else {"cache_bytes": 2 * 1024 * row_bytes}
+    # Layers, keys and values, heads, head size, float32; buffers may double from 512 positions.
+    reserved = 3 * 2 * 2 * 8 * 4 * 2 * 512
+    assert 2 * reserved <= 2**20 < 3 * reserved
+    limits = {limit: 2 if limit == "max_sessions" else 1}
 
     async def scene():
         async with raw_serving(target, **limits) as (server, connection):
@@ -307,11 +308,13 @@ def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
 
 
 def test_a_text_that_could_never_fit_is_refused_for_good():
+    target = make_target()
+    target.config.max_position_embeddings = 4096
 
     async def scene():
-        async with raw_serving(make_target(), cache_bytes=2**18) as (server, connection):
+        async with raw_serving(target, max_cache_mb=1) as (server, connection):
             raw = Raw(connection)
-            await raw.send(Hello(), opening([1] * 400))
+            await raw.send(Hello(), opening([1] * 900))
             return await raw.end()
 
     code, text, metadata = run(scene())

@@ -39,7 +39,7 @@ def test_fifty_edges_at_once():
         while True:
             peaks["sessions"] = max(peaks["sessions"], len(table.held))
             peaks["cache_bytes"] = max(peaks["cache_bytes"], table.cache_bytes)
-            assert table.cache_bytes <= table.reserved_bytes <= table.limits.cache_bytes
+            assert table.cache_bytes <= table.reserved_bytes <= table.limits.max_cache_mb * 2**20
             await asyncio.sleep(0.01)
 
     async def wave(server):
@@ -57,7 +57,8 @@ def test_fifty_edges_at_once():
         )
 
     async def scene():
-        async with serving(target, sessions=NUM_CLIENTS, client_sessions=NUM_CLIENTS) as server:
+        limits = dict.fromkeys(("max_sessions", "max_client_sessions"), NUM_CLIENTS)
+        async with serving(target, **limits) as server:
             watching = asyncio.create_task(watch(server.table))
             waves = []
             for num_opened in (NUM_CLIENTS, 2 * NUM_CLIENTS):

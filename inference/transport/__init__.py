@@ -4,7 +4,9 @@ import hmac
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from pipedraft.options import Options, option
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """That end a rank, and a command that has ranks."""
@@ -58,36 +60,38 @@ def find_token(authorization: bytes, tokens: Sequence[str]) -> int | None:
     return same.index(True) if any(same) else None
 
 
-LARGEST = {"sessions": 2**20, "message_bytes": 2**30}
-"""Of ``ServerLimits``: what gRPC takes."""
+LARGEST = {"max_sessions": 2**20, "max_cache_mb": 2**42, "max_message_kb": 2**20}
+"""Of ``ServerLimits``: what gRPC takes, and counts of bytes below 2 to the 62nd."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerLimits:
-    """What a server allows its clients."""
+class ServerLimits(Options):
+    """limits"""
 
-    sessions: int = 64
-    """At once, those without a stream included."""
-    client_sessions: int = 32
-    """At once of one client: of a token where there are several, else of an address."""
-    messages_s: float = 1000.0
-    """Messages of a stream that are read in a second; further ones wait."""
-    prompt_tokens: int = 4096
-    new_tokens: int = 2048
-    """Of a session's output."""
-    cache_bytes: int = 4 * 2**30
-    """Keys and values of all sessions at their longest."""
-    message_bytes: int = 2**20
-    """Of one message from an edge."""
-    idle_s: float = 60.0
-    """A session expires when its edge has been silent, or away, for so long."""
-    session_s: float = 900.0
-    """A session ends after this time, whatever it does."""
-    grace_s: float = 10.0
-    """For open sessions once the server is told to end."""
+    max_sessions: int = option(64, metavar="N", least=1)
+    """open at once"""
+    max_client_sessions: int = option(32, metavar="N", least=1)
+    """open at once of one client: of a token where --token-file has several, else of an address"""
+    max_messages_s: float = option(1000.0, metavar="N", least=1)
+    """of one session that are read in a second; further ones wait"""
+    max_prompt_tokens: int = option(4096, metavar="N", least=1)
+    """of a session"""
+    max_new_tokens: int = option(2048, metavar="N", least=1)
+    """of a session"""
+    max_cache_mb: int = option(4096, metavar="N", least=1)
+    """keys and values of all sessions at their longest, in MiB"""
+    max_message_kb: int = option(1024, metavar="N", least=1)
+    """of one message, in KiB"""
+    idle_s: float = option(60.0, metavar="S")
+    """after which a silent session expires"""
+    session_s: float = option(900.0, metavar="S")
+    """after which any session ends"""
+    grace_s: float = option(10.0, metavar="S")
+    """for open sessions when told to end"""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            most = LARGEST.get(name, 2.0**62)
+        super().__post_init__()
+        for limit in fields(ServerLimits):
+            value, most = getattr(self, limit.name), LARGEST.get(limit.name, 2.0**62)
             if not 0 < value <= most:
-                raise ValueError(f"{name}: {value}; give a number above 0 and up to {most:g}")
+                raise ValueError(f"{limit.name}: {value}; give a number above 0 and up to {most:g}")

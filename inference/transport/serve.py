@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from pipedraft.inference.transport.server import Server
 from pipedraft.options import Options, option
 
-LIMITS = ServerLimits()
-
 EXAMPLE = """example:
   python -m pipedraft.inference serve --target assets/target --port 50051
   PIPEDRAFT_TOKEN=... python -m pipedraft.inference serve --target assets/target --host 0.0.0.0 \\
@@ -60,47 +58,7 @@ class SecurityOptions(ListenOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitOptions(Options):
-    """limits"""
-
-    max_sessions: int = option(LIMITS.sessions, metavar="N", least=1)
-    """open at once"""
-    max_client_sessions: int = option(LIMITS.client_sessions, metavar="N", least=1)
-    """open at once of one client: of a token where --token-file has several, else of an address"""
-    max_messages_s: float = option(LIMITS.messages_s, metavar="N", least=1)
-    """of one session that are read in a second; further ones wait"""
-    max_prompt_tokens: int = option(LIMITS.prompt_tokens, metavar="N", least=1)
-    """of a session"""
-    max_new_tokens: int = option(LIMITS.new_tokens, metavar="N", least=1)
-    """of a session"""
-    max_cache_mb: int = option(LIMITS.cache_bytes // 2**20, metavar="N", least=1)
-    """keys and values of all sessions at their longest, in MiB"""
-    max_message_kb: int = option(LIMITS.message_bytes // 2**10, metavar="N", least=1)
-    """of one message, in KiB"""
-    idle_s: float = option(LIMITS.idle_s, metavar="S")
-    """after which a silent session expires"""
-    session_s: float = option(LIMITS.session_s, metavar="S")
-    """after which any session ends"""
-    grace_s: float = option(LIMITS.grace_s, metavar="S")
-    """for open sessions when told to end"""
-
-    def limits(self) -> ServerLimits:
-        return ServerLimits(
-            sessions=self.max_sessions,
-            client_sessions=self.max_client_sessions,
-            messages_s=self.max_messages_s,
-            prompt_tokens=self.max_prompt_tokens,
-            new_tokens=self.max_new_tokens,
-            cache_bytes=self.max_cache_mb * 2**20,
-            message_bytes=self.max_message_kb * 2**10,
-            idle_s=self.idle_s,
-            session_s=self.session_s,
-            grace_s=self.grace_s,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions(SecurityOptions, LimitOptions, PlaceOptions):
+class ServeOptions(SecurityOptions, ServerLimits, PlaceOptions):
     """Serve a target: it verifies what edges draft, and decodes alone for those that do not."""
 
     PROG: ClassVar[str] = "pipedraft inference serve"
@@ -110,10 +68,6 @@ class ServeOptions(SecurityOptions, LimitOptions, PlaceOptions):
     """folder or Hub id"""
     access_log: bool = False
     """a line on stderr for each session, refusal and end, with the client's address"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.limits()  # refuses what it cannot hold
 
 
 build_parser = ServeOptions.parser
@@ -146,7 +100,7 @@ def run(argv: Sequence[str]) -> None:
     dtype = resolve_dtype(options.dtype, device, options.target)
     model = load_target(options.target, dtype=dtype, device=device)
     server = Server(
-        model, name=options.target, tokenizer=tokenizer, limits=options.limits(), security=security
+        model, name=options.target, tokenizer=tokenizer, limits=options, security=security
     )
     asyncio.run(serve(server, options.host, options.port))
 

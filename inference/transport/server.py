@@ -89,8 +89,8 @@ class Server:
             weights=weights_hash([weight.reshape(-1)[:4096] for weight in model.parameters()]),
             tokenizer=vocabulary_hash(tokenizer),
             vocab_size=model.config.vocab_size,
-            max_prompt_tokens=limits.prompt_tokens,
-            max_new_tokens=limits.new_tokens,
+            max_prompt_tokens=limits.max_prompt_tokens,
+            max_new_tokens=limits.max_new_tokens,
             forward_s=forward_s,
             row_s=row_s,
             sessions=0,
@@ -116,9 +116,9 @@ class Server:
             ValueError: the port cannot be had, or the certificate cannot be used.
         """
         grpc = self._grpc
-        message_bytes = self.limits.message_bytes
+        message_bytes = self.limits.max_message_kb * 2**10
         # Streams beyond the sessions: Describe, Health, and the refusals.
-        options = wire.server_options(message_bytes, 2 * self.limits.sessions + 16)
+        options = wire.server_options(message_bytes, 2 * self.limits.max_sessions + 16)
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers(self._handlers())
         address, security = address_of(host, port), self.security
@@ -325,7 +325,7 @@ class Server:
         """Read until the stream ends; what is wrong with it becomes its status."""
         try:
             session = await self._enter(requests, stream)
-            pace = Pace(self.limits.messages_s)
+            pace = Pace(self.limits.max_messages_s)
             async for data in requests:
                 self._receive(session, REQUESTS.decode(data))
                 await stream.drained()

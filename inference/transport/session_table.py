@@ -157,7 +157,7 @@ class SessionTable:
 
     @property
     def has_room(self) -> bool:
-        return not self.is_draining and len(self.held) < self.limits.sessions
+        return not self.is_draining and len(self.held) < self.limits.max_sessions
 
     def turn(self, session: HeldSession) -> tuple[int, float]:
         """Sorts sessions: a prompt of the client that has had least, then who waited longest."""
@@ -209,33 +209,35 @@ class SessionTable:
 
     def _admit(self, opening: Open, now_s: float, client: str) -> int:
         limits, wanted = self.limits, opening.settings.max_new_tokens
+        cache_bytes = limits.max_cache_mb * 2**20
         if self.is_draining:
             raise Refused("UNAVAILABLE", "server: shutting down; try again", retry_s=1.0)
-        if len(opening.prompt_ids) > limits.prompt_tokens:
+        if len(opening.prompt_ids) > limits.max_prompt_tokens:
             raise Refused(
                 "INVALID_ARGUMENT",
                 f"prompt: {len(opening.prompt_ids)} tokens, this server takes "
-                f"{limits.prompt_tokens}; shorten the prompt",
+                f"{limits.max_prompt_tokens}; shorten the prompt",
             )
-        if wanted > limits.new_tokens:
+        if wanted > limits.max_new_tokens:
             raise Refused(
                 "INVALID_ARGUMENT",
-                f"max_new_tokens: {wanted}, this server gives {limits.new_tokens}; ask for fewer",
+                f"max_new_tokens: {wanted}, this server gives {limits.max_new_tokens}; ask for "
+                "fewer",
             )
         reserved = self.row_bytes * self._max_rows(len(opening.prompt_ids) + wanted)
-        if reserved > limits.cache_bytes:
+        if reserved > cache_bytes:
             raise Refused(
                 "INVALID_ARGUMENT",
                 f"session: its keys and values may take {reserved} bytes, this server has "
-                f"{limits.cache_bytes}; ask for a shorter output",
+                f"{cache_bytes}; ask for a shorter output",
             )
         all_held = list(self.held.values())
         own = [session for session in all_held if session.client == client]
         num_bytes = self.reserved_bytes + reserved
         for found, limit, holders, what in (
-            (len(all_held) + 1, limits.sessions, all_held, "sessions are open"),
-            (len(own) + 1, limits.client_sessions, own, "sessions of this client are open"),
-            (num_bytes, limits.cache_bytes, all_held, "bytes of keys and values are given away"),
+            (len(all_held) + 1, limits.max_sessions, all_held, "sessions are open"),
+            (len(own) + 1, limits.max_client_sessions, own, "sessions of this client are open"),
+            (num_bytes, cache_bytes, all_held, "bytes of keys and values are given away"),
         ):
             if found > limit:
                 retry_s = self._retry_s(now_s, client, holders)
