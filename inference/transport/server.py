@@ -234,10 +234,9 @@ class Server:
     def _end_failed(self, session: HeldSession, what: str) -> None:
         log.error("session ended: %s", what)
         self.table.drop(session)
-        if session.stream is not None:
-            session.stream.finish(
-                Refused("INTERNAL", "session: the server failed to compute it; its log says why")
-            )
+        session.finish(
+            Refused("INTERNAL", "session: the server failed to compute it; its log says why")
+        )
 
     def _next_batch(self) -> list[HeldSession]:
         """Sessions that have begun a pass: all with rows, and one prompt, so that many new ones do
@@ -259,25 +258,22 @@ class Server:
         while True:
             await asyncio.sleep(SWEEP_S)
             for session, why in self.table.expire(time.monotonic()):
-                if session.stream is not None:
-                    text = f"{why}; it has expired, open a new one with the output so far"
-                    session.stream.finish(Refused("NOT_FOUND", text))
+                text = f"{why}; it has expired, open a new one with the output so far"
+                session.finish(Refused("NOT_FOUND", text))
 
     def _send(self, session: HeldSession, replies: list[Reply]) -> None:
         try:
             encoded = session.add(replies)
         except Refused as refusal:
             self.table.drop(session)
-            if session.stream is not None:
-                session.stream.finish(refusal)
+            session.finish(refusal)
             return
         if session.stream is not None:
             session.stream.put(encoded)
         if session.core.is_closed:
             access.info("%s closed %s: %d passes", session.client, session.name, session.num_passes)
             self.table.drop(session)
-            if session.stream is not None:
-                session.stream.finish(Refused("OK", ""))
+            session.finish(Refused("OK", ""))
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -373,8 +369,7 @@ class Server:
 
     def _resume(self, hello: Hello, stream: ReplyStream) -> HeldSession:
         session = self.table.find(hello.ticket, time.monotonic())
-        if session.stream is not None:
-            session.stream.finish(Refused("ABORTED", "session: another stream goes on with it"))
+        session.finish(Refused("ABORTED", "session: another stream goes on with it"))
         session.stream, stream.session = stream, session
         next_seq = session.core.next_seq
         stream.put([WELCOME.to_bytes(Welcome(session.ticket, next_seq))])

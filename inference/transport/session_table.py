@@ -113,6 +113,11 @@ class HeldSession:
         """Name in a log; it opens nothing."""
         return self.ticket[:4].hex()
 
+    def finish(self, end: Refused) -> None:
+        """End the stream of its edge, if it has one."""
+        if self.stream is not None:
+            self.stream.finish(end)
+
     def add(self, replies: list[Reply]) -> list[bytes]:
         """Encode replies, and remember them until the edge shows that it has read them."""
         encoded = [REPLIES.to_bytes(reply) for reply in replies]
