@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from types import TracebackType
 
 import msgspec
 
@@ -124,12 +123,7 @@ class Connection:
         self._session = self._channel.stream_stream(f"/{wire.SERVICE}/Session")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._channel.close()
 
     @property
