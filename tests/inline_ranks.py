@@ -54,8 +54,8 @@ def connect_inline(target, others=(), *, is_direct=False):
     following = None
     for index in range(last, -1, -1):
         worker = SharedWorker(
-            targets[index],
-            index,
+            target=targets[index],
+            index=index,
             following=following,
             controller=answers[index],
             timeline=Timeline(f"stage {index}"),
@@ -111,8 +111,8 @@ class RanksInTurns:
         self.answers = [Lazy(self) for _ in range(num_stages)]
         self.workers = [
             SharedWorker(
-                target,
-                index,
+                target=target,
+                index=index,
                 following=self.queues[index + 1] if index + 1 < num_stages else None,
                 controller=self.answers[index],
                 timeline=Timeline(""),

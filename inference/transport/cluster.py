@@ -289,7 +289,11 @@ class Cluster:
         has_next = index + 1 < target.num_stages
         following = self._sender(self.rank + 1, FORWARD, timeline) if has_next else None
         return SharedWorker(
-            target, index, following=following, controller=controller, timeline=timeline
+            target=target,
+            index=index,
+            following=following,
+            controller=controller,
+            timeline=timeline,
         )
 
     def _first_rank(self, job: Job) -> int:

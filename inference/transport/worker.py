@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
@@ -23,16 +24,13 @@ from pipedraft.inference.transport.codec import (
     Together,
 )
 from pipedraft.inference.transport.ranks import Local, Outbox
-from pipedraft.inference.verify import (
-    RULES,
-    KeyedRandom,
-    Verifier,
-)
+from pipedraft.inference.verify import RULES, KeyedRandom, Verifier
 from pipedraft.models.stage_cache import Abandoned
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Segment, StagedTarget
 
 
+@dataclass(eq=False, kw_only=True)
 class StageWorker:
     """Layers and cache of one stage, and where its output goes.
 
@@ -41,19 +39,16 @@ class StageWorker:
     from a segment that is further on is dropped by the controller when its verdicts come back.
     """
 
-    def __init__(
-        self,
-        target: StagedTarget,
-        index: int,
-        *,
-        following: Outbox | None,
-        controller: Outbox,
-        timeline: Timeline,
-    ) -> None:
-        """``following``: the next stage; None: this is the last one."""
-        self.target, self.stage = target, target.stages[index]
-        self.following, self.controller = following, controller
-        self.timeline = timeline
+    target: StagedTarget
+    index: int
+    """Of its stage."""
+    following: Outbox | None
+    """The next stage; None: this is the last one."""
+    controller: Outbox
+    timeline: Timeline
+
+    def __post_init__(self) -> None:
+        self.stage = self.target.stages[self.index]
         self.first_live = 0
         """Steps below this number are cancelled; another thread may raise it."""
         self.is_still_wanted: Callable[[], bool] = lambda: True
@@ -169,19 +164,8 @@ class SharedWorker(StageWorker):
     them is passed on and answered as ``Failed``, and nothing of the others is touched.
     """
 
-    def __init__(
-        self,
-        target: StagedTarget,
-        index: int,
-        *,
-        following: Outbox | None,
-        controller: Outbox,
-        timeline: Timeline,
-    ) -> None:
-        super().__init__(
-            target, index, following=following, controller=controller, timeline=timeline
-        )
-        self.index = index
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._of: dict[int, StageWorker] = {}
         """By slot."""
         self._onward, self._answers = Local(), Local()
@@ -223,8 +207,8 @@ class SharedWorker(StageWorker):
 
     def _make(self) -> StageWorker:
         return StageWorker(
-            StagedTarget(self.target.model, self.target.boundaries),
-            self.index,
+            target=StagedTarget(self.target.model, self.target.boundaries),
+            index=self.index,
             following=None if self.following is None else self._onward,
             controller=self._answers,
             timeline=self.timeline,
