@@ -91,8 +91,6 @@ class Cluster:
         self.watch = Watch(self.rank, self.world_size, ["starting"] * self.world_size, limits)
         self._links, self._on_cpu = links, on_cpu
         self._device_links: dict[tuple[int, int, int], DeviceLink] = {}
-        self._closing: list[Sender] = []
-        self._draining: list[Receiver] = []
         self.pipeline: ProcessPipeline | None = None
 
     @property
@@ -159,11 +157,11 @@ class Cluster:
         if error is not None:  # bad input: the caller prints its line; the others leave quietly
             self.watch.announce(f"{self.watch.name}: {BAD_INPUT}")
             return
-        for sender in self._closing:
+        for sender in self.watch.sent:
             sender.close()
-        for receiver in self._draining:
-            while not isinstance(receiver.receive(), Close):
-                pass
+        for receiver in self.watch.received:
+            while receiver.is_open:
+                receiver.receive()
         self.watch.stop()
         dist.destroy_process_group()
 
@@ -257,7 +255,6 @@ class Cluster:
         inbox, cancels = self._receiver(self.rank - 1, FORWARD), self._receiver(0, CANCEL)
         staged = StagedTarget(model, job.boundaries)
         worker = self._worker(staged, index, self._sender(0, ANSWER, timeline), timeline)
-        self._draining.clear()  # both are read to their end here
         thread = threading.Thread(target=self._listen, args=(cancels, worker), daemon=True)
         thread.start()
         while True:
@@ -322,11 +319,9 @@ class Cluster:
         device_link = self._device_links.get((self.rank, peer, channel))
         link = Sender(peer, channel, timeline, device_link)
         self.watch.sent.append(link)
-        self._closing.append(link)
         return link
 
     def _receiver(self, peer: int, channel: int) -> Receiver:
         link = Receiver(peer, channel, self._device_links.get((peer, self.rank, channel)))
         self.watch.received.append(link)
-        self._draining.append(link)
         return link

@@ -178,6 +178,11 @@ class Receiver:
         assert work is not None
         self._posted.append((work, buffer))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a message may follow those that were received."""
+        return bool(self._posted)
+
     def has_arrived(self) -> bool:
         """The next message is here, or its first bytes are."""
         try:
