@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipedraft.inference.batch import Handle
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.shared import SharedStages
-from pipedraft.inference.serving.choice import Choice, Piece
+from pipedraft.inference.serving.answers import Choice, Piece
 
 AS_PROMPT = f"user:{PROMPT};"
 """What the tests' chat template makes of it."""

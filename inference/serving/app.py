@@ -22,8 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pipedraft.inference.arguments import encode_chat
 from pipedraft.inference.serving import HttpLimits
-from pipedraft.inference.serving.answers import Answer
-from pipedraft.inference.serving.choice import Choice, Piece
+from pipedraft.inference.serving.answers import Answer, Choice, Piece
 from pipedraft.inference.serving.decoder import Decoder
 from pipedraft.inference.serving.metrics import Metrics
 from pipedraft.inference.serving.requests import (

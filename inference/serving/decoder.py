@@ -10,7 +10,7 @@ from pipedraft.inference.batch import BatchEngine, Limits
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.serving import HttpLimits
-from pipedraft.inference.serving.choice import Choice
+from pipedraft.inference.serving.answers import Choice
 from pipedraft.inference.transport.ranks import LostLink
 from pipedraft.models.target import StagedTarget
 
