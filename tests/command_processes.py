@@ -7,6 +7,7 @@ it prints. Each imports gRPC itself, which does not survive a fork.
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -91,6 +92,16 @@ class Process:
         if self.status is None:
             self.status = self.parent.wait(self.pid)
         return self.status, self.out.read_text(), self.err.read_text()
+
+
+def make_certificate(folder: Path) -> tuple[str, str]:
+    """Paths of a new certificate of 127.0.0.1 and of its key."""
+    words = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    )
+    subprocess.run(words.split(), cwd=folder, check=True, capture_output=True)
+    return str(folder / "cert.pem"), str(folder / "key.pem")
 
 
 def run_ranks(parent: ForkServer, script: str, words: Sequence[str], num_processes: int) -> str:

@@ -21,8 +21,11 @@ from pipedraft.inference.transport.session_messages import (
     REQUESTS,
     Hello,
     Open,
+    Preverify,
     Request,
     Settings,
+    Verify,
+    prefix_hash,
 )
 from pipedraft.inference.transport.stream import Access, Connection
 from pipedraft.models.language_model import LanguageModelDraft
@@ -213,6 +216,14 @@ class Raw:
             pass
         metadata = dict(await self.call.trailing_metadata() or ())
         return (await self.call.code()).name, await self.call.details(), metadata
+
+
+def drafted(
+    known: list[int], ids: list[int], kind: type[Preverify | Verify] = Verify, **fields: Any
+) -> Preverify | Verify:
+    """Draft tokens behind known ones, as the edge's first message after ``Open``."""
+    behind = {"base": len(known), "prefix_hash": prefix_hash(known), "certain": []}
+    return kind(**{"epoch": 0, "seq": 1, "ids": ids, "q": [], "next_s": 0.0, **behind, **fields})
 
 
 def opening(prompt: list[int], *, streams: bool = True, **settings: Any) -> Open:

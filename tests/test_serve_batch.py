@@ -3,9 +3,10 @@
 import pytest
 import torch
 from conftest import tiny_llama, tiny_mistral, tiny_qwen3
+from serve_runs import drafted
 from staged_targets import tiny
 
-from pipedraft.inference.transport.session_messages import Open, Preverify, Settings, prefix_hash
+from pipedraft.inference.transport.session_messages import Open, Preverify, Settings
 from pipedraft.inference.transport.target_session import SharedTarget, TargetSession, run_together
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget
@@ -88,16 +89,7 @@ def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
                     request = Open(prompt_ids=prompt, settings=settings)
                 else:
                     text = session._tokens
-                    request = Preverify(
-                        epoch=0,
-                        seq=1,
-                        base=len(text),
-                        prefix_hash=prefix_hash(text),
-                        certain=[],
-                        ids=ROWS[index],
-                        q=[],
-                        next_s=100.0,
-                    )
+                    request = drafted(text, ROWS[index], Preverify, next_s=100.0)
                 if turn == 1 or index != 3:  # the last one opens when the others send rows
                     session.receive(request, 0.0)
         if turn == 1:

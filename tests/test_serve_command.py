@@ -11,7 +11,7 @@ import urllib.request
 import httpx
 import openai
 import pytest
-from command_processes import Process
+from command_processes import Process, make_certificate
 from command_runs import assert_one_line, call
 from fork_server import rank_environments
 from http_runs import WAIT_S
@@ -31,10 +31,32 @@ def command(parent, tmp_path):
         return process, process.wait_for(r"on https?://127\.0\.0\.1:(\d+) \(.*\n")[1]
 
     yield start
-    for process in started:
+    end(started)
+
+
+def end(processes: list[Process]) -> None:
+    for process in processes:
         if process.status is None:
             process.send(signal.SIGKILL)
             process.finish()
+
+
+@pytest.fixture
+def ranks(parent, repository, tmp_path):
+    """The embedded target on two ranks, as torchrun starts them, and the port."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = f"--target {repository}/assets/target --port 0 --schedule autoregressive"
+    words += f" --backend process --step-timeout 60 --request-s {WAIT_S}"
+    started = [
+        Process.start(
+            *(parent, tmp_path, *words.split()),
+            module="pipedraft.inference.serving",
+            environment=rank,
+        )
+        for rank in rank_environments(2, store.port)
+    ]
+    yield started, started[0].wait_for(r"on http://127\.0\.0\.1:(\d+) \(.*\n")[1]
+    end(started)
 
 
 def ask_at(port: str, **fields):
@@ -60,60 +82,37 @@ def test_the_command_serves_a_checkpoint_until_a_signal(command, repository):
     assert out.endswith("ended: 2 requests answered\n")
 
 
-def test_ranks_answer_together_and_end_it_at_a_signal(parent, repository, tmp_path):
+def test_ranks_answer_together_and_end_it_at_a_signal(ranks):
     """All of them get the signal, as from torchrun."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words = ("--target", str(repository / "assets" / "target"), "--port", "0")
-    options = {"module": "pipedraft.inference.serving"}
-    words += ("--schedule", "autoregressive", "--backend", "process", "--request-s", str(WAIT_S))
-    ranks = [
-        Process.start(parent, tmp_path, *words, environment=rank, **options)
-        for rank in rank_environments(2, store.port)
+    processes, port = ranks
+    streams = [
+        ask_at(port, model="target", max_tokens=60 + index, temperature=index % 2, stream=True)
+        for index in range(4)
     ]
-    try:
-        port = ranks[0].wait_for(r"on http://127\.0\.0\.1:(\d+) \(.*\n")[1]
-        streams = [
-            ask_at(port, model="target", max_tokens=60 + index, temperature=index % 2, stream=True)
-            for index in range(4)
-        ]
-        firsts = [next(iter(stream)) for stream in streams]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as told:
-            assert re.search(rb"num_requests_running.* [234]\.0", told.read())
-        for rank in ranks:
-            rank.send(signal.SIGTERM)
-        lasts = [list(stream)[-1] for stream in streams]
-        reasons = [last.choices[0].finish_reason for last in lasts]
-        assert all(firsts) and set(reasons) <= {"length", "stop"} and "length" in reasons
-        ends = [rank.finish() for rank in ranks]
-        assert [(status, "error" in err) for status, _, err in ends] == [(0, False)] * 2
-        assert ends[0][1].endswith("ended: 4 requests answered\n")
-    finally:
-        for rank in ranks:
-            if rank.status is None:
-                rank.send(signal.SIGKILL)
-                rank.finish()
+    firsts = [next(iter(stream)) for stream in streams]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as told:
+        assert re.search(rb"num_requests_running.* [234]\.0", told.read())
+    for process in processes:
+        process.send(signal.SIGTERM)
+    lasts = [list(stream)[-1] for stream in streams]
+    reasons = [last.choices[0].finish_reason for last in lasts]
+    assert all(firsts) and set(reasons) <= {"length", "stop"} and "length" in reasons
+    ends = [process.finish() for process in processes]
+    assert [(status, "error" in err) for status, _, err in ends] == [(0, False)] * 2
+    assert ends[0][1].endswith("ended: 4 requests answered\n")
 
 
-def test_a_killed_rank_ends_it_with_one_line(parent, repository, tmp_path):
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words = ("--target", str(repository / "assets" / "target"), "--port", "0", "--stages", "2")
-    words += ("--schedule", "autoregressive", "--backend", "process", "--step-timeout", "60")
-    ranks = [
-        Process.start(
-            parent, tmp_path, *words, module="pipedraft.inference.serving", environment=rank
-        )
-        for rank in rank_environments(2, store.port)
-    ]
-    port = ranks[0].wait_for(r"on http://127\.0\.0\.1:(\d+) \(.*\n")[1]
+def test_a_killed_rank_ends_it_with_one_line(ranks):
+    (controller, stage), port = ranks
     streams = [ask_at(port, model="target", max_tokens=900, stream=True) for _ in range(3)]
     for stream in streams:
         next(iter(stream))
-    ranks[1].send(signal.SIGKILL)
+    stage.send(signal.SIGKILL)
     for stream in streams:
         with pytest.raises((openai.APIError, httpx.HTTPError)):
             list(stream)
-    ranks[1].finish()
-    status, _, err = ranks[0].finish()
+    stage.finish()
+    status, _, err = controller.finish()
     (line,) = err.splitlines()
     assert (status, line.startswith("error: rank 0 (controller and stage 0): ")) == (1, True)
     assert "rank 1 (stage 1)" in line
@@ -147,11 +146,7 @@ def test_the_command_decodes_on_ranks(repository):
 
 
 def test_with_a_certificate_it_speaks_tls(command, repository, tmp_path):
-    make = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
-    )
-    subprocess.run(make.split(), cwd=tmp_path, check=True, capture_output=True)
+    make_certificate(tmp_path)
     target = str(repository / "assets" / "target")
     _, port = command("--target", target, "--tls-cert", "cert.pem", "--tls-key", "key.pem")
     trusted = ssl.create_default_context(cafile=tmp_path / "cert.pem")

@@ -5,13 +5,12 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from command_processes import LIMIT_S, Process
+from command_processes import LIMIT_S, Process, make_certificate
 from conftest import byte_tokenizer, tiny_llama
 from decode_runs import greedy_reference
 from fork_server import ForkServer
@@ -52,13 +51,6 @@ class Place:
             draft = FlexSpec(FlexSpecConfig(), layer, reference)
             draft.initialize(model)
         draft.save(folder)
-
-    def make_certificate(self) -> None:
-        command = (
-            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-            "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
-        )
-        subprocess.run(command.split(), cwd=self.folder, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +163,7 @@ def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_server, pl
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
 def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
-    place.make_certificate()
-    cert, key, token = (str(place.folder / name) for name in ("cert.pem", "key.pem", "token"))
+    (cert, key), token = make_certificate(place.folder), str(place.folder / "token")
     process, address = serve(
         *(parent, place, "--tls-cert", cert, "--tls-key", key, "--token-file", token),
         *("--grace-s", "1"),
@@ -194,28 +185,24 @@ def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
     assert code == 0 and "1 sessions, 0 expired, 0 cut off" in out
 
 
+SERVE = ["--target", "x"]
+EDGE = ["--server", "x:1", "--prompt", "a"]
+
+
 @pytest.mark.parametrize(
     "run, arguments, message",
     [
-        (serve_command.run, ["--target", "x", "--port", "70000"], "--port: 70000 is no port; give"),
-        (serve_command.run, ["--target", "x", "--tls-cert", "c"], "give both or neither"),
-        (
-            serve_command.run,
-            ["--target", "x", "--idle-s", "0"],
-            "idle_s: 0.0; give a number above 0",
-        ),
+        (serve_command.run, [*SERVE, "--port", "70000"], "--port: 70000 is no port; give"),
+        (serve_command.run, [*SERVE, "--tls-cert", "c"], "give both or neither"),
+        (serve_command.run, [*SERVE, "--idle-s", "0"], "idle_s: 0.0; give a number above 0"),
         (serve_command.run, ["--target", "/nowhere"], "no folder '/nowhere'"),
         (edge_run, ["--server", "x:1"], "--prompt or --status: missing"),
         (edge_run, ["--prompt", "a"], "--server: missing; give HOST:PORT"),
         (main, ["--prompt", "a", "--keep-drafting"], "--keep-drafting: it needs --server"),
-        (
-            edge_run,
-            ["--server", "x:1", "--prompt", "a", "--stages", "4"],
-            "--stages: the target is",
-        ),
         *(
-            (edge_run, ["--server", "x:1", "--prompt", "a", *words], f"{words[0]}: the target is")
+            (edge_run, [*EDGE, *words], f"{words[0]}: the target is")
             for words in (
+                ["--stages", "4"],
                 ["--draft", "ngram"],
                 ["--beside", "suffix", "--checkpoint", "x"],
                 ["--bitwise"],
@@ -227,20 +214,12 @@ def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
         ),
         (edge_run, ["--server", "nowhere", "--prompt", "a"], "give host:port"),
         (edge_run, ["--server", "x:1", "--prompt", " "], "--prompt: ' ' is empty"),
-        (edge_run, ["--server", "x:1", "--prompt", "a"], "--tokenizer: missing"),
+        (edge_run, EDGE, "--tokenizer: missing"),
+        (edge_run, [*EDGE, "--schedule", "picospec"], "--schedule: picospec drafts"),
+        (edge_run, [*EDGE, "--answer-s", "-1"], "'-1' is no time"),
         (
             edge_run,
-            ["--server", "x:1", "--prompt", "a", "--schedule", "picospec"],
-            "--schedule: picospec drafts",
-        ),
-        (
-            edge_run,
-            ["--server", "x:1", "--prompt", "a", "--answer-s", "-1"],
-            "'-1' is no time",
-        ),
-        (
-            edge_run,
-            ["--server", "x:1", "--prompt", "a", "--give-up-s", "1e15"],
+            [*EDGE, "--give-up-s", "1e15"],
             "'1e15' is no time; give seconds above 0, at most 1000000",
         ),
     ],

@@ -9,6 +9,7 @@ from decode_runs import greedy_reference
 from serve_runs import (
     Raw,
     decode,
+    drafted,
     hold_passes,
     lm_draft,
     logged,
@@ -20,7 +21,7 @@ from serve_runs import (
 
 from pipedraft.inference.transport import server as server_module
 from pipedraft.inference.transport import target_session
-from pipedraft.inference.transport.session_messages import REPLIES, Hello, Verify, prefix_hash
+from pipedraft.inference.transport.session_messages import REPLIES, Hello
 from pipedraft.inference.transport.session_table import HeldSession
 from pipedraft.inference.transport.target_session import TargetSession
 
@@ -72,18 +73,7 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
         await raw.send(Hello(), opening([1, 2, 3], streams=False))
         (opened,) = (await raw.read(2))[1:]
         text = [1, 2, 3, REPLIES.decode(opened).token]
-        await raw.send(
-            Verify(
-                epoch=0,
-                seq=1,
-                base=4,
-                prefix_hash=prefix_hash(text),
-                certain=[],
-                ids=[POISON],
-                q=[],
-                next_s=0.0,
-            )
-        )
+        await raw.send(drafted(text, [POISON]))
         return await raw.end()
 
     async def scene():

@@ -14,6 +14,7 @@ from serve_runs import (
     RawConnection,
     access_to,
     decode,
+    drafted,
     encode,
     lm_draft,
     make_server,
@@ -36,8 +37,6 @@ from pipedraft.inference.transport.session_messages import (
     Hello,
     More,
     Preverify,
-    Verify,
-    prefix_hash,
 )
 from pipedraft.inference.transport.session_table import (
     MAX_RETAINED_BYTES,
@@ -75,18 +74,6 @@ def tiny_temperature(value):
     return data.replace(half, wanted)
 
 
-VERIFY = {
-    "epoch": 0,
-    "seq": 1,
-    "base": 3,
-    "prefix_hash": prefix_hash([1, 2, 3]),
-    "certain": [],
-    "ids": [1],
-    "q": [],
-    "next_s": 0.0,
-}
-
-
 @pytest.mark.parametrize(
     "messages, code, text",
     [
@@ -117,8 +104,8 @@ def test_what_is_wrong_ends_its_own_stream_alone(messages, code, text):
 @pytest.mark.parametrize(
     "request_, text",
     [
-        (Verify(**{**VERIFY, "base": 2}), "base: 2 tokens"),
-        (Verify(**{**VERIFY, "epoch": 4}), "epoch: 4 has not begun"),
+        (drafted([1, 2, 3], [1], base=2), "base: 2 tokens"),
+        (drafted([1, 2, 3], [1], epoch=4), "epoch: 4 has not begun"),
         (More(epoch=0, seq=1, count=9), "more: no correction is owed"),
     ],
 )
@@ -139,7 +126,7 @@ def test_what_the_protocol_forbids_gets_an_error_reply(request_, text):
 
 def test_random_bytes_and_damaged_messages_leave_the_server_serving():
     target = make_target()
-    known = [Hello(), opening([1, 2], streams=False), Verify(**VERIFY)]
+    known = [Hello(), opening([1, 2], streams=False), drafted([1, 2, 3], [1])]
     random_numbers = random.Random(0)
 
     def damaged():
@@ -332,8 +319,7 @@ def test_draft_tokens_without_a_verdict_are_bounded():
             await raw.send(Hello(), opening([1, 2], streams=False))
             text = [1, 2, REPLIES.decode((await raw.read(2))[1]).token]
             for seq in range(1, 4):
-                fields = {"base": len(text), "prefix_hash": prefix_hash(text), "ids": [1] * 256}
-                await raw.send(Preverify(**{**VERIFY, "seq": seq, "next_s": 1e-9, **fields}))
+                await raw.send(drafted(text, [1] * 256, Preverify, seq=seq, next_s=1e-9))
                 text += [1] * 256
             (error,) = await raw.read(1)
             return REPLIES.decode(error).text
@@ -420,7 +406,7 @@ def test_replies_are_remembered_until_the_edge_has_read_them():
 
     held.add([reply(0, 0), reply(1, 0), reply(2, 1)])
     assert [REPLIES.decode(data).number for data in held.since(1)] == [1, 2]
-    held.note(Verify(**{**VERIFY, "epoch": 1}), 0.0)
+    held.note(drafted([1, 2, 3], [1], epoch=1), 0.0)
     assert [REPLIES.decode(data).number for data in held.since(0)] == [2]
     held.note(More(epoch=1, seq=2, count=1), 0.0)
     assert held.since(0) == [] and held.retained_bytes == 0

@@ -19,6 +19,7 @@ from link_runs import (
     greedy_text,
     run_session,
 )
+from serve_runs import drafted
 from storm_runs import Storm
 
 from pipedraft.inference.channel import LinkEstimate
@@ -48,28 +49,15 @@ from pipedraft.inference.transport.session_messages import (
     Welcome,
     prefix_hash,
 )
-from pipedraft.inference.transport.target_session import (
-    SharedTarget,
-    TargetSession,
-)
+from pipedraft.inference.transport.target_session import SharedTarget, TargetSession
 from pipedraft.inference.verify import Top
 
-HASH = prefix_hash([1, 2])
 ASKED = [
     Open(prompt_ids=[1, 2], settings=Settings(rule="gumbel", temperature=0.5)),
-    Preverify(epoch=0, seq=1, base=2, prefix_hash=HASH, certain=[7], ids=[], q=[], next_s=1.0),
-    Verify(
-        epoch=0,
-        seq=2,
-        base=2,
-        prefix_hash=HASH,
-        certain=[],
-        ids=[3],
-        q=[0.5],
-        next_s=0.0,
-    ),
+    drafted([1, 2], [], Preverify, certain=[7], next_s=1.0),
+    drafted([1, 2], [3], seq=2, q=[0.5]),
     More(epoch=2, seq=3, count=16),
-    Stream(epoch=2, seq=4, base=2, prefix_hash=HASH, certain=[]),
+    Stream(epoch=2, seq=4, base=2, prefix_hash=prefix_hash([1, 2]), certain=[]),
     Close(epoch=2, seq=5),
 ]
 REPLY = {"number": 0, "seq": 0, "epoch": 0}
@@ -233,19 +221,9 @@ def opened(**options) -> tuple[TargetSession, list]:
     return cloud, cloud.finish(0.1)
 
 
-def verify(seq=1, **fields) -> Verify:
-    text = [1, 2, 2]  # of the table that repeats its last token
-    known = {
-        "epoch": 0,
-        "seq": seq,
-        "base": 3,
-        "prefix_hash": prefix_hash(text),
-        "certain": [],
-        "ids": [2],
-        "q": [],
-        "next_s": 0.0,
-    }
-    return Verify(**known | fields)
+def verify(ids=(2,), **fields) -> Verify:
+    """Behind the text of the table that repeats its last token."""
+    return drafted([1, 2, 2], list(ids), **fields)
 
 
 def test_a_repeated_request_has_no_effect():
