@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,16 @@ def run(scene: Any) -> Any:
             return await scene
 
     return asyncio.run(bounded())
+
+
+def in_loop(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine, run in a loop of its own."""
+
+    @wraps(scene)
+    def test(*arguments: Any, **fixtures: Any) -> None:
+        run(scene(*arguments, **fixtures))
+
+    return test
 
 
 def encode(message: Hello | Request) -> bytes:

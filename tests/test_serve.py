@@ -9,7 +9,7 @@ from conftest import tiny_llama
 from decode_runs import PROMPTS, greedy_reference, plain_text
 from link_runs import simulate
 from msgspec.structs import replace
-from serve_runs import decode, hold_passes, lm_draft, make_target, run, serving
+from serve_runs import decode, hold_passes, in_loop, lm_draft, make_target, serving
 
 from pipedraft.benchmarks.emulated_link import EmulatedLink
 from pipedraft.errors import Failure
@@ -30,68 +30,59 @@ NEW_TOKENS = 24
 
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("schedule", ["autoregressive", "flexspec", "picospec", "pearl"])
-def test_greedy_text_is_plain_decodings(schedule, right, monkeypatch):
+@in_loop
+async def test_greedy_text_is_plain_decodings(schedule, right, monkeypatch):
     monkeypatch.setattr(stream, "CLOSING_S", 60.0)  # the last word says how many passes there were
     target = make_target()
     draft = None if schedule == "autoregressive" else lm_draft(target, right=right)
-
-    async def scene():
-        async with serving(target) as server:
-            return [
-                await decode(server.port, prompt, schedule=schedule, draft=draft)
-                for prompt in PROMPTS[:3]
-            ]
-
-    for prompt, outcome in zip(PROMPTS, run(scene()), strict=False):
+    async with serving(target) as server:
+        outcomes = [
+            await decode(server.port, prompt, schedule=schedule, draft=draft)
+            for prompt in PROMPTS[:3]
+        ]
+    for prompt, outcome in zip(PROMPTS, outcomes, strict=False):
         assert outcome.result.token_ids == greedy_reference(target, prompt, NEW_TOKENS)
         assert sum(outcome.result.round_lengths) == outcome.result.num_tokens
         if schedule == "autoregressive":
             assert outcome.result.num_steps == NEW_TOKENS - 1  # a pass a token after the prompt's
 
 
-def test_a_text_that_ends_with_eos_or_at_once():
+@in_loop
+async def test_a_text_that_ends_with_eos_or_at_once():
     target = make_target()
     plain = greedy_reference(target, [1, 2, 3], NEW_TOKENS)
     target.generation_config.eos_token_id = plain[5]
     expected = greedy_reference(target, [1, 2, 3], NEW_TOKENS)
     assert len(expected) <= 6
-
-    async def scene():
-        async with serving(target) as server:
-            draft = lm_draft(target, right=True)
-            whole = await decode(server.port, [1, 2, 3], schedule="picospec", draft=draft)
-            one = await decode(server.port, [1, 2, 3], draft=draft, max_new_tokens=1)
-            return whole.result, one.result
-
-    whole, one = run(scene())
-    assert (whole.token_ids, whole.stop_reason) == (expected, "eos")
-    assert one.token_ids == plain[:1]
+    async with serving(target) as server:
+        draft = lm_draft(target, right=True)
+        whole = await decode(server.port, [1, 2, 3], schedule="picospec", draft=draft)
+        one = await decode(server.port, [1, 2, 3], draft=draft, max_new_tokens=1)
+    assert (whole.result.token_ids, whole.result.stop_reason) == (expected, "eos")
+    assert one.result.token_ids == plain[:1]
 
 
 @pytest.mark.parametrize("rule", ["match", "gumbel"])
-def test_sampled_text_is_the_engines_with_the_same_seed(rule):
+@in_loop
+async def test_sampled_text_is_the_engines_with_the_same_seed(rule):
     target = make_target()
-
-    async def scene():
-        async with serving(target) as server:
-            return [
-                (
-                    await decode(
-                        server.port,
-                        [3, 1, 4],
-                        schedule=schedule,
-                        draft=lm_draft(target),
-                        temperature=0.9,
-                        top_k=5,
-                        verifier=rule,
-                        seed=4,
-                        prompt_index=7,
-                    )
-                ).result.token_ids
-                for schedule in ("flexspec", "picospec")
-            ]
-
-    first, second = run(scene())
+    async with serving(target) as server:
+        first, second = [
+            (
+                await decode(
+                    server.port,
+                    [3, 1, 4],
+                    schedule=schedule,
+                    draft=lm_draft(target),
+                    temperature=0.9,
+                    top_k=5,
+                    verifier=rule,
+                    seed=4,
+                    prompt_index=7,
+                )
+            ).result.token_ids
+            for schedule in ("flexspec", "picospec")
+        ]
     simulation = simulate(
         target, None, temperature=0.9, top_k=5, rule=rule, seed=4, max_new_tokens=24
     )
@@ -108,24 +99,22 @@ def test_sampled_text_is_the_engines_with_the_same_seed(rule):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "tail_escape", "topk"])
-def test_rules_with_payloads_give_the_text_of_the_virtual_clock(rule):
+@in_loop
+async def test_rules_with_payloads_give_the_text_of_the_virtual_clock(rule):
     """Stop and wait with a fixed length: the messages do not depend on times."""
     target = make_target()
     network = tiny_llama(layers=1, vocab=16, seed=1)
     settings = {"temperature": 1.0, "seed": 2, "tail_samples": 1}
-
-    async def scene():
-        async with serving(target) as server:
-            return await decode(
-                server.port,
-                [5, 6],
-                schedule="stop_and_wait",
-                draft=lm_draft(target),
-                verifier=rule,
-                payload_tokens=2,
-                **settings,
-            )
-
+    async with serving(target) as server:
+        outcome = await decode(
+            server.port,
+            [5, 6],
+            schedule="stop_and_wait",
+            draft=lm_draft(target),
+            verifier=rule,
+            payload_tokens=2,
+            **settings,
+        )
     simulation = simulate(
         target,
         LanguageModelDraft(network, target),
@@ -135,137 +124,120 @@ def test_rules_with_payloads_give_the_text_of_the_virtual_clock(rule):
         **settings,
     )
     virtual = methods.decode(methods.METHODS["stop_and_wait"], simulation, [5, 6], prompt_index=0)
-    assert run(scene()).result.token_ids == virtual.result.token_ids
+    assert outcome.result.token_ids == virtual.result.token_ids
 
 
 # -- broken links and servers ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["autoregressive", "flexspec", "picospec"])
-def test_a_broken_connection_loses_nothing(schedule):
+@in_loop
+async def test_a_broken_connection_loses_nothing(schedule):
     target = make_target()
     draft = None if schedule == "autoregressive" else lm_draft(target, right=schedule == "picospec")
+    async with (
+        serving(target) as server,
+        EmulatedLink(
+            Link.constant(up_mbps=100, rtt_ms=10, jitter_ms=4), "127.0.0.1", server.port
+        ) as link,
+    ):
+        seen: list[int] = []
 
-    async def scene():
-        async with (
-            serving(target) as server,
-            EmulatedLink(
-                Link.constant(up_mbps=100, rtt_ms=10, jitter_ms=4), "127.0.0.1", server.port
-            ) as link,
-        ):
-            seen: list[int] = []
+        def drop_sometimes(token: int) -> None:
+            seen.append(token)
+            if len(seen) in (1, 3, 8, 15):
+                link.drop()
 
-            def drop_sometimes(token: int) -> None:
-                seen.append(token)
-                if len(seen) in (1, 3, 8, 15):
-                    link.drop()
-
-            hold_passes(server, lambda: server.num_passes >= 2 and not seen)
-            outcome = await decode(
-                link.port, [1, 2], schedule=schedule, draft=draft, on_token=drop_sometimes
-            )
-            return outcome, seen, server.table.num_opened, link.num_connections
-
-    outcome, seen, num_opened, num_connections = run(scene())
+        hold_passes(server, lambda: server.num_passes >= 2 and not seen)
+        outcome = await decode(
+            link.port, [1, 2], schedule=schedule, draft=draft, on_token=drop_sometimes
+        )
     assert outcome.result.token_ids == seen == greedy_reference(target, [1, 2], NEW_TOKENS)
     assert outcome.num_breaks >= 1 and outcome.num_reopened == 0
-    assert num_connections >= 2 and num_opened == 1
+    assert link.num_connections >= 2 and server.table.num_opened == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("schedule", ["flexspec", "picospec"])
-def test_a_restarted_server_gets_the_text_so_far(schedule, temperature):
+@in_loop
+async def test_a_restarted_server_gets_the_text_so_far(schedule, temperature):
     target = make_target()
     settings = {"temperature": temperature, "seed": 3}
     if temperature:
         settings["verifier"] = "match"
+    async with serving(target) as server:
+        port, restart, seen = server.port, asyncio.Event(), list[int]()
+        unbroken = await decode(port, [4, 2], schedule=schedule, draft=lm_draft(target), **settings)
 
-    async def scene():
-        async with serving(target) as server:
-            port, restart, seen = server.port, asyncio.Event(), list[int]()
-            unbroken = await decode(
-                port, [4, 2], schedule=schedule, draft=lm_draft(target), **settings
+        def note(token: int) -> None:
+            seen.append(token)
+            if len(seen) == 9:
+                restart.set()
+
+        hold_passes(server, restart.is_set)
+        text = asyncio.create_task(
+            decode(
+                port,
+                [4, 2],
+                schedule=schedule,
+                draft=lm_draft(target),
+                on_token=note,
+                **settings,
             )
-
-            def note(token: int) -> None:
-                seen.append(token)
-                if len(seen) == 9:
-                    restart.set()
-
-            hold_passes(server, restart.is_set)
-            text = asyncio.create_task(
-                decode(
-                    port,
-                    [4, 2],
-                    schedule=schedule,
-                    draft=lm_draft(target),
-                    on_token=note,
-                    **settings,
-                )
-            )
-            await restart.wait()
-            await server.stop(0.0, asyncio.Event())
-        async with serving(target, port) as second:
-            return unbroken, await text, second.table.num_opened
-
-    unbroken, outcome, num_opened = run(scene())
+        )
+        await restart.wait()
+        await server.stop(0.0, asyncio.Event())
+    async with serving(target, port) as second:
+        outcome = await text
     assert outcome.result.token_ids == unbroken.result.token_ids
-    assert (outcome.num_reopened, num_opened) == (1, 1)
+    assert (outcome.num_reopened, second.table.num_opened) == (1, 1)
     assert sum(outcome.result.round_lengths) == outcome.result.num_tokens
     assert outcome.result.num_steps == 0  # what the first server computed is not known
 
 
-def test_a_server_that_comes_back_with_another_target_is_refused():
+@in_loop
+async def test_a_server_that_comes_back_with_another_target_is_refused():
     target, other = make_target(), make_target(seed=5)
-
-    async def scene():
-        async with serving(target) as server:
-            port, restart = server.port, asyncio.Event()
-            hold_passes(server, restart.is_set)
-            text = asyncio.create_task(
-                decode(port, [4, 2], draft=lm_draft(target), on_token=lambda _: restart.set())
-            )
-            await restart.wait()
-            await server.stop(0.0, asyncio.Event())
-        async with serving(other, port):
-            with pytest.raises(ValueError, match="came back with another target than tiny"):
-                await text
-
-    run(scene())
+    async with serving(target) as server:
+        port, restart = server.port, asyncio.Event()
+        hold_passes(server, restart.is_set)
+        text = asyncio.create_task(
+            decode(port, [4, 2], draft=lm_draft(target), on_token=lambda _: restart.set())
+        )
+        await restart.wait()
+        await server.stop(0.0, asyncio.Event())
+    async with serving(other, port):
+        with pytest.raises(ValueError, match="came back with another target than tiny"):
+            await text
 
 
-def test_without_a_server_the_edge_gives_up():
-    async def scene():
-        async with serving(make_target()) as server:
-            port = server.port
-        began_s = time.monotonic()
-        with pytest.raises(Failure, match=f"127.0.0.1:{port} could not be used for 0.5 s"):
-            await decode(
-                port, [1], schedule="autoregressive", access={"give_up_s": 0.5, "connect_s": 1.0}
-            )
-        return time.monotonic() - began_s
-
-    assert run(scene()) < 60
+@in_loop
+async def test_without_a_server_the_edge_gives_up():
+    async with serving(make_target()) as server:
+        port = server.port
+    began_s = time.monotonic()
+    with pytest.raises(Failure, match=f"127.0.0.1:{port} could not be used for 0.5 s"):
+        await decode(
+            port, [1], schedule="autoregressive", access={"give_up_s": 0.5, "connect_s": 1.0}
+        )
+    assert time.monotonic() - began_s < 60
 
 
-def test_a_server_that_hangs_is_left_and_tried_again():
+@in_loop
+async def test_a_server_that_hangs_is_left_and_tried_again():
     """The connection is up, and nothing comes."""
     target = make_target()
+    async with serving(target) as server:
+        send, hanging = server._send, []
 
-    async def scene():
-        async with serving(target) as server:
-            send, hanging = server._send, []
+        def swallow(session, replies):
+            hanging[:] = hanging or [session.stream]
+            session.add(replies) if session.stream in hanging else send(session, replies)
 
-            def swallow(session, replies):
-                hanging[:] = hanging or [session.stream]
-                session.add(replies) if session.stream in hanging else send(session, replies)
-
-            server._send = swallow
-            return await decode(
-                server.port, [1, 2], schedule="autoregressive", access={"answer_s": 0.7}
-            )
-
-    outcome = run(scene())
+        server._send = swallow
+        outcome = await decode(
+            server.port, [1, 2], schedule="autoregressive", access={"answer_s": 0.7}
+        )
     assert outcome.result.token_ids == greedy_reference(target, [1, 2], NEW_TOKENS)
     assert outcome.num_breaks >= 1
 
@@ -274,24 +246,22 @@ def test_a_server_that_hangs_is_left_and_tried_again():
 
 
 @pytest.mark.parametrize("field", ["target", "anchor"])
-def test_another_targets_draft_warns_and_the_cloud_decodes_alone(field):
+@in_loop
+async def test_another_targets_draft_warns_and_the_cloud_decodes_alone(field):
     target, warnings = make_target(), []
-
-    async def scene():
-        async with serving(target) as server:
-            about = {"target": server.target.fingerprint, "anchor": server.target.anchor}
-            own = await decode(server.port, [1, 2], draft=lm_draft(target, **about))
-            draft = lm_draft(target, **{**about, field: "0" * 64})
-            return own, await decode(server.port, [1, 2], draft=draft, warnings=warnings)
-
-    own, outcome = run(scene())
+    async with serving(target) as server:
+        about = {"target": server.target.fingerprint, "anchor": server.target.anchor}
+        own = await decode(server.port, [1, 2], draft=lm_draft(target, **about))
+        draft = lm_draft(target, **{**about, field: "0" * 64})
+        outcome = await decode(server.port, [1, 2], draft=draft, warnings=warnings)
     assert own.fallback == "" and own.result.num_drafted > 0
     assert outcome.result.token_ids == greedy_reference(target, [1, 2], NEW_TOKENS)
     assert "trained with another" in outcome.fallback and outcome.result.num_drafted == 0
     assert len(warnings) == 1 and warnings[0].startswith(outcome.fallback)
 
 
-def test_a_draft_that_is_too_slow_is_given_up_in_the_middle_of_the_text():
+@in_loop
+async def test_a_draft_that_is_too_slow_is_given_up_in_the_middle_of_the_text():
     target = make_target()
     draft = lm_draft(target)
     logits = draft.network.logits
@@ -301,17 +271,13 @@ def test_a_draft_that_is_too_slow_is_given_up_in_the_middle_of_the_text():
         return logits(hidden_QH)
 
     draft.network.logits = wait_first
-
-    async def scene():
-        async with serving(target) as server:
-            server._about = replace(server._about, forward_s=0.002)  # on every machine
-            options = {"draft": draft, "max_new_tokens": 36, "policy": "fixed:1"}
-            return [
-                await decode(server.port, [1, 2], keeps_drafting=keeps, **options)
-                for keeps in (False, True)
-            ]
-
-    given_up, kept = run(scene())
+    async with serving(target) as server:
+        server._about = replace(server._about, forward_s=0.002)  # on every machine
+        options = {"draft": draft, "max_new_tokens": 36, "policy": "fixed:1"}
+        given_up, kept = [
+            await decode(server.port, [1, 2], keeps_drafting=keeps, **options)
+            for keeps in (False, True)
+        ]
     assert given_up.result.token_ids == greedy_reference(target, [1, 2], 36)
     assert "the target alone about" in given_up.fallback and kept.fallback == ""
     assert 0 < given_up.result.num_drafted < TRIAL_TOKENS / 2 < kept.result.num_drafted
@@ -346,18 +312,15 @@ def test_a_slow_draft_is_given_up_while_it_drafts(draft_s, num_drafted):
     assert not given_up_after or "the target alone about 100.0" in pipeline.fallback
 
 
-def test_the_measured_round_trip_reaches_the_policy():
+@in_loop
+async def test_the_measured_round_trip_reaches_the_policy():
     target = make_target()
-
-    async def scene():
-        link = Link.constant(up_mbps=1000, rtt_ms=120)
-        async with (
-            serving(target) as server,
-            EmulatedLink(link, "127.0.0.1", server.port) as slow,
-        ):
-            return await decode(slow.port, [1, 2], draft=lm_draft(target))
-
-    outcome = run(scene())
+    link = Link.constant(up_mbps=1000, rtt_ms=120)
+    async with (
+        serving(target) as server,
+        EmulatedLink(link, "127.0.0.1", server.port) as slow,
+    ):
+        outcome = await decode(slow.port, [1, 2], draft=lm_draft(target))
     assert outcome.round_trip_s > 0.1  # a busy machine adds to the link's
     assert outcome.result.token_ids == greedy_reference(target, [1, 2], NEW_TOKENS)
 
@@ -377,17 +340,14 @@ def test_figures_of_nothing_are_dashes(capsys):
     assert "acceptance length -, acceptance rate -;" in local
 
 
-def test_another_tokenizer_is_refused():
+@in_loop
+async def test_another_tokenizer_is_refused():
     other = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
-
-    async def scene():
-        async with serving(make_target()) as server:
-            with pytest.raises(ValueError, match="another tokenizer"):
-                await decode(
-                    server.port,
-                    [1],
-                    schedule="autoregressive",
-                    tokenizer=vocabulary_hash(other),
-                )
-
-    run(scene())
+    async with serving(make_target()) as server:
+        with pytest.raises(ValueError, match="another tokenizer"):
+            await decode(
+                server.port,
+                [1],
+                schedule="autoregressive",
+                tokenizer=vocabulary_hash(other),
+            )

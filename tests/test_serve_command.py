@@ -55,8 +55,10 @@ def ranks(parent, repository, tmp_path):
         )
         for rank in rank_environments(2, store.port)
     ]
-    yield started, started[0].wait_for(r"on http://127\.0\.0\.1:(\d+) \(.*\n")[1]
-    end(started)
+    try:
+        yield started, started[0].wait_for(r"on http://127\.0\.0\.1:(\d+) \(.*\n")[1]
+    finally:
+        end(started)
 
 
 def ask_at(port: str, **fields):

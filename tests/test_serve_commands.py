@@ -14,7 +14,7 @@ from command_processes import LIMIT_S, Process, make_certificate
 from conftest import byte_tokenizer, tiny_llama
 from decode_runs import greedy_reference
 from fork_server import ForkServer
-from serve_runs import Raw, RawConnection, opening
+from serve_runs import Raw, RawConnection, in_loop, opening
 
 from pipedraft.inference.__main__ import main
 from pipedraft.inference.transport import serve as serve_command
@@ -132,29 +132,27 @@ def test_a_client_that_is_killed_leaves_nothing_behind(parent, plain_server, pla
     assert about["cache_bytes"] == 0
 
 
-def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_server, place, capsys):
+@in_loop
+async def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_server):
     """The last test with this server."""
     process, address = plain_server
-
-    async def scene():
-        async with asyncio.timeout(LIMIT_S), RawConnection(Access(server=address)) as connection:
-            check = connection.channel.unary_unary(f"/{HEALTH}/Check")
-            assert await check(b"") == SERVING
-            raw, late = Raw(connection), Raw(connection)
-            await raw.send(Hello(), opening([1, 2, 3]))
-            first = (await raw.read(2))[1]
-            process.send(signal.SIGTERM)
-            while await check(b"") == SERVING:
-                await asyncio.sleep(0.05)
-            assert await check(b"") == NOT_SERVING
-            await late.send(Hello(), opening([1]))
-            refused = await late.end()
-            replies = [first, *await raw.read(23)]
-            await raw.send(Close(epoch=0, seq=1))
-            return refused, [REPLIES.decode(data).token for data in replies], await raw.end()
-
-    refused, tokens, ended = asyncio.run(scene())
+    async with RawConnection(Access(server=address)) as connection:
+        check = connection.channel.unary_unary(f"/{HEALTH}/Check")
+        assert await check(b"") == SERVING
+        raw, late = Raw(connection), Raw(connection)
+        await raw.send(Hello(), opening([1, 2, 3]))
+        first = (await raw.read(2))[1]
+        process.send(signal.SIGTERM)
+        while await check(b"") == SERVING:
+            await asyncio.sleep(0.05)
+        assert await check(b"") == NOT_SERVING
+        await late.send(Hello(), opening([1]))
+        refused = await late.end()
+        replies = [first, *await raw.read(23)]
+        await raw.send(Close(epoch=0, seq=1))
+        ended = await raw.end()
     assert refused[:2] == ("UNAVAILABLE", "server: shutting down; try again")
+    tokens = [REPLIES.decode(data).token for data in replies]
     assert tokens == greedy_reference(tiny_llama(layers=3, vocab=300), [1, 2, 3], 24)
     assert ended[0] == "OK" and int(ended[2]["passes"]) >= 23
     code, out, err = process.finish()

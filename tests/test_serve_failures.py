@@ -11,12 +11,12 @@ from serve_runs import (
     decode,
     drafted,
     hold_passes,
+    in_loop,
     lm_draft,
     logged,
     make_target,
     opening,
     raw_serving,
-    run,
 )
 
 from pipedraft.inference.transport import server as server_module
@@ -55,7 +55,8 @@ def poisoned_pass(monkeypatch, when):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypatch, caplog):
+@in_loop
+async def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypatch, caplog):
     """Three texts are streamed while a fourth session's rows break every pass with them."""
     poisoned_pass(monkeypatch, when)
     target, prompts = make_target(vocab=64), ([1, 2], [3, 4], [5, 6, 7])
@@ -76,32 +77,27 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
         await raw.send(drafted(text, [POISON]))
         return await raw.end()
 
-    async def scene():
-        async with raw_serving(target) as (server, connection):
-            is_broken = asyncio.Event()  # the others stream while there is somebody who fails
-            hold_passes(server, lambda: not is_broken.is_set())
-            honest = [
-                asyncio.create_task(
-                    decode(
-                        server.port, prompt, schedule="autoregressive", max_new_tokens=NUM_TOKENS
-                    )
-                )
-                for prompt in prompts
-            ]
-            while len(server.table.held) < len(honest):
-                await asyncio.sleep(0.01)
-            ends = []
-            for _ in range(6):
-                is_broken.set()
-                ends.append(await break_once(connection, server.port))
-                is_broken.clear()
+    async with raw_serving(target) as (server, connection):
+        is_broken = asyncio.Event()  # the others stream while there is somebody who fails
+        hold_passes(server, lambda: not is_broken.is_set())
+        honest = [
+            asyncio.create_task(
+                decode(server.port, prompt, schedule="autoregressive", max_new_tokens=NUM_TOKENS)
+            )
+            for prompt in prompts
+        ]
+        while len(server.table.held) < len(honest):
+            await asyncio.sleep(0.01)
+        ends = []
+        for _ in range(6):
             is_broken.set()
-            server._due.set()
-            outcomes = [await task for task in honest]
-            assert not server.table.held
-            return ends, [outcome.result.token_ids for outcome in outcomes]
-
-    ends, texts = run(scene())
+            ends.append(await break_once(connection, server.port))
+            is_broken.clear()
+        is_broken.set()
+        server._due.set()
+        outcomes = [await task for task in honest]
+        assert not server.table.held
+    texts = [outcome.result.token_ids for outcome in outcomes]
     assert {(code, text) for code, text, _ in ends} == {
         ("INTERNAL", "session: the server failed to compute it; its log says why")
     }
@@ -114,24 +110,20 @@ def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypat
     assert {line.partition(" (")[0] for line in lines} == {said}
 
 
-def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
+@in_loop
+async def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
     """No pass fails here: the token cannot be drawn from what it gives."""
     target, sound = make_target(vocab=64), make_target(vocab=64)
     with torch.no_grad():
         target.get_input_embeddings().weight[POISON] = float("nan")
-
-    async def scene():
-        async with raw_serving(target) as (server, connection):
-            other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(sound)))
-            raw = Raw(connection)
-            await raw.send(Hello(), opening([1, POISON], temperature=1.0))
-            ended = await raw.end()
-            after = await decode(server.port, [1, 2], draft=lm_draft(sound))
-            texts = [(await other).result.token_ids, after.result.token_ids]
-            assert not server.table.held
-            return ended, texts
-
-    ended, texts = run(scene())
+    async with raw_serving(target) as (server, connection):
+        other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(sound)))
+        raw = Raw(connection)
+        await raw.send(Hello(), opening([1, POISON], temperature=1.0))
+        ended = await raw.end()
+        after = await decode(server.port, [1, 2], draft=lm_draft(sound))
+        texts = [(await other).result.token_ids, after.result.token_ids]
+        assert not server.table.held
     assert ended[:2] == (
         "INTERNAL",
         "session: the server failed to compute it; its log says why",
@@ -141,40 +133,34 @@ def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
     assert "ValueError: probabilities: their sum is nan" in line
 
 
-def test_a_target_that_computes_nothing_any_more_ends_the_server(monkeypatch):
+@in_loop
+async def test_a_target_that_computes_nothing_any_more_ends_the_server(monkeypatch):
     """No session is to blame, so the process should be started again."""
     target = make_target(vocab=64)
+    async with raw_serving(target) as (server, connection):
 
-    async def scene():
-        async with raw_serving(target) as (server, connection):
+        def fail(*arguments, **options):
+            raise RuntimeError("the device is lost")
 
-            def fail(*arguments, **options):
-                raise RuntimeError("the device is lost")
-
-            monkeypatch.setattr(target.get_decoder().layers[0], "forward", fail)
-            raw = Raw(connection)
-            await raw.send(Hello(), opening([1, 2]))
-            with pytest.raises(RuntimeError, match="the device is lost"):
-                await server.wait(asyncio.Event())
-
-    run(scene())
+        monkeypatch.setattr(target.get_decoder().layers[0], "forward", fail)
+        raw = Raw(connection)
+        await raw.send(Hello(), opening([1, 2]))
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            await server.wait(asyncio.Event())
 
 
-def test_an_unforeseen_failure_of_a_stream_ends_it(monkeypatch, caplog):
+@in_loop
+async def test_an_unforeseen_failure_of_a_stream_ends_it(monkeypatch, caplog):
     """Not only what is no message: otherwise the edge would wait until the session expires."""
 
     def fail(session, request, now_s):
         raise KeyError("unforeseen")
 
     monkeypatch.setattr(HeldSession, "note", fail)
-    ended = run(one_stream(opening([1, 2])))
+    async with raw_serving(make_target()) as (_, connection):
+        raw = Raw(connection)
+        await raw.send(Hello(), opening([1, 2]))
+        ended = await raw.end()
     assert ended[0] == "INTERNAL" and ended[1] == "stream: the server failed; its log says why"
     (line,) = logged(caplog)
     assert line.startswith("stream ended: KeyError: 'unforeseen' (")
-
-
-async def one_stream(message):
-    async with raw_serving(make_target()) as (server, connection):
-        raw = Raw(connection)
-        await raw.send(Hello(), message)
-        return await raw.end()

@@ -16,12 +16,12 @@ from serve_runs import (
     decode,
     drafted,
     encode,
+    in_loop,
     lm_draft,
     make_server,
     make_target,
     opening,
     raw_serving,
-    run,
     serving,
 )
 
@@ -45,25 +45,6 @@ from pipedraft.inference.transport.session_table import (
 )
 from pipedraft.inference.transport.stream import SessionStream
 from pipedraft.models.fingerprint import vocabulary_hash
-
-
-def end_of(*messages, prompt=(1, 2), **server_options):
-    """How a call with these messages ends; another client decodes meanwhile and afterwards."""
-    target = make_target()
-
-    async def scene():
-        async with raw_serving(target, **server_options) as (server, connection):
-            other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(target)))
-            raw = Raw(connection)
-            await raw.send(*messages)
-            ended = await raw.end()
-            after = await decode(server.port, [1, 2], draft=lm_draft(target))
-            for outcome in (await other, after):
-                assert outcome.result.token_ids == greedy_reference(target, [1, 2], 24)
-            assert not server.table.held
-            return ended
-
-    return run(scene())
 
 
 def tiny_temperature(value):
@@ -96,8 +77,20 @@ def tiny_temperature(value):
         ([Hello(ticket=b"0" * 24)], "NOT_FOUND", "open a new one with the output so far"),
     ],
 )
-def test_what_is_wrong_ends_its_own_stream_alone(messages, code, text):
-    ended = end_of(*messages, max_prompt_tokens=64, max_new_tokens=64, max_message_kb=64)
+@in_loop
+async def test_what_is_wrong_ends_its_own_stream_alone(messages, code, text):
+    """Another client decodes meanwhile and afterwards."""
+    target = make_target()
+    limits = {"max_prompt_tokens": 64, "max_new_tokens": 64, "max_message_kb": 64}
+    async with raw_serving(target, **limits) as (server, connection):
+        other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(target)))
+        raw = Raw(connection)
+        await raw.send(*messages)
+        ended = await raw.end()
+        after = await decode(server.port, [1, 2], draft=lm_draft(target))
+        for outcome in (await other, after):
+            assert outcome.result.token_ids == greedy_reference(target, [1, 2], 24)
+        assert not server.table.held
     assert ended[0] == code and text in ended[1]
 
 
@@ -109,22 +102,20 @@ def test_what_is_wrong_ends_its_own_stream_alone(messages, code, text):
         (More(epoch=0, seq=1, count=9), "more: no correction is owed"),
     ],
 )
-def test_what_the_protocol_forbids_gets_an_error_reply(request_, text):
+@in_loop
+async def test_what_the_protocol_forbids_gets_an_error_reply(request_, text):
     target = make_target()
-
-    async def scene():
-        async with raw_serving(target) as (server, connection):
-            raw = Raw(connection)
-            await raw.send(Hello(), opening([1, 2], streams=False), request_)
-            welcome, _, error = await raw.read(3)
-            assert isinstance(REPLIES.decode(error), Error) and text in REPLIES.decode(error).text
-            assert (await raw.end())[0] == "OK" and not server.table.held
-            return WELCOME.decode(welcome).ticket
-
-    assert len(run(scene())) == 24
+    async with raw_serving(target) as (server, connection):
+        raw = Raw(connection)
+        await raw.send(Hello(), opening([1, 2], streams=False), request_)
+        welcome, _, error = await raw.read(3)
+        assert isinstance(REPLIES.decode(error), Error) and text in REPLIES.decode(error).text
+        assert (await raw.end())[0] == "OK" and not server.table.held
+    assert len(WELCOME.decode(welcome).ticket) == 24
 
 
-def test_random_bytes_and_damaged_messages_leave_the_server_serving():
+@in_loop
+async def test_random_bytes_and_damaged_messages_leave_the_server_serving():
     target = make_target()
     known = [Hello(), opening([1, 2], streams=False), drafted([1, 2, 3], [1])]
     random_numbers = random.Random(0)
@@ -135,33 +126,31 @@ def test_random_bytes_and_damaged_messages_leave_the_server_serving():
             data[random_numbers.randrange(len(data))] = random_numbers.randrange(256)
         return bytes(data)
 
-    async def scene():
-        async with raw_serving(target) as (server, connection):
-            codes = set()
-            for _ in range(150):
-                raw = Raw(connection)
-                good = random_numbers.randrange(3)
-                try:
-                    await raw.send(*known[:good], *(damaged() for _ in range(3)))
-                    await raw.call.done_writing()
-                except (asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
-                    pass  # it ended before all was said
-                ended = await raw.end()
-                if ended[:2] != ("INTERNAL", "Internal error from Core"):  # a write after the end
-                    codes.add(ended[0])
-            outcome = await decode(server.port, [1, 2], draft=lm_draft(target))
-            assert outcome.result.token_ids == greedy_reference(target, [1, 2], 24)
-            return codes
-
+    async with raw_serving(target) as (server, connection):
+        codes = set()
+        for _ in range(150):
+            raw = Raw(connection)
+            good = random_numbers.randrange(3)
+            try:
+                await raw.send(*known[:good], *(damaged() for _ in range(3)))
+                await raw.call.done_writing()
+            except (asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
+                pass  # it ended before all was said
+            ended = await raw.end()
+            if ended[:2] != ("INTERNAL", "Internal error from Core"):  # a write after the end
+                codes.add(ended[0])
+        outcome = await decode(server.port, [1, 2], draft=lm_draft(target))
+        assert outcome.result.token_ids == greedy_reference(target, [1, 2], 24)
     ends = "OK INVALID_ARGUMENT NOT_FOUND FAILED_PRECONDITION DEADLINE_EXCEEDED"
-    assert {"INVALID_ARGUMENT"} <= run(scene()) <= set(ends.split())
+    assert {"INVALID_ARGUMENT"} <= codes <= set(ends.split())
 
 
 # -- duplicates, order, other people's sessions ---------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["flexspec", "picospec", "pearl"])
-def test_duplicated_reordered_and_stale_messages_change_nothing(schedule, monkeypatch):
+@in_loop
+async def test_duplicated_reordered_and_stale_messages_change_nothing(schedule, monkeypatch):
     target = make_target()
     numbers = random.Random(1)
     counts = {"twice": 0, "late": 0, "stale": 0}
@@ -195,207 +184,173 @@ def test_duplicated_reordered_and_stale_messages_change_nothing(schedule, monkey
                 self._call.write(data)
 
     monkeypatch.setattr("pipedraft.inference.pipelines.remote.SessionStream", Careless)
-
-    async def scene():
-        async with serving(target) as server:
-            return [
-                await decode(
-                    server.port, prompt, schedule=schedule, draft=lm_draft(target, right=right)
-                )
-                for prompt in PROMPTS[:3]
-                for right in (False, True)
-            ]
-
-    for index, outcome in enumerate(run(scene())):
+    async with serving(target) as server:
+        outcomes = [
+            await decode(
+                server.port, prompt, schedule=schedule, draft=lm_draft(target, right=right)
+            )
+            for prompt in PROMPTS[:3]
+            for right in (False, True)
+        ]
+    for index, outcome in enumerate(outcomes):
         expected = greedy_reference(target, PROMPTS[index // 2], 24)
         assert outcome.result.token_ids == expected
     assert counts["twice"] and counts["stale"]
 
 
-def test_nobody_goes_on_with_another_ones_session():
+@in_loop
+async def test_nobody_goes_on_with_another_ones_session():
     target = make_target()
-
-    async def scene():
-        async with raw_serving(target) as (server, connection):
-            owner = Raw(connection)
-            await owner.send(Hello(), opening([1, 2], streams=False))
-            ticket = WELCOME.decode((await owner.read(1))[0]).ticket
-            ends = []
-            wrong = ticket[:-1] + bytes([ticket[-1] ^ 1])
-            for stolen in (wrong, ticket[:8], ticket[:8] + bytes(16), bytes(8) + ticket[8:]):
-                thief = Raw(connection)
-                await thief.send(Hello(ticket=stolen))
-                ends.append((await thief.end())[:2])
-            assert len(set(ends)) == 1 and ends[0][0] == "NOT_FOUND"
-            # The owner comes back on another stream, and has the first reply again.
-            second = Raw(connection)
-            await second.send(Hello(ticket=ticket))
-            assert (await owner.end())[0] == "ABORTED"
-            _, opened = await second.read(2)
-            assert REPLIES.decode(opened).token == greedy_reference(target, [1, 2], 1)[0]
-
-    run(scene())
+    async with raw_serving(target) as (server, connection):
+        owner = Raw(connection)
+        await owner.send(Hello(), opening([1, 2], streams=False))
+        ticket = WELCOME.decode((await owner.read(1))[0]).ticket
+        ends = []
+        wrong = ticket[:-1] + bytes([ticket[-1] ^ 1])
+        for stolen in (wrong, ticket[:8], ticket[:8] + bytes(16), bytes(8) + ticket[8:]):
+            thief = Raw(connection)
+            await thief.send(Hello(ticket=stolen))
+            ends.append((await thief.end())[:2])
+        assert len(set(ends)) == 1 and ends[0][0] == "NOT_FOUND"
+        # The owner comes back on another stream, and has the first reply again.
+        second = Raw(connection)
+        await second.send(Hello(ticket=ticket))
+        assert (await owner.end())[0] == "ABORTED"
+        _, opened = await second.read(2)
+        assert REPLIES.decode(opened).token == greedy_reference(target, [1, 2], 1)[0]
 
 
-def test_a_token_is_wanted_by_every_call():
+@in_loop
+async def test_a_token_is_wanted_by_every_call():
     target = make_target()
-
-    async def scene():
-        async with serving(target, tokens=("correct horse",)) as server:
-            for token in ("", "wrong", "correct hors", "correct horse "):
-                with pytest.raises(ValueError, match="token: missing or wrong"):
-                    await decode(
-                        server.port, [1], schedule="autoregressive", access={"token": token}
-                    )
-            async with RawConnection(access_to(server.port)) as connection:
-                # Refused before it says anything; a write may fail first, with another code.
-                raw = Raw(connection, authorization="Bearer wrong")
-                assert (await raw.end())[0] == "UNAUTHENTICATED"
-                raw = Raw(connection, authorization="Bearer wrong")
-                with suppress(asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
-                    await raw.send(Hello(), opening([1]))
-                assert (await raw.end())[0] != "OK" and not server.table.num_opened
-            access = {"token": "correct horse"}
-            outcome = await decode(server.port, [1], schedule="autoregressive", access=access)
-            assert outcome.result.token_ids == greedy_reference(target, [1], 24)
-
-    run(scene())
+    async with serving(target, tokens=("correct horse",)) as server:
+        for token in ("", "wrong", "correct hors", "correct horse "):
+            with pytest.raises(ValueError, match="token: missing or wrong"):
+                await decode(server.port, [1], schedule="autoregressive", access={"token": token})
+        async with RawConnection(access_to(server.port)) as connection:
+            # Refused before it says anything; a write may fail first, with another code.
+            raw = Raw(connection, authorization="Bearer wrong")
+            assert (await raw.end())[0] == "UNAUTHENTICATED"
+            raw = Raw(connection, authorization="Bearer wrong")
+            with suppress(asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
+                await raw.send(Hello(), opening([1]))
+            assert (await raw.end())[0] != "OK" and not server.table.num_opened
+        access = {"token": "correct horse"}
+        outcome = await decode(server.port, [1], schedule="autoregressive", access=access)
+        assert outcome.result.token_ids == greedy_reference(target, [1], 24)
 
 
 # -- room -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", ["max_sessions", "max_cache_mb"])
-def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
+@in_loop
+async def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
     target = make_target()
     # Layers, keys and values, heads, head size, float32; buffers may double from 512 positions.
     reserved = 3 * 2 * 2 * 8 * 4 * 2 * 512
     assert 2 * reserved <= 2**20 < 3 * reserved
     limits = {limit: 2 if limit == "max_sessions" else 1}
-
-    async def scene():
-        async with raw_serving(target, **limits) as (server, connection):
-            holders = [Raw(connection) for _ in range(2)]
-            for raw in holders:
-                await raw.send(Hello(), opening([1, 2], streams=False))
-                await raw.read(2)
-            assert 0 < server.table.cache_bytes <= server.table.reserved_bytes
-            late = Raw(connection)
-            await late.send(Hello(), opening([1, 2]))
-            code, text, metadata = await late.end()
-            assert code == "RESOURCE_EXHAUSTED" and "; try again in about 0.5 s" in text
-            assert int(metadata["retry-after-ms"]) > 0
-            waiting = asyncio.create_task(decode(server.port, [1, 2], schedule="autoregressive"))
-            await asyncio.sleep(0.3)
-            assert not waiting.done() and len(server.table.held) == 2
-            await holders[0].send(Close(epoch=0, seq=1))
-            assert (await waiting).result.token_ids == greedy_reference(target, [1, 2], 24)
-
-    run(scene())
+    async with raw_serving(target, **limits) as (server, connection):
+        holders = [Raw(connection) for _ in range(2)]
+        for raw in holders:
+            await raw.send(Hello(), opening([1, 2], streams=False))
+            await raw.read(2)
+        assert 0 < server.table.cache_bytes <= server.table.reserved_bytes
+        late = Raw(connection)
+        await late.send(Hello(), opening([1, 2]))
+        code, text, metadata = await late.end()
+        assert code == "RESOURCE_EXHAUSTED" and "; try again in about 0.5 s" in text
+        assert int(metadata["retry-after-ms"]) > 0
+        waiting = asyncio.create_task(decode(server.port, [1, 2], schedule="autoregressive"))
+        await asyncio.sleep(0.3)
+        assert not waiting.done() and len(server.table.held) == 2
+        await holders[0].send(Close(epoch=0, seq=1))
+        assert (await waiting).result.token_ids == greedy_reference(target, [1, 2], 24)
 
 
-def test_a_text_that_could_never_fit_is_refused_for_good():
+@in_loop
+async def test_a_text_that_could_never_fit_is_refused_for_good():
     target = make_target()
     target.config.max_position_embeddings = 4096
-
-    async def scene():
-        async with raw_serving(target, max_cache_mb=1) as (server, connection):
-            raw = Raw(connection)
-            await raw.send(Hello(), opening([1] * 900))
-            return await raw.end()
-
-    code, text, metadata = run(scene())
+    async with raw_serving(target, max_cache_mb=1) as (server, connection):
+        raw = Raw(connection)
+        await raw.send(Hello(), opening([1] * 900))
+        code, text, metadata = await raw.end()
     assert code == "INVALID_ARGUMENT" and "ask for a shorter output" in text
     assert "retry-after-ms" not in metadata
 
 
-def test_draft_tokens_without_a_verdict_are_bounded():
+@in_loop
+async def test_draft_tokens_without_a_verdict_are_bounded():
     target = make_target()
     target.config.max_position_embeddings = 4096
-
-    async def scene():
-        async with raw_serving(target) as (server, connection):
-            raw = Raw(connection)
-            await raw.send(Hello(), opening([1, 2], streams=False))
-            text = [1, 2, REPLIES.decode((await raw.read(2))[1]).token]
-            for seq in range(1, 4):
-                await raw.send(drafted(text, [1] * 256, Preverify, seq=seq, next_s=1e-9))
-                text += [1] * 256
-            (error,) = await raw.read(1)
-            return REPLIES.decode(error).text
-
-    assert "more than 512 draft tokens" in run(scene())
+    async with raw_serving(target) as (server, connection):
+        raw = Raw(connection)
+        await raw.send(Hello(), opening([1, 2], streams=False))
+        text = [1, 2, REPLIES.decode((await raw.read(2))[1]).token]
+        for seq in range(1, 4):
+            await raw.send(drafted(text, [1] * 256, Preverify, seq=seq, next_s=1e-9))
+            text += [1] * 256
+        (error,) = await raw.read(1)
+    assert "more than 512 draft tokens" in REPLIES.decode(error).text
 
 
-def test_a_port_in_use_is_refused():
+@in_loop
+async def test_a_port_in_use_is_refused():
     target = make_target()
-
-    async def scene():
-        async with serving(target) as server:
-            with pytest.raises(ValueError, match=f"127.0.0.1:{server.port} cannot be listened on"):
-                await make_server(target).start("127.0.0.1", server.port)
-
-    run(scene())
+    async with serving(target) as server:
+        with pytest.raises(ValueError, match=f"127.0.0.1:{server.port} cannot be listened on"):
+            await make_server(target).start("127.0.0.1", server.port)
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_ipv6_address_may_have_brackets(host):
+@in_loop
+async def test_an_ipv6_address_may_have_brackets(host):
     try:
         open_socket(HttpOptions(host="::1", port=0)).close()
     except ValueError:
         pytest.skip("no IPv6 here")
     open_socket(HttpOptions(host=host, port=0)).close()
     server = make_server(make_target())
-
-    async def scene():
-        port = await server.start(host, 0)
-        await server.stop(0.0, asyncio.Event())
-        return port, describe(server, host, port)
-
-    port, said = run(scene())
-    assert f"serving tiny on [::1]:{port} " in said
+    port = await server.start(host, 0)
+    await server.stop(0.0, asyncio.Event())
+    assert f"serving tiny on [::1]:{port} " in describe(server, host, port)
 
 
-def test_silent_sessions_and_sessions_without_a_stream_expire():
+@in_loop
+async def test_silent_sessions_and_sessions_without_a_stream_expire():
     target = make_target()
-
-    async def scene():
-        async with raw_serving(target, idle_s=0.6) as (server, connection):
-            silent, gone = Raw(connection), Raw(connection)
-            for raw in (silent, gone):
-                await raw.send(Hello(), opening([1, 2], streams=False))
-                await raw.read(2)
-            gone.call.cancel()
-            never = Raw(connection)
-            assert (await silent.end())[:2] == (
-                "NOT_FOUND",
-                "session: silent for 0.6 s; it has expired, open a new one with the output so far",
-            )
-            assert (await never.end())[0] == "DEADLINE_EXCEEDED"
-            while server.table.held:
-                await asyncio.sleep(0.05)
-            return server.table.num_expired, server.table.cache_bytes
-
-    assert run(scene()) == (2, 0)
+    async with raw_serving(target, idle_s=0.6) as (server, connection):
+        silent, gone = Raw(connection), Raw(connection)
+        for raw in (silent, gone):
+            await raw.send(Hello(), opening([1, 2], streams=False))
+            await raw.read(2)
+        gone.call.cancel()
+        never = Raw(connection)
+        assert (await silent.end())[:2] == (
+            "NOT_FOUND",
+            "session: silent for 0.6 s; it has expired, open a new one with the output so far",
+        )
+        assert (await never.end())[0] == "DEADLINE_EXCEEDED"
+        while server.table.held:
+            await asyncio.sleep(0.05)
+        assert (server.table.num_expired, server.table.cache_bytes) == (2, 0)
 
 
-def test_a_session_ends_after_its_time_and_the_edge_opens_another():
+@in_loop
+async def test_a_session_ends_after_its_time_and_the_edge_opens_another():
     """The text goes on: what the limit bounds is what one session holds."""
     target = make_target()
     draft = lm_draft(target)
     logits = draft.network.logits
     draft.network.logits = lambda hidden_QH: time.sleep(0.08) or logits(hidden_QH)
-
-    async def scene():
-        async with serving(target, session_s=2.0) as server:
-            outcome = await decode(
-                server.port, [1, 2], draft=draft, policy="fixed:2", max_new_tokens=40
-            )
-            return outcome, server.table.num_opened
-
-    outcome, num_opened = run(scene())
+    async with serving(target, session_s=2.0) as server:
+        outcome = await decode(
+            server.port, [1, 2], draft=draft, policy="fixed:2", max_new_tokens=40
+        )
     assert outcome.result.token_ids == greedy_reference(target, [1, 2], 40)
-    assert num_opened == outcome.num_reopened + 1 >= 2
+    assert server.table.num_opened == outcome.num_reopened + 1 >= 2
 
 
 def test_replies_are_remembered_until_the_edge_has_read_them():

@@ -5,7 +5,7 @@ import gc
 import random
 
 from decode_runs import greedy_reference
-from serve_runs import decode, hold_passes, lm_draft, make_target, run, serving
+from serve_runs import decode, hold_passes, in_loop, lm_draft, make_target, serving
 
 from pipedraft.inference.transport.target_session import TargetSession
 
@@ -24,7 +24,8 @@ def open_for_all(server, num_opened: int) -> None:
     hold_passes(server, lambda: server.table.num_opened < num_opened)
 
 
-def test_fifty_edges_at_once():
+@in_loop
+async def test_fifty_edges_at_once():
     target = make_target()
     numbers = random.Random(0)
     prompts = [
@@ -56,27 +57,24 @@ def test_fifty_edges_at_once():
             )
         )
 
-    async def scene():
-        limits = dict.fromkeys(("max_sessions", "max_client_sessions"), NUM_CLIENTS)
-        async with serving(target, **limits) as server:
-            watching = asyncio.create_task(watch(server.table))
-            waves = []
-            for num_opened in (NUM_CLIENTS, 2 * NUM_CLIENTS):
-                open_for_all(server, num_opened)
-                waves += await wave(server)
-            if watching.done():
-                watching.result()
-            watching.cancel()
-            assert not server.table.held
-            shared = server.num_session_passes / server.num_passes
-            return waves, num_sessions(), shared, server.table.num_opened
-
-    outcomes, kept, shared, num_opened = run(scene())
+    limits = dict.fromkeys(("max_sessions", "max_client_sessions"), NUM_CLIENTS)
+    async with serving(target, **limits) as server:
+        watching = asyncio.create_task(watch(server.table))
+        outcomes = []
+        for num_opened in (NUM_CLIENTS, 2 * NUM_CLIENTS):
+            open_for_all(server, num_opened)
+            outcomes += await wave(server)
+        if watching.done():
+            watching.result()
+        watching.cancel()
+        assert not server.table.held
+        shared = server.num_session_passes / server.num_passes
+        kept = num_sessions()
     for index, prompt in enumerate(prompts):
         expected = greedy_reference(target, prompt, NEW_TOKENS)
         for outcome in (outcomes[index], outcomes[NUM_CLIENTS + index]):
             assert outcome.result.token_ids == expected
-    assert num_opened == 2 * NUM_CLIENTS and peaks["sessions"] == NUM_CLIENTS
+    assert server.table.num_opened == 2 * NUM_CLIENTS and peaks["sessions"] == NUM_CLIENTS
     assert shared > 1.5  # sessions wait for the thread together, and go together
     row_bytes = 3 * 2 * 2 * 8 * 4
     assert 0 < peaks["cache_bytes"] <= NUM_CLIENTS * 128 * row_bytes
