@@ -55,8 +55,10 @@ def ids_of(sampling: dict) -> str:
     return "-".join(f"{name}={value}" for name, value in sampling.items())
 
 
-def streamed(stream) -> tuple[str, list]:
-    chunks = list(stream)
+def streamed(place: Place, **fields) -> tuple[str, list]:
+    """The text of an answer to OpenAI's client, and the chunks that it came in."""
+    ask = {"model": "tiny", "messages": MESSAGES, "stream": True, **fields}
+    chunks = list(place.client().chat.completions.create(**ask))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     return text, chunks
 
@@ -92,15 +94,11 @@ def test_an_answer_is_what_the_engine_decodes_alone_with_its_figures(place, refe
 def test_a_stream_has_the_same_text_and_says_who_made_each_token(place, reference, sampling):
     expected = alone(reference, AS_PROMPT, **sampling)
     text, chunks = streamed(
-        place.client().chat.completions.create(
-            model="tiny",
-            messages=MESSAGES,
-            max_completion_tokens=LENGTH,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"pipedraft_events": True},
-            **sampling,
-        )
+        place,
+        max_completion_tokens=LENGTH,
+        stream_options={"include_usage": True},
+        extra_body={"pipedraft_events": True},
+        **sampling,
     )
     assert text == expected.text
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -117,11 +115,7 @@ def test_a_stream_has_the_same_text_and_says_who_made_each_token(place, referenc
 
 
 def test_without_usage_the_last_chunk_has_the_figures(place):
-    text, chunks = streamed(
-        place.client().chat.completions.create(
-            model="tiny", messages=MESSAGES, max_tokens=4, stream=True, seed=1
-        )
-    )
+    text, chunks = streamed(place, max_tokens=4, seed=1)
     assert len(text) == 4 and chunks[-1].choices[0].finish_reason == "length"
     assert chunks[-1].seed == 1 and chunks[-1].metrics["speculative_decoding"]["num_stages"] == 2
     assert not any(hasattr(chunk, "pipedraft") for chunk in chunks)
@@ -181,17 +175,8 @@ def test_a_stop_string_over_several_tokens_ends_the_text_before_it(place, refere
 def test_text_that_may_begin_a_stop_string_is_held_back_and_then_shown(place, reference):
     whole = alone(reference, AS_PROMPT, temperature=0.0).text
     stop = whole[4:8] + ("a" if whole[8] != "a" else "b")
-    _, chunks = streamed(
-        place.client().chat.completions.create(
-            model="tiny",
-            messages=MESSAGES,
-            max_tokens=LENGTH,
-            temperature=0,
-            stop=stop,
-            stream=True,
-            extra_body={"pipedraft_events": True},
-        )
-    )
+    events = {"pipedraft_events": True}
+    _, chunks = streamed(place, max_tokens=LENGTH, temperature=0, stop=stop, extra_body=events)
     assert sum(hasattr(chunk, "pipedraft") for chunk in chunks) == LENGTH  # held back or not
     pieces = [c.choices[0].delta.content for c in chunks if c.choices[0].delta.content]
     assert "".join(pieces) == whole
