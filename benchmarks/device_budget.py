@@ -16,7 +16,6 @@ draft_bookkeeping_32k_over_1k: processor time of what a draft notes of a row beh
     over that behind 1,024.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from pretended_device import MixedDevices
 from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_copy
 from train_runs import make_world
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.train.__main__ import quieten
 
 METHODS = ("spd", "ppsd", "eagle", "eagle3", "dflash", "flexspec", "language_model")
@@ -49,9 +49,7 @@ DECODES: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="nothing but a line of JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)

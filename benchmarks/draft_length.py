@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.eval.edge_methods import TIMES, radio_energy, radio_of
 from pipedraft.inference.channel import (
     PRESETS,
@@ -461,9 +462,7 @@ def print_tables(cells: list[dict[str, Any]], summary: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--protocols", nargs="+", choices=PROTOCOLS, default=["picospec"])
     add("--processes", nargs="+", choices=[*RECORDED, *PROCESSES], default=list(RECORDED))

@@ -14,18 +14,16 @@ import json
 
 import torch
 
-from pipedraft.benchmarks.measurement import extra_memory_mb, measure_apart
+from pipedraft.benchmarks.measurement import extra_memory_mb, make_parser, measure_apart
 from pipedraft.benchmarks.training_step import (
     HEAD_SIZE,
     NO_DATA,
     add_arguments,
-    compare_cases,
     layer_gigaflop,
     make_batch,
     make_step,
-    measure_case,
-    print_summary,
     random_target,
+    run,
 )
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
 
@@ -40,9 +38,7 @@ SHORT_LENGTH = 128
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=7, help="draft tokens of a chain")
     parser.add_argument("--lengths", help="measure memory at these lengths instead: 512,1024")
     parser.add_argument("--memory", action="store_true", help="of --length, in this process")
@@ -103,15 +99,11 @@ def main() -> None:
     args = parse_arguments()
     if args.memory:
         print(json.dumps(measure_memory(args)))
-    elif args.case is not None:
-        print(json.dumps(measure_case(args, build_objective(args), PARTS)))
-    elif args.lengths:
+    elif args.lengths and args.case is None:
         compare_lengths(args)
     else:
-        every, some = compare_cases(args, lambda counted: gigaflop(args, counted))
-        if args.json:
-            more = {"key_heads": args.key_heads, "head_dim": HEAD_SIZE}
-            print_summary(args, every, some, steps=args.steps, heads=args.heads, **more)
+        more = {"key_heads": args.key_heads, "head_dim": HEAD_SIZE}
+        run(args, build_objective, PARTS, gigaflop, steps=args.steps, heads=args.heads, **more)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from pipedraft.benchmarks.emulated_link import EmulatedLink
-from pipedraft.benchmarks.measurement import names_of
+from pipedraft.benchmarks.measurement import make_parser, names_of
 from pipedraft.inference.channel import PRESETS, Link
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -50,9 +50,7 @@ TEXTS = (
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--target", default="assets/target")
     parser.add_argument("--draft-model", default="out/draft_model/best")
     add, links = parser.add_argument, names_of(["none", *PRESETS])

@@ -8,7 +8,6 @@ hold, so that every product reads them from memory. Least wall-clock time of the
 taking turns; `bfloat16` is torch's own product of weights half as large.
 """
 
-import argparse
 import json
 import time
 from copy import deepcopy
@@ -16,13 +15,12 @@ from copy import deepcopy
 import torch
 from torch import nn
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.models.cpu import lay_out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="nothing but a line of JSON")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=576)

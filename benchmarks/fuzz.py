@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import pipedraft
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.data_recipes.chat import normalize_conversation
 from pipedraft.data_recipes.config import Source
 from pipedraft.data_recipes.sources import parse_json, read_source
@@ -378,9 +379,7 @@ def fuzz(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--inputs", type=int, default=10**9, help="at most")
     parser.add_argument("--minutes", type=float, default=5.0, help="at most")
     parser.add_argument("--seed", type=int, default=0)

@@ -12,7 +12,6 @@ fails says why, and the others still run. The exit status is 1 where an output d
 or a section failed, and 2 without a GPU.
 """
 
-import argparse
 import contextlib
 import json
 import platform
@@ -41,6 +40,7 @@ from decode_runs import PlainTokenizer
 from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_copy
 
 from pipedraft.benchmarks import eagle3_step, spd_step
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.benchmarks.plan_peaks import make_plan
 from pipedraft.benchmarks.training_step import make_batch, make_step
 from pipedraft.files import to_json, write_atomically
@@ -395,9 +395,7 @@ def is_right(report: Findings) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the report")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=8192)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -227,9 +228,7 @@ def summarize(result: Any, has_stable_steps: bool) -> dict[str, Any]:
 
 
 def read_options(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(description)
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--write", type=Path, metavar="FILE")
     chosen.add_argument("--compare", type=Path, metavar="FILE")

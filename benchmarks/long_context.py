@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedraft.benchmarks.measurement import extra_memory_mb, measure_apart, seconds
+from pipedraft.benchmarks.measurement import extra_memory_mb, make_parser, measure_apart, seconds
 from pipedraft.benchmarks.training_step import NO_DATA, add_arguments, make_step, random_target
 from pipedraft.data_recipes.batch import pack
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
@@ -32,9 +32,7 @@ SHORT_LENGTH = 128
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", default="2048,4096,8192,16384,32768")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--variants", default=",".join(VARIANTS))

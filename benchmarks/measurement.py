@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -21,6 +21,11 @@ from pipedraft.models.cpu import linear
 
 # The last one stops the profiler's remarks on stderr.
 CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+
+
+def make_parser(text: str | None) -> ArgumentParser:
+    """A parser whose help is a script's docstring as it is written."""
+    return ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
 
 
 def names_of(known: Collection[str]) -> Callable[[str], str]:

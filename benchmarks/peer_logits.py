@@ -11,7 +11,6 @@ that is not installed is left out. --json prints one object: for each package an
 largest difference over the largest logit, and whether every greedy draft token is the same.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -27,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
@@ -168,9 +168,7 @@ def compare(name: str, layout: Layout, options: dict[str, Any]) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args()
     found = {

@@ -11,7 +11,6 @@ case: by how much the loss, the gradients and the logits differ at most, over th
 kind, and whether the most likely draft tokens are the same.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -33,6 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.data_recipes.batch import collate
 from pipedraft.models.export import Layout, export
 from pipedraft.models.target import capture_hidden
@@ -337,9 +337,7 @@ def compare_blocks(package: str, kind: str, layout: Layout, **options: Any) -> F
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args()
     found = dict(divergences())

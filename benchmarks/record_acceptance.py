@@ -12,7 +12,6 @@ accepted one are the text. "1" is a token that would be accepted where all befor
   the text that comes out (temperature 1).
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.target import load_target, load_tokenizer
@@ -53,9 +53,7 @@ def tested(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--target", default="assets/target")
     add("--draft-model", default="out/draft_model/best")

@@ -11,7 +11,6 @@ The last line is JSON: "rows"; "stages", for each number of them S of every sche
 "over_best", S of the continued FlowSpec with automatic budget over the best of the others.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from sampled_trees import BENCHMARKS, TARGET, with_noise
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.eval.replay import replay_log
 from pipedraft.eval.tasks import encode_turn, load_task
 from pipedraft.inference.clock import CostModel, VirtualClock
@@ -65,9 +65,7 @@ def speedup(results: Sequence[DecodeResult], cost: CostModel, boundaries: Sequen
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=2, help="of each benchmark (default 2)")
     parser.add_argument("--skip", type=int, default=0, help="first prompts left out (default 0)")
     parser.add_argument("--tokens", type=int, default=48, help="new ones of each (default 48)")

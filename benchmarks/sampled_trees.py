@@ -9,7 +9,6 @@ decoding's of the same seed, token for token; chains are shown by the rejection 
 The last line is JSON: L' of each row, and how many of all outputs were equal.
 """
 
-import argparse
 import copy
 import json
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.eval.tasks import encode_turn, load_task
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
@@ -67,9 +67,7 @@ def acceptance_length(results: Sequence[DecodeResult]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=2, help="of each benchmark (default 2)")
     parser.add_argument("--tokens", type=int, default=48, help="new ones of each (default 48)")
     parser.add_argument("--temperature", type=float, default=1.0)

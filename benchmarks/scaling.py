@@ -19,13 +19,13 @@ all layers are on one device (which may not exist for the larger targets), so th
 the pipeline itself costs.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.models.target import stage_boundaries
 
@@ -196,9 +196,7 @@ def parallel(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--acceptance", type=float, default=0.75)
     parser.add_argument("--tokens", type=int, default=1000, help="of the simulated text")
     parser.add_argument("--json", action="store_true", help="one line of JSON, no tables")

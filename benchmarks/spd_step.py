@@ -9,16 +9,14 @@ expensive occupancy). For what is measured see `training_step.py`.
 """
 
 import argparse
-import json
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.benchmarks.training_step import (
     NO_DATA,
     add_arguments,
-    compare_cases,
     layer_gigaflop,
-    measure_case,
-    print_summary,
     random_target,
+    run,
 )
 from pipedraft.models.spd import SPDConfig, feature_layers
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
@@ -34,9 +32,7 @@ PARTS = (
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--n", type=int, default=8, help="pipeline stages")
     parser.add_argument("--num-layers", type=int, default=2, help="layers of the module (Ls)")
     parser.add_argument("--query", choices=("newest", "all"), default="newest")
@@ -75,13 +71,8 @@ def gigaflop(args: argparse.Namespace, counted: float) -> dict[str, float]:
 
 def main() -> None:
     args = parse_arguments()
-    if args.case is not None:
-        print(json.dumps(measure_case(args, build_objective(args), PARTS)))
-        return
-    every, some = compare_cases(args, lambda counted: gigaflop(args, counted))
-    if args.json:
-        more = {"n": args.n, "num_layers": args.num_layers, "query": args.query}
-        print_summary(args, every, some, occupancy=args.n, **more)
+    more = {"n": args.n, "num_layers": args.num_layers, "query": args.query}
+    run(args, build_objective, PARTS, gigaflop, occupancy=args.n, **more)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import torch
 from backend_agreement import read_prompts
 from sampled_trees import with_noise
 
+from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -42,9 +43,7 @@ from pipedraft.models.target import Stage, load_target, load_tokenizer
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--checkpoint", help="draft head")
     add("--draft-model", help="a language model as the draft instead")

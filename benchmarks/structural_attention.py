@@ -18,16 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedraft.benchmarks.measurement import extra_memory_mb, measure_apart
+from pipedraft.benchmarks.measurement import extra_memory_mb, make_parser, measure_apart
 from pipedraft.models.structural import structural_attention
 
 METHODS = ("structural", "dense", "causal")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--n", type=int, default=8, help="pipeline stages")
     parser.add_argument("--length", type=int, default=2048, help="positions")

@@ -155,6 +155,26 @@ def _listed(values: dict[str, float], digits: int) -> str:
     return ", ".join(f"{name} {value:.{digits}f}" for name, value in largest_first)
 
 
+def run(
+    args: argparse.Namespace,
+    build: Callable[[argparse.Namespace], Any],
+    parts: Sequence[tuple[str, str]],
+    gigaflop: Callable[[argparse.Namespace, float], dict[str, float]],
+    **more: Any,
+) -> None:
+    """Measure the case --case of an objective, or compare both cases.
+
+    Args:
+        more: in the line of JSON.
+    """
+    if args.case is not None:
+        print(json.dumps(measure_case(args, build(args), parts)))
+        return
+    every, some = compare_cases(args, lambda counted: gigaflop(args, counted))
+    if args.json:
+        print_summary(args, every, some, **more)
+
+
 def print_summary(
     args: argparse.Namespace, every: dict[str, Any], some: dict[str, Any], **more: Any
 ) -> None:
