@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import threading
+from concurrent.futures import Future
 from itertools import accumulate
 
 import openai
@@ -202,28 +203,26 @@ def test_keys_guard_everything_that_tells_of_the_model():
         with pytest.raises(openai.BadRequestError, match="at most 2"):  # however long it waits
             first.create(n=3, **ask)
         with place.held() as held:
-            thread, found = in_background(lambda: first.create(n=2, **ask))
+            answer = in_background(lambda: first.create(n=2, **ask))
             wait_until(held.arrived.is_set)
             with pytest.raises(openai.RateLimitError):  # its share, which is not the others'
                 first.create(**ask)
             held.release()
-            thread.join()
-        assert len(found[0].choices) == 2
+        assert len(answer.result(WAIT_S).choices) == 2
         assert len(place.client("second").chat.completions.create(n=2, **ask).choices) == 2
 
 
-def in_background(work) -> tuple[threading.Thread, list]:
-    found: list = []
+def in_background(work) -> Future:
+    future: Future = Future()
 
     def run() -> None:
         try:
-            found.append(work())
+            future.set_result(work())
         except Exception as error:
-            found.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, found
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def test_a_full_queue_says_when_to_come_again(monkeypatch):
@@ -241,21 +240,19 @@ def test_a_full_queue_says_when_to_come_again(monkeypatch):
         told = place.chat(n=3)  # however long it waits
         assert told.status == 400 and "at most 2" in told.json["error"]["message"]
         held.release()
-        for thread, found in waiting:
-            thread.join(WAIT_S)
-            assert found[0].status == 200
+        assert [answer.result(WAIT_S).status for answer in waiting] == [200, 200]
         assert place.chat().status == 200
 
 
 def test_many_at_once_each_get_what_they_would_alone(place, reference):
     asked = [SAMPLINGS[index % 3] | {"seed": index, "max_tokens": 6 + index} for index in range(12)]
     work = [in_background(lambda fields=fields: place.chat(**fields)) for fields in asked]
-    for (thread, found), fields in zip(work, asked, strict=True):
-        thread.join(WAIT_S)
+    for answer, fields in zip(work, asked, strict=True):
         length = fields.pop("max_tokens")
         expected = alone(reference, AS_PROMPT, max_new_tokens=length, **fields)
-        assert found[0].json["choices"][0]["message"]["content"] == expected.text
-        figures = found[0].json["metrics"]["speculative_decoding"]
+        told = answer.result(WAIT_S).json
+        assert told["choices"][0]["message"]["content"] == expected.text
+        figures = told["metrics"]["speculative_decoding"]
         assert figures["num_accepted_draft_tokens"] == expected.num_accepted
 
 
@@ -297,8 +294,7 @@ def test_a_reader_that_leaves_ends_its_sequence_alone(stream):
         running.close()
         wait_until(lambda: service.num_open == 1)
         held.release()
-        other[0].join(WAIT_S)
-        assert other[1][0].status == 200
+        assert other.result(WAIT_S).status == 200
         page = place.ask("GET", "/metrics").content.decode()
         ended = 'pipedraft:request_success_total{finished_reason="%s",model_name="tiny"} %s'
         assert ended % ("abort", "2.0") in page and ended % ("length", "1.0") in page
@@ -331,20 +327,19 @@ def test_a_sequence_that_fails_takes_no_other_with_it(monkeypatch):
     with serving(make_engine()) as place, place.held() as held:
         other = in_background(place.chat)
         wait_until(held.arrived.is_set)
-        bad = {"prompt": "x", "max_tokens": 4}
-        told = [in_background(lambda: place.ask("POST", "/v1/completions", bad)) for _ in range(2)]
-        streamed = in_background(
-            lambda: place.ask("POST", "/v1/completions", bad | {"stream": True})
-        )
+        path, bad = "/v1/completions", {"prompt": "x", "max_tokens": 4}
+        asked = [
+            in_background(lambda stream=stream: place.ask("POST", path, bad | {"stream": stream}))
+            for stream in (False, False, True)
+        ]
         wait_until(lambda: place.service.num_open == 4)
         held.release()
-        for thread, found in (*told, streamed, other):
-            thread.join(WAIT_S)
-            assert b"defect" not in found[0].content
-        assert {found[0].status for _, found in told} == {500}
-        assert told[0][1][0].json["error"]["type"] == "server_error"
-        assert b'"server_error"' in streamed[1][0].content
-        assert other[1][0].status == 200 == place.chat().status
+        *whole, streamed, right = (answer.result(WAIT_S) for answer in (*asked, other))
+        assert not any(b"defect" in told.content for told in (*whole, streamed, right))
+        assert [told.status for told in whole] == [500, 500]
+        assert whole[0].json["error"]["type"] == "server_error"
+        assert b'"server_error"' in streamed.content
+        assert right.status == 200 == place.chat().status
 
 
 def test_nothing_is_left_of_requests_that_have_ended(place):
@@ -369,7 +364,7 @@ def test_nothing_is_left_of_requests_that_have_ended(place):
 @pytest.mark.parametrize("hurries", [False, True])
 def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(hurries):
     with serving(make_engine(), grace_s=WAIT_S) as place, place.held() as held:
-        thread, found = in_background(place.chat)
+        answer = in_background(place.chat)
         wait_until(held.arrived.is_set)
         place.service.end()
         wait_until(lambda: place.service.is_draining)
@@ -378,13 +373,12 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(hurries):
         assert place.ask("GET", "/health").status == 503
         if hurries:
             place.service.end()
-            thread.join(WAIT_S)  # though its sequence goes no further
-            assert found and place.service.num_open == 0
+            answer.result(WAIT_S)  # though its sequence goes no further
+            assert place.service.num_open == 0
         held.release()
-        thread.join(WAIT_S)
+        assert answer.result(WAIT_S).status == (503 if hurries else 200)
         place.thread.join(WAIT_S)
         assert not place.thread.is_alive()
-        assert found[0].status == (503 if hurries else 200)
         with pytest.raises(OSError):
             place.ask("GET", "/health")
 
