@@ -2,16 +2,12 @@
 
 import io
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +17,12 @@ from accelerate.state import AcceleratorState
 from conftest import REPOSITORY, tiny_llama
 from doc_commands import PAGES, Command, commands_of, run_module
 from eval_runs import PROMPTS
-from fork_server import forked, rank_environments, status_of, write_to
-from torch.distributed import TCPStore
 from transformers import AutoTokenizer
 
 from pipedraft.benchmarks import measurement
 from pipedraft.eval.scores import isolation
 from pipedraft.eval.spec import read_roles
 
-RUN = subprocess.run
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 PAGE_NAMES = sorted({command.page for command in COMMANDS})
 
@@ -83,38 +76,6 @@ def runner_of(command: Command) -> str:
     if is_served or is_several:
         return "test_doc_processes.py"
     return "test_doc_runs.py"
-
-
-def parts_of(command: Command) -> set[tuple[str, ...]]:
-    """Module, subcommands, options, and the values that are neither numbers nor places."""
-    option, parts = "", {(command.module,)}
-    for word in command.arguments:
-        if word.startswith("--"):
-            option, _, word = word.partition("=")
-            parts.add((command.module, option))
-        if command.module == "pipedraft.train" and word.endswith(".yaml"):
-            word = yaml.safe_load((REPOSITORY / word).read_text())["method"]
-        if re.match(r"configs/|[A-Za-z][\w:+-]*(,[\w:+-]+)*$", word):
-            parts |= {(command.module, option, value) for value in word.split(",")}
-    return parts
-
-
-def new_commands(commands: list[Command]) -> list[Command]:
-    """Those that have a part which none before them has.
-
-    A table is none of them: test_paper_tables.py and test_retention.py make each. Nor is a second
-    run of a benchmark, or of a method's training: test_train_config.py reads each configuration.
-    """
-    seen: set[tuple[str, ...]] = set()
-    new = []
-    for command in commands:
-        is_table = command.arguments[:1] == ["table"] and "--list" not in command.arguments
-        is_second = command.module.startswith("benchmarks/") and (command.module,) in seen
-        is_second |= command.module == "benchmarks/pipeinfer.py"  # starts ranks, as one before
-        if not (is_table or is_second or parts_of(command) <= seen):
-            new.append(command)
-        seen |= parts_of(command)
-    return new
 
 
 CHATS = "conversations.jsonl"
@@ -355,27 +316,6 @@ def measure_here(*options: str) -> dict[str, Any]:
     return json.loads(said.getvalue())
 
 
-def run_here(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
-    """``subprocess.run``; torchrun's ranks are forked from this process, which imported it all."""
-    if Path(command[0]).name != "torchrun":
-        return RUN(command, **options)
-    words = list(command)
-    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = rank_environments(int(after(words, "--nproc-per-node")), store.port)
-    with tempfile.NamedTemporaryFile("r") as said:
-
-        def rank(environment: dict[str, str]) -> None:
-            write_to(said.name, 1)
-            os.environ.update(environment)
-            with redirect_stdout(open(1, "w", closefd=False)):
-                run_module(words[at], words[at + 1 :])
-
-        for pid in [forked(partial(rank, environment)) for environment in ranks]:
-            assert status_of(pid) == 0, words
-        return subprocess.CompletedProcess(words, 0, said.read())
-
-
 def failures_of(commands: list[Command], page: str, run: Callable[[Command], None]) -> list[str]:
     """Of a page's commands; all are reported at once."""
     failures = []
@@ -433,7 +373,6 @@ class Reader:
             with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
                 if not self.is_whole:
                     patch.setattr(measurement, "measure_apart", measure_here)
-                    patch.setattr(subprocess, "run", run_here)
                 run_module(command.module, words)
         except SystemExit as stop:
             code = stop.code or 0

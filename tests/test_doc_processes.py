@@ -85,7 +85,11 @@ def make_certificate() -> None:
     Path("token").write_text("opensesame\n")
 
 
-@pytest.mark.parametrize("page", sorted({command.page for command in RUNS}))
+PAGES = sorted({command.page for command in RUNS})
+OTHERS = [pytest.param(page, marks=pytest.mark.all) for page in PAGES if page != "README.md"]
+
+
+@pytest.mark.parametrize("page", ["README.md", *OTHERS])
 def test_commands_run(page, reader, parent, monkeypatch, capfd):
     monkeypatch.chdir(reader.folder)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # of drafts that are trained here
