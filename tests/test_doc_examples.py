@@ -1,5 +1,6 @@
 """docs/adding_a_head.md and docs/adding_a_schedule.md, followed on a copy of the repository."""
 
+import importlib
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 from doc_commands import commands_of
+from fork_server import forked, status_of
 
 PAGES = ("adding_a_head", "adding_a_schedule")
 FOLDERS = ("data_recipes", "eval", "inference", "models", "train", "tests")
@@ -108,6 +110,25 @@ def test_the_pages_have_all_their_parts():
     assert len(changes) == 3
 
 
+def test_the_package_takes_the_added_parts(copy):
+    """In a process of its own, where the copy is imported as the package."""
+
+    def take() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "pipedraft"]:
+            del sys.modules[name]
+        sys.path.insert(0, str(copy.parent))
+        for path, _ in blocks(FILE):
+            if not path.startswith("tests/"):
+                module = importlib.import_module(f"pipedraft.{path[:-3].replace('/', '.')}")
+                assert module.__file__ == str(copy / path)
+        assert "markov" in importlib.import_module("pipedraft.train.__main__").methods()
+        config = importlib.import_module("pipedraft.inference.config").DecodeConfig
+        assert config.of("windowed", num_stages=2).schedule.name == "windowed"
+
+    assert status_of(forked(take)) == 0
+
+
+@pytest.mark.all
 def test_the_added_parts_pass_their_tests_and_run(copy, repository):
     lines = []
     for page in PAGES:
