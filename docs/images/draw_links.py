@@ -139,7 +139,7 @@ def record(
     """The run of one schedule."""
     pipeline, source = RecordingPipeline(target, text), NotingText(text, draw_luck(SEED))
     source.pipeline = pipeline
-    settings = {"policy": policy, "temperature": temperature, "max_new_tokens": 60}
+    settings = {"policy": policy, "temperature": temperature, "max_new_tokens": 36}
     config = DecodeConfig.of(name, num_stages=1, **settings)
     engine = Engine(
         pipeline.target,

@@ -132,7 +132,7 @@ class PlainTokenizer:
 def record(target: Any, text: list[int], options: dict[str, Any]) -> tuple[Any, DecodeResult]:
     """Steps and result of a schedule; the text is compared with the target's own."""
     cost = CostModel(draft_forward=DRAFT_PASS)
-    config = DecodeConfig.of(num_stages=NUM_STAGES, max_new_tokens=90, cost=cost, **options)
+    config = DecodeConfig.of(num_stages=NUM_STAGES, max_new_tokens=40, cost=cost, **options)
     source = None
     if config.schedule.grows is not None:
         source = KnownText(text, draw_luck(SEED))
