@@ -30,6 +30,8 @@ from pipedraft.data_recipes import server as chat_server
 from pipedraft.data_recipes.answers import AnswerFile
 
 server, signals = regenerate_runs.server, regenerate_runs.signals
+NUM_ROWS = 55
+"""With every fault at least twice, and no two slow answers after each other."""
 
 
 def arguments(server: FakeServer, data: Path, out: Path, *more: object) -> list[str]:
@@ -57,23 +59,23 @@ def settled_rows(out: Path) -> list[int]:
 
 
 def test_nothing_is_lost_at_a_server_that_fails_in_every_way(server, monkeypatch, tmp_path, capsys):
-    data, expected = make_data(tmp_path, 90)
+    data, expected = make_data(tmp_path, NUM_ROWS)
     questions = [m["content"] for messages in expected for m in messages[::2]]
     faults = Counter(filter(None, map(fault_of, questions)))
     assert set(faults) == set(FAULTS) and 0.15 < faults.total() / len(questions) < 0.3
     server.is_faulty, server.delay_s, server.least_in_flight = True, 0.005, 5
     out = tmp_path / "own.jsonl"
     assert call(arguments(server, data, out, "--concurrency", 12), monkeypatch) == 0
-    rows = read_rows(out)
+    rows, numbers = read_rows(out), [*range(NUM_ROWS)]
     assert [row["messages"] for row in rows] == expected
-    assert [row["input_row"] for row in rows] == [row["id"] for row in rows] == list(range(90))
+    assert [row["input_row"] for row in rows] == [row["id"] for row in rows] == numbers
     assert server.counts == Counter({q: 1 + bool(fault_of(q)) for q in questions})
     assert 4 < server.most_in_flight <= 12 + faults["slow"]  # a slow answer outlives its client
     busy = [server.times[question] for question in questions if fault_of(question) == "busy"]
     assert all(second - first >= 1 for first, second in busy)
     total, repeats = len(questions) + faults.total(), faults.total()
     said = capsys.readouterr().out
-    assert "90 rows answered, 0 failed" in said
+    assert f"{NUM_ROWS} rows answered, 0 failed" in said
     assert f"{total} requests, {repeats} of them repeats" in said
     assert not out.with_suffix(".errors.jsonl").exists()
 
@@ -94,7 +96,7 @@ def wait_for(server, process, requests) -> None:
 
 
 def test_a_killed_run_goes_on_without_asking_for_finished_rows(server, monkeypatch, tmp_path):
-    data, expected = make_data(tmp_path, 60)
+    data, expected = make_data(tmp_path, 46)  # no slow answer but of the first 60
     server.is_faulty, server.delay_s = True, 0.03
     server.held, server.num_unheld = {"user 1.0"}, 60  # it neither ends nor finishes row 1
     out = tmp_path / "own.jsonl"
