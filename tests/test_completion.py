@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def scripts(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("completion")
 
     def print_both() -> None:
+        completion.whole_parser = cache(completion.whole_parser)
         for shell in ("bash", "zsh"):
             sys.argv = ["completion", shell]
             with (folder / shell).open("w") as file, redirect_stdout(file):
