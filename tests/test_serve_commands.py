@@ -116,8 +116,8 @@ def test_a_flexspec_draft_gives_the_targets_text_and_its_figures(plain_server, p
     assert about["target"] == str(place.target) and about["sessions"] == 0
 
 
-def test_a_client_that_is_killed_leaves_nothing_behind(parent, plain_server, place, capsys):
-    _, address = plain_server
+def test_a_client_that_is_killed_leaves_nothing_behind(parent, place, capsys):
+    process, address = serve(parent, place, "--idle-s", "1")
     draft = ["--draft-model", str(place.target), "--schedule", "flexspec", "--policy", "fixed:1"]
     words = ["edge", "--server", address, "--raw", "--prompt", "Hi", *draft, "--keep-drafting"]
     client = Process.start(parent, place.folder, *words, "--max-new-tokens", "500")
@@ -130,6 +130,9 @@ def test_a_client_that_is_killed_leaves_nothing_behind(parent, plain_server, pla
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
     assert about["cache_bytes"] == 0
+    process.send(signal.SIGTERM)
+    code, out, err = process.finish()
+    assert (code, err) == (0, "") and re.search(r" [1-9]\d* expired, 0 cut off", out)
 
 
 @in_loop
@@ -156,7 +159,7 @@ async def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_serv
     assert tokens == greedy_reference(tiny_llama(layers=3, vocab=300), [1, 2, 3], 24)
     assert ended[0] == "OK" and int(ended[2]["passes"]) >= 23
     code, out, err = process.finish()
-    assert (code, err) == (0, "") and re.search(r"ended: \d+ sessions, 1 expired, 0 cut off", out)
+    assert (code, err) == (0, "") and re.search(r"ended: \d+ sessions, 0 expired, 0 cut off", out)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
