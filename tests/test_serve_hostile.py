@@ -344,12 +344,12 @@ async def test_a_session_ends_after_its_time_and_the_edge_opens_another():
     target = make_target()
     draft = lm_draft(target)
     logits = draft.network.logits
-    draft.network.logits = lambda hidden_QH: time.sleep(0.08) or logits(hidden_QH)
-    async with serving(target, session_s=2.0) as server:
+    draft.network.logits = lambda hidden_QH: time.sleep(0.04) or logits(hidden_QH)
+    async with serving(target, session_s=1.0) as server:
         outcome = await decode(
-            server.port, [1, 2], draft=draft, policy="fixed:2", max_new_tokens=40
+            server.port, [1, 2], draft=draft, policy="fixed:2", max_new_tokens=30
         )
-    assert outcome.result.token_ids == greedy_reference(target, [1, 2], 40)
+    assert outcome.result.token_ids == greedy_reference(target, [1, 2], 30)
     assert server.table.num_opened == outcome.num_reopened + 1 >= 2
 
 
