@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -34,9 +35,14 @@ def label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imported_modules(path: Path) -> Iterator[str]:
     """Every absolute module name that a file imports, inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute"
             assert node.module
@@ -72,7 +78,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
     assert text.count("\n") <= 500, "split by responsibility"
     assert path.stem not in VAGUE_NAMES, "name the file after what is in it"
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert num_lines < 80, f"{node.name} has {num_lines} lines"
@@ -87,7 +93,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 def test_only_two_modules_load_with_transformers(path: Path) -> None:
     """They refuse code of the model's folder, pickles, and weights that are missing."""
     loaders = {ROOT / "pretrained.py", ROOT / "gguf_target.py"}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         is_loader = isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
         assert not is_loader or path in loaders, "use pipedraft.pretrained"
 
@@ -133,22 +139,28 @@ def test_the_package_itself_imports_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+EVAL = ["eval", *(f"eval {name}" for name in ("compare", "parity", "replay", "report", "table"))]
+
+
 @pytest.mark.parametrize(
-    "command",
-    ["doctor", "models", "data_recipes", "inference", "inference.serving"]
-    + ["eval", *(f"eval {name}" for name in ("compare", "parity", "replay", "report", "table"))],
+    "commands",
+    [["doctor"], ["models"], ["data_recipes"], ["inference", "inference.serving"], EVAL],
+    ids=lambda commands: commands[0],
 )
-def test_help_comes_without_torch(command: str) -> None:
-    module, *words = command.split()
+def test_help_comes_without_torch(commands: list[str]) -> None:
     code = f"""if True:
         import runpy, sys
-        sys.argv = ["x", *{words!r}, "--help"]
-        try:
-            runpy.run_module("pipedraft.{module}", run_name="__main__", alter_sys=True)
-        except SystemExit as ended:
-            sys.exit("torch was imported" if "torch" in sys.modules else ended.code)"""
+        for command in {commands!r}:
+            module, *words = command.split()
+            sys.argv = ["x", *words, "--help"]
+            try:
+                runpy.run_module(f"pipedraft.{{module}}", run_name="__main__", alter_sys=True)
+            except SystemExit as ended:
+                if ended.code or "torch" in sys.modules:
+                    sys.exit(f"{{command}}: {{ended.code}}, or torch was imported")"""
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+    assert len(re.findall("^usage: ", done.stdout, re.MULTILINE)) == len(commands)
 
 
 def wheel_of(source: Path, folder: Path) -> Path:
