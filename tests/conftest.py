@@ -138,6 +138,15 @@ def llama() -> PreTrainedModel:
     return tiny_llama()
 
 
+@pytest.fixture(scope="session")
+def small_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random model of four layers, with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("small") / "target"
+    tiny_llama(vocab=300).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What short training runs need: see train_runs, which only tests of training import."""

@@ -60,6 +60,15 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="module")
+def no_pictures():
+    """In reports, for tests of something else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipedraft.eval.charts.Chart.png", lambda chart: b"")
+        patch.setattr("pipedraft.eval.charts.Chart.svg", lambda chart: "")
+        yield
+
+
+@pytest.fixture(scope="module")
 def tokenizer():
     return byte_tokenizer()
 

@@ -5,7 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from conftest import REPOSITORY, write_rows
+from conftest import byte_tokenizer, tiny_llama, write_rows
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run
@@ -13,16 +13,15 @@ from pipedraft.eval.edge_methods import METHODS, TIMES, radio_of
 from pipedraft.eval.edge_report import SAME_TEXT_RULES, LinkRun
 from pipedraft.inference.config import RULE_NAMES
 
-TARGET = str(REPOSITORY / "assets" / "target")
-WORDS = ["edge", "--target", TARGET, "--draft-model", TARGET]
 SHORT = ["--max-new-tokens", "6"]
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory) -> list[str]:
+def words(small_target, tmp_path_factory) -> list[str]:
     prompts = tmp_path_factory.mktemp("prompts") / "short.jsonl"
     prompts.write_text('{"prompt": "How many legs do 12 cats have?"}\n{"prompt": "Count to 9."}\n')
-    return [*WORDS, "--benchmarks", str(prompts), *SHORT]
+    where = ["--target", small_target, "--draft-model", small_target]
+    return ["edge", *where, "--benchmarks", str(prompts), *SHORT]
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +61,9 @@ def test_figures_follow_from_the_constants(out):
     assert cloud["ms_per_token"] == pytest.approx(1e3 / 13.89, abs=2) and cloud["speedup"] == 1
     asked, split = rows["cloud_round_trip", 0.0], rows["split", 0.0]
     assert asked["ms_per_token"] == pytest.approx(1e3 / 13.89 + 20, abs=3)
-    # 3 of 16 layers on the edge; the states of a token are 16 bits a number.
+    # 3 of 4 layers on the edge; the states of a token are 16 bits a number.
     edge_ms = 3 * 24.25 * 31.2 / 64 / 0.596
-    assert split["ms_per_token"] == pytest.approx(edge_ms + 13 / 16 * 1e3 / 13.89 + 20, abs=3)
+    assert split["ms_per_token"] == pytest.approx(edge_ms + 1 / 4 * 1e3 / 13.89 + 20, abs=3)
     assert split["up_bytes_per_token"] > asked["up_bytes_per_token"]
     assert cloud["ttft_ms"] == pytest.approx(87 + 20, abs=4)
     assert alone["up_bytes_per_token"] == 0 and alone["joules_by_cause"]["up"] == 0
@@ -72,7 +71,18 @@ def test_figures_follow_from_the_constants(out):
     waits = rows["stop_and_wait", 0.0]
     assert waits["draft_acceptance_rate"] == 1
     assert waits["ms_per_token"] == pytest.approx((4 * 24.25 + 20 + 87) / 5, abs=2)
-    assert rows["dssd", 1.0]["down_bytes_per_token"] > waits["down_bytes_per_token"]
+
+
+def test_a_rejection_of_dssd_brings_the_whole_distribution_down(words, tmp_path):
+    other = tmp_path / "other"
+    tiny_llama(layers=1, vocab=300, seed=1).save_pretrained(other)
+    byte_tokenizer().save_pretrained(other)
+    more = ["--draft-model", str(other), "--methods", "cloud,stop_and_wait,dssd", "--links", "5g"]
+    run([*words, *more, "--temperature", "1", "--no-lossless", "--out", str(tmp_path / "out")])
+    rows = rows_of(tmp_path / "out")
+    assert rows["dssd", 1.0]["draft_acceptance_rate"] < 1
+    down = rows["dssd", 1.0]["down_bytes_per_token"]
+    assert down > 300 > rows["stop_and_wait", 1.0]["down_bytes_per_token"]
 
 
 def test_the_report_names_constants_caveats_and_methods(out):
@@ -152,9 +162,9 @@ def test_prompts_that_are_all_too_long_are_refused_before_decoding(words, tmp_pa
         run([*words, "--benchmarks", name, "--out", str(tmp_path)])
 
 
-def test_a_target_must_be_named(tmp_path):
+def test_a_target_must_be_named(small_target, tmp_path):
     with pytest.raises(UsageError, match="--target: missing; --draft-model"):
-        run(["edge", *WORDS[3:], "--benchmarks", "gsm8k", "--out", str(tmp_path)])
+        run(["edge", "--draft-model", small_target, "--benchmarks", "x", "--out", str(tmp_path)])
 
 
 def test_the_radio_is_that_of_the_traces_own_name():

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY
 from eval_runs import MANIFEST, assert_refused, make_runs, read_back, source
 
 from pipedraft.eval import __main__ as command
@@ -20,7 +19,6 @@ from pipedraft.eval.report import Source, build_page, write_report
 from pipedraft.files import to_json
 from pipedraft.inference.timeline import Timeline, chrome_trace
 
-TARGET = str(REPOSITORY / "assets" / "target")
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -92,12 +90,12 @@ def text() -> str:
 
 
 @pytest.fixture(scope="module")
-def evaluated(tmp_path_factory) -> tuple[Path, Path]:
+def evaluated(small_target, tmp_path_factory) -> tuple[Path, Path]:
     """Real evaluations on two numbers of stages, with two draft lengths."""
     root = tmp_path_factory.mktemp("evaluated")
     folders = root / "n2", root / "n4"
     for folder in folders:
-        words = ["--target", TARGET, "--draft-model", TARGET, "--schedule", "eagle"]
+        words = ["--target", small_target, "--draft-model", small_target, "--schedule", "eagle"]
         words += ["--stages", folder.name[1:], "--tree", "chain:2,chain:4", "--benchmarks", "gsm8k"]
         words += ["--limit", "2", "--max-new-tokens", "6"]
         command.run([*words, "--out", str(folder)])

@@ -1,13 +1,14 @@
 """Evaluations that were killed go on, and shares of one give the report of the whole."""
 
 import json
+import os
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 
+import eval_runs
 import pytest
-from command_processes import Process
-from conftest import REPOSITORY
+from fork_server import forked, status_of
 
 import pipedraft
 from pipedraft.errors import run_command
@@ -15,7 +16,8 @@ from pipedraft.eval import traces
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.traces import TraceFile
 
-TARGET = str(REPOSITORY / "assets" / "target")
+no_pictures = eval_runs.no_pictures
+pytestmark = pytest.mark.usefixtures("no_pictures")
 METHODS = 2
 CLOCK = (
     "wallclock",
@@ -27,11 +29,13 @@ CLOCK = (
 )
 
 
-def arguments(out: Path, *more: str) -> list[str]:
-    """Two turns a prompt and one, four prompts in all; the draft is the target itself."""
-    words = ["--target", TARGET, "--draft-model", TARGET, "--schedule", "eagle", "--stages", "2"]
-    words += ["--tree", "chain:2", "--benchmarks", "mt_bench,gsm8k", "--limit", "3"]
-    return [*words, "--max-new-tokens", "5", "--out", str(out), *more]
+@pytest.fixture(scope="module")
+def arguments(small_target) -> Callable[..., list[str]]:
+    """Two turns a prompt and one, six prompts in all; the draft is the target itself."""
+    words = ["--target", small_target, "--draft-model", small_target, "--schedule", "eagle"]
+    words += ["--stages", "2", "--tree", "chain:2", "--benchmarks", "mt_bench,gsm8k"]
+    words += ["--limit", "3", "--max-new-tokens", "5"]
+    return lambda out, *more: [*words, "--out", str(out), *more]
 
 
 def timeless(value: object) -> object:
@@ -52,7 +56,7 @@ def lines(out: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def whole(arguments, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("whole")
     run(arguments(out))
     return out
@@ -67,7 +71,7 @@ def test_every_turn_and_every_reference_text_is_kept_once(whole):
     assert len(keys) == len(lines(whole)) == (METHODS + 2) * decoded
 
 
-def test_a_finished_evaluation_is_reported_again_without_decoding(whole, monkeypatch):
+def test_a_finished_evaluation_is_reported_again_without_decoding(whole, arguments, monkeypatch):
     before, expected = lines(whole), results(whole)
     monkeypatch.setattr("pipedraft.inference.engine.Engine.decode", None)  # would fail
     monkeypatch.setattr("pipedraft.eval.run.Evaluation._warm_up", lambda *_: None)
@@ -76,26 +80,30 @@ def test_a_finished_evaluation_is_reported_again_without_decoding(whole, monkeyp
     assert results(whole) == expected and lines(whole) == before
 
 
-def test_a_killed_evaluation_goes_on_without_redoing_turns(whole, parent, tmp_path):
-    child = Process.start(parent, tmp_path, *arguments(tmp_path), module="pipedraft.eval")
-    deadline = time.monotonic() + 300
-    while len(lines(tmp_path)) < 4:
-        assert time.monotonic() < deadline, child.err.read_text()
-        time.sleep(0.005)
-    child.send(signal.SIGKILL)
-    assert child.finish()[0] == -signal.SIGKILL
-    kept = lines(tmp_path)
-    assert 4 <= len(kept) < len(lines(whole))
-    for file in (tmp_path / "traces").glob("*.jsonl"):  # and one line was cut short
-        with file.open("a") as end:
-            end.write('[["mt_bench", ')
+def test_a_killed_evaluation_goes_on_without_redoing_turns(whole, arguments, tmp_path):
+    """It is killed in the middle of its fifth line."""
+    write = TraceFile._write
+
+    def write_and_die(file: TraceFile, path: Path, line: str) -> None:
+        write(file, path, line)
+        if len(lines(tmp_path)) == 5:
+            os.truncate(path, path.stat().st_size - len(line) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def evaluate() -> None:
+        TraceFile._write = write_and_die  # type: ignore[method-assign]
+        run(arguments(tmp_path))
+
+    assert status_of(forked(evaluate)) == -signal.SIGKILL
+    kept = [line for line in lines(tmp_path) if line.endswith("]")]
+    assert len(kept) == 4 and len(lines(tmp_path)) == 5
     run(arguments(tmp_path))
     assert results(tmp_path) == results(whole)
     again = [line for line in lines(tmp_path) if line.endswith("]")]
-    assert len(again) == len(lines(whole)) and set(kept) - set(again) <= {kept[-1]}
+    assert len(again) == len(lines(whole)) and set(kept) <= set(again)
 
 
-def test_shares_make_the_report_of_the_whole(whole, tmp_path, capsys):
+def test_shares_make_the_report_of_the_whole(whole, arguments, tmp_path, capsys):
     """Also where each share begins afresh."""
     for share in ("1/2", "2/2"):
         run(arguments(tmp_path, "--fresh", "--shard", share))
@@ -118,7 +126,7 @@ def test_shares_are_even_though_benchmarks_are_short(number):
     assert all(prompts for share in shares for prompts in share.values())
 
 
-def test_other_settings_and_fresh_runs_do_not_read_old_traces(tmp_path):
+def test_other_settings_and_fresh_runs_do_not_read_old_traces(arguments, tmp_path):
     short = ["--benchmarks", "gsm8k", "--limit", "1", "--max-new-tokens", "4"]
     run(arguments(tmp_path, *short))
     first = len(lines(tmp_path))
@@ -174,7 +182,7 @@ def test_a_line_that_was_cut_short_is_written_again(tmp_path):
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "1", "a/b", "1/0"])
-def test_a_share_that_is_none_is_refused(share, tmp_path, capsys):
+def test_a_share_that_is_none_is_refused(share, arguments, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: run(arguments(tmp_path, "--shard", share)))
     assert ended.value.code == 2
