@@ -26,6 +26,8 @@ from pipedraft.inference.result import DecodeResult
 
 MAX_NEW_TOKENS = 6
 tokenizer, target, folders = eval_runs.tokenizer, eval_runs.target, eval_runs.folders
+no_pictures = eval_runs.no_pictures
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture

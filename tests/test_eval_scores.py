@@ -43,6 +43,8 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
 
 tokenizer, target, folders = eval_runs.tokenizer, eval_runs.target, eval_runs.folders
+no_pictures = eval_runs.no_pictures
+pytestmark = pytest.mark.usefixtures("no_pictures")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
 

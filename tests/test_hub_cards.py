@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import datasets
+import eval_runs
 import pytest
 import yaml
 from command_runs import call
@@ -21,11 +22,13 @@ from safetensors.torch import load_file
 from pipedraft.data_recipes.recipe import DataConfig, Source, load_data
 from pipedraft.models.card import MADE
 
+no_pictures = eval_runs.no_pictures
+pytestmark = pytest.mark.usefixtures("no_pictures")
 QUESTIONS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(3)]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Place:
+def place(no_pictures, tmp_path_factory) -> Place:
     """Also prompts, and what two of the drafts measured on them."""
     folder = tmp_path_factory.mktemp("hub")
     place = make_place(folder)

@@ -1,12 +1,15 @@
 """The papers' tables: what they declare, and every one of them on tiny drafts of a tiny target."""
 
+import io
 import itertools
 import json
 import sys
+from contextlib import redirect_stdout
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
+import eval_runs
 import msgspec
 import pytest
 import torch
@@ -41,6 +44,8 @@ EXPECTED += (
     + ["flowspec1", "flowspec2", "pipeinfer4"]
 )
 OWN = FOLDER.parent / "eval"
+no_pictures = eval_runs.no_pictures
+pytestmark = pytest.mark.usefixtures("no_pictures")
 NEW_TOKENS = 3
 ALL_BENCHMARKS = ("spd_release_greedy",)
 """Tables that are run on all their benchmarks, the others on one: seconds."""
@@ -341,11 +346,24 @@ def test_a_file_of_roles_decides(place, tmp_path):
         CheckpointSearch([str(tmp_path / "mine.yaml")], read_roles())
 
 
+@pytest.fixture(scope="module")
+def write(place):
+    """The folder that the command writes for a table, and what it prints."""
+
+    @cache
+    def written(name: str) -> tuple[Path, str]:
+        out = place / "written" / name
+        with redirect_stdout(io.StringIO()) as said:
+            command.run(words(place, name, out))
+        return out, said.getvalue()
+
+    return written
+
+
 @pytest.mark.parametrize("name", ["pipeinfer_parts", "picospec2", "flexspec2"])
-def test_the_command_writes_the_table_and_what_it_rests_on(place, tmp_path, name, capsys):
-    out = tmp_path / "out"
-    command.run(words(place, name, out))
-    printed, text = capsys.readouterr().out, (out / "table.md").read_text()
+def test_the_command_writes_the_table_and_what_it_rests_on(write, name):
+    out, printed = write(name)
+    text = (out / "table.md").read_text()
     table, content = read_spec(name), json.loads((out / "table.json").read_text())
     assert table.title in printed and f"# {table.title}" in text
     assert "differs: " in printed and "- differs: " in text
@@ -363,9 +381,8 @@ def test_the_command_writes_the_table_and_what_it_rests_on(place, tmp_path, name
     assert manifest["command"].startswith(f"python -m pipedraft.eval table {name} ")
 
 
-def test_shares_of_conversations_at_once_make_the_same_table(place, tmp_path, capsys):
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
-    command.run(words(place, "pipeinfer_parts", alone))
+def test_shares_of_conversations_at_once_make_the_same_table(place, write, tmp_path, capsys):
+    (alone, _), shared = write("pipeinfer_parts"), tmp_path / "shared"
     many = ["--sequences", "3"]
     for share in ("1/2", "2/2"):
         command.run(words(place, "pipeinfer_parts", shared, *many, "--fresh", "--shard", share))
