@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_processes import Process
 from command_runs import assert_one_line, call
 from conftest import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
@@ -428,12 +429,19 @@ def test_a_process_ends_with_status_two_and_one_line(words, expected):
     assert_one_line(done.returncode, done.stdout, done.stderr, expected)
 
 
-def test_a_training_process_that_has_read_its_data_still_prints_one_line(place, tmp_path):
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.all)])
+def test_a_training_process_that_has_read_its_data_still_prints_one_line(
+    is_forked, place, parent, tmp_path
+):
     """Warnings and progress bars of libraries would show here."""
     changes = {"batch_tokens": 9, "data__cache_dir": tmp_path / "cache"}
     arguments = place.world.arguments("spd", tmp_path / "out", **changes)
-    done = run_module("pipedraft.train", *arguments)
-    assert_one_line(done.returncode, done.stdout, done.stderr, ["batch_tokens", "9", "raise it"])
+    if is_forked:
+        end = Process.start(parent, tmp_path, *arguments, module="pipedraft.train").finish()
+    else:
+        done = run_module("pipedraft.train", *arguments)
+        end = done.returncode, done.stdout, done.stderr
+    assert_one_line(*end, ["batch_tokens", "9", "raise it"])
     assert os.listdir(tmp_path / "cache")
 
 
