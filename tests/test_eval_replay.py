@@ -1,6 +1,6 @@
 """Replay: what a recorded run says of other stages and costs equals real runs there, or is refused.
 
-The real runs are tiny models on 2, 3, 4 and 8 stages; every formula is checked prompt by prompt.
+The real runs are tiny models on 2, 3 and 8 stages; every formula is checked prompt by prompt.
 """
 
 import json
@@ -29,7 +29,7 @@ from pipedraft.inference.schedules.base import Refusal
 from pipedraft.inference.schedules.pipeinfer import PipeInfer
 from pipedraft.inference.schedules.spd import SPD
 
-STAGES = (2, 3, 4, 8)
+STAGES = (2, 3, 8)
 NEW_TOKENS = 10
 PROMPTS = ([3], [1, 2, 7, 9, 4])
 RECORDED = Hardware("recorded", None, None)

@@ -20,7 +20,7 @@ from pipedraft.eval.scores import (
 )
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
-LIMITS = Limits(cpu_s=2, wall_s=100, disk_bytes=2**21)
+LIMITS = Limits(cpu_s=1, wall_s=100, disk_bytes=2**21)
 TESTS = [
     "def helper(x):\n    return x + 1\n",
     "def check(f):\n"

@@ -347,7 +347,7 @@ def test_nothing_is_left_of_requests_that_have_ended(place):
 
     def records():
         kinds = (Choice, Handle, Piece, SharedStages)
-        return sum(isinstance(thing, kinds) for thing in gc.get_objects())
+        return sum(type(thing) in kinds for thing in gc.get_objects())
 
     place.chat()
     gc.collect()

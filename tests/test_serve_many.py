@@ -10,7 +10,7 @@ from serve_runs import decode, hold_passes, in_loop, lm_draft, make_target, serv
 from pipedraft.inference.transport.target_session import TargetSession
 
 NUM_CLIENTS = 50
-NEW_TOKENS = 10
+NEW_TOKENS = 6
 
 
 def num_sessions() -> int:
