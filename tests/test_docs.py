@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,22 @@ from doc_commands import PAGES, check, make_command, run_module
 from doc_place import COMMANDS, NOT_RUN, PAGE_NAMES, after, output_of, runner_of
 
 from pipedraft.eval.spec import read_roles
+from pipedraft.train import config
+from pipedraft.train.__main__ import methods
 
 MODELS = sorted((REPOSITORY / "configs" / "papers" / "models").glob("*.yaml"))
 
 # -- parsing --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_parser_a_method() -> Iterator[None]:
+    """Making one takes longer than reading a command with it."""
+    make = config.make_parser
+    made = cache(lambda method: make(method, methods(), ""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "make_parser", lambda method, *_: made(method))
+        yield
 
 
 @pytest.mark.parametrize("page", PAGE_NAMES)
