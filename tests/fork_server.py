@@ -5,6 +5,8 @@ status comes back, negative for a signal that killed it).
 """
 
 import contextlib
+import gc
+import importlib
 import json
 import os
 import signal
@@ -17,10 +19,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 
-def answer(run: Callable[[dict[str, Any]], NoReturn]) -> None:
-    """Be the parent, until stdin ends: ``run`` is called in the processes, and must end them."""
+def answer(run: Callable[[dict[str, Any]], NoReturn], *modules: str) -> None:
+    """Be the parent, until stdin ends: ``run`` is called in the processes, and must end them.
+
+    Args:
+        modules: which no process imports again; accelerate imports DeepSpeed to save a model.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
+        for module in ("deepspeed", *modules):
+            importlib.import_module(module)
+    get_checkpoint_conversion_mapping("llama")  # which is built once
+    gc.freeze()  # no process looks for garbage among what it inherits
     for line in sys.stdin:
         job = json.loads(line)
         if "wait" in job:
@@ -99,6 +111,7 @@ def forked(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            gc.freeze()
             renew_thread_pool()
             work()
             os._exit(0)

@@ -137,7 +137,7 @@ RUN = {"max_steps": 2, "save_every_steps": 1, "evaluation__every_steps": 1}
 def runs(tmp_path_factory):
     methods = ("spd", "language_model")
     world = tmp_path_factory.mktemp("world")
-    with start_runs(world, dict.fromkeys(methods, RUN), "deepspeed") as found:
+    with start_runs(world, dict.fromkeys(methods, RUN)) as found:
         yield found
 
 

@@ -3,8 +3,6 @@
 A job of the fork server is a run: its arguments, and what is to happen to it.
 """
 
-import contextlib
-import importlib
 import json
 import os
 import resource
@@ -33,6 +31,7 @@ from pipedraft.errors import run_command
 from pipedraft.models.card import card_template
 from pipedraft.train import __main__ as command
 from pipedraft.train import checkpoint, launch, loop
+from pipedraft.train.config import parser_of
 
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
 
@@ -214,11 +213,10 @@ def run(job: dict[str, Any]) -> NoReturn:
 
 def main() -> None:
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
-        for module in sys.argv[1:]:
-            importlib.import_module(module)
     card_template()
-    answer(run)
+    for method in command.methods():
+        parser_of(method, tuple(command.methods().items()), command.EXAMPLE)
+    answer(run, *sys.argv[1:])
 
 
 if __name__ == "__main__":

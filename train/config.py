@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
@@ -204,6 +205,12 @@ def make_parser(method: str, methods: dict[str, type], example: str) -> Argument
     return parser
 
 
+@cache
+def parser_of(method: str, methods: tuple[tuple[str, type], ...], example: str) -> ArgumentParser:
+    """A parser of ``make_parser``, once: to make it takes longer than to read a run with it."""
+    return make_parser(method, dict(methods), example)
+
+
 def parse_run(
     arguments: Sequence[str], methods: dict[str, type], example: str
 ) -> tuple[RunConfig, Any, str]:
@@ -224,7 +231,10 @@ def parse_run(
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
     default = next(iter(methods)) if wants_help else None
     method = _peek_method(arguments, list(methods), default)
-    parser = make_parser(method, methods, example)
+    if wants_help:
+        parser = make_parser(method, methods, example)
+    else:
+        parser = parser_of(method, tuple(methods.items()), example)
     known = [f"data.sources.{field.name}" for field in fields(Source)]
     parsed = parse(parser, arguments, flags=False, known=known)
     _refuse_nulls(RunConfig, parsed)
