@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate.commands import launch
 from conftest import REPOSITORY
-from fork_server import rank_environments
+from fork_server import forked, rank_environments, status_of
 from torch.distributed import TCPStore
 from train_runs import Runs, logged, said, start_runs, weights
 
@@ -229,6 +229,31 @@ def test_a_group_that_the_processes_cannot_share_goes_on_and_says_so(runs, tmp_p
     assert "groups of 2 instead of 1" in said(folder) and logged(folder)[-1]["step"] == 4
 
 
+SHOW = """
+import json, os, pathlib, sys
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(dict(os.environ)))
+"""
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_a_real_launch_sets_what_the_other_runs_are_given(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    (tmp_path / "show.py").write_text(SHOW)
+    file = str(REPOSITORY / "configs" / "accelerate" / f"{name}.yaml")
+    words = ["--config_file", file, "--num_processes", "2", "--mixed_precision", "no"]
+    words += ["--main_process_port", "0", str(tmp_path / "show.py"), str(tmp_path)]
+    arguments = launch.launch_command_parser().parse_args(words)
+    assert status_of(forked(lambda: launch.launch_command(arguments))) == 0
+    given = launcher_environment(name)
+    for rank, own in enumerate(rank_environments(2, 0)):
+        found = json.loads((tmp_path / str(rank)).read_text())
+        assert given.items() <= found.items()
+        assert {key: found[key] for key in own} == own | {"MASTER_PORT": found["MASTER_PORT"]}
+        kinds = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
+        assert {key for key in found if key.startswith(kinds)} <= given.keys() | os.environ.keys()
+
+
+@pytest.mark.all
 def test_a_real_launch_trains_the_same_run(runs, alone, tmp_path):
     """By the launcher itself, with all that it sets."""
     folder = tmp_path / "spd"
