@@ -86,6 +86,8 @@ def run_forked_rank(rank: int, port: int, plan: Plan) -> None:
 def fail_soon(plan: Plan, cluster: Cluster) -> None:
     while cluster.watch.timeline is None or cluster.watch.timeline.counts["wait"] < 10:
         time.sleep(0.01)
+    ranks = [rank_id(plan.folder, rank) for rank in range(NUM_RANKS)]
+    (plan.folder / "listening").write_text(" ".join(listening(ranks)))
     (plan.folder / "failed_at").write_text(str(time.monotonic()))
     assert plan.failure is not None
     plan.failure(plan.folder)

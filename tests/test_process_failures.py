@@ -34,6 +34,8 @@ LIMIT_S = 100
 """In which every rank is to end after a failure on a machine that may be busy."""
 PROMISED_S = 10
 """On one that is not."""
+LOOPBACK = "0100007F"
+"""127.0.0.1, as the kernel has it."""
 PREPARED = [  # imported once, by the process that the ranks are forked from
     "pytest",
     "pipedraft.inference.engine",
@@ -174,6 +176,7 @@ def test_a_silent_link_ends_every_rank_with_a_line(folder):
     outcome = outcome_of(plan, launcher_ends_all=True)
     cause = r"rank 2 \(stage 1\): message \d+ of rank 1 \(stage 0\) did not come in 5 s"
     check_all_failed(outcome, [0, 1, 2], cause)
+    assert (folder / "listening").read_text() == LOOPBACK
 
 
 @needs_linux
@@ -225,6 +228,39 @@ def test_a_forged_cause_of_failure_is_not_repeated(folder):
     assert re.search(forged, output) and "pay here" not in output
 
 
+WAITING = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+(folder / f"rank{rank}.pid").write_text(str(os.getpid()))
+while rank != "2" or not (folder / "go").exists():
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@needs_linux
+def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
+    """Until then nothing of it can be reached from another machine."""
+    words = [sys.executable, "-c", WAITING, str(tmp_path)]
+    start = "from pipedraft.inference.transport import launch\nlaunch.LEAVE_S = 0.2\n"
+    process = subprocess.Popen([sys.executable, "-c", f"{start}launch.run_ranks(3, {words})"])
+    try:
+        while len(list(tmp_path.glob("*.pid"))) < NUM_RANKS:
+            assert process.poll() is None
+            time.sleep(0.01)
+        addresses = process_failures.listening([process.pid])
+        (tmp_path / "go").touch()
+        assert process.wait(timeout=100) == 1
+    finally:
+        process.kill()
+    assert addresses == {LOOPBACK}
+    for rank in range(NUM_RANKS):
+        with pytest.raises(ProcessLookupError):
+            os.kill(process_failures.rank_id(tmp_path, rank), 0)
+
+
+@pytest.mark.all  # three ranks that import torch and transformers
 @needs_linux
 def test_a_killed_stage_ends_the_command_that_started_the_ranks(folder):
     """Until then nothing of it can be reached from another machine."""
@@ -241,7 +277,7 @@ def test_a_killed_stage_ends_the_command_that_started_the_ranks(folder):
         _, errors = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert addresses == {"0100007F"}  # 127.0.0.1
+    assert addresses == {LOOPBACK}
     elapsed = time.monotonic() - float((folder / "failed_at").read_text())
     assert process.returncode == 1 and elapsed < LIMIT_S, errors[-3000:]
     lines = [line for line in errors.splitlines() if line.startswith("error: rank")]
