@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS HALF
 
-HALF: which half of the ways to decode with an EAGLE head, 0 or 1, and of the temperatures of each
-schedule; whole: both halves; bitwise: a few ways, in bfloat16.
+HALF: which half of the acceptance rules, of the ways to decode with an EAGLE head, and of the
+temperatures of each schedule, 0 or 1, with one of two prompts each in turn; whole: both halves with
+both prompts; bitwise: a few ways, in bfloat16.
 """
 
 import json
@@ -64,15 +65,15 @@ def compare(cluster, part, name, is_bitwise):
     if is_bitwise:
         ways = ways[:2] + [(EAGLE_WAYS[0], head)]
     else:
-        ways += rules + [(way, head) for way in half_of(EAGLE_WAYS)]
+        ways += half_of(rules) + [(way, head) for way in half_of(EAGLE_WAYS)]
     different, compared = [], Counter()
-    for way, draft in ways:
+    for number, (way, draft) in enumerate(ways):
         config = DecodeConfig.of(num_stages=2, max_new_tokens=NEW_TOKENS, bitwise=is_bitwise, **way)
         engines = [
             Engine(whole, PlainTokenizer(), config, draft),
             Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect),
         ]
-        for prompt in PROMPTS[1::2]:
+        for prompt in prompts_of(number):
             compared[config.rule if "verifier" in way else "greedy"] += 1
             local, other = (engine.decode(prompt) for engine in engines)
             if is_bitwise:
@@ -100,20 +101,27 @@ def compare(cluster, part, name, is_bitwise):
 def schedules_unlike_plain(cluster, part, whole, head, module):
     """Schedules whose text on the ranks is not plain decoding's in one process."""
     special = {"autoregressive": None, "spd": module, "ppsd": make_exit(whole, num_stages=2)}
-    unlike = []
+    unlike, texts = [], {}
     names = [name for name, kind in SCHEDULES.items() if not kind.needs_link]
     turned = [(name, (i + j) % 2) for i, name in enumerate(names) for j in (0, 1)]
-    for name, temperature in half_of(turned):
+    for number, (name, temperature) in enumerate(half_of(turned)):
         own = {"tree": SMALL} if hasattr(SCHEDULES[name], "tree") else {}
         shared = {"max_new_tokens": NEW_TOKENS, "temperature": float(temperature), "seed": 3}
         shared |= {"verifier": "gumbel"} if temperature else {}
         config = DecodeConfig.of(name, num_stages=2, **shared, **own)
         draft = special.get(name, head)
         engine = Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect)
-        for prompt in PROMPTS[1::2]:
-            if engine.decode(prompt).token_ids != plain_text(whole, prompt, **shared):
+        for prompt in prompts_of(number // 2):
+            asked = (temperature, len(prompt))
+            texts[asked] = texts.get(asked) or plain_text(whole, prompt, **shared)
+            if engine.decode(prompt).token_ids != texts[asked]:
                 unlike.append([name, temperature, prompt])
     return unlike
+
+
+def prompts_of(number):
+    prompts = PROMPTS[1::2]
+    return [prompts[(number + int(sys.argv[3])) % 2]] if sys.argv[3] in "01" else prompts
 
 
 def half_of(ways):
