@@ -4,11 +4,13 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import REPOSITORY
 from doctor_failures import HANG_S, fails, leaves, waits
 from fake_hub import FakeHub, Fault
@@ -25,11 +27,34 @@ def only(findings) -> doctor.Finding:
     return finding
 
 
-def test_a_sound_environment_has_no_failure(tmp_path):
+@pytest.fixture
+def forks_ranks(monkeypatch):
+    """A rank that fails need not import torch before."""
+    processes = torch.multiprocessing
+    start = partial(processes.start_processes, start_method="fork")
+    monkeypatch.setattr(processes, "start_processes", start)
+
+
+def called_here(monkeypatch, capfd) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "argv", ["doctor", "--json"])
+    with pytest.raises(SystemExit, match="^0$"):
+        doctor.main()
+    return capfd.readouterr()
+
+
+def as_a_command(*_) -> tuple[str, str]:
     command = [sys.executable, "-m", "pipedraft", "doctor", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
-    found = {entry["check"]: entry for entry in json.loads(done.stdout)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("ask", [called_here, pytest.param(as_a_command, marks=pytest.mark.all)])
+def test_a_sound_environment_has_no_failure(ask, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    out, err = ask(monkeypatch, capfd)
+    assert err == ""
+    found = {entry["check"]: entry for entry in json.loads(out)}
     names = ["python", "transformers", "accelerate", "torch", "gloo", "cores", "Hub"]
     names += [f"folder {tmp_path}", "embedded target"]
     assert set(names) <= found.keys()
@@ -39,6 +64,7 @@ def test_a_sound_environment_has_no_failure(tmp_path):
     assert found["gloo"]["status"] == found["torch"]["status"] == "ok"
 
 
+@pytest.mark.usefixtures("forks_ranks")
 def test_a_broken_environment_ends_with_status_one(tmp_path, monkeypatch, capfd):
     assets = Path(shutil.copytree(ASSETS / "target", tmp_path / "assets" / "target"))
     weights = assets / "model.safetensors"
@@ -134,6 +160,7 @@ def refuses(words: str):
     return refuse
 
 
+@pytest.mark.usefixtures("forks_ranks")
 @pytest.mark.parametrize(
     ("work", "reason", "timeout_s"),
     [(leaves, "terminated with exit code 3", HANG_S), (waits, "no result in 0.2 s", -9.8)],
