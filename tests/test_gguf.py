@@ -1,12 +1,12 @@
 """Targets in GGUF files: the logits of the model they were made of; others refused in a line."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, byte_tokenizer, tiny_llama
+from command_processes import Process
+from conftest import byte_tokenizer, tiny_llama
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 
@@ -155,17 +155,9 @@ def test_other_families_and_missing_files_are_refused(tmp_path, model):
         gguf_target.convert(write_gguf(tmp_path / "tiny.gguf", model), tmp_path)
 
 
-def test_a_broken_file_ends_the_command_with_status_2(tmp_path):
+def test_a_broken_file_ends_the_command_with_status_2(tmp_path, parent):
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
-    command = ["-m", "pipedraft.inference", "--target", "broken.gguf", "--prompt", "a"]
-    environment = {"PYTHONPATH": str(REPOSITORY.parent), "PATH": "/usr/bin:/bin"}
-    ended = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env={**environment, "HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert "'broken.gguf' cannot be read as GGUF" in ended.stderr
+    words = ["--target", "broken.gguf", "--prompt", "a"]
+    status, _, err = Process.start(parent, tmp_path, *words).finish()
+    assert status == 2 and "Traceback" not in err
+    assert "'broken.gguf' cannot be read as GGUF" in err

@@ -1,45 +1,28 @@
 """Targets whose weights go from the files to where they stay: no process holds them all."""
 
-import multiprocessing
 import re
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import memory_growth
 import pytest
 import torch
-import torch.distributed as dist
+from command_processes import Process
 from conftest import tiny_llama
 from fork_server import forked, status_of
+from memory_growth import ENDS, rank_of
 from safetensors.torch import load_file, save_file
 from staged_targets import FAMILIES, tiny
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PreTrainedModel
 
 from pipedraft.models import target_part
 from pipedraft.models.target import load_target
 from pipedraft.models.target_part import load_target_part
 from pipedraft.train.launch import shard_target
 
-ENDS = {"has_embedding": True, "has_head": True}
 WEIGHTS = "model.safetensors"
-
-
-@contextmanager
-def rank_of(world: int, local: int, rank: int, monkeypatch) -> Iterator[SimpleNamespace]:
-    """One of the processes of some nodes, whose collective calls do nothing."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield SimpleNamespace(device=torch.device("cpu"), num_processes=world)
-    finally:
-        dist.destroy_process_group()
 
 
 # -- equality -------------------------------------------------------------------------------
@@ -129,57 +112,17 @@ def test_an_expert_too_few_is_refused(tmp_path):
 # -- memory ---------------------------------------------------------------------------------
 
 
-def private_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"RssAnon:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def growth_of(work: Callable[..., Any], *arguments: Any) -> int:
-    """Most bytes of its own, pages of mapped files left out, that a process needs for ``work``."""
-    before, done, peak = private_bytes(), threading.Event(), [0]
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            peak[0] = max(peak[0], private_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    kept = work(*arguments)
-    done.set()
-    watcher.join()
-    grown = max(peak[0], private_bytes()) - before
-    del kept
-    return grown
-
-
-def load_sharded(folder: str) -> PreTrainedModel:
-    with pytest.MonkeyPatch.context() as patch, rank_of(6, 6, 1, patch) as accelerator:
-        shard_target(target := load_target_part(folder, layers=[], **ENDS), accelerator)
-        return target
-
-
-def test_a_process_holds_its_part_and_about_a_layer(tmp_path):
+def test_a_process_holds_its_part_and_about_a_layer(parent, tmp_path):
     """What is elsewhere is on the meta device here: a GPU's memory is not the host's."""
     model = tiny_llama(layers=12, hidden=640, vocab=64)
     layer, whole = (sum(p.nbytes for p in x.parameters()) for x in (model.model.layers[0], model))
     model.to(torch.bfloat16).save_pretrained(tmp_path)  # else a loaded tensor may be the file's
-    folder = str(tmp_path)
-
-    first_layers = partial(load_target_part, layers=[0, 1], has_embedding=True, has_head=False)
-    loads = {
-        "host": load_target,
-        "device": partial(load_target, device="meta"),
-        "sharded": load_sharded,
-        "stage": first_layers,
-    }
     # New processes: what other tests have freed in this one would be used again unseen.
-    fresh = multiprocessing.get_context("forkserver")
-    fresh.set_forkserver_preload([load_target.__module__, shard_target.__module__])
-    with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as processes:
-        growths = {name: processes.submit(growth_of, load, folder) for name, load in loads.items()}
-        grown = {name: growth.result(timeout=300) for name, growth in growths.items()}
+    script, grown = "tests/memory_growth.py", {}
+    for name in memory_growth.LOADS:
+        status, out, err = Process.start(parent, tmp_path, name, ".", module=script).finish()
+        assert status == 0, err
+        grown[name] = int(out)
     assert grown["host"] > 0.9 * whole  # else nothing is measured
     assert grown["device"] < layer
     assert grown["sharded"] < whole / 6 + layer
