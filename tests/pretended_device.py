@@ -16,14 +16,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +52,8 @@ class Log:
     """Copies from the host to the device."""
     syncs: Counter[tuple[str, str]] = field(default_factory=Counter)
     """The host reads what the device has computed, and waits for it."""
-    is_recorded: bool = False
+    captured: list[Callable[[], None]] | None = None
+    """The work of the graph that is captured now."""
     _as_one: bool = False
 
     def clear(self) -> None:
@@ -61,7 +62,7 @@ class Log:
 
     def launch(self, name: str) -> None:
         if not self._as_one:
-            (self.replayed if self.is_recorded else self.launches)[name] += 1
+            (self.launches if self.captured is None else self.replayed)[name] += 1
 
     @contextmanager
     def one_kernel(self, name: str) -> Iterator[None]:
@@ -74,20 +75,33 @@ class Log:
             self._as_one = before
 
     def record(self, compute: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        """In place of the function that captures a CUDA graph."""
+        """In place of the function that captures a CUDA graph.
+
+        What is replayed are the kernels with the memory and the numbers of the host that they had.
+        """
+
+        kernels, work = Counter[str](), list[Callable[[], None]]()
 
         def replay() -> None:
-            self.is_recorded = True
-            syncs, uploads = self.syncs.total(), self.uploads.total()
-            kernels = self.replayed.total()
+            if not kernels:
+                capture()
+                return
+            self.replayed.update(kernels)
+            with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+                for run in work:
+                    run()
+
+        def capture() -> None:
+            self.captured = work
+            waits, before = (self.syncs.total(), self.uploads.total()), self.replayed.copy()
             compute()
-            self.is_recorded = False
-            assert self.replayed.total() > kernels, "a graph of nothing"
-            assert (self.syncs.total(), self.uploads.total()) == (syncs, uploads), (
+            self.captured = None
+            kernels.update(self.replayed - before)
+            assert kernels, "a graph of nothing"
+            assert (self.syncs.total(), self.uploads.total()) == waits, (
                 "a graph cannot wait for the host"
             )
 
-        compute()
         return replay
 
 
@@ -159,6 +173,30 @@ def _device(given: Any) -> torch.device | None:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
+class _Kind(NamedTuple):
+    """What is the same for every call of an operation."""
+
+    name: str
+    is_kernel: bool
+    is_reshaped: bool
+    is_written: bool
+    """Its first argument is."""
+    returns: bool
+
+
+@cache
+def _kind(func) -> _Kind:
+    name, arguments = func.__name__.partition(".")[0], func._schema.arguments
+    written = arguments and arguments[0].alias_info
+    return _Kind(
+        name,
+        not func.is_view and name not in FREE,
+        torch.Tag.inplace_view in func.tags,
+        bool(written and written.is_write),
+        bool(func._schema.returns),
+    )
+
+
 class _Kernels(TorchDispatchMode):
     """Runs every operation on what the tensors hold, and says what a GPU would do."""
 
@@ -167,34 +205,42 @@ class _Kernels(TorchDispatchMode):
         self.log = log
         self.place = torch.device("cuda", 0)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to say so takes as long as the rest of a call."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = func.__name__.partition(".")[0]
-        tensors = _tensors(args) + _tensors(kwargs.values())
-        pretended = [x for x in tensors if isinstance(x, Pretended)]
+        kind = _kind(func)
+        tensors: list[Tensor] = []
+        inputs = _held(args, tensors)
+        options = dict(zip(kwargs, _held(kwargs.values(), tensors), strict=True))
+        pretended = [x for x in tensors if type(x) is Pretended]
         wanted = _device(kwargs.get("device"))
         if wanted is not None and wanted.type == "meta":  # the library's own idea of a Pretended
             wanted = pretended[0].place if pretended else self.place
         if not pretended and (wanted is None or wanted.type != "cuda"):
             return func(*args, **kwargs)
-        place = wanted or (None if name == "copy_" else pretended[0].place)
+        place = wanted or (None if kind.name == "copy_" else pretended[0].place)
         self.place = pretended[0].place if pretended else self.place
-        if torch.Tag.inplace_view in func.tags:
+        if kind.is_reshaped:
             raise NotImplementedError(f"{func} on {place}: its shape would not be seen")
-        self._check(func, name, args, tensors, pretended)
-        is_kernel = self._count(func, name, args, kwargs, pretended, place)
-        inputs, options = _held(args), _held(kwargs)
+        self._check(func, kind.name, args, tensors, pretended)
+        is_kernel = self._count(kind, args, kwargs, pretended, place)
         if options.get("device") is not None:
             options["device"] = CPU
         options.pop("pin_memory", None)
         out = _run(func, inputs, options)
-        if is_kernel and any(x.numel() for x in _tensors([out]) or tensors):
-            self.log.launch(name)
+        if is_kernel:
+            if self.log.captured is not None:
+                self.log.captured.append(_again(func, inputs, options, out))
+            if any(x.numel() for x in _tensors([out]) or tensors):
+                self.log.launch(kind.name)
         if isinstance(kwargs.get("out"), Pretended):
             return kwargs["out"]
-        written = func._schema.arguments and func._schema.arguments[0].alias_info
-        if written is not None and written.is_write:
-            return args[0] if func._schema.returns else None
+        if kind.is_written:
+            return args[0] if kind.returns else None
         if place is None or place.type != "cuda":
             return out
         return _placed(out, place)
@@ -202,7 +248,8 @@ class _Kernels(TorchDispatchMode):
     def _check(self, func, name, args, tensors, pretended) -> None:
         if name in ("copy_", "_to_copy", "_copy_from") or not pretended:
             return
-        others = [x for x in tensors if x.ndim and x.device != pretended[0].device]
+        place = pretended[0].place
+        others = [x for x in tensors if getattr(x, "place", CPU) != place and x.ndim]
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             # The host's index tensors may pick from a tensor on the device.
             indices = {id(x) for x in _tensors(args[1])}
@@ -213,16 +260,16 @@ class _Kernels(TorchDispatchMode):
             devices = sorted({str(x.device) for x in tensors})
             raise MixedDevices(f"{func}: tensors on {' and '.join(devices)} at {_place()}")
 
-    def _count(self, func, name, args, kwargs, pretended, place) -> bool:
+    def _count(self, kind, args, kwargs, pretended, place) -> bool:
         """Counts copies and waits; returns whether it is a kernel, which nothing needs none for."""
-        log = self.log
+        log, name = self.log, kind.name
         if name == "_to_copy" and not (pretended and pretended[0].place == place):
-            kind = log.syncs if place.type == "cpu" else log.uploads
-            kind["copy", _place()] += 1
+            copies = log.syncs if place.type == "cpu" else log.uploads
+            copies["copy", _place()] += 1
             return False
         if name == "copy_" and len(pretended) == 1:
-            kind = log.uploads if isinstance(args[0], Pretended) else log.syncs
-            kind["copy", _place()] += 1
+            copies = log.uploads if isinstance(args[0], Pretended) else log.syncs
+            copies["copy", _place()] += 1
             return False
         if name in WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             log.syncs[name, _place()] += 1
@@ -232,7 +279,7 @@ class _Kernels(TorchDispatchMode):
                     log.syncs[f"{name} by bool", _place()] += 1
                 if not isinstance(x, Pretended):
                     log.uploads[f"{name} by the host's", _place()] += 1
-        return not func.is_view and name not in FREE
+        return kind.is_kernel
 
 
 def _placed(x: Any, place: torch.device) -> Any:
@@ -251,12 +298,19 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def _held(x: Any) -> Any:
-    if isinstance(x, Pretended):
-        return x.held
-    if isinstance(x, dict):
-        return {name: _held(value) for name, value in x.items()}
-    return type(x)(map(_held, x)) if isinstance(x, list | tuple) else x
+def _held(values: Iterable[Any], tensors: list[Tensor]) -> list[Any]:
+    """What operations are run on; the tensors among the values are added to a list."""
+    held = []
+    for x in values:
+        if type(x) is Pretended:
+            tensors.append(x)
+            x = x.held
+        elif isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, list | tuple):
+            x = type(x)(_held(x, tensors))
+        held.append(x)
+    return held
 
 
 def _run(func, args, kwargs) -> Any:
@@ -281,6 +335,20 @@ def _run(func, args, kwargs) -> Any:
             gradient, query, keys, values, out, logsumexp, 0.0, is_causal, scale=kwargs.get("scale")
         )
     return func(*args, **kwargs)
+
+
+def _again(func, args, kwargs, out) -> Callable[[], None]:
+    """A kernel of a graph: from the same memory to the same."""
+    own = {x.untyped_storage()._cdata for x in _tensors(args) + _tensors(kwargs.values())}
+    fresh = [x for x in _tensors([out]) if x.untyped_storage()._cdata not in own]
+
+    def run() -> None:
+        made = _run(func, args, kwargs)
+        if fresh:
+            for old, new in zip(fresh, _tensors([made]), strict=True):
+                old.copy_(new)
+
+    return run
 
 
 FUSED = ("scaled_dot_product_attention", "rms_norm")
@@ -314,10 +382,9 @@ class _Calls(TorchFunctionMode):
             args = (args[0], _listed(args[1], args[0].place), *args[2:])
         if kwargs.get("device") is not None:
             kwargs["device"] = _device(kwargs["device"])
-        is_cast = torch.is_autocast_enabled("cuda") and "out_dtype" not in kwargs
-        if name in MATRIX_PRODUCTS and is_cast:
-            args, kwargs = tree_map(_autocast, (args, kwargs))
-        if func is F.scaled_dot_product_attention and torch.is_autocast_enabled("cuda"):
+        is_cast = name in MATRIX_PRODUCTS and "out_dtype" not in kwargs
+        is_cast |= func is F.scaled_dot_product_attention
+        if is_cast and torch.is_autocast_enabled("cuda"):
             args, kwargs = tree_map(_autocast, (args, kwargs))
         if name in FUSED and any(isinstance(x, Pretended) for x in args) and args[0].numel():
             with self.log.one_kernel(name):
