@@ -193,8 +193,8 @@ class Checked:
         super().observe(features, next_tokens)
 
     def _logits(self, tree, rows):
-        logits_QU = super()._logits(tree, rows)
-        for logits_U, row in zip(logits_QU, rows, strict=True):
+        logits_QU, states = super()._logits(tree, rows), []
+        for row in rows:
             depth, size = tree.depths[row], self.draft.config.num_tokens
             key = tree.root_position, size * (depth // size + 1)
             if key not in self.expected:
@@ -202,7 +202,8 @@ class Checked:
             state_H = self.expected[key][depth]
             if isinstance(self.draft, DSpark):
                 state_H = self.draft.behind(state_H, torch.tensor(tree.tokens[row]))
-            torch.testing.assert_close(logits_U, self.draft.logits(state_H))
+            states.append(state_H)
+        torch.testing.assert_close(logits_QU, self.draft.logits(torch.stack(states)))
         return logits_QU
 
     def from_scratch(self, token, position, num_tokens):

@@ -245,11 +245,12 @@ def test_training_makes_blocks_longer_and_foretells_it(kind, options, steps):
 @pytest.mark.parametrize("way", WAYS + OTHER_WAYS, ids=way_name)
 @pytest.mark.parametrize("kind", CHECKED)
 def test_greedy_text_is_the_targets_and_every_draft_token_is_of_the_newest_block(kind, way):
+    """Of one of two prompts with one head, of the other one with the other."""
     target = tiny_llama(layers=4, vocab=16).double()
     source = CHECKED[kind](make_head(target, kind, block_size=5).double())
     engine = engine_for(target, source=source, num_stages=3, max_new_tokens=NEW_TOKENS, **way)
-    for prompt in PROMPTS[1:3]:
-        assert decode_exactly(engine, prompt).num_drafted > 0
+    place = (WAYS + OTHER_WAYS).index(way) + (kind == "dspark")
+    assert decode_exactly(engine, PROMPTS[1 + place % 2]).num_drafted > 0
     assert len(source.expected) > 5
 
 
