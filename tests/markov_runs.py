@@ -65,7 +65,7 @@ class MarkovStage:
             }
             first = len(self.committed)
             assert len(seen) == sum(visible) and sorted(seen) == [*range(first, position + 1)]
-            contexts.append([(self.committed + [seen[at] for at in sorted(seen)])[-2:]])
+            contexts.append([(self.committed[-2:] + [seen[at] for at in sorted(seen)])[-2:]])
         return replace(segment, ids=None, hidden=torch.tensor(contexts)[:, 0])
 
     def keep(self, keep: Keep) -> None:
