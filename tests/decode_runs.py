@@ -265,10 +265,10 @@ def simulate(target, prompt, acceptance, *, text=None, **options):
     return decode_exactly(engine_for(target, source=source, **options), prompt, expected)
 
 
-def simulated_texts(target, length, **options) -> list[list[int]]:
-    """Results of all prompts on four stages, by draft tokens that are often wrong."""
+def simulated_texts(target, length, *, prompts=PROMPTS, **options) -> list[list[int]]:
+    """Results of prompts on four stages, by draft tokens that are often wrong."""
     texts = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         source = SimulatedSource(target, prompt, 0.7, length)
         engine = engine_for(target, source=source, num_stages=4, max_new_tokens=length, **options)
         texts.append(engine.decode(prompt).token_ids)

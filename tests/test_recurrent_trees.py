@@ -12,6 +12,7 @@ from decode_runs import (
     friendly_module,
     greedy_reference,
     plain_text,
+    prompts_of,
     simulate,
     simulated_texts,
     way_name,
@@ -34,14 +35,18 @@ TREES = [way for way in WAYS if getattr(way.get("tree"), "kind", "dynamic") != "
 LENGTH = 12
 
 
+SAMPLED = {"temperature": 1.0, "verifier": "gumbel"}
+
+
 @cache
-def plain_texts():
-    target, options = tiny("qwen3_5"), {"temperature": 1.0, "verifier": "gumbel"}
-    return [plain_text(target, p, max_new_tokens=LENGTH, **options) for p in PROMPTS]
+def plain_sampled(*prompt):
+    return plain_text(tiny("qwen3_5"), prompt, max_new_tokens=LENGTH, **SAMPLED)
 
 
-def sampled_texts(way):
-    return simulated_texts(tiny("qwen3_5"), LENGTH, temperature=1.0, verifier="gumbel", **way)
+def sampled_and_plain(way):
+    prompts = prompts_of(TREES.index(way) + 1)
+    texts = simulated_texts(tiny("qwen3_5"), LENGTH, prompts=prompts, **SAMPLED, **way)
+    return texts, [plain_sampled(*prompt) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,8 @@ def test_greedy_text_is_transformers(way, acceptance):
 
 @pytest.mark.parametrize("way", TREES, ids=way_name)
 def test_sampled_text_is_plain_decodings(way):
-    assert sampled_texts(way) == plain_texts()
+    found, plain = sampled_and_plain(way)
+    assert found == plain
 
 
 def test_the_texts_notice_a_row_that_continues_another_branch(monkeypatch):
@@ -64,7 +70,8 @@ def test_the_texts_notice_a_row_that_continues_another_branch(monkeypatch):
     with pytest.raises(AssertionError):
         for prompt in PROMPTS:
             simulate(target, prompt, 0.6, max_new_tokens=LENGTH, **LAYERED[0])
-    assert sampled_texts(LAYERED[0]) != plain_texts()
+    found, plain = sampled_and_plain(LAYERED[0])
+    assert found != plain
 
 
 @pytest.mark.parametrize("kind", ["spd", "eagle3"])
