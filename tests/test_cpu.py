@@ -147,7 +147,7 @@ def laid_out_engine(monkeypatch, tree_width):
     target = tiny_llama(layers=4)
     module = friendly_module(target, num_stages=2)
     lay_out(module)
-    way = {"schedule": "spd", "num_stages": 2, "tree_width": tree_width}
+    way = {"schedule": "spd", "num_stages": 2, "tree_width": tree_width, "max_new_tokens": 24}
     return engine_for(target, draft=module, **way)
 
 
