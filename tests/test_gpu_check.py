@@ -43,10 +43,15 @@ def check(folder, monkeypatch) -> tuple[int, dict]:
 
 
 @pytest.mark.parametrize(
-    "names", [["eagle3"], pytest.param([*gpu_check.DRAFTS], marks=pytest.mark.all)]
+    ("names", "own"),
+    [
+        (["eagle3"], {"tree": "dynamic:3:4:8"}),
+        pytest.param([*gpu_check.DRAFTS], {}, marks=pytest.mark.all),
+    ],
 )
-def test_every_section_runs_and_every_output_is_right(tmp_path, monkeypatch, names):
-    drafts = {name: gpu_check.DRAFTS[name] for name in names}
+def test_every_section_runs_and_every_output_is_right(tmp_path, monkeypatch, names, own):
+    given = gpu_check.DRAFTS
+    drafts = {name: (*given[name][:2], given[name][2] | own) for name in names}
     monkeypatch.setattr(gpu_check, "DRAFTS", drafts)
     status, report = check(tmp_path, monkeypatch)
     assert not [found for found in report.values() if "failed" in found]
