@@ -88,7 +88,7 @@ def test_a_plan_is_near_the_peaks_of_whole_steps(repository, family, own, num_la
     """The draft's weights, gradients and buckets, its optimizer, and the target's own forward."""
     script = runpy.run_path(str(repository / "benchmarks" / "plan_peaks.py"))
     compare, options = script["compare"], script["OPTIONS"]["spd"]
-    options[:] = ["--model.num_stages=4", f"--model.num_layers={num_layers}"]
+    options[:] = ["--model.num_stages=2", f"--model.num_layers={num_layers}"]
     target = family(
         vocab_size=4000,
         hidden_size=512,
