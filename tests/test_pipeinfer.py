@@ -297,12 +297,14 @@ class Checked(RemembersText, LanguageModelSource):
 
     def _logits(self, tree, rows):
         logits_QV = super()._logits(tree, rows)
-        for row, logits_V in zip(rows, logits_QV, strict=True):
-            assert self.text[-1] == tree.tokens[0]
-            whole = torch.tensor([self.text_at(tree, row)])
-            expected = self.draft.model(whole).logits[0, -1]
-            torch.testing.assert_close(logits_V, expected.float(), atol=1e-5, rtol=1e-5)
-            self.num_checked += 1
+        assert self.text[-1] == tree.tokens[0]
+        whole = [self.text_at(tree, row) for row in rows]
+        for length in {*map(len, whole)}:
+            places = [place for place, text in enumerate(whole) if len(text) == length]
+            expected_QV = self.draft.model(torch.tensor([whole[i] for i in places])).logits[:, -1]
+            own_QV = torch.stack([logits_QV[place] for place in places])
+            torch.testing.assert_close(own_QV, expected_QV.float(), atol=1e-5, rtol=1e-5)
+            self.num_checked += len(places)
         return logits_QV
 
 

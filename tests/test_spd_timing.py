@@ -125,7 +125,8 @@ def test_the_stages_wait_for_the_module_at_every_step():
     """S = L' L / (Ls n + L), as for PPSD."""
     target = tiny_llama(layers=4, vocab=16)
     module = make_module(target, num_stages=4, num_layers=2).float()
-    result = engine_for(target, draft=module, num_stages=4, **OUTPUT).decode(PROMPTS[1])
+    engine = engine_for(target, draft=module, num_stages=4, max_new_tokens=24, **OUTPUT)
+    result = engine.decode(PROMPTS[1])
     length = 4 * result.num_tokens / result.num_steps
     speedup = result.virtual_time_autoregressive / result.virtual_time
     assert speedup == pytest.approx(length * 4 / (2 * 4 + 4))
