@@ -34,7 +34,7 @@ from transformers import (
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PYTESTS_OWN = "PYTEST_CURRENT_TEST"
-LONG_FILES = {"test_doc_runs", "test_doc_processes", "test_eagle_schedules", "test_parallel"}
+LONG_FILES = {"test_parallel", "test_device_decode", "test_process", "test_sampling"}
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
