@@ -22,6 +22,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import zip_longest
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin, get_type_hints
@@ -30,7 +31,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader
 
 from pipedraft.errors import UsageError
-from pipedraft.files import Values, check_yaml
+from pipedraft.files import Values, check_yaml, read_yaml
 
 Reader: TypeAlias = Callable[[Any], Any]
 """Makes a value of a word, or of a value of a file."""
@@ -273,7 +274,7 @@ def load_bounded_yaml(text: str) -> object:
 
 
 REPLACED = ("--data.sources", "--data.decontaminate")
-"""Lists of objects, which the parser would mix with those of a file where both have one length."""
+"""Lists of objects, which the parser would mix with those before where both have one length."""
 
 
 def parse(
@@ -297,13 +298,25 @@ def parse(
         sys.exit(0)
     set_loader("yaml", load_bounded_yaml, (yaml.YAMLError,))
     given: list[str] = []
-    for word in words:
-        name = word.partition("=")[0]
-        given += [f"{name}=[]"] * (name in REPLACED) + [word]
+    for word, after in zip_longest(words, words[1:], fillvalue=""):
+        name, _, value = word.partition("=")
+        lists = _lists_of_file(value or after, parser) if name == "--config" else [name]
+        given += [f"{flag}=[]" for flag in REPLACED if flag in lists] + [word]
     try:
         return parser.parse_args(given)
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(explain(error, parser, flags=flags, known=known)) from error
+
+
+def _lists_of_file(path: str, parser: ArgumentParser) -> list[str]:
+    """Flags of the lists that a --config file sets; what is wrong with it the parser says."""
+    if not any(flag in action.option_strings for action in parser._actions for flag in REPLACED):
+        return []
+    try:
+        data = read_yaml(Path(path), "--config").get("data")
+    except (AttributeError, UsageError):
+        return []
+    return [f"--data.{key}" for key in data] if isinstance(data, dict) else []
 
 
 def explain(

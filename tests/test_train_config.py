@@ -50,6 +50,15 @@ def test_sources_of_the_command_line_replace_those_of_a_file(base, tmp_path, is_
     assert run.data.sources == [Source(path="own.jsonl")]
 
 
+def test_sources_of_a_later_file_replace_those_of_an_earlier_one(base, tmp_path):
+    early = "data: {sources: [{path: a, kind: text, text_field: body, max_rows: 3}]}"
+    late = layer(tmp_path, "late", "data: {sources: [{path: own.jsonl}]}")
+    other = layer(tmp_path, "other", "optim: {lr: 3.0e-4}")
+    files = [base, layer(tmp_path, "early", early), late, other]
+    run, _, _ = parse(*(f"--config={path}" for path in files))
+    assert run.data.sources == [Source(path="own.jsonl")]
+
+
 def test_a_number_in_scientific_notation_is_a_float(base):
     """YAML 1.1 reads 1e-3, without a dot, as text."""
     assert yaml.safe_load("1e-3") == "1e-3"
