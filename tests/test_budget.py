@@ -131,6 +131,9 @@ def test_a_free_row_that_is_left_out_is_noticed(mutant, monkeypatch):
     assert sum(steps_where_no_row_pays(**CONTINUED)) > sum(steps_where_no_row_pays(**CHAIN))
 
 
+FIXED_EXPANSION = {"schedule": "flowspec", "tree": "dynamic:3:4:auto", "expansion_tokens": 48}
+
+
 @pytest.mark.parametrize(
     ("way", "words"),
     [
@@ -145,7 +148,7 @@ def test_other_words_are_refused(way, words):
         DecodeConfig.of(**way)
 
 
-@pytest.mark.parametrize("way", AUTO, ids=lambda way: way["schedule"])
+@pytest.mark.parametrize("way", [*AUTO, FIXED_EXPANSION], ids=lambda way: way["schedule"])
 def test_a_budget_of_auto_depends_on_the_cost_model_and_survives_a_file(way):
     config = DecodeConfig.of(**way)
     assert DecodeConfig.from_dict(config.to_dict()) == config

@@ -80,9 +80,10 @@ class FlowSpec(PrunedPP):
     def cost_conflict(self, recorded: CostModel, cost: CostModel) -> str:
         if self.expansion and self.expansion_tokens == "auto":
             return auto_conflict(self.name)
+        conflict = super().cost_conflict(recorded, cost)
         if self.expansion and not self.expansion_depth:
-            return forwards_conflict(self.name, recorded, cost)
-        return super().cost_conflict(recorded, cost)
+            return conflict or forwards_conflict(self.name, recorded, cost)
+        return conflict
 
 
 def beside_step(session: Session, asked: int | None, most: int) -> int:
