@@ -33,8 +33,7 @@ from train_runs import (
 )
 
 from pipedraft.models.target import capture_hidden
-from pipedraft.train import feature_reader, feature_shards
-from pipedraft.train import features as command
+from pipedraft.train import feature_dump, feature_reader, feature_shards
 from pipedraft.train.feature_reader import ShardFolder
 from pipedraft.train.feature_shards import INDEX, ShardRecord, decode, encode
 
@@ -371,7 +370,7 @@ def test_what_is_written_is_not_read_again_and_others_share_in_checking(
     second = SimpleNamespace(process_index=1, num_processes=2)
     records = {n: ShardRecord(f"shard-{n:05d}.safetensors", "", 0, 0) for n in range(5)}
     share = SimpleNamespace(accelerator=second, records=records, folder=out, damages=[])
-    command.Dump._drop_damaged(share)
+    feature_dump.Dump._drop_damaged(share)
     assert checked == ["shard-00001.safetensors", "shard-00003.safetensors"]
     assert sorted(share.records) == [0, 2, 4] and len(share.damages) == 2
 

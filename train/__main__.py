@@ -154,7 +154,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         check_packable((objective.model if target is None else target).get_decoder().config)
     if run.checkpointing:
         objective.use_checkpointing()
-    pad_id = tokenizer.pad_token_id or 0
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     trainer = Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator, started=started)
     if target is not None:
         gather_together(objective, accelerator)

@@ -4,7 +4,7 @@ Questions and answers are frames of a ``Codec``: typed headers and raw tensors o
 There is no authentication: listen where only trainers can reach.
 """
 
-# B batch, T positions of a padded row, M tokens of all R rows, H hidden, V vocabulary
+# M tokens of all rows, R rows of tokens, K layers
 
 import re
 import socket
@@ -13,20 +13,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
 from msgspec import Meta
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from pipedraft.data_recipes.batch import collate
 from pipedraft.inference.transport.codec import Codec, Fill, Message, check_tensor
-from pipedraft.models.cpu import tuned
-from pipedraft.models.target import capture_hidden
-from pipedraft.train.feature_shards import DTYPES, StoredDtype, bytes_per_token, difference, encode
+from pipedraft.train.feature_shards import DTYPES, bytes_per_token, difference, encode
+
+if TYPE_CHECKING:
+    from pipedraft.train.feature_dump import States
 
 MAX_HEADER_BYTES = 1 << 18
 MAX_QUESTION_BYTES = 1 << 24
@@ -50,7 +47,7 @@ class Hello(Message, tag="hello"):
     """The server's first message: the identity of its target, and how hidden states are stored."""
 
     identity: Annotated[dict[Name, Value], Meta(max_length=16)]
-    dtype: StoredDtype
+    dtype: Literal["fp32", "bf16", "fp16", "int8"]
 
 
 class Question(Message, tag="question"):
@@ -136,7 +133,7 @@ def addresses_of(features: str) -> list[Address]:
 
 
 class RemoteStates:
-    """States of a server's target; goes to the next server, or the same, if it is lost."""
+    """A ``Source`` that asks a server, and goes to the next one, or the same, if it is lost."""
 
     def __init__(
         self,
@@ -266,56 +263,28 @@ class RemoteStates:
             self._link = None
 
 
-# -- the target at work, and its server -----------------------------------------------------
-
-
-class States:
-    """The frozen target at work on rows of tokens."""
-
-    def __init__(self, target: PreTrainedModel, pad_id: int, accelerator: Accelerator) -> None:
-        self.target, self.pad_id, self.accelerator = target, pad_id, accelerator
-        self.config = target.get_decoder().config
-        self.num_layers: int = self.config.num_hidden_layers
-
-    @torch.no_grad()
-    def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
-        """Hidden states {layer: [M, H]}, row after row."""
-        batch = collate(
-            [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], self.pad_id
-        )
-        ids_BT, device = batch["input_ids"], self.accelerator.device
-        is_token_BT = torch.arange(ids_BT.shape[1]) < batch["lengths"][:, None]
-        with self.accelerator.autocast(), tuned(device):
-            hidden = capture_hidden(self.target, ids_BT.to(device), layers)
-        is_token_BT = is_token_BT.to(device)
-        return {layer: hidden[layer][is_token_BT] for layer in layers}
-
-    @torch.no_grad()
-    def teacher_divergence(self, hidden_MH: Tensor, kept_MH: Tensor, count: int) -> Tensor:
-        """KL(p || p of what was kept), p = softmax(LM head(norm(hidden))), at some positions."""
-        chosen = torch.linspace(0, len(hidden_MH) - 1, min(count, len(hidden_MH))).long()
-        norm, head_VH = self.target.get_decoder().norm, self.target.get_output_embeddings().weight
-        exact_MV, kept_MV = (
-            F.linear(norm(x_MH[chosen.to(x_MH.device)].to(norm.weight.dtype)), head_VH)
-            .float()
-            .log_softmax(-1)
-            for x_MH in (hidden_MH, kept_MH)
-        )
-        kl_M = F.kl_div(kept_MV, exact_MV, log_target=True, reduction="none").sum(-1).clamp_min(0)
-        return kl_M
+# -- the server's side ----------------------------------------------------------------------
 
 
 class FeatureServer:
     """Answers one question after another, whichever trainer asks."""
 
-    def __init__(self, states: States, hello: Hello, max_tokens: int) -> None:
+    def __init__(
+        self,
+        states: "States",
+        hello: Hello,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        max_positions: int,
+    ) -> None:
         """
         Args:
             max_tokens: padded tokens of one question.
         """
-        self.states, self.hello, self.max_tokens = states, hello, max_tokens
-        self.vocab_size: int = states.config.vocab_size
-        self.max_positions: int = states.config.max_position_embeddings
+        self.states, self.hello = states, hello
+        self.vocab_size, self.max_tokens = vocab_size, max_tokens
+        self.max_positions = max_positions
         self._turn = threading.Lock()
 
     def listen(self, host: str, port: int, ready: Callable[[str, int], None]) -> None:

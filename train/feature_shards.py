@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -37,7 +37,6 @@ from pipedraft.train.config import RunConfig
 INDEX = "index.json"
 FORMAT = 2
 """Part of every identity: raise it when a stored tensor changes its meaning."""
-StoredDtype: TypeAlias = Literal["fp32", "bf16", "fp16", "int8"]
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -86,25 +85,6 @@ def digest(row: int, parts: Iterable[Tensor]) -> int:
 
 def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:
     return num_layers * (hidden_size * DTYPES[dtype].itemsize + 4 * (dtype == "int8"))
-
-
-def size_table(layers: dict[str, tuple[int, ...]], hidden_size: int) -> str:
-    """Markdown: bytes per token in each dtype, and of 2,048 tokens in bf16."""
-    lines = ["| head | layers | fp32 | bf16, fp16 | int8 | 2,048 tokens in bf16 |"]
-    lines.append("|---|---|---|---|---|---|")
-    for name, chosen in layers.items():
-        sizes = [bytes_per_token(len(chosen), hidden_size, d) for d in ("fp32", "bf16", "int8")]
-        cells = [name, ", ".join(map(str, chosen)), *(f"{size:,}" for size in sizes)]
-        lines.append(f"| {' | '.join(cells)} | {size_text(2048 * sizes[1])} |")
-    return "\n".join(lines)
-
-
-def size_text(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.2f} TB"
 
 
 # -- identity -------------------------------------------------------------------------------
@@ -250,7 +230,7 @@ class DumpSettings(Struct):
     """How hidden states were computed, stored and cut into shards."""
 
     layers: list[int]
-    dtype: StoredDtype
+    dtype: Literal["fp32", "bf16", "fp16", "int8"]
     precision: str
     target_dtype: str
     target_quantization: str | None
@@ -311,20 +291,6 @@ def read_index(folder: Path) -> Index:
             f"features: {path} is damaged ({type(error).__name__}: {error}); copy it again, or "
             "remove it and run python -m pipedraft.train.features again"
         ) from error
-
-
-def report(index: Index, folder: Path) -> str:
-    """The errors of storing: of every layer, and of the teacher's distribution."""
-    lines = ["| layer | largest error | relative RMS error |", "|---|---|---|"]
-    for layer, error in index.errors.items():
-        lines.append(f"| {layer} | {error['max_abs']:.3g} | {error['relative_rms']:.3g} |")
-    teacher = index.teacher
-    lines.append(
-        f"teacher's distribution: KL {teacher['kl_mean']:.3g} on average, {teacher['kl_max']:.3g} "
-        f"at most, over {int(teacher['positions']):,} positions"
-    )
-    lines.append(f"{folder}: {index.tokens:,} tokens, {size_text(index.bytes)}")
-    return "\n".join(lines)
 
 
 def open_shard(path: Path) -> safe_open:
