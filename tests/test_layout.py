@@ -139,12 +139,13 @@ def test_the_package_itself_imports_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+DECODING = ["inference", "inference.serving"]
 EVAL = ["eval", *(f"eval {name}" for name in ("compare", "parity", "replay", "report", "table"))]
 
 
 @pytest.mark.parametrize(
     "commands",
-    [["doctor"], ["models"], ["data_recipes"], ["inference", "inference.serving"], EVAL],
+    [["doctor"], ["models"], ["data_recipes"], ["train.features"], DECODING, EVAL],
     ids=lambda commands: commands[0],
 )
 def test_help_comes_without_torch(commands: list[str]) -> None:

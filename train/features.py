@@ -85,16 +85,16 @@ def read_heads(arguments: list[str], also: list[str]) -> "list[Head]":
 
 
 def main() -> None:
-    from pipedraft.train.__main__ import quieten
-    from pipedraft.train.feature_dump import dump_features, layers_of, serve_states, size_table
-    from pipedraft.train.feature_reader import decoder_config
-
     is_server = sys.argv[1:2] == ["serve"]
     own, rest = FeatureOptions.read_own(sys.argv[1 + is_server :])
     for name in ("host", "port"):
         value = getattr(own, name)
         if not is_server and value != getattr(FeatureOptions, name):
             raise ValueError(f"{name}: {value} without serve; give serve as first word, or drop it")
+    from pipedraft.train.__main__ import quieten
+    from pipedraft.train.feature_dump import dump_features, layers_of, serve_states, size_table
+    from pipedraft.train.feature_reader import decoder_config
+
     heads = read_heads(rest, list(own.also))
     quieten()
     if is_server:
