@@ -47,7 +47,7 @@ lint: venv
 	MYPYPATH=.mypy_cache/path $(BIN)/mypy
 
 # A file's tests share what its fixtures made, so a file is one worker's; see tests/conftest.py.
-TESTS := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+TESTS := $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 # What failed is run once more, alone, and has to pass then: a fault fails twice, and what only a
 # crowded machine makes fail is printed as such instead of hiding among the others.
 AGAIN = { test $$? -eq 1 && echo "once more, alone:" && $(BIN)/pytest -v --lf --lfnf=none; }

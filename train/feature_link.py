@@ -269,22 +269,14 @@ class RemoteStates:
 class FeatureServer:
     """Answers one question after another, whichever trainer asks."""
 
-    def __init__(
-        self,
-        states: "States",
-        hello: Hello,
-        *,
-        vocab_size: int,
-        max_tokens: int,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, states: "States", hello: Hello, max_tokens: int) -> None:
         """
         Args:
             max_tokens: padded tokens of one question.
         """
-        self.states, self.hello = states, hello
-        self.vocab_size, self.max_tokens = vocab_size, max_tokens
-        self.max_positions = max_positions
+        self.states, self.hello, self.max_tokens = states, hello, max_tokens
+        self.vocab_size: int = states.config.vocab_size
+        self.max_positions: int = states.config.max_position_embeddings
         self._turn = threading.Lock()
 
     def listen(self, host: str, port: int, ready: Callable[[str, int], None]) -> None:
