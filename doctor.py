@@ -329,7 +329,7 @@ def check_target(folder: Path) -> Iterator[Finding]:
 
 
 def read_sums(path: Path) -> list[tuple[str, str]]:
-    """(file name, SHA-256) of a file as sha256sum writes it; one that is gone names itself."""
+    """Read a file of sha256sum: (file name, SHA-256) a line; one that is gone names itself."""
     if not path.is_file():
         return [(path.name, "")]
     lines = [line.split(maxsplit=1) for line in path.read_text().splitlines()]

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def compare(method: str, target: LlamaConfig, tokens: int) -> list[tuple[float, float]]:
-    """(plan, counted) bytes of a process of two under DDP: of a training step, of an evaluation."""
+    """Bytes of a process of two under DDP, (plan, counted): of a training step, an evaluation."""
     plan = make_plan(method, target, tokens, tokens, OPTIONS[method])
     sizes = plan.measure()
     parts = plan.memory_bytes(sizes, processes=PROCESSES, strategy="ddp")

@@ -31,7 +31,7 @@ from pipedraft.models.target import load_target, load_tokenizer
 def tested(
     target: Any, draft: Any, prompt_ids: list[int], temperature: float, max_new_tokens: int
 ) -> dict[str, np.ndarray]:
-    """[T] by rule: whether each token of the target's answer would be accepted."""
+    """Whether each token of the target's answer would be accepted, [T] by rule."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     ids = target.generate(
         torch.tensor([prompt_ids]),

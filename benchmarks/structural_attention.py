@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def random_rows(*shape: int) -> torch.Tensor:
-    """[..., heads, T, D] in the memory order [..., T, heads, D], as a projection leaves it."""
+    """Random rows [..., heads, T, D] in the memory order of a projection, [..., T, heads, D]."""
     *batch, heads, T, D = shape
     return torch.randn(*batch, T, heads, D).transpose(-3, -2).requires_grad_()
 

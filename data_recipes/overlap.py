@@ -46,13 +46,13 @@ def split_words(text: str) -> list[str]:
 
 
 def hash_words(words: list[str]) -> np.ndarray:
-    """[W] uint64, the same in every process (Python's own string hash is salted)."""
+    """Hashes of words, uint64 [W]: the same in every process (Python's own hash is salted)."""
     hashes = map(crc32, map(str.encode, words))
     return np.fromiter(hashes, dtype=np.uint64, count=len(words))
 
 
 def hash_ngrams(hashes_W: np.ndarray, length: int) -> np.ndarray:
-    """[G] uint64, one for each of the max(0, W - length + 1) runs of ``length`` words.
+    """Hashes of runs of ``length`` words, uint64 [G], G = max(0, W - length + 1).
 
     sum_j hashes[i + j] BASE^j modulo 2^64.
     """
@@ -241,7 +241,7 @@ def content_identity(parts: Sequence[str]) -> int:
 
 
 def hash_shingles(text: str) -> np.ndarray:
-    """[G] uint64 hashes of the word 5-grams; of all words together in a shorter text."""
+    """Hashes of a text's word 5-grams, uint64 [G]; of all words together in a shorter one."""
     hashes_W = hash_words(split_words(text))
     if not len(hashes_W):
         return np.empty(0, dtype=np.uint64)
@@ -249,7 +249,7 @@ def hash_shingles(text: str) -> np.ndarray:
 
 
 def band_keys(text: str) -> np.ndarray:
-    """[Q] int64: two texts share a key if all minima of that band are equal; 0 without words."""
+    """Keys of a text, int64 [Q]: two texts share one if a band's minima are equal; 0: no words."""
     shingles_G = hash_shingles(text)
     if not len(shingles_G):
         return np.zeros(NUM_BANDS, dtype=np.int64)
@@ -266,7 +266,7 @@ def band_keys(text: str) -> np.ndarray:
 
 
 def exact_duplicates(identity_N: np.ndarray, usable_N: np.ndarray) -> np.ndarray:
-    """[N] index of the first usable row of the same content; -1 for that one and unusable rows."""
+    """Index of each row's first usable equal, [N]; -1 for that one and for unusable rows."""
     first_N = np.full(len(identity_N), -1, dtype=np.int64)
     rows = np.flatnonzero(usable_N)
     _, first, inverse = np.unique(identity_N[rows], return_index=True, return_inverse=True)
@@ -282,7 +282,7 @@ def near_duplicates(
     shingles: Callable[[int], np.ndarray],
     threshold: float,
 ) -> np.ndarray:
-    """[N] index of an earlier row that is nearly the same; -1 for the others.
+    """Index of an earlier row that is nearly the same, [N]; -1 where there is none.
 
     A row is compared with the first and with the preceding row of each of its buckets, never with a
     later one: rows appended to the data do not change what is kept of those before them.

@@ -117,7 +117,7 @@ def is_address(url: str) -> bool:
 
 
 def scan(source: Source) -> tuple[int, str]:
-    """(number of rows, digest of their texts) of the input."""
+    """Count the rows of the input, and hash their texts: (number, digest)."""
     if not Path(source.path).is_file():
         raise UsageError(f"--data: no file {source.path}; give JSONL or parquet rows")
     digest, num_rows = hashlib.sha256(), 0

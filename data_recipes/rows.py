@@ -221,7 +221,7 @@ def content_hash(content: str, seed: int) -> int:
 
 
 def draw_copies(hashes_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
-    """[N] int64: floor(weight), and one more with probability weight - floor(weight).
+    """Copies of each row, int64 [N]: floor(weight), and one more by chance for the rest.
 
     A row is decided by its own hash and weight: other rows and sources do not matter, and a larger
     weight never takes a row away.

@@ -187,7 +187,7 @@ class LocalTarget:
 
     @torch.inference_mode()
     def answer_batch(self, prompts: list[str], *, is_greedy: bool) -> list[tuple[str, bool]]:
-        """(text, was cut at --max-tokens) for every rendered prompt, padded on the left.
+        """Answer rendered prompts, padded on the left: (text, was cut at --max-tokens) for each.
 
         Sampling is from the target's own distribution: what its generation_config.json adds
         (top-k, a repetition penalty) is switched off.
@@ -409,7 +409,7 @@ class SampleOptions(Options):
 def sampled_rows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: SampleOptions
 ) -> Iterator[tuple[bool, Messages]]:
-    """(answers are greedy, messages) of sequences the model makes up; no messages: malformed."""
+    """Conversations the model makes up: (answers are greedy, messages); no messages: malformed."""
     markers = Markers.of(tokenizer)
     generator = torch.Generator(model.device).manual_seed(options.seed)
     for first in range(0, options.rows, options.batch):

@@ -242,7 +242,7 @@ async def read_body(response: httpx2.Response) -> bytes:
 
 
 def read_choice(payload: Any) -> tuple[str, str, str]:
-    """(content, reasoning, finish reason) of a chat completion; raises TryAgain without any text.
+    """Read a chat completion: (content, reasoning, finish reason); TryAgain without any text.
 
     The thinking that a server separates is ``reasoning_content``, in later vLLM ``reasoning``.
     """

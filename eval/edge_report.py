@@ -100,7 +100,7 @@ class LinkRun:
         return self.simulation.config(method).rule
 
     def times(self) -> tuple[np.ndarray, np.ndarray]:
-        """[P], [P]: milliseconds from first to last token, and tokens after the first.
+        """Times of prompts: [P] milliseconds from first to last token, [P] tokens after the first.
 
         The turns of a conversation are added up; conversations without such a token are left out.
         """

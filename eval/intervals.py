@@ -42,7 +42,7 @@ def student_quantile(probability: float, degrees: float) -> float:
 
 
 def resampling_weights(size: int, *, seed: int) -> np.ndarray:
-    """[P, R]: how often each of ``size`` conversations is drawn in each resample.
+    """How often each of ``size`` conversations is drawn in each resample, [P, R].
 
     Whole numbers as float64: sums over conversations stay exact.
     """
@@ -52,7 +52,7 @@ def resampling_weights(size: int, *, seed: int) -> np.ndarray:
 
 
 def effective_size(weight_P: np.ndarray) -> np.ndarray:
-    """[...]: how many equally heavy conversations say as much; sum(w)^2 / sum(w^2), Kish 1965."""
+    """How many equally heavy conversations say as much: sum(w)^2 / sum(w^2), Kish 1965; [...]."""
     with np.errstate(invalid="ignore"):
         return weight_P.sum(-1) ** 2 / (weight_P**2).sum(-1)
 
@@ -160,7 +160,7 @@ def _wilson(share: float, size: float, z: float) -> tuple[float, float]:
 
 
 def pooled(numerator_SP: np.ndarray, denominator_SP: np.ndarray) -> np.ndarray:
-    """[..., S]; NaN where nothing was counted."""
+    """Ratios of sums over conversations, [..., S]; NaN where nothing was counted."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return numerator_SP.sum(-1) / denominator_SP.sum(-1)
 
@@ -187,7 +187,7 @@ def paired_intervals(
 
 
 def influence(numerator_SP: np.ndarray, denominator_SP: np.ndarray) -> np.ndarray:
-    """[..., P]: what each prompt contributes to the difference of the pooled values.
+    """What each prompt contributes to the difference of the pooled values, [..., P].
 
     psi_i = (a_1i - r_1 b_1i) / mean(b_1) - (a_0i - r_0 b_0i) / mean(b_0)        delta method
     with numerators a, denominators b, r = sum(a) / sum(b). They sum to 0, and the variance of the

@@ -71,7 +71,7 @@ def add_up(
     num_prompts: int,
     measure: Callable[[DecodeResult], Sequence[float]],
 ) -> np.ndarray:
-    """[X, P]: the X values of each prompt's turns, added up; 0 where none was decoded."""
+    """Sums over each prompt's turns of X values, [X, P]; 0 where none was decoded."""
     values_RX = np.array([measure(record.result) for record in records], dtype=np.float64)
     sums_XP = np.zeros((values_RX.shape[1], num_prompts))
     np.add.at(sums_XP.T, [record.conversation[1] for record in records], values_RX)

@@ -151,7 +151,7 @@ def report_processes(reports: "list[Report]", options: DecodeOptions) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """``words``: of the command line; None: this process's."""
+    """Decode the prompt of a command line; ``words`` None: this process's."""
     words = sys.argv[1:] if words is None else words
     first = words[0] if words and not words[0].startswith("-") else ""
     if first and subcommand(first, list(SUBCOMMANDS)) == "serve":

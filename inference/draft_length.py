@@ -99,12 +99,12 @@ class RoundCost:
         return len(self.hit_s_K)
 
     def expected_s(self, survival_K: np.ndarray) -> np.ndarray:
-        """[K]: mean seconds of a round."""
+        """Mean seconds of a round of 1 to K draft tokens, [K]."""
         mean_s_K = survival_K * self.hit_s_K + (1 - survival_K) * self.miss_s_K
         return mean_s_K - (1 - survival_K[0]) * self.early_s_K
 
     def expected_tokens(self, survival_K: np.ndarray) -> np.ndarray:
-        """[K]: mean tokens of a round, 1 + S(1) + .. + S(K), without bonus to S(K - 1)."""
+        """Mean tokens of a round, [K]: 1 + S(1) + .. + S(K), without bonus to S(K - 1)."""
         tokens_K = 1 + np.cumsum(survival_K)
         return tokens_K if self.has_bonus else tokens_K - survival_K
 
@@ -326,7 +326,7 @@ class Geometric(DraftLengthPolicy):
         return (self.accepted + self.weight * self.prior) / (self.tested + self.weight)
 
     def survival(self) -> np.ndarray:
-        """[K]: a^k."""
+        """Chance that the first k draft tokens are all accepted, [K]: a^k."""
         return self.acceptance ** np.arange(1, self.max_length + 1)
 
     def choose(self, cost: RoundCost) -> int:
@@ -391,7 +391,7 @@ class Survival(DraftLengthPolicy):
         self.survival_MK = self._survival()
 
     def survival(self) -> np.ndarray:
-        """[K]: chance that the first k draft tokens of a round are all accepted."""
+        """Chance that the first k draft tokens of a round are all accepted, [K]."""
         weight_M = np.exp(self.score_M - self.score_M.max())
         return weight_M @ self.survival_MK / weight_M.sum()
 
@@ -416,7 +416,7 @@ POLICIES: dict[str, type[DraftLengthPolicy]] = {
 
 
 def parse_policy(text: str, *, max_length: int = 8) -> DraftLengthPolicy:
-    """``fixed:K``, or one of the names in ``POLICIES``.
+    """Make the policy of a name: ``fixed:K``, or one of those in ``POLICIES``.
 
     Raises:
         ValueError: none of these.

@@ -47,7 +47,7 @@ class KeyedRandom:
     def uniforms(
         self, position: int, purpose: Purpose, count: int, attempt: int | None = None
     ) -> np.ndarray:
-        """float64 [count] in [0, 1); the same on every machine, as Philox is counter-based too."""
+        """Uniform numbers, float64 [count] in [0, 1): by Philox, the same on every machine."""
         last = "" if attempt is None else f":{attempt}"
         key = f"{self.seed}:{self.prompt}:{position}:{purpose}{last}".encode()
         digest = hashlib.blake2b(key, digest_size=16).digest()
@@ -116,7 +116,7 @@ class SharedNoise:
         self._kept: dict[int, np.ndarray] = {}
 
     def exponential(self, position: int, size: int) -> np.ndarray:
-        """float64 [size]: E of a position; a shorter vector is the beginning of a longer one."""
+        """Exponential numbers of a position, float64 [size]; a shorter one begins a longer."""
         kept = self._kept.get(position)
         if kept is None or len(kept) < size:
             if len(self._kept) >= self.NUM_KEPT:

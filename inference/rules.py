@@ -167,7 +167,7 @@ class Verifier(ABC):
         return draw(self.probabilities(logits_V), uniform)
 
     def target_tokens(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """int64 [R]: the target's own token after each row."""
+        """The target's own token after each row, int64 [R]."""
         if self.temperature == 0:
             return logits_RV.argmax(-1).cpu()
         positions = [position + 1 for position in positions_R.tolist()]
@@ -225,7 +225,7 @@ class SampledVerifier(Verifier):
         return logits_RV.cpu()
 
     def q_of(self, tree: TokenTree, row: int) -> Tensor:
-        """float64 [V], on the CPU: what the draft token of a row was drawn from."""
+        """The distribution that a row's draft token was drawn from, float64 [V], on the CPU."""
         q_V = tree.draft_probabilities[row]
         assert q_V is not None, "the rule needs the q that a draft token was drawn from"
         return q_V.cpu()

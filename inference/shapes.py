@@ -132,7 +132,7 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
-        """``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS]``; TOKENS may be auto.
+        """Read ``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS]``; TOKENS may be auto.
 
         Raises:
             ValueError: none of these.

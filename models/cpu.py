@@ -48,7 +48,7 @@ def tuned(device: torch.device) -> Iterator[None]:
 
 
 def linear(x_H: Tensor, weight_GH: Tensor, bias_G: Tensor | None = None) -> Tensor:
-    """``F.linear``, by oneDNN where torch would give float32 rows to MKL on an AVX-512 CPU.
+    """Multiply as ``F.linear``, by oneDNN where torch gives float32 to MKL on AVX-512 CPUs.
 
     On AMD processors MKL runs its AVX2 kernels: 93 GFLOP/s on one Zen 5 core, oneDNN 200.
     """
@@ -189,7 +189,7 @@ class LaidOutLinear(nn.Linear):
 def rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """``F.rms_norm``, which has no kernel for CPUs."""
+    """Normalize as ``F.rms_norm``, which has no kernel for CPUs."""
     exact = (torch.float32, torch.float64)
     if x.device.type != "cpu" or weight is None or eps is None or weight.ndim != 1:
         return torch_rms_norm(x, shape, weight, eps)

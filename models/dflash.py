@@ -311,7 +311,7 @@ class DFlash(Draft):
         return self.norm(stream_RH[self.config.first_row :])
 
     def logits(self, state_H: Tensor) -> Tensor:
-        """[..., U] from rows after the final norm."""
+        """Draft logits [..., U] of rows after the final norm."""
         return self.lm_head(state_H)
 
 

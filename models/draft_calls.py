@@ -76,7 +76,7 @@ def asking(ask: Callable[[Call], Any] | None) -> Iterator[None]:
 
 
 def call(function: Any, *rows: Any, **options: Any) -> Any:
-    """``function(*rows, **options)``, perhaps with the rows of other sequences.
+    """Call ``function(*rows, **options)``, perhaps with the rows of other sequences.
 
     Args:
         function: method of a draft, of a name in ``ORDER``, that computes row by row but for
@@ -218,7 +218,7 @@ class _Apart(KeyValues):
     def attend_with(
         self, query_RND: Tensor, keys_KJD: Tensor, values_KJD: Tensor, visible_RC: Tensor
     ) -> Tensor:
-        """``query_RND``: of the last rows of the call."""
+        """Attend with the last rows of the call, ``query_RND``."""
         out_QND, first = torch.empty_like(query_RND), len(keys_KJD) - len(query_RND)
         for cache, place, own_lC in self._own:
             asks = cast(Tensor, place)[place >= first] - first

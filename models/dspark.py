@@ -131,7 +131,7 @@ class DSpark(DFlash):
         return torch.cat([state_H, self.markov_head.markov_w1(token).to(state_H.dtype)], -1)
 
     def logits(self, state_H: Tensor) -> Tensor:
-        """[..., U] from outputs."""
+        """Draft logits [..., U] of a block's outputs."""
         hidden = self.layer_config.hidden_size
         logits_U = self.lm_head(state_H[..., :hidden])
         if self.pair_UR is None:

@@ -95,7 +95,7 @@ class EagleHead(Draft):
 
     @abstractmethod
     def logits(self, state_H: Tensor) -> Tensor:
-        """[..., U]; entry u is target token draft_ids[u]."""
+        """Draft logits [..., U]; entry u is target token draft_ids[u]."""
 
     def causal_rows(
         self, tokens_BR: Tensor, states_BRH: Tensor, lengths: Sequence[int] | None = None

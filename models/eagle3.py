@@ -80,7 +80,7 @@ class Eagle3Config:
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """(2, L // 2, L - 3), the authors' choice; a target too shallow for it gives what it has."""
+    """The authors' choice, (2, L // 2, L - 3); a target too shallow for it gives what it has."""
     if num_layers < 6:
         return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
     return 2, num_layers // 2, num_layers - 3

@@ -51,7 +51,7 @@ class LanguageModelDraft(nn.Module):
         return StagedTarget(self.model, 1)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
-        """float32 [R, V] of raw hidden states after the last layer."""
+        """Logits of raw hidden states after the last layer, float32 [R, V]."""
         return self.model.lm_head(self.model.get_decoder().norm(hidden_RH)).float()
 
     # -- as recorded graphs call it -----------------------------------------------------------

@@ -68,7 +68,7 @@ class LayerConfig:
 
     @classmethod
     def of_target_layer(cls, config: PreTrainedConfig) -> "LayerConfig":
-        """``from_target``, rotating no more of a head than the target does."""
+        """Describe as ``from_target``, rotating no more of a head than the target does."""
         layer = cls.from_target(config)
         partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
         if partial == 1.0:
@@ -333,12 +333,12 @@ class KeyValues:
 
     @property
     def keys(self) -> Tensor:
-        """[J, P, D]."""
+        """Keys of all rows, [J, P, D]."""
         return self._rows(self.num_rows)[0]
 
     @property
     def values(self) -> Tensor:
-        """[J, P, D]."""
+        """Values of all rows, [J, P, D]."""
         return self._rows(self.num_rows)[1]
 
     def _rows(self, count: int) -> Tensor:
@@ -420,7 +420,7 @@ class FixedKeyValues(KeyValues):
 def masked_attention(
     query_RND: Tensor, keys_JPD: Tensor, values_JPD: Tensor, visible_RP: Tensor
 ) -> Tensor:
-    """[R, N, D]: each row over the keys that its mask shows."""
+    """Attention of each row over the keys that its mask shows, [R, N, D]."""
     inputs = (query_RND.transpose(0, 1)[None], keys_JPD[None], values_JPD[None])
     G = query_RND.shape[1] // len(keys_JPD)
     if G > 1 and query_RND.is_cuda:

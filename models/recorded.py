@@ -165,7 +165,7 @@ class Packing:
 
 
 def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) -> Tensor:
-    """bool [P, C]: what rows may not see of a whole buffer.
+    """What rows may not see of a whole buffer, bool [P, C].
 
     Args:
         num_visible_1: the first rows of the buffer, which all may see.

@@ -132,7 +132,7 @@ def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
 
 
 def flop_counter() -> FlopCounterMode:
-    """``with flop_counter() as counter:``, then ``counter.get_total_flops()``."""
+    """Count operations: ``with flop_counter() as counter:``, ``counter.get_total_flops()``."""
 
     def linear(x: Shape, weight: Shape, *rest: object, **more: object) -> int:
         return 2 * prod(x) * weight[0]

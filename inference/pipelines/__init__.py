@@ -82,7 +82,7 @@ class Pipeline(ABC):
         return {}
 
     def features_with(self, waiting: Sequence[int]) -> Mapping[int, Tensor]:
-        """``features``, and the embeddings of draft tokens that will be injected after these."""
+        """Join ``features`` and the embeddings of draft tokens that are injected after these."""
         features = self.features()
         if waiting and 0 in features:
             return {**features, 0: torch.cat([features[0], self.embed(torch.tensor(waiting))])}
@@ -226,7 +226,7 @@ class _Rows:
         return self._buffer_CH[self.end - num_rows : self.end]
 
     def keep(self, places: Sequence[int], index_R: Tensor | None) -> None:
-        """``index_R``: begins with these places, unless they are neighbors."""
+        """Keep rows at these places; ``index_R`` begins with them, unless they are neighbors."""
         if _are_neighbors(places):
             self.start += places[0] if places else 0
             self.end = self.start + len(places)

@@ -63,7 +63,7 @@ build_parser = ServeOptions.parser
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """``words``: of the command line; None: this process's."""
+    """Serve as a command line says; ``words`` None: this process's."""
     options = ServeOptions.read(sys.argv[1:] if words is None else words)
     keys = read_tokens(options.api_key_file, option="--api-key-file", variable=KEY_VARIABLE)
     try:

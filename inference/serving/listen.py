@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(service: Service, **options: object) -> HttpServer:
-    """``options``: more of uvicorn's."""
+    """Make the HTTP server of an application; ``options``: more of uvicorn's."""
     config = uvicorn.Config(
         make_app(service),
         http="h11",
@@ -89,7 +89,7 @@ def run(
     listener: socket.socket,
     cluster: "Cluster | None" = None,
 ) -> None:
-    """``cluster``: of the engine's pipeline."""
+    """Serve until a signal or a lost rank; ``cluster``: of the engine's pipeline."""
     is_shared = options.beside is None
     decoder = SharedDecoder(engine, options) if is_shared else TurnDecoder(engine)
     service = Service(decoder, name=options.name, limits=options, keys=keys)

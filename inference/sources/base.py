@@ -115,7 +115,7 @@ class DraftSource:
 
     @property
     def draft_ids(self) -> Tensor:
-        """int64 [U]: target token of each entry of the draft's logits."""
+        """Target token of each entry of the draft's logits, int64 [U]."""
         raise NotImplementedError
 
     def leaf_logits(

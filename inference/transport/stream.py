@@ -79,7 +79,7 @@ class Break:
 
     @classmethod
     def of(cls, call: wire.Untyped) -> "Break":
-        """``call``: one that is over, or the error that it raised."""
+        """The reason a call ended; ``call``: one that is over, or the error that it raised."""
         trailing = dict(call.trailing_metadata() or ())
         texts = (str(trailing.get(name)) for name in (wire.RETRY, wire.NUM_PASSES))
         retry_ms, num_passes = (int(text) if NUMBER.fullmatch(text) else None for text in texts)
