@@ -107,8 +107,8 @@ class LinkRun:
         sums: dict[tuple[str, int], tuple[float, int]] = {}
         for turn in self.turns:
             seconds, tokens = sums.get(turn.conversation, (0.0, 0))
-            own = decode_seconds(turn.result), turn.result.num_tokens
-            sums[turn.conversation] = seconds + own[0], tokens + own[1]
+            seconds += decode_seconds(turn.result)
+            sums[turn.conversation] = seconds, tokens + turn.result.num_tokens
         counted = [(1e3 * seconds, tokens) for seconds, tokens in sums.values() if tokens]
         ms_P, tokens_P = np.array(counted, dtype=np.float64).reshape(-1, 2).T
         return ms_P, tokens_P

@@ -69,6 +69,21 @@ def test_a_wait_of_the_host_is_counted(compute):
     assert log.syncs.total() == 1, log
 
 
+def test_a_replayed_graph_reads_memory_anew_and_numbers_of_the_host_never():
+    """As a CUDA graph does: code that needs a new number each time decodes wrongly here, too."""
+    with pretended_cuda() as log:
+        x, out, factor = torch.ones(2, device=CUDA), torch.zeros(2, device=CUDA), [2.0]
+        replay = log.record(lambda: out.copy_(x * factor[0] + 1), CUDA)
+        replay()
+        first = out.tolist()
+        log.clear()
+        x.fill_(5.0)
+        factor[0] = 100.0
+        replay()
+        assert (first, out.tolist()) == ([3.0, 3.0], [11.0, 11.0])
+        assert log.replayed == {"mul": 1, "add": 1, "copy_": 1}
+
+
 @pytest.mark.parametrize("compute", UPLOADS.values(), ids=UPLOADS)
 def test_a_copy_to_the_device_is_counted(compute):
     with pretended_cuda() as log:

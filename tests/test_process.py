@@ -231,7 +231,7 @@ def by_forks(words, num_processes, parent) -> str:
         (by_forks, 2, "auto", "0"),
         (by_forks, 3, "device", "1"),
         pytest.param(by_forks, 3, "device", "whole", marks=pytest.mark.all),
-        # test_doc_runs.py launches ranks by torchrun: benchmarks/pipeline_step.py.
+        # make test-all launches ranks by torchrun in test_doc_runs.py, too: pipeline_step.py.
         pytest.param(by_torchrun, 2, "auto", "whole", marks=pytest.mark.all),
     ],
 )
