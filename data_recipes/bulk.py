@@ -1,0 +1,250 @@
+"""Bulk sampling: thousands of conversations in lock-step, without padding or attention mask.
+
+Every row starts at position 0 and moves one token per forward pass. A prompt is forced token by
+token, so that rows of different length never need padding and attention never needs a mask. Caches
+are allocated once and written in place; rows that have ended are taken out when they are a quarter
+of the batch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+# B rows, T positions, V vocabulary, J key heads, D head size
+
+ENDED_SHARE = 1 / 4
+"""Share of ended rows at which they are taken out of the batch, which copies the caches once."""
+CHECK_EVERY = 16
+"""Forward passes between two looks at the ended rows: each look waits for the device."""
+
+
+class Decoder:
+    """A causal language model of transformers with one token per row and call.
+
+    All rows are at one position, so that neither padding nor a mask is needed.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model: Any = model
+        self.device = model.device
+
+    def begin(self, max_length: int) -> None:
+        """Make empty caches for that many positions."""
+        self.cache = DynamicCache(config=self.model.config)
+        layers = self.cache.layers
+        self.cache.layers = [
+            PreallocatedLayer(max_length) if type(layer) is DynamicLayer else layer
+            for layer in layers
+        ]
+
+    def step(self, ids_B: Tensor) -> Tensor:
+        """Return logits [B, V] of the next token."""
+        logits_B1V = self.model(
+            input_ids=ids_B[:, None], past_key_values=self.cache, logits_to_keep=1
+        ).logits
+        return logits_B1V[:, 0]
+
+    def keep(self, index: Tensor) -> None:
+        """Keep the caches of these rows alone."""
+        self.cache.batch_select_indices(index)
+
+
+class PreallocatedLayer(DynamicLayer):
+    """Keys and values [B, J, T, D] as views of buffers for the longest sequence.
+
+    transformers' own layer concatenates, which copies every earlier token for each new one.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.buffers: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[2]
+        if self.buffers is None:
+            size = (*key_states.shape[:2], self.max_length, key_states.shape[3])
+            self.buffers = (key_states.new_empty(size), value_states.new_empty(size))
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = states
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.buffers is not None:
+            end = self.get_seq_length()
+            self.buffers = (self.buffers[0][indices], self.buffers[1][indices])
+            self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A row to sample: its first tokens, and who goes on.
+
+    The model writes the answer after ``ids``; with ``writes_user`` it writes the user's turn first
+    (Magpie, arXiv:2406.08464), then ``assistant`` is forced, then it writes the answer.
+    """
+
+    ids: tuple[int, ...]
+    is_greedy: bool = False
+    """Greedy answer instead of one drawn at temperature 1; a user's turn is always drawn."""
+    writes_user: bool = False
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    ids: np.ndarray
+    """int32 [T]: opening and answer, with its end token if it has one."""
+    answer_start: int
+    """Tokens before the answer."""
+    has_ended: bool
+    """False: the answer was cut at the longest length."""
+    opening: Opening
+
+
+@dataclass
+class _Rows:
+    """The rows that still move: one entry per row in every tensor, in the order of the caches."""
+
+    place_B: Tensor
+    """Row numbers in the order of the openings."""
+    ids_BT: Tensor
+    forced_BT: Tensor
+    """Token that must stand at a position, -1 where the model decides."""
+    start_B: Tensor
+    """First position of the answer, -1 while the user's turn is written."""
+    is_greedy_B: Tensor
+    end_B: Tensor
+    """Tokens of an ended row, 0 until then."""
+
+    def at(self, index: Tensor) -> "_Rows":
+        return _Rows(**{name: x[index] for name, x in vars(self).items()})
+
+
+def _first_rows(openings: Sequence[Opening], max_length: int, device: torch.device) -> _Rows:
+    forced_BT = torch.full((len(openings), max_length), -1, dtype=torch.long)
+    for row, opening in enumerate(openings):
+        forced_BT[row, : len(opening.ids)] = torch.tensor(opening.ids)
+    starts = [-1 if o.writes_user else len(o.ids) for o in openings]
+    rows = _Rows(
+        place_B=torch.arange(len(openings)),
+        ids_BT=forced_BT.clamp(min=0),
+        forced_BT=forced_BT,
+        start_B=torch.tensor(starts),
+        is_greedy_B=torch.tensor([o.is_greedy for o in openings]),
+        end_B=torch.zeros(len(openings), dtype=torch.long),
+    )
+    return _Rows(**{name: x.to(device) for name, x in vars(rows).items()})
+
+
+@torch.inference_mode()
+def sample_rows(
+    decoder: Decoder,
+    openings: Sequence[Opening],
+    *,
+    assistant: Sequence[int],
+    ends: Iterable[int],
+    max_length: int,
+    generator: torch.Generator,
+) -> list[SampledRow]:
+    """Sample one conversation for each opening, all in lock-step.
+
+    Draws are from the model's own distribution at temperature 1, without top-k or top-p.
+
+    Args:
+        assistant: tokens between a user's turn, its end token included, and the answer.
+        ends: token ids that end a turn.
+        max_length: tokens of a row at most, its opening included.
+        generator: on the decoder's device.
+
+    Returns:
+        Rows in the order of the openings. Those whose user's turn did not end are left out.
+    """
+    device = decoder.device
+    longest, first = (f(len(o.ids) for o in openings) for f in (max, min))
+    if longest >= max_length:
+        raise ValueError(f"max_length: {max_length}, but an opening has {longest} tokens")
+    rows = _first_rows(openings, max_length, device)
+    ends_E = torch.tensor(sorted(ends), device=device)
+    bridge_C = torch.tensor(assistant, device=device)
+    found: list[_Rows] = []
+    decoder.begin(max_length)
+    for t in range(max_length - 1):
+        logits_BV = decoder.step(rows.ids_BT[:, t])
+        if t + 1 < first:
+            continue
+        _advance(rows, _draw(logits_BV, rows, generator), t + 1, ends_E, bridge_C)
+        if t % CHECK_EVERY == CHECK_EVERY - 1 and t > longest:
+            ended_B = rows.end_B > 0
+            num_ended = int(ended_B.sum())
+            if num_ended == len(ended_B):
+                break
+            if num_ended >= ENDED_SHARE * len(ended_B):
+                index = (~ended_B).nonzero()[:, 0]
+                found.append(rows.at(ended_B.nonzero()[:, 0]))
+                rows = rows.at(index)
+                decoder.keep(index)
+    found.append(rows)
+    return _collect(found, openings, max_length)
+
+
+def _draw(logits_BV: Tensor, rows: _Rows, generator: torch.Generator) -> Tensor:
+    """Draw a token per row, or take the best one where the answer is greedy."""
+    logits_BV = logits_BV.float()
+    # argmax p / e with exponential e is a draw from p: one pass, and no wait for the device.
+    noise_BV = torch.empty_like(logits_BV).exponential_(generator=generator)
+    drawn_B = (logits_BV.softmax(-1) / noise_BV).argmax(-1)
+    takes_best_B = rows.is_greedy_B & (rows.start_B >= 0)
+    return torch.where(takes_best_B, logits_BV.argmax(-1), drawn_B)
+
+
+def _advance(rows: _Rows, token_B: Tensor, t: int, ends_E: Tensor, bridge_C: Tensor) -> None:
+    """Write the tokens at position t, and note the turns that they end."""
+    given_B = rows.forced_BT[:, t]
+    is_own_B = (given_B < 0) & (rows.end_B == 0)
+    rows.ids_BT[:, t] = torch.where(is_own_B, token_B, given_B.clamp(min=0))
+    ends_turn_B = is_own_B & torch.isin(token_B, ends_E)
+    is_answer_B = (rows.start_B >= 0) & (t >= rows.start_B)
+    rows.end_B = torch.where(ends_turn_B & is_answer_B, t + 1, rows.end_B)
+    # The user's turn is over: the assistant's opening comes next, as far as there is room for it.
+    ends_user_B = ends_turn_B & (rows.start_B < 0)
+    room = min(len(bridge_C), rows.ids_BT.shape[1] - t - 1)
+    ahead = rows.forced_BT[:, t + 1 : t + 1 + room]
+    ahead.copy_(torch.where(ends_user_B[:, None], bridge_C[:room], ahead))
+    rows.start_B = torch.where(ends_user_B, t + 1 + len(bridge_C), rows.start_B)
+
+
+def _collect(
+    found: Sequence[_Rows], openings: Sequence[Opening], max_length: int
+) -> list[SampledRow]:
+    by_place: dict[int, SampledRow] = {}
+    for rows in found:
+        ids_BT, places = rows.ids_BT.cpu().numpy().astype(np.int32), rows.place_B.tolist()
+        starts, ends = rows.start_B.tolist(), rows.end_B.tolist()
+        for ids_T, place, start, end in zip(ids_BT, places, starts, ends, strict=True):
+            if 0 <= start < max_length:
+                kept_T = ids_T[: end or max_length].copy()
+                by_place[place] = SampledRow(kept_T, start, end > 0, openings[place])
+    return [by_place[place] for place in sorted(by_place)]
+
+
+def repeats_itself(ids: np.ndarray, most: int = 12) -> bool:
+    """Return whether one sequence of four tokens comes more often than that: a loop."""
+    if len(ids) < 4:
+        return False
+    wide = ids.astype(np.uint64)
+    grams = wide[:-3]
+    for shift in (1, 2, 3):
+        grams = grams * np.uint64(1_000_003) + wide[shift : len(wide) - 3 + shift]
+    return bool(np.unique(grams, return_counts=True)[1].max() > most)

@@ -1,0 +1,122 @@
+"""Conversations as token ids in one safetensors file: no text, no tokenizer, read into memory.
+
+Tensors: ``ids`` (uint16 or int32 [tokens], all rows joined), ``ends`` (int64 [rows], where each row
+ends) and ``prompt`` (int32 [rows], tokens before the answer, which the loss leaves out).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from pipedraft.data_recipes.card import DataReport
+from pipedraft.data_recipes.recipe import TokenizedData
+
+
+class TokenRows:
+    """Rows of token ids with their loss masks, indexed as a ``datasets.Dataset`` is."""
+
+    def __init__(self, ids: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> None:
+        """
+        Args:
+            ids: of each row.
+            prompt_lengths: leading tokens of each row that are no labels; the first never is.
+        """
+        self.columns: dict[str, list[np.ndarray]] = {"input_ids": list(ids), "loss_mask": []}
+        for row, length in zip(ids, prompt_lengths, strict=True):
+            mask = np.ones(len(row), np.int8)
+            mask[: max(1, length)] = 0
+            self.columns["loss_mask"].append(mask)
+
+    def __len__(self) -> int:
+        return len(self.columns["input_ids"])
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a column by its name, or the columns of rows by slice or list of indices."""
+        if isinstance(key, str):
+            return self.columns[key]
+        rows = range(len(self))[key] if isinstance(key, slice) else key
+        return {name: [column[row] for row in rows] for name, column in self.columns.items()}
+
+
+def write_token_rows(path: Path, ids: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> None:
+    """Write rows; uint16 where the vocabulary fits, which halves the file."""
+    flat = np.concatenate(ids)
+    fits = flat.max() < 2**16
+    tensors = {
+        "ids": torch.from_numpy(flat.astype(np.uint16 if fits else np.int32)),
+        "ends": torch.from_numpy(np.cumsum([len(row) for row in ids])),
+        "prompt": torch.tensor(prompt_lengths, dtype=torch.int32),
+    }
+    save_file(tensors, path)
+
+
+def read_token_rows(path: Path) -> tuple[list[np.ndarray], list[int]]:
+    """Return the rows of a file, int32 each, and their prompt lengths.
+
+    Raises:
+        ValueError: the tensors are missing or do not fit together.
+    """
+    with safe_open(path, "pt") as file:
+        missing = {"ids", "ends", "prompt"} - set(file.keys())
+        if missing:
+            raise ValueError(f"{path}: no tensor {sorted(missing)[0]!r}; not a file of token rows")
+        flat = file.get_tensor("ids").to(torch.int32).numpy()
+        ends, prompt = file.get_tensor("ends").numpy(), file.get_tensor("prompt").tolist()
+    if (
+        len(ends) != len(prompt)
+        or not len(ends)
+        or ends[-1] != len(flat)
+        or (np.diff(ends) < 1).any()
+    ):
+        raise ValueError(f"{path}: 'ends' does not cut 'ids' into rows; write the file again")
+    return np.split(flat, ends[:-1]), prompt
+
+
+def token_data(
+    ids: Sequence[np.ndarray],
+    prompt_lengths: Sequence[int],
+    *,
+    num_valid: int,
+    max_length: int,
+    labels: str = "assistant",
+    min_answer: int = 8,
+) -> TokenizedData:
+    """Return training and validation rows; the first ``num_valid`` rows are held out.
+
+    Args:
+        labels: "assistant": the answers alone. "all": training rows have the prompts as labels,
+            too; validation rows never do.
+        min_answer: rows with fewer answer tokens are left out.
+    """
+    cut = [(row[:max_length], n) for row, n in zip(ids, prompt_lengths, strict=True)]
+    kept = [(row, n) for row, n in cut if len(row) - n >= min_answer]
+    valid, train = kept[:num_valid], kept[num_valid:]
+    prompts_of_train = [1 if labels == "all" else n for _, n in train]
+    train_rows = TokenRows([row for row, _ in train], prompts_of_train)
+    valid_rows = TokenRows([row for row, _ in valid], [n for _, n in valid])
+    lengths = np.array([len(row) for row, _ in kept])
+    p50, p90, p99, longest = (int(np.percentile(lengths, q)) for q in (50, 90, 99, 100))
+    tokens = int(lengths.sum())
+    report = DataReport(
+        rows_read=len(ids),
+        rows_kept=len(kept),
+        bad_rows={},
+        empty_mask_rows=len(cut) - len(kept),
+        truncated_rows=sum(len(row) > max_length for row in ids),
+        missing_turns=0,
+        tokens=tokens,
+        supervised_tokens=int(sum(mask.sum() for mask in train_rows["loss_mask"])),
+        length_p50=p50,
+        length_p90=p90,
+        length_p99=p99,
+        length_max=longest,
+        sources={"own": {"rows_read": len(ids), "rows_kept": len(kept), "tokens": tokens}},
+        licenses={"unknown": len(kept)},
+    )
+    report.train_rows, report.valid_rows = len(train), len(valid)
+    return TokenizedData(train=train_rows, valid=valid_rows, report=report)  # type: ignore[arg-type]
