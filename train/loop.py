@@ -76,10 +76,6 @@ class Trainer:
         self.config, self.objective, self.data = config, objective, data
         self.accelerator, self.pad_id = accelerator, pad_id
         self.progress = Progress()
-        self.num_trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
-        optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
-        self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
-        self.state = TrainingState(accelerator, self.module, self.optimizers)
         self.lengths = [len(ids) for ids in data.train["input_ids"]]
         self.progress.batch_group = config.batch_group or self.world
         if self.progress.batch_group % self.world:
@@ -87,6 +83,11 @@ class Trainer:
                 f"batch_group: {config.batch_group} with {self.world} processes; give a multiple "
                 "of their number"
             )
+        self.num_trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
+        objective.start_on(self._first_batches())
+        optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
+        self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
+        self.state = TrainingState(accelerator, self.module, self.optimizers)
         self.num_steps = self._count_steps()
         self.stopping = Stopping(max_minutes=config.max_minutes, started=started)
         self.stop: Stop | None = None
@@ -112,6 +113,11 @@ class Trainer:
             epoch=epoch,
             group=self.progress.batch_group,
         )
+
+    def _first_batches(self) -> Iterator[dict[str, Tensor]]:
+        """Batches of the first epoch, the same ones in every process."""
+        for rows in self.epoch_batches(0):
+            yield self.load(self.data.train, rows)
 
     def _count_steps(self) -> int:
         per_epoch = math.ceil(len(self.epoch_batches(0)) / (self.config.accumulation * self.world))

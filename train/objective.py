@@ -3,7 +3,7 @@
 # B batch, T positions, P = B T, M labeled rows, L distinct labels, H hidden, S steps
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -63,6 +63,13 @@ class Objective(nn.Module, ABC):
     @abstractmethod
     def use_checkpointing(self) -> None:
         """Keep of every layer its input alone, and compute the rest again in backward."""
+
+    def start_on(self, batches: Iterable[dict[str, Tensor]]) -> None:
+        """Fit the weights that a method starts from data, before they are trained.
+
+        Args:
+            batches: of training rows, made one by one as they are asked for.
+        """
 
     def evaluation_passes(self) -> list[Values]:
         """Keyword arguments of one validation pass each; their sums are prefixed by ``name``."""

@@ -1,8 +1,8 @@
 """Training of SPD's speculation module: distillation with simulated pipeline fill."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,12 @@ from pipedraft.train.objective import (
     labeled_rows,
 )
 
-# B batch, T positions, H hidden, M labeled rows
+# B batch, T positions, P = B T, H hidden, M labeled rows
+
+RIDGE_ROWS = 40_000
+"""Tokens that the start is fitted on; twice as many changed nothing."""
+RIDGE = 0.03
+"""Penalty of the fit as a share of the mean squared embedding entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +34,18 @@ class SPDTrainConfig(SPDConfig, DivergenceConfig):
     full_probability: float = 0.5
     """Share of examples seen with the pipeline full, n tokens in flight (n - 1 with output states,
     m n to m n + m - 1 with m tokens a step); the others get 1 or more."""
+    fills: int = 1
+    """Fill draws per batch: the module runs once for each, the target once for all of them."""
+    start: Literal["deepest", "ridge"] = "deepest"
+    """Start of the newest token's projection. deepest: the identity, so that the stream begins as
+    the embedding. ridge: the linear map from embeddings to normed final states that fits training
+    rows best, which an LM head can read from the first step on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, {"full_probability": "[0, 1]"}, "model.")
+        if self.fills < 1:
+            raise ValueError(f"model.fills: {self.fills}; give at least 1")
 
 
 def sample_occupancy(
@@ -65,6 +78,40 @@ class SPDObjective(StagedObjective):
     config: SPDTrainConfig
     draft: SPD
 
+    @torch.no_grad()
+    def start_on(self, batches: Iterable[dict[str, Tensor]]) -> None:
+        """Start the newest token's projection by ridge regression, in closed form.
+
+        W = argmin sum_t |W e_t - u_t|^2 + lambda |W|^2,  u_t = h_t / rms(h_t)
+
+        e_t is the token's embedding, h_t its state after the target's last layer, before the final
+        norm; the head's own norm then gives the LM head rows of the scale that it knows. Without
+        this the stream begins as the embedding, from which a tied LM head reads the token itself.
+        """
+        weight_HH = self.draft.projections[self.draft.block_of_depth[0]].weight
+        if self.config.start != "ridge" or self.config.init_from is not None or weight_HH.is_meta:
+            return
+        hidden, last = weight_HH.shape[0], self.num_target_layers
+        place = next(self.target.parameters()).device  # the head follows in Trainer
+        gram_HH = torch.zeros(hidden, hidden, dtype=torch.float64, device=place)
+        cross_HH, num_rows = torch.zeros_like(gram_HH), 0
+        for batch in batches:
+            real_BT = torch.ones_like(batch["input_ids"], dtype=torch.bool)
+            if document_lengths(batch) is None:
+                place_T = torch.arange(real_BT.shape[1])
+                real_BT = (place_T < batch["lengths"][:, None]).to(real_BT.device)
+            states_BTH = self.hidden(batch)[last][real_BT].double()
+            embedded_PH = self.target.get_input_embeddings()(batch["input_ids"][real_BT]).double()
+            target_PH = states_BTH / states_BTH.square().mean(-1, keepdim=True).sqrt()
+            gram_HH += embedded_PH.T @ embedded_PH
+            cross_HH += embedded_PH.T @ target_PH
+            num_rows += len(embedded_PH)
+            if num_rows >= RIDGE_ROWS:
+                break
+        penalty = RIDGE * gram_HH.diagonal().mean()
+        gram_HH.diagonal().add_(penalty)
+        weight_HH.copy_(torch.linalg.solve(gram_HH, cross_HH).T)
+
     def forward(
         self,
         batch: dict[str, Tensor],
@@ -80,23 +127,33 @@ class SPDObjective(StagedObjective):
         """
         if occupancies is None:
             batch, drawn = self._fill(batch, generator)
-            runs = [drawn]
-        else:
-            runs = [[a] * len(batch["lengths"]) for a in occupancies]
-        labeled_BT = labeled_rows(batch)
         # The target runs once, however often the module does.
         taps = self.hidden(batch)
-        teacher_MH = self.teacher(taps[self.num_target_layers], labeled_BT)
+        if occupancies is None:
+            runs = [(batch, taps, drawn)]
+            runs += [self._refill(batch, taps, generator) for _ in range(self.config.fills - 1)]
+        else:
+            runs = [(batch, taps, [a] * len(batch["lengths"])) for a in occupancies]
+        losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
-        for run in runs:
-            stream_BTH = self.draft(taps, run, document_lengths(batch))
+        for run_batch, run_taps, fill in runs:
+            labeled_BT = labeled_rows(run_batch)
+            teacher_MH = self.teacher(run_taps[self.num_target_layers], labeled_BT)
+            stream_BTH = self.draft(run_taps, fill, document_lengths(run_batch))
             result = self.compare(stream_BTH, labeled_BT, teacher_MH)
+            losses.append(result.loss)
             found = result.sums()
             # Rates depend on the fill; what the draft vocabulary lacks does not.
             sums["mass_outside"] = found.pop("mass_outside")
-            prefix = f"fill{run[0]}_" if occupancies is not None else ""
-            sums |= {prefix + name: value for name, value in found.items()}
-        return LossOutput(result.loss, labeled_BT.sum(), sums)
+            for name, value in found.items():
+                if occupancies is not None:
+                    sums[f"fill{fill[0]}_{name}"] = value
+                else:  # the mean over the draws, as every token is counted once
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + value / len(runs)
+        loss = losses[-1]
+        if occupancies is None and len(losses) > 1:
+            loss = torch.stack(losses).mean()
+        return LossOutput(loss, labeled_rows(batch).sum(), sums)
 
     def _fill(
         self, batch: dict[str, Tensor], generator: torch.Generator
@@ -111,6 +168,14 @@ class SPDObjective(StagedObjective):
         )
         fill, order = torch.tensor(drawn).sort(descending=True, stable=True)
         return reorder(batch, order), fill.tolist()
+
+    def _refill(
+        self, batch: dict[str, Tensor], taps: dict[int, Tensor], generator: torch.Generator
+    ) -> tuple[dict[str, Tensor], dict[int, Tensor], list[int]]:
+        """Draw once more, and order the batch and the target's states by that draw."""
+        named = {f"tap{index}": x for index, x in taps.items()}
+        ordered, fill = self._fill({**batch, **named}, generator)
+        return ordered, {index: ordered.pop(f"tap{index}") for index in taps}, fill
 
     def evaluation_passes(self) -> list[Values]:
         return [{"occupancies": range(1, self.draft.config.max_in_flight + 1)}]
