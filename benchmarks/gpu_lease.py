@@ -1,0 +1,481 @@
+"""A short loan of one GPU, used well: measure, generate text, train the heads that ship.
+
+    python benchmarks/gpu_lease.py prepare --target DIR --prompts FILE.jsonl --out LEASE
+    python benchmarks/gpu_lease.py measure --sizes LEASE/sizes --out OUT
+    python benchmarks/gpu_lease.py generate --target DIR --prompts LEASE/prompts.safetensors \\
+        --seconds 120 --out OUT
+    python benchmarks/gpu_lease.py trials --target DIR --data OUT --seconds 75 --out OUT
+    python benchmarks/gpu_lease.py heads --target DIR --data OUT --seconds 240 --out OUT
+
+``prepare`` runs on any machine before the loan; the others run on the GPU, each within the seconds
+that it is given, and write JSON, token rows and heads. A step of training on a small model is
+launches and Python more than arithmetic, so ``generate``, ``trials`` and ``heads`` run several
+processes on one device. A part that is repeated skips what is there.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipedraft.benchmarks.measurement import make_parser
+
+SMOLLM2_LISTED = {
+    "spd_n4": "[[7], [14], [22], [22, 30]]",
+    "spd_n8": "[[2], [6], [6], [14], [14], [22], [22], [30]]",
+}
+"""States per depth: few distinct ones, so that depths share projections and a head stays small."""
+
+COMMON = ["--optim.name", "muon", "--optim.lr", "3e-3", "--max_steps", "1000000"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """One training run: a configuration file and what differs from it."""
+
+    config: str
+    options: tuple[str, ...] = ()
+    labels: str = "all"
+    tokens: int = 32768
+    """Of a step."""
+
+
+RIDGE = ("--model.start", "ridge")
+N4 = "configs/real/smollm2_spd_n4.yaml"
+N8 = "configs/real/smollm2_spd_n8.yaml"
+TRIALS = {
+    "base": Head(N4, labels="assistant", tokens=8192),
+    "ridge": Head(N4, RIDGE, labels="assistant", tokens=8192),
+    "all_rows": Head(N4, RIDGE, tokens=8192),
+    "two_fills": Head(N4, (*RIDGE, "--model.fills", "2"), tokens=8192),
+    "four_layers": Head(N4, (*RIDGE, "--model.num_layers", "4"), tokens=8192),
+    "query_all": Head(N4, (*RIDGE, "--model.query", "all"), tokens=8192),
+    "anchors": Head(
+        N4,
+        (
+            *RIDGE,
+            "--model.features",
+            "anchors",
+            "--model.anchors",
+            "[7, 14, 22, 30]",
+            "--model.depth_layers",
+            "[]",
+        ),
+        tokens=8192,
+    ),
+    "few_states": Head(N4, (*RIDGE, "--model.depth_layers", SMOLLM2_LISTED["spd_n4"]), tokens=8192),
+}
+HEADS = {
+    "spd_n4": Head(N4, (*RIDGE, "--model.depth_layers", SMOLLM2_LISTED["spd_n4"])),
+    "spd_n8": Head(N8, (*RIDGE, "--model.depth_layers", SMOLLM2_LISTED["spd_n8"])),
+    "spd_n4_all": Head(
+        N4,
+        (*RIDGE, "--model.depth_layers", SMOLLM2_LISTED["spd_n4"], "--model.query", "all"),
+    ),
+    "eagle3": Head("configs/real/smollm2_eagle3.yaml", ("--optim.lr", "2e-3")),
+}
+
+
+# -- prepare ----------------------------------------------------------------------------------
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Tokenize the prompts, and keep the target's sizes for random weights."""
+    from pipedraft.data_recipes.token_rows import write_token_rows
+    from pipedraft.pretrained import load_tokenizer
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer: Any = load_tokenizer(options.target, field="--target")
+    user, assistant = turn_markers(tokenizer)
+    rows = []
+    for line in options.prompts.open():
+        message = {"role": "user", "content": json.loads(line)["prompt"]}
+        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) <= options.longest:
+            rows.append(np.array(ids, np.int32))
+    write_token_rows(options.out / "prompts.safetensors", rows, [len(row) for row in rows])
+    notes = {"user": user, "assistant": assistant, "ends": [int(tokenizer.eos_token_id)]}
+    (options.out / "turns.json").write_text(json.dumps(notes))
+    (options.out / "sizes").mkdir(exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(Path(options.target) / name, options.out / "sizes" / name)
+    print(len(rows), "prompts,", sum(map(len, rows)), "tokens;", notes)
+
+
+def turn_markers(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Token ids before a user's first turn, and between its end token and the answer."""
+    message = {"role": "user", "content": "CONTENT"}
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    before, _, after = text.partition("CONTENT")
+    bridge = after.split(tokenizer.eos_token, 1)[-1]
+    user, assistant = (
+        tokenizer(part, add_special_tokens=False).input_ids for part in (before, bridge)
+    )
+    return user, assistant
+
+
+# -- measure ----------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Tokens per second of bulk sampling and of training steps, on random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pipedraft.data_recipes.bulk import Decoder, Opening, sample_rows
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = AutoConfig.from_pretrained(options.sizes)
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    found: dict[str, Any] = {"device": str(device), "torch": torch.__version__}
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+    generator = torch.Generator(device).manual_seed(0)
+    decoder = Decoder(model)
+    for rows in options.rows:
+        openings = [Opening(tuple(range(5, 25)))] * rows
+        for length in (24, 24 + options.steps):  # the first warms up
+            begin = time.monotonic()
+            sample_rows(
+                decoder, openings, assistant=[5], ends=[], max_length=length, generator=generator
+            )
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.monotonic() - begin
+        name = f"{rows} rows, tokens/s"
+        found[name] = round(rows * (length - 1) / seconds)
+        print(name, found[name], flush=True)
+    if device.type == "cuda":
+        found["peak GB, sampling"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    print(json.dumps(found), flush=True)
+    write(options.out / "measure.json", found)
+    if options.random_target is not None:
+        write_random(model, config.vocab_size, options.random_target)
+
+
+def write_random(model: Any, vocab_size: int, folder: Path) -> None:
+    """Keep the random target, and random rows: what a rehearsal of training needs."""
+    from pipedraft.data_recipes.token_rows import write_token_rows
+
+    model.save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(60, 448, 3000)
+    rows = [rng.integers(5, vocab_size, length).astype(np.int32) for length in lengths]
+    write_token_rows(folder / "rows.safetensors", rows, [30] * len(rows))
+
+
+# -- generate ---------------------------------------------------------------------------------
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Sample conversations in several processes until the time is over; join them."""
+    begin = time.monotonic()
+    folder = options.out / "parts"
+    folder.mkdir(parents=True, exist_ok=True)
+    children = []
+    for worker in range(options.workers):
+        arguments = ["generate-part", "--target", options.target, "--out", str(folder)]
+        arguments += ["--prompts", str(options.prompts), "--seconds", str(options.seconds)]
+        arguments += ["--rows", str(options.rows), "--length", str(options.length)]
+        arguments += ["--seed", str(options.seed)]
+        children.append(start([*arguments, "--worker", str(worker), "--of", str(options.workers)]))
+    wait(children)
+    join(folder, options.out, time.monotonic() - begin)
+
+
+def generate_part(options: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from pipedraft.data_recipes.bulk import Decoder, Opening, repeats_itself, sample_rows
+    from pipedraft.data_recipes.token_rows import read_token_rows, write_token_rows
+
+    begin = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).to(device).eval()
+    turns = json.loads((options.prompts.parent / "turns.json").read_text())
+    prompts, _ = read_token_rows(options.prompts)
+    mine = prompts[options.worker :: options.of]
+    rng = np.random.default_rng(options.seed + options.worker)
+    decoder = Decoder(model)
+    generator = torch.Generator(device).manual_seed(options.seed + options.worker)
+    took, number = 0.0, 0
+    # A pass that would not end in time is not begun.
+    while time.monotonic() - begin + took < options.seconds:
+        started = time.monotonic()
+        openings = []
+        for index in range(options.rows):
+            if index % 2:
+                openings.append(Opening(tuple(turns["user"]), index % 4 == 1, writes_user=True))
+            else:
+                ids = mine[int(rng.integers(len(mine)))]
+                openings.append(Opening(tuple(ids.tolist()), index % 4 == 0))
+        openings = [o for o in openings if len(o.ids) < options.length - 16]
+        sampled = sample_rows(
+            decoder,
+            openings,
+            assistant=turns["assistant"],
+            ends=turns["ends"],
+            max_length=options.length,
+            generator=generator,
+        )
+        good = [
+            row
+            for row in sampled
+            if len(row.ids) - row.answer_start >= 9 and not repeats_itself(row.ids)
+        ]
+        # "prompt" is negative for self-made rows: known and self-made ones can be told apart.
+        marks = [-r.answer_start if r.opening.writes_user else r.answer_start for r in good]
+        path = options.out / f"part{options.worker}_{number}.safetensors"
+        write_token_rows(path, [row.ids for row in good], marks)
+        took, number = time.monotonic() - started, number + 1
+        tokens = sum(len(row.ids) for row in sampled)
+        line = f"worker {options.worker}: {len(good)} of {len(openings)} rows, {tokens} tokens"
+        print(f"{line} in {took:.1f} s: {tokens / took:.0f} tokens/s", flush=True)
+
+
+def join(folder: Path, out: Path, seconds: float) -> None:
+    """Join the parts, drop repeated rows, and split them into files that can be sent."""
+    from pipedraft.data_recipes.token_rows import read_token_rows, write_token_rows
+
+    rows: dict[bytes, tuple[np.ndarray, int]] = {}
+    for path in sorted(folder.glob("part*.safetensors")):
+        for ids, prompt in zip(*read_token_rows(path), strict=True):
+            rows.setdefault(ids.tobytes(), (ids, prompt))
+    pairs = list(rows.values())
+    np.random.default_rng(0).shuffle(pairs)  # type: ignore[arg-type]
+    pairs.sort(key=lambda pair: pair[1] < 0)  # known prompts first: held-out rows are of these
+    known = sum(pair[1] > 0 for pair in pairs)
+    head, rest = pairs[:64], pairs[64:]
+    np.random.default_rng(1).shuffle(rest)  # type: ignore[arg-type]
+    pairs = [*head, *rest]
+    write_token_rows(out / "rows.safetensors", [p[0] for p in pairs], [p[1] for p in pairs])
+    tokens = sum(len(pair[0]) for pair in pairs)
+    answers = sum(len(pair[0]) - abs(pair[1]) for pair in pairs)
+    found = {
+        "rows": len(pairs),
+        "known": known,
+        "tokens": tokens,
+        "answer_tokens": answers,
+        "seconds": round(seconds, 1),
+        "tokens/s": round(tokens / seconds),
+    }
+    print(json.dumps(found), flush=True)
+    write(out / "generate.json", found)
+
+
+# -- train ------------------------------------------------------------------------------------
+
+
+def trials(options: argparse.Namespace) -> None:
+    train_together(TRIALS, options)
+
+
+def heads(options: argparse.Namespace) -> None:
+    train_together(HEADS, options)
+    for name in HEADS:
+        pack(options.out / name / "best", options.out, name)
+
+
+def train_together(known: dict[str, Head], options: argparse.Namespace) -> None:
+    """Train all of them at once, a process each, until the time is over; print what came out."""
+    names = options.only.split(",") if options.only else list(known)
+    children = []
+    for name in names:
+        if (options.out / name / "best").exists():
+            continue
+        arguments = ["head", "--name", name, "--target", options.target, "--of", options.part]
+        arguments += ["--data", str(options.data), "--seconds", str(options.seconds)]
+        arguments += ["--every", str(options.every), "--out", str(options.out / name)]
+        children.append(start([*arguments, "--", *options.more]))
+    wait(children)
+    table = {name: last_metrics(options.out / name / "metrics.jsonl") for name in names}
+    write(options.out / f"{options.part}.json", table)
+    for name, values in table.items():
+        print(name, json.dumps(values), flush=True)
+
+
+def last_metrics(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        found |= json.loads(line)
+    wanted = ("agreement", "acceptance", "loss", "step", "tokens_per_s", "length", "seconds")
+    return {k: v for k, v in found.items() if any(part in k for part in wanted)}
+
+
+def train_head(options: argparse.Namespace) -> None:
+    from accelerate.utils import set_seed
+
+    from pipedraft.data_recipes.token_rows import read_token_rows, token_data
+    from pipedraft.train import __main__ as entry
+    from pipedraft.train.config import parse_run
+    from pipedraft.train.launch import load_frozen_target, make_accelerator
+    from pipedraft.train.loop import Trainer
+
+    class TimedTrainer(Trainer):
+        """The learning rate falls with the time that is left, not with the steps."""
+
+        begin: float | None = None
+
+        def _elapsed(self) -> float:
+            if self.begin is None or self.progress.step < 3:  # kernels are loaded in the first
+                self.begin = time.monotonic()
+            return time.monotonic() - self.begin
+
+        def _set_rate(self) -> float:
+            left = max(0.0, 1 - self._elapsed() / options.seconds)
+            rate = self.config.optim.lr * left * min(1.0, (self.progress.step + 1) / 100)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+            return rate
+
+        def _finish_step(self, log: Any) -> None:
+            if self._elapsed() >= options.seconds:
+                self.num_steps = self.progress.step
+            super()._finish_step(log)
+
+    spec = {"trials": TRIALS, "heads": HEADS}[options.of][options.name]
+    cuda = torch.cuda.is_available()
+    dtype = "bf16" if cuda else "fp32"
+    tokens = spec.tokens if options.tokens is None else options.tokens
+    arguments = ["--config", spec.config, "--target", options.target, *COMMON, *spec.options]
+    arguments += ["--batch_tokens", str(tokens), "--output_dir", str(options.out)]
+    arguments += ["--target_dtype", dtype, "--precision", dtype, "--packing", "false"]
+    arguments += ["--evaluation.every_steps", str(options.every), "--evaluation.max_rows", "64"]
+    arguments += ["--save_every_steps", "1000000", "--log_every_steps", "25", *options.more]
+    run, model, resolved = parse_run(arguments, entry.methods(), "")
+    started = time.monotonic()
+    accelerator = make_accelerator(run)
+    set_seed(run.seed)
+    run.output_dir.mkdir(parents=True, exist_ok=True)
+    target = load_frozen_target(run, accelerator)
+    ids, marks = read_token_rows(options.data / "rows.safetensors")
+    data = token_data(
+        ids,
+        [abs(mark) for mark in marks],
+        num_valid=64,
+        max_length=run.data.max_length,
+        labels=spec.labels,
+    )
+    objective_class = entry.registry()[run.method][1]
+    objective = objective_class(model, target, target_name=options.target, revision=None, data=data)
+    trainer = TimedTrainer(run, objective, data, pad_id=0, accelerator=accelerator, started=started)
+    print(options.name, f"ready after {time.monotonic() - started:.0f} s", flush=True)
+    entry.train(trainer, resolved)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
+    spent = time.monotonic() - (trainer.begin or started)
+    line = f"{trainer.progress.step} steps, {trainer.progress.tokens} supervised tokens"
+    print(f"{options.name}: {line} in {spent:.0f} s, peak {peak:.1f} GB", flush=True)
+
+
+def pack(folder: Path, out: Path, name: str) -> None:
+    """Store a head's weights in float16, which is what ships, in files below 15 MB."""
+    from safetensors.torch import load_file, save_file
+
+    if not (folder / "model.safetensors").exists():
+        return
+    weights = load_file(folder / "model.safetensors")
+    half = {key: x.to(torch.float16) if x.is_floating_point() else x for key, x in weights.items()}
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    for key, x in half.items():
+        size = x.numel() * x.element_size()
+        if sum(y.numel() * y.element_size() for y in parts[-1].values()) + size > 15e6:
+            parts.append({})
+        parts[-1][key] = x
+    for number, part in enumerate(parts):
+        save_file(part, out / f"{name}.{number}.safetensors")
+    shutil.copy(folder / "config.json", out / f"{name}.json")
+
+
+# -- processes --------------------------------------------------------------------------------
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.Popen([sys.executable, __file__, *arguments], env=environment)
+
+
+def wait(children: list[subprocess.Popen]) -> None:
+    failed = [child.args for child in children if child.wait()]
+    for arguments in failed:
+        print("failed:", arguments, flush=True)
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def read_options() -> argparse.Namespace:
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    arguments, more = words[:at], words[at + 1 :]
+    parser = make_parser(__doc__)
+    parts = parser.add_subparsers(dest="part", required=True)
+    known: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "prepare": (prepare, ("target", "prompts", "out", "longest")),
+        "measure": (measure, ("sizes", "out", "rows", "steps", "random")),
+        "generate": (generate, ("target", "prompts", "out", "seconds", "workers", "batch")),
+        "generate-part": (generate_part, ("target", "prompts", "out", "seconds", "batch", "part")),
+        "trials": (trials, ("target", "data", "out", "seconds", "training")),
+        "heads": (heads, ("target", "data", "out", "seconds", "training")),
+        "head": (train_head, ("target", "data", "out", "seconds", "training", "one")),
+    }
+    for name, (_, groups) in known.items():
+        sub = parts.add_parser(name)
+        for group in groups:
+            add_options(sub, group)
+    options = parser.parse_args(arguments)
+    options.more, options.run = more, known[options.part][0]
+    return options
+
+
+def add_options(sub: argparse.ArgumentParser, group: str) -> None:
+    if group in ("target", "sizes"):
+        sub.add_argument(f"--{group}", required=True)
+    elif group in ("prompts", "out", "data"):
+        sub.add_argument(f"--{group}", type=Path, required=True)
+    elif group == "longest":
+        sub.add_argument("--longest", type=int, default=256)
+    elif group == "seconds":
+        sub.add_argument("--seconds", type=float, required=True)
+    elif group == "rows":
+        sub.add_argument("--rows", type=int, nargs="+", default=[512, 2048])
+    elif group == "steps":
+        sub.add_argument("--steps", type=int, default=64)
+    elif group == "random":
+        sub.add_argument("--random-target", type=Path)
+    elif group == "workers":
+        sub.add_argument("--workers", type=int, default=3)
+    elif group == "batch":
+        sub.add_argument("--rows", type=int, default=1536)
+        sub.add_argument("--length", type=int, default=448)
+        sub.add_argument("--seed", type=int, default=1, help="another seed samples other rows")
+    elif group == "part":
+        sub.add_argument("--worker", type=int, default=0)
+        sub.add_argument("--of", type=int, default=1)
+    elif group == "training":
+        sub.add_argument("--every", type=int, default=200)
+        sub.add_argument("--only", default="")
+    else:
+        sub.add_argument("--name", required=True)
+        sub.add_argument("--of", required=True)
+        sub.add_argument("--tokens", type=int)
+
+
+if __name__ == "__main__":
+    chosen = read_options()
+    chosen.run(chosen)
