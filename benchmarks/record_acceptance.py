@@ -1,6 +1,6 @@
 """Where a small language model drafts the target's next token: recordings for draft_length.py.
 
-    python -m pipedraft.train --config configs/target/tiny_draft.yaml
+    python assets/target/train.py --config configs/target/tiny_draft.yaml
     python benchmarks/record_acceptance.py --out assets/acceptance/tiny_draft.json
 
 The target answers the prompts of assets/eval, greedily and at temperature 1. A draft that reads the

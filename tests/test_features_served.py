@@ -92,7 +92,6 @@ def test_options_that_contradict_a_dump_are_refused(world, dumps, tmp_path):
     for method, changes, message in (
         ("spd", {"shard_target": True}, "shard_target: True with features"),
         ("spd", {"target_quantization": "8bit"}, "target_quantization: 8bit with features"),
-        ("language_model", {}, "features: .* for a language model"),
     ):
         with pytest.raises(ValueError, match=message):
             world.trainer(method, tmp_path / "run", **METHODS.get(method, {}), **folder, **changes)

@@ -40,7 +40,7 @@ from pipedraft.train.objective import LossOutput
 STEPS = 12
 CHANGES = {
     "spd": {"max_steps": STEPS, "save_every_steps": 3, "evaluation__every_steps": 5},
-    "language_model": {
+    "eagle": {
         "max_steps": STEPS,
         "save_every_steps": 5,
         "evaluation__every_steps": 4,
@@ -82,7 +82,7 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(runs, whole, tmp_path, n
     beginnings of forward and backward passes, exchanges and updates."""
     draw, saving = random.Random(7), 0
     for index in range(num_kills):
-        method = "spd" if index % 4 == 0 else "language_model"
+        method = "spd" if index % 4 == 0 else "eagle"
         moments = int(said(whole[method]).rpartition("moments: ")[2])
         folder = tmp_path / f"{index}"
         kill_at = draw.randrange(1, moments)
@@ -99,7 +99,7 @@ def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
     for attempt in range(3):
         # It stands still before it could end by itself.
         stops = {"step": STEPS - 1, "signals": [signal.SIGSTOP]}
-        pid = runs.start("language_model", folder, changes=changes, **stops)
+        pid = runs.start("eagle", folder, changes=changes, **stops)
         wanted, deadline = draw.randrange(1, 4) + 3 * attempt, time.monotonic() + 500
         path = folder / "metrics.jsonl"
         while not path.exists() or path.read_bytes().count(b'"lr"') < wanted:
@@ -109,9 +109,9 @@ def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
         os.kill(pid, signal.SIGKILL)
         kills += runs.parent.wait(pid) == -signal.SIGKILL
     assert kills == 3
-    assert runs.run("language_model", folder, changes=changes) == 0
+    assert runs.run("eagle", folder, changes=changes) == 0
     for name in ("best", f"checkpoints/step-{STEPS:07d}"):
-        assert_equal_weights(weights(folder / name), weights(whole["language_model"] / name))
+        assert_equal_weights(weights(folder / name), weights(whole["eagle"] / name))
 
 
 def test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room(runs, whole, tmp_path):
@@ -125,16 +125,16 @@ def test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room(runs, wh
 
 def test_a_run_that_forgets_its_place_in_the_data_ends_elsewhere(runs, whole, tmp_path):
     """What the comparisons above would say if resuming were not exact."""
-    changes = CHANGES["language_model"]
+    changes = CHANGES["eagle"]
     folder = tmp_path / "run"
-    assert runs.run("language_model", folder, kill_at=150) == -signal.SIGKILL
-    trainer = runs.world.trainer("language_model", folder, **changes)
+    assert runs.run("eagle", folder, kill_at=150) == -signal.SIGKILL
+    trainer = runs.world.trainer("eagle", folder, **changes)
     trainer.restore()
     assert trainer.progress.batch or trainer.progress.epoch
     trainer.progress.batch = trainer.progress.epoch = 0
     trainer.run()
     with pytest.raises(AssertionError):
-        assert_ends_as(folder, whole["language_model"])
+        assert_ends_as(folder, whole["eagle"])
 
 
 def test_a_second_run_in_a_folder_is_refused_before_it_writes_there(runs, tmp_path):
@@ -335,7 +335,7 @@ def test_a_run_without_a_better_score_ends_and_stays_ended(
     def launch(patience: int) -> Any:
         changes = {"max_steps": 8, "max_minutes": minutes, "evaluation__every_steps": 1}
         changes["evaluation__patience"] = patience
-        trainer = runs.world.trainer("language_model", tmp_path, **changes)
+        trainer = runs.world.trainer("eagle", tmp_path, **changes)
         monkeypatch.setattr(trainer, "evaluate", lambda: {"score": scores[trainer.progress.step]})
         trainer.restore()
         capsys.readouterr()
@@ -358,7 +358,7 @@ def test_a_run_without_a_better_score_ends_and_stays_ended(
 def test_patience_without_validation_rows_is_refused(runs, tmp_path):
     changes = {"evaluation__patience": 1, "data__valid_fraction": 0.0}
     with pytest.raises(ValueError, match="evaluation.patience: 1, .*data.valid_fraction"):
-        runs.world.trainer("language_model", tmp_path, **changes)
+        runs.world.trainer("eagle", tmp_path, **changes)
 
 
 # -- losses and gradients that are not finite -----------------------------------------------

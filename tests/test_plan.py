@@ -134,9 +134,8 @@ def test_the_command_says_it_and_starts_nothing(world, tmp_path, monkeypatch, ca
 def test_a_plan_that_cannot_be_made_says_why(world, tmp_path, monkeypatch, capsys):
     for words in (["--plan", "a.yaml"], ["--plan=a.yaml"]):
         assert take_plan([*words, "--x", "1"]) == (["--config", "a.yaml", "--x", "1"], True)
-    monkeypatch.setattr(sys, "argv", ["train", "--plan", "--method", "language_model"])
     for method, changes, word in (
-        ("language_model", {}, "--plan"),
+        ("spd", {"model__num_stages": 0}, "num_stages"),
         ("spd", {"target": str(tmp_path)}, "config.json"),
     ):
         arguments = world.arguments(method, tmp_path / "out", **changes)

@@ -382,11 +382,11 @@ def dump_features(
     own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
 ) -> None:
     """Write, or go on with, the folder of ``python -m pipedraft.train.features``."""
-    run, model = heads[0].run, heads[0].model
+    run = heads[0].run
     accelerator = make_accelerator(run)
     say = print if accelerator.is_main_process else lambda *_: None
     with accelerator.local_main_process_first():
-        tokenizer = load_tokenizer_of(run, model)
+        tokenizer = load_tokenizer_of(run)
         data = load_data(run.data, tokenizer)
     settings = DumpSettings(
         layers=list(layers),
@@ -425,7 +425,7 @@ def dump_features(
 def serve_states(own: "FeatureOptions", port: int, run: RunConfig) -> None:
     """Run the target for trainers until the process ends."""
     accelerator, config = make_accelerator(run), decoder_config(run)
-    pad_id = load_tokenizer_of(run, None).pad_token_id or 0
+    pad_id = load_tokenizer_of(run).pad_token_id or 0
     states = States(load_frozen_target(run, accelerator), pad_id, accelerator)
     hello = Hello(target_identity(run, config), own.dtype)
     server = FeatureServer(states, hello, 2 * max(run.batch_tokens, 8 * run.data.max_length))

@@ -72,10 +72,8 @@ def read_heads(arguments: list[str], also: list[str]) -> "list[Head]":
                 f"{name}: {value}, but every process here runs the whole target; leave it out"
             )
     for run, _ in heads:
-        if run.method == "language_model" or run.target is None:
-            raise ValueError(
-                f"method: {run.method!r} reads no target; give a draft head's --config"
-            )
+        if run.target is None:
+            raise ValueError("target: missing; name the folder or Hub id of the frozen target")
         if (run.target, run.target_revision) != (first.target, first.target_revision):
             raise ValueError(
                 f"also: a head of {run.target}, the first one's target is {first.target}; make a "
