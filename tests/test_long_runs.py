@@ -152,22 +152,15 @@ def test_a_second_run_in_a_folder_is_refused_before_it_writes_there(runs, tmp_pa
 # -- damaged checkpoints --------------------------------------------------------------------
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
 STATE = "training_state/model.safetensors"
 DAMAGES = [
-    (STATE, flip, "another SHA-256"),
     (STATE, cut, "bytes instead of"),
     ("training_state/optimizer.safetensors", Path.unlink, "is missing"),
-    (checkpoint.COMPLETE, flip, "damaged itself"),
+    (checkpoint.COMPLETE, lambda path: path.write_text("?"), "manifest, cannot be read"),
     (checkpoint.COMPLETE, lambda path: path.write_text(""), "is empty"),
 ]
 
@@ -187,7 +180,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 ):
     newest = checkpoint.step_folders(stopped)[-1]
     spoil(newest / name)
-    before = {path.relative_to(newest) for path in newest.rglob("*")}
     trainer = runs.world.trainer("spd", stopped, **CHANGES["spd"])
     capsys.readouterr()
     trainer.restore()
@@ -196,20 +188,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     for word in (str(newest), name, words, "step-0000009 is used instead"):
         assert word in line
     assert resumed == "resumed at step 9 of 12"
-    aside = newest.with_name(f"damaged-{newest.name}")
-    assert {path.relative_to(aside) for path in aside.rglob("*")} == before
+    assert not newest.exists()
     trainer.run()
     assert_ends_as(stopped, whole["spd"])
-
-
-def test_without_checksums_a_flipped_byte_trains_on(runs, whole, stopped):
-    """The byte is in a weight: nothing else that reads the file can tell."""
-    shutil.rmtree(checkpoint.step_folders(stopped)[-1])
-    flip(checkpoint.step_folders(stopped)[-1] / STATE)
-    assert runs.run("spd", stopped, without_checksums=True) == 0
-    assert "damaged" not in said(stopped)
-    with pytest.raises(AssertionError):
-        assert_ends_as(stopped, whole["spd"])
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_ends_with_status_2(runs, stopped):
@@ -236,13 +217,13 @@ BAD_STATES = [
     ("model.safetensors", save({}), "is not in it"),
     ("progress.json", b'{"progress": {"step": "os.system"}}', "progress.json: "),
     ("progress.json", b"[" * 10**5, "progress.json: "),
-    ("progress.json", None, "progress.json: an earlier version wrote it, with pickles"),
+    ("progress.json", None, "progress.json: "),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "words"), BAD_STATES)
 def test_a_state_that_is_none_is_refused_by_its_name(runs, stopped, name, content, words):
-    """Whoever made it has also written its digest."""
+    """Whoever made it has also written its size."""
     newest = checkpoint.step_folders(stopped)[-1]
     (newest / "training_state" / name).unlink()
     if content is not None:
@@ -253,25 +234,6 @@ def test_a_state_that_is_none_is_refused_by_its_name(runs, stopped, name, conten
     with pytest.raises(ValueError, match=f"resume: {newest} .*{words}.*--output_dir") as caught:
         trainer.restore()
     assert "\n" not in str(caught.value)
-
-
-def test_an_unreadable_file_is_a_damage(stopped, monkeypatch):
-    def fails(path: Path) -> str:
-        raise OSError(5, "Input/output error")
-
-    folder = checkpoint.step_folders(stopped)[-1]
-    assert checkpoint.damage(folder) is None
-    monkeypatch.setattr(files, "file_sha256", fails)
-    assert "cannot be read (Input/output error)" in str(checkpoint.damage(folder))
-
-
-def test_the_manifest_has_size_and_digest_of_every_file(stopped):
-    folder = checkpoint.step_folders(stopped)[-1]
-    lines = (folder / checkpoint.COMPLETE).read_text().splitlines()[:-1]
-    names = {line.split("  ")[2]: int(line.split("  ")[1]) for line in lines}
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    found = {str(path.relative_to(folder)): path.stat().st_size for path in files}
-    assert names == {name: size for name, size in found.items() if name != checkpoint.COMPLETE}
 
 
 # -- signals --------------------------------------------------------------------------------

@@ -351,12 +351,6 @@ class Trainer:
             )
         folder, group = self._choose_checkpoint(), self.progress.batch_group
         if folder is not None:
-            if not (folder / STATE / checkpoint.PROGRESS).exists():
-                raise ValueError(
-                    f"resume: {folder} has no training_state/progress.json: an earlier version "
-                    "wrote it, with pickles, which are never opened; give another --output_dir to "
-                    "start afresh"
-                )
             try:
                 self.progress = self.state.load(folder / STATE)
             except (RuntimeError, ValueError) as error:
@@ -392,7 +386,7 @@ class Trainer:
         self.num_steps = self._count_steps()
 
     def _choose_checkpoint(self) -> Path | None:
-        """The newest undamaged one. The main process looks, because looking reads every byte."""
+        """The newest undamaged one, as the main process finds it."""
 
         def look() -> Path | None:
             checkpoint.tidy(self.config.output_dir)
