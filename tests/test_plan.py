@@ -117,17 +117,12 @@ def test_what_is_shared_among_processes(world, tmp_path):
 
 
 def test_the_command_says_it_and_starts_nothing(world, tmp_path, monkeypatch, capsys):
-    arguments = world.arguments(
-        "spd", tmp_path / "out", peak_tflops=100, max_steps=10, data__valid_fraction=0.5
-    )
+    arguments = world.arguments("spd", tmp_path / "out", peak_tflops=100, max_steps=10)
     monkeypatch.setattr(sys, "argv", ["train", "--plan", *arguments])
     main()
     said = capsys.readouterr().out
-    lengths = world.trainer("spd", tmp_path / "run", data__valid_fraction=0.5).lengths
-    rows = f"{len(lengths)} training rows, {sum(lengths):,} tokens"
-    for words in ("tokens/s on each device", "zero2", "bf16", rows, "10 steps"):
+    for words in ("tokens/s on each device", "zero2", "fp32", "10 steps"):
         assert words in said
-    assert f"an epoch is at least {sum(lengths) / 256:.0f} steps" in said
     assert not (tmp_path / "out").exists()
 
 

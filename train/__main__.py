@@ -55,7 +55,7 @@ EXAMPLE = (
     "example: accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --optim.lr 3e-4 "
     "-- SIGTERM and Ctrl-C finish the step, save and end (status 143 and 130); the same command "
     "goes on from there. python -m pipedraft.train --plan configs/spd/tiny.yaml says what a run "
-    "will take: parameters, memory, speed, disk."
+    "will take: parameters, memory, speed."
 )
 
 
