@@ -184,7 +184,7 @@ def read(module: str, words: list[str]) -> None:
 
         parse_run(take_plan(words)[0], methods(), "")
     elif module == "pipedraft.train.features":
-        from pipedraft.train.features import FeatureOptions, read_heads
+        from pipedraft.train.features.__main__ import FeatureOptions, read_heads
 
         own, rest = FeatureOptions.read_own([w for w in words if w != "serve"])
         read_heads(rest, list(own.also))

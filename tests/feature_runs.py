@@ -8,7 +8,7 @@ import pytest
 import yaml
 from train_runs import World, make_world
 
-from pipedraft.train import features as command
+from pipedraft.train.features import __main__ as command
 from pipedraft.train.__main__ import quieten
 
 ROWS = {"data__valid_fraction": 0.3}

@@ -31,9 +31,10 @@ from train_runs import (
 )
 
 from pipedraft.models.target import capture_hidden
-from pipedraft.train import feature_dump, feature_reader
-from pipedraft.train.feature_reader import ShardFolder
-from pipedraft.train.feature_shards import INDEX, decode, encode
+from pipedraft.train.features import dump as dump_module
+from pipedraft.train.features import reader
+from pipedraft.train.features.reader import ShardFolder
+from pipedraft.train.features.shards import INDEX, decode, encode
 
 world, dumps = feature_runs.world, feature_runs.dumps
 
@@ -151,7 +152,7 @@ class CountedShard:
 def test_no_more_is_read_than_the_rows_of_a_process(world, dumps, tmp_path, monkeypatch):
     """An epoch of one of two processes, in an order that goes from shard to shard."""
     read: list[int] = []
-    monkeypatch.setattr(feature_reader, "open_shard", lambda path: CountedShard(path, read))
+    monkeypatch.setattr(reader, "open_shard", lambda path: CountedShard(path, read))
     changes = METHODS["spd"] | {"features": dumps["bf16"]}
     folder = world.trainer("spd", tmp_path, **changes).objective.features.source
     own = range(0, len(folder.lengths), 2)
@@ -291,7 +292,7 @@ def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):
     def work(rank: int) -> None:
         shorten_usual_timeout(1)
         if rank == 0:
-            before_calls(feature_dump, "open_shard", partial(time.sleep, 2.5))
+            before_calls(dump_module, "open_shard", partial(time.sleep, 2.5))
         os.environ.update(ranks[rank], ACCELERATE_USE_CPU="true")
         AcceleratorState._reset_state(reset_partial_state=True)
         with pytest.MonkeyPatch.context() as monkeypatch:

@@ -31,7 +31,7 @@ from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
-from pipedraft.train.feature_reader import load_embedding_and_head, open_features
+from pipedraft.train.features.reader import load_embedding_and_head, open_features
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
 from pipedraft.train.launch import (
     check_one_disk,

@@ -22,7 +22,7 @@ from pipedraft.models.cpu import tuned
 from pipedraft.train import checkpoint
 from pipedraft.train.checkpoint import Progress, TrainingState
 from pipedraft.train.config import RunConfig
-from pipedraft.train.feature_link import FeaturesLost
+from pipedraft.train.features.link import FeaturesLost
 from pipedraft.train.launch import (
     GO_ON,
     Stop,

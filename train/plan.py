@@ -26,7 +26,7 @@ from pipedraft.files import Values
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import layer_kinds
 from pipedraft.train.config import RunConfig
-from pipedraft.train.feature_reader import decoder_config, weightless_draft
+from pipedraft.train.features.reader import decoder_config, weightless_draft
 from pipedraft.train.launch import resolve_dtype, resolve_precision
 from pipedraft.train.log import flop_counter
 from pipedraft.train.loop import EVALUATED_ROWS

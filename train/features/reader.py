@@ -23,8 +23,8 @@ from pipedraft.models.target import check_family
 from pipedraft.models.target_part import load_target_part
 from pipedraft.pretrained import load_config, read_config
 from pipedraft.train.config import RunConfig
-from pipedraft.train.feature_link import FeaturesLost, RemoteStates, addresses_of
-from pipedraft.train.feature_shards import (
+from pipedraft.train.features.link import FeaturesLost, RemoteStates, addresses_of
+from pipedraft.train.features.shards import (
     decode,
     difference,
     identity_of,

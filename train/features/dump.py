@@ -30,9 +30,9 @@ from pipedraft.models.cpu import tuned
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.__main__ import load_tokenizer_of, registry
 from pipedraft.train.config import RunConfig
-from pipedraft.train.feature_link import FeatureServer, Hello
-from pipedraft.train.feature_reader import decoder_config, needed_layers, weightless_draft
-from pipedraft.train.feature_shards import (
+from pipedraft.train.features.link import FeatureServer, Hello
+from pipedraft.train.features.reader import decoder_config, needed_layers, weightless_draft
+from pipedraft.train.features.shards import (
     INDEX,
     DumpSettings,
     Index,
@@ -57,7 +57,7 @@ from pipedraft.train.loop import EVALUATED_ROWS
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from pipedraft.train.features import FeatureOptions
+    from pipedraft.train.features.__main__ import FeatureOptions
 
 
 # -- what is dumped -------------------------------------------------------------------------
