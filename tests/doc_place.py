@@ -61,7 +61,7 @@ def runner_of(command: Command) -> str:
         return "test_doc_examples.py"  # on a copy that has the code of the page
     if command.module in ("pipedraft.doctor", "pipedraft.completion"):
         return f"test_{command.module.removeprefix('pipedraft.')}.py"  # which runs it, as a process
-    if command.module in ("benchmarks/serve_storm.py", "benchmarks/concurrent_streams.py"):
+    if command.module == "benchmarks/serve_storm.py":
         return "test_serve_load.py"
     if command.module == "pipedraft.inference.serving":
         return "test_serve_http.py"  # which starts such servers
@@ -120,40 +120,11 @@ SMALLER = {
     "pipedraft.data_recipes": [SOURCES, "--tokenizer=assets/target", "--data.decontaminate=[]"],
     "pipedraft.data_recipes.prompts": ["--functions=0"],  # looks through all of the library
     "pipedraft.data_recipes.regenerate": ["--max-tokens=4", "--batch=4"],
-    "benchmarks/structural_attention.py": ["--length=128", "--n=2", "--repeats=1"],
     "benchmarks/spd_step.py": f"{SMALL_STEP} --n=2 --num-layers=1".split(),
     "benchmarks/eagle3_step.py": f"{SMALL_STEP} --steps=2".split(),
-    "benchmarks/long_context.py": [
-        *SMALL_STEP.split(),
-        *("--lengths=64", "--methods=spd", "--variants=packed"),
-    ],
-    "benchmarks/plan_peaks.py": [
-        # Of spd, which takes longer, test_plan.py has the table.
-        *("--methods=eagle3", "--tokens=64", "--vocabularies=100"),
-        *("--hidden_size=128", "--layers=4"),
-    ],
     "benchmarks/scaling.py": ["--tokens=20"],
-    "benchmarks/sampled_trees.py": ["--prompts=1", "--tokens=2", "--rows=eagle_tree"],
-    "benchmarks/several_sequences.py": [
-        *("--sequences=1", "--concurrency=1,2", "--stages=4", "--max-new-tokens=4"),
-    ],
-    "benchmarks/row_cost_curve.py": [
-        # One way, as of sampled_trees.py: test_doc_runs.py reads the others.
-        *("--prompts=1", "--tokens=2", "--stages=4", "--rows=0.01"),
-        "--ways=flowspec_continued_auto",
-    ],
     "benchmarks/draft_length.py": ["--seeds=2", "--tokens=20", "--traces", "assets/net_traces"],
-    "benchmarks/edge_serving.py": [
-        "--prompts=1",
-        "--max-new-tokens=4",
-        "--links=none,5g",
-        "--sessions=1,2",
-        *("--draft-model", "out/draft_model/best"),  # its default, made before it is read
-    ],
     "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
-    "benchmarks/pipeinfer.py": [*SMALL_TARGET.split(), "--acceptance", "0.85"],
-    "benchmarks/backend_agreement.py": ["--prompts=1", "--max-new-tokens=4"],
-    "benchmarks/ssd.py": ["--prompts=3", "--max-new-tokens=4", "--pass-ms=0"],
 }
 # What stands for files that do not ship.
 STAND_INS = {

@@ -10,4 +10,4 @@ assert _spec is not None and _spec.loader is not None
 _module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)
 
-train_tokenizer = _module.train_tokenizer
+CHAT_TEMPLATE, train_tokenizer = _module.CHAT_TEMPLATE, _module.train_tokenizer

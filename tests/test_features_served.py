@@ -32,8 +32,8 @@ from train_runs import (
 
 from pipedraft.inference.transport.codec import MAGIC, PREFIX
 from pipedraft.models.target import load_tokenizer
-from pipedraft.train.features import __main__ as command
 from pipedraft.train.checkpoint import step_folders
+from pipedraft.train.features import __main__ as command
 from pipedraft.train.features import link as feature_link
 from pipedraft.train.features.reader import Features, open_features
 from pipedraft.train.features.shards import INDEX
