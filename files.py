@@ -247,22 +247,6 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def file_damage(path: Path, size: int, sha256: str | None) -> str | None:
-    """Difference of a file from what was written; None: it has none.
-
-    Args:
-        size: bytes it had.
-        sha256: it had; None leaves its contents unread.
-    """
-    if not path.is_file():
-        return "is missing"
-    if (found := path.stat().st_size) != size:
-        return f"has {found} bytes instead of {size}"
-    if sha256 is not None and file_sha256(path) != sha256:
-        return "has another SHA-256 than when it was written"
-    return None
-
-
 def to_json(content: object) -> bytes:
     """Indented JSON with a list of numbers on one line; NaN and infinity become null."""
     text = json.dumps(_without_nan(content), indent=2, allow_nan=False)

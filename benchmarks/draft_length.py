@@ -4,7 +4,7 @@
     python benchmarks/draft_length.py --protocols dssd --processes bursty --json
 
 No model: draft tokens are accepted by a random process, or where a small draft was right in a
-recording (t0_, t1_: temperature 0 and 1, and the rule; benchmarks/record_acceptance.py). Messages
+recording (t0_, t1_: temperature 0 and 1, and the rule). Messages
 of the protocol's sizes travel over the virtual link, and a policy is told what a runtime would
 know. All policies of one seed decode the same text: whether the token at a place is accepted is
 drawn once. picospec_published and picospec draft on while one batch, or as many as hide the way,

@@ -37,11 +37,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from decode_runs import PlainTokenizer
+from plan_runs import make_plan
 from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_copy
 
 from pipedraft.benchmarks import eagle3_step, spd_step
 from pipedraft.benchmarks.measurement import make_parser
-from pipedraft.benchmarks.plan_peaks import make_plan
 from pipedraft.benchmarks.training_step import make_batch, make_step
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.config import DecodeConfig

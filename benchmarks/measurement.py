@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,18 +26,6 @@ CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG
 def make_parser(text: str | None) -> ArgumentParser:
     """A parser whose help is a script's docstring as it is written."""
     return ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
-
-
-def names_of(known: Collection[str]) -> Callable[[str], str]:
-    """Type of an option: a comma list of known names, refused before anything is measured."""
-
-    def checked(text: str) -> str:
-        for name in text.split(","):
-            if name not in known:
-                raise ArgumentTypeError(f"{name!r} is unknown; give {', '.join(known)}")
-        return text
-
-    return checked
 
 
 def measure_apart(*options: str) -> dict[str, Any]:

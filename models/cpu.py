@@ -130,7 +130,7 @@ LEAST_ROWS, MOST_ROWS = 4, 64
 def lay_out(module: nn.Module) -> None:
     """Let a module's large linear layers keep a copy of their weights in oneDNN's own layout.
 
-    ``benchmarks/few_rows.py``, 382 MB of weights, one Zen 4 core: one row takes 24 ms instead of
+    382 MB of weights, one Zen 4 core: one row takes 24 ms instead of
     31, four 24 instead of 42, eight 31 instead of 49, sixty 117 instead of 144, so that verifying
     three draft tokens costs what decoding one token does. The copy is made by the first product
     of at most ``MOST_ROWS`` rows and takes as much memory as the weights; where they are more than

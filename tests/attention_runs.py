@@ -1,5 +1,6 @@
 """What tests of attention and objectives share: rows in memory order, losses and gradients."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from conftest import tiny_llama
 from datasets import Dataset
 from tiny_drafts import add_noise, seeded
+from torch import Tensor
 
 from pipedraft.data_recipes.batch import collate
 
@@ -107,3 +109,21 @@ def assert_autocast_is_close(objective, batch) -> None:
         assert float(rounded.sums[key]) == pytest.approx(float(value), rel=0.1, abs=3), key
     rounded.loss.backward()
     assert all(p.grad.isfinite().all() for p in objective.parameters() if p.requires_grad)
+
+
+def dense_structural_mask(
+    T: int, n: int, occupancy: int, depth: int = 0, block_of_depth: Sequence[int] | None = None
+) -> Tensor:
+    """Boolean mask of structural attention's rule: the reference.
+
+    Returns:
+        mask [T, R T], R = 1 + the largest block: entry (t, r T + T') is True if the query at
+        position t sees position T' in block r.
+    """
+    blocks = torch.tensor(range(n + 1) if block_of_depth is None else block_of_depth)
+    distance_TT = torch.arange(T)[:, None] - torch.arange(T)
+    k_TT = torch.where(depth + distance_TT < occupancy, depth + distance_TT, n)
+    visible_TT = (distance_TT >= 0) & (depth < occupancy or depth == n)
+    mask_TRT = torch.zeros(T, int(blocks.max()) + 1, T, dtype=torch.bool)
+    mask_TRT.scatter_(1, blocks[k_TT.clamp(0, n)][:, None], visible_TT[:, None])
+    return mask_TRT.flatten(1)

@@ -5,10 +5,11 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
+from small_tokenizers import train_tokenizer
 
 from pipedraft.data_recipes.card import DataReport
 from pipedraft.data_recipes.chat import ChatRenderer
-from pipedraft.data_recipes.recipe import DataConfig, TokenizedData, load_data, train_tokenizer
+from pipedraft.data_recipes.recipe import DataConfig, TokenizedData, load_data
 from pipedraft.data_recipes.sources import Source
 
 CHINESE = "\u8bf7\u7528\u4e2d\u6587\u89e3\u91ca\u4ec0\u4e48\u662f\u6d41\u6c34\u7ebf\u63a8\u7406"

@@ -43,8 +43,7 @@ def train_on_gpu(world: World, method: str, folder: Path, **changes: Any) -> tup
         with pretended_cuda() as log:
             state["device"] = CUDA
             objective.to(CUDA)
-            if method != "language_model":
-                objective.target.to(CUDA)
+            objective.target.to(CUDA)
             trainer.module = objective
             named = list(objective.named_parameters())
             trainer.optimizers = make_optimizers(named, trainer.config.optim)

@@ -184,10 +184,13 @@ def read(module: str, words: list[str]) -> None:
 
         parse_run(take_plan(words)[0], methods(), "")
     elif module == "pipedraft.train.features":
-        from pipedraft.train.features import FeatureOptions, read_heads
+        from pipedraft.train.features.__main__ import FeatureOptions, read_heads
 
         own, rest = FeatureOptions.read_own([w for w in words if w != "serve"])
         read_heads(rest, list(own.also))
+    elif module == "assets/target/train.py":
+        with training_script() as script:
+            script.read(words)
     elif module == "pipedraft.data_recipes":
         from pipedraft.data_recipes.__main__ import build_parser
 
@@ -196,6 +199,20 @@ def read(module: str, words: list[str]) -> None:
     else:
         with stopping_after_the_parser(), pytest.raises(Parsed):
             run_module(module, words)
+
+
+@contextmanager
+def training_script() -> Iterator[Any]:
+    """The script that trains targets as a module; beside it it finds its own one."""
+    place = REPOSITORY / "assets" / "target"
+    spec = importlib.util.spec_from_file_location("target_training", place / "train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(place))
+        patch.setitem(sys.modules, "target_training", module)
+        spec.loader.exec_module(module)
+        yield module
 
 
 def run_module(module: str, words: list[str]) -> None:

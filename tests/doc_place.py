@@ -61,7 +61,7 @@ def runner_of(command: Command) -> str:
         return "test_doc_examples.py"  # on a copy that has the code of the page
     if command.module in ("pipedraft.doctor", "pipedraft.completion"):
         return f"test_{command.module.removeprefix('pipedraft.')}.py"  # which runs it, as a process
-    if command.module in ("benchmarks/serve_storm.py", "benchmarks/concurrent_streams.py"):
+    if command.module == "benchmarks/serve_storm.py":
         return "test_serve_load.py"
     if command.module == "pipedraft.inference.serving":
         return "test_serve_http.py"  # which starts such servers
@@ -90,6 +90,20 @@ SMALL_TRAINING = [
     "--evaluation.max_rows=2",
     "--trackers=[]",
 ]
+TARGETS = "assets/target/train.py"
+TRAINERS = ("pipedraft.train", TARGETS)
+NO_FEATURES = {"pipedraft.train": ["--features=null"]}
+SMALL_TARGETS = [
+    SOURCES,
+    "--data.max_length=96",
+    "--data.valid_fraction=0.2",
+    "--training.max_steps=1",
+    "--training.per_device_train_batch_size=1",
+    "--training.eval_strategy=no",
+    "--training.load_best_model_at_end=false",
+    "--training.disable_tqdm=true",
+    "--training.use_cpu=true",
+]
 SMALL_EVALUATION = ["--limit=1", "--max-new-tokens=2"]
 SMALL_TARGET = "--layers=4 --hidden=64 --vocab=64 --tokens=8 --texts=2"
 SMALL_STEP = (
@@ -100,45 +114,17 @@ SMALL_STEP = (
 SMALLER = {
     "pipedraft.train": SMALL_TRAINING,
     "pipedraft.train.features": SMALL_TRAINING,
+    TARGETS: SMALL_TARGETS,
     "pipedraft.inference": ["--max-new-tokens=4"],
     "pipedraft.eval": ["--benchmarks=gsm8k", *SMALL_EVALUATION],
     "pipedraft.data_recipes": [SOURCES, "--tokenizer=assets/target", "--data.decontaminate=[]"],
     "pipedraft.data_recipes.prompts": ["--functions=0"],  # looks through all of the library
     "pipedraft.data_recipes.regenerate": ["--max-tokens=4", "--batch=4"],
-    "benchmarks/structural_attention.py": ["--length=128", "--n=2", "--repeats=1"],
     "benchmarks/spd_step.py": f"{SMALL_STEP} --n=2 --num-layers=1".split(),
     "benchmarks/eagle3_step.py": f"{SMALL_STEP} --steps=2".split(),
-    "benchmarks/long_context.py": [
-        *SMALL_STEP.split(),
-        *("--lengths=64", "--methods=spd", "--variants=packed"),
-    ],
-    "benchmarks/plan_peaks.py": [
-        # Of spd, which takes longer, test_plan.py has the table.
-        *("--methods=eagle3", "--tokens=64", "--vocabularies=100"),
-        *("--hidden_size=128", "--layers=4"),
-    ],
     "benchmarks/scaling.py": ["--tokens=20"],
-    "benchmarks/sampled_trees.py": ["--prompts=1", "--tokens=2", "--rows=eagle_tree"],
-    "benchmarks/several_sequences.py": [
-        *("--sequences=1", "--concurrency=1,2", "--stages=4", "--max-new-tokens=4"),
-    ],
-    "benchmarks/row_cost_curve.py": [
-        # One way, as of sampled_trees.py: test_doc_runs.py reads the others.
-        *("--prompts=1", "--tokens=2", "--stages=4", "--rows=0.01"),
-        "--ways=flowspec_continued_auto",
-    ],
     "benchmarks/draft_length.py": ["--seeds=2", "--tokens=20", "--traces", "assets/net_traces"],
-    "benchmarks/edge_serving.py": [
-        "--prompts=1",
-        "--max-new-tokens=4",
-        "--links=none,5g",
-        "--sessions=1,2",
-        *("--draft-model", "out/draft_model/best"),  # its default, made before it is read
-    ],
     "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
-    "benchmarks/pipeinfer.py": [*SMALL_TARGET.split(), "--acceptance", "0.85"],
-    "benchmarks/backend_agreement.py": ["--prompts=1", "--max-new-tokens=4"],
-    "benchmarks/ssd.py": ["--prompts=3", "--max-new-tokens=4", "--pass-ms=0"],
 }
 # What stands for files that do not ship.
 STAND_INS = {
@@ -173,27 +159,26 @@ def output_of(words: list[str]) -> str:
 
 def started_from(words: list[str]) -> list[str]:
     """The checkpoint whose weights a training command starts with."""
-    return [after(words, "--model.init_from")]
+    return [after(words, "--model.init_from"), after(words, "--init_from")]
 
 
-def made_by(command: str) -> list[str]:
-    """The words of a training command that are the trainer's own."""
+def made_by(command: str) -> tuple[str, list[str]]:
+    """The module or script of a training command, and the words that are its own."""
     words = shlex.split(command)
-    return words[words.index("--config") :]
+    return TARGETS if TARGETS in words else "pipedraft.train", words[words.index("--config") :]
 
 
-def trained() -> dict[str, list[str]]:
+def trained() -> dict[str, tuple[str, list[str]]]:
     """Checkpoints that commands read, and what the documentation trains them with."""
     roles = read_roles().items()
     found = {f"out/{role.folder or name}": made_by(role.train) for name, role in roles}
     for command in COMMANDS:
         words = command.arguments
-        if command.module == "pipedraft.train" and words[:1] == ["--config"]:
-            found.setdefault(output_of(words), words)
-    others = {"out/stories": "spd/tiny.yaml", "out/tuned": "flexspec/evolve_lora_mild.yaml"}
-    for folder, config in others.items():
-        found[folder] = ["--config", f"configs/{config}", "--output_dir", folder]
-    return found
+        if command.module in TRAINERS and words[:1] == ["--config"]:
+            found.setdefault(output_of(words), (command.module, words))
+    stories = ["--config", "configs/spd/tiny.yaml", "--output_dir", "out/stories"]
+    tuned = ["--config", "configs/target/evolve_lora_mild.yaml", "--output_dir", "out/tuned"]
+    return found | {"out/stories": ("pipedraft.train", stories), "out/tuned": (TARGETS, tuned)}
 
 
 def fitted(config: str) -> str:
@@ -299,7 +284,7 @@ def folders_of(words: list[str]) -> list[str]:
 
 def clear_output(command: Command, words: list[str]) -> None:
     """What makes or goes on with a folder would find the one of another page."""
-    if command.module == "pipedraft.train":
+    if command.module in TRAINERS:
         output = output_of(words) if words[0] == "--config" else ""
     else:
         output = after(words, "--out")
@@ -341,12 +326,12 @@ class Reader:
     def make_what_it_reads(self, words: list[str]) -> None:
         """Train the checkpoints that a command names, in the way the documentation does."""
         for word in folders_of(words):
-            for folder, made_by in self.checkpoints.items():
+            for folder, (module, made_by) in self.checkpoints.items():
                 if (word == folder or word.startswith(folder + "/")) and not Path(folder).exists():
                     self.make_what_it_reads(started_from(made_by))
                     AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
-                    smaller = [*SMALL_TRAINING, "--features=null"]
-                    run_module("pipedraft.train", override(adapted(made_by), smaller))
+                    smaller = [*SMALLER[module], *NO_FEATURES.get(module, [])]
+                    run_module(module, override(adapted(made_by), smaller))
             is_read = word in ("out/other", "out/real/table") and word != after(words, "--out")
             if is_read and not Path(word).exists():
                 shutil.copytree("out/eval", word)
@@ -366,7 +351,7 @@ class Reader:
             return
         AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
         clear_output(command, words)
-        is_training = command.module == "pipedraft.train"
+        is_training = command.module in TRAINERS
         self.make_what_it_reads(started_from(words) if is_training else words)
         code, said = 0, io.StringIO()
         try:

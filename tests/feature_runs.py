@@ -8,8 +8,8 @@ import pytest
 import yaml
 from train_runs import World, make_world
 
-from pipedraft.train import features as command
 from pipedraft.train.__main__ import quieten
+from pipedraft.train.features import __main__ as command
 
 ROWS = {"data__valid_fraction": 0.3}
 METHODS: dict[str, dict[str, Any]] = {

@@ -7,10 +7,10 @@ import pytest
 from data_rows import CHAT, PLAIN, PROMPT, TURN, templated, tokenize_conversation
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tokenizers import CHAT_TEMPLATE
 from tokenizers.processors import TemplateProcessing
 
 from pipedraft.data_recipes.chat import mark_tokens, normalize_conversation
-from pipedraft.data_recipes.recipe import CHAT_TEMPLATE
 
 # Cuts thinking from every assistant turn that a later user turn follows, as Qwen3's template does.
 STRIPS_THINKING = (

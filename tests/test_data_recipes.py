@@ -11,11 +11,12 @@ import pytest
 from data_rows import CHAT, PLAIN, Loader, chat, templated, tokenize_conversation, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tokenizers import train_tokenizer
 
 from pipedraft.data_recipes.__main__ import main
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.chat import ChatRenderer
-from pipedraft.data_recipes.recipe import DataConfig, Source, load_data, split_rows, train_tokenizer
+from pipedraft.data_recipes.recipe import DataConfig, Source, load_data, split_rows
 from pipedraft.data_recipes.sources import list_files
 
 REFUSES_SYSTEM = (

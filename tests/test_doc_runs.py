@@ -3,7 +3,6 @@
 Those of several processes: test_doc_processes.py. Those that do not run, and why: doc_place.py.
 """
 
-import importlib
 import json
 import os
 import re
@@ -29,7 +28,6 @@ from hub_runs import signed_in
 from regenerate_runs import FakeServer
 
 from pipedraft.benchmarks.measurement import measure_apart
-from pipedraft.inference.config import DecodeConfig
 
 pytestmark = pytest.mark.timeout(900)  # many commands in one test, on a machine that may be busy
 
@@ -79,16 +77,6 @@ def test_commands_run(page, commands, reader, hub, server, monkeypatch, capfd):
     reader.stand_ins["http://localhost:8000"] = server.url
     failures = failures_of(commands, page, reader.run)
     assert not failures, "\n".join(failures)
-
-
-@pytest.mark.parametrize("name, ways", [("row_cost_curve", "WAYS"), ("sampled_trees", "ROWS")])
-def test_every_way_of_a_benchmark_is_a_configuration(name, ways, monkeypatch):
-    """Its command runs one of them; test_pipeinfer.py has a language model draft in each."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-    found = getattr(importlib.import_module(name), ways).values()
-    temperature = 1.0 if ways == "ROWS" else 0.0
-    schedules = {DecodeConfig.of(**way, temperature=temperature).schedule.name for way in found}
-    assert schedules >= {"spd", "flowspec"}
 
 
 def test_a_case_is_measured_in_a_process_of_its_own(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 from doc_commands import PAGES, check, make_command, run_module
-from doc_place import COMMANDS, NOT_RUN, PAGE_NAMES, after, output_of, runner_of
+from doc_place import COMMANDS, NOT_RUN, PAGE_NAMES, TRAINERS, after, output_of, runner_of
 
 from pipedraft.eval.spec import read_roles
 from pipedraft.train import config
@@ -83,7 +83,7 @@ def test_drafts_of_the_papers_models_are_made_by_the_commands_above_them(path, m
     for command in commands:
         check(command)
         words = command.arguments
-        is_trained = command.module == "pipedraft.train"
+        is_trained = command.module in TRAINERS
         made.add(output_of(words) if is_trained else after(words, "--out"))
     drafts = yaml.safe_load(path.read_text())
     assert drafts.keys() <= read_roles().keys()

@@ -1,4 +1,4 @@
-"""Targets that were fine-tuned: adapters trained by the loop, and what FlexSpec's copies allow."""
+"""Targets that were fine-tuned: what FlexSpec's copies allow, and the script that trains them."""
 
 import json
 import sys
@@ -6,27 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama
+import yaml
+from accelerate.state import AcceleratorState
+from conftest import REPOSITORY, tiny_llama
+from doc_commands import training_script
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny_drafts import evolved, make_draft
-from train_runs import World, assert_equal_weights, logged, run_until, train, weights
+from train_runs import World, assert_equal_weights, weights
 
-from pipedraft.errors import UsageError
 from pipedraft.models import __main__ as command
 from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import out_of_scope
-from pipedraft.train import language_model
-from pipedraft.train.language_model import (
-    PROJECTIONS,
-    LanguageModelConfig,
-    LanguageModelObjective,
-    LoRAConfig,
-)
-from pipedraft.train.log import flop_counter
 
 LAST = 3
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAST_MAPS = [
     *(f"model.layers.{LAST}.self_attn.{name}" for name in PROJECTIONS[:4]),
     *(f"model.layers.{LAST}.mlp.{name}" for name in PROJECTIONS[4:]),
@@ -142,28 +137,48 @@ def test_the_command_says_it_by_its_status(base, tmp_path, monkeypatch, capsys):
         out_of_scope(str(tmp_path / "absent"), str(base))
 
 
-# -- training adapters --------------------------------------------------------------------------
+# -- training -----------------------------------------------------------------------------------
 
 
-def tuning(world: World, /, lora_options: dict | None, **changes) -> dict:
-    """Changes of a run that tunes the world's target."""
-    shape = ("tokenizer", "hidden_size", "intermediate_size", "num_layers", "num_heads")
-    changes = {f"model__{name}": None for name in shape} | changes
-    if lora_options is not None:
-        changes["model__lora"] = json.dumps({"rank": 3, "alpha": 9.0, **lora_options})
-    return {"model__init_from": world.target, "optim__lr": 3e-2, **changes}
+CONFIGS = sorted((REPOSITORY / "configs" / "target").glob("*.yaml"))
+TINY = {"training.max_steps": 2, "training.per_device_train_batch_size": 1, "data.max_length": 64}
+TINY |= {"training.eval_steps": 1, "training.save_steps": 1, "training.use_cpu": True}
+TINY |= {"training.disable_tqdm": True, "data.valid_fraction": 0.1, "training.learning_rate": 1e-2}
 
 
 @pytest.fixture(scope="module")
-def tuned(world, tmp_path_factory) -> dict[str, Path]:
-    """Finished folders: adapters before the last layer, in all layers, and everything trained."""
-    folders = {}
-    for name, options in (("before_last", {}), ("all", {"layers": "all"}), ("full", None)):
-        out = tmp_path_factory.mktemp(name)
-        with pytest.MonkeyPatch.context() as patch:
-            train(world.arguments("language_model", out, **tuning(world, options)), patch)
-        folders[name] = out / "best"
-    return folders
+def script():
+    with training_script() as module:
+        yield module
+
+
+def tune(script, world: World, config: Path, out: Path, **changes) -> Path:
+    """Run the script on the world's data and target; its finished folder."""
+    settings = TINY | {"output_dir": out, "data.sources": json.dumps([{"path": str(world.data)}])}
+    settings["data.cache_dir"] = world.folder / "cache"
+    given = yaml.safe_load(config.read_text())
+    settings |= {name: world.target for name in ("init_from", "tokenizer") if name in given}
+    settings |= {key.replace("__", "."): value for key, value in changes.items()}
+    words = [f"--{key}={value}" for key, value in settings.items()]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    script.train(script.read(["--config", str(config), *words]))
+    return out / "best"
+
+
+@pytest.fixture(scope="module")
+def tuned(script, world, tmp_path_factory) -> dict[str, Path]:
+    """Finished folders of every shipped configuration, by its name."""
+    small = {"vocab_size": 300, "shape__num_hidden_layers": 2}
+    return {
+        path.stem: tune(
+            script,
+            world,
+            path,
+            tmp_path_factory.mktemp(path.stem),
+            **(small if path.stem == "tiny" else {}),
+        )
+        for path in CONFIGS
+    }
 
 
 def logits(model) -> torch.Tensor:
@@ -172,56 +187,49 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=ids_BT).logits
 
 
-def assert_merged_right(world, folder) -> None:
-    """The merged model, and the base with its adapters beside it, are one function."""
+def test_every_configuration_makes_a_model_that_loads_as_a_target(tuned):
+    for name, folder in tuned.items():
+        model, tokenizer = load_target(str(folder)), load_tokenizer(str(folder))
+        assert model.config.vocab_size == len(tokenizer), name
+        assert torch.isfinite(logits(model)).all()
+    assert load_target(str(tuned["tiny"])).config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("name", ["evolve_lora_mild", "evolve_lora_all"])
+def test_the_merged_model_computes_what_the_adapters_do(world, tuned, name):
+    folder = tuned[name]
     adapted = PeftModel.from_pretrained(load_target(str(world.target)), folder / "adapter")
     expected = logits(adapted)
     torch.testing.assert_close(logits(load_target(str(folder))), expected, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(expected, logits(load_target(str(world.target))), atol=0.1)
-
-
-@pytest.mark.parametrize("name", ["before_last", "all"])
-def test_the_merged_model_computes_what_the_adapters_do(world, tuned, name):
-    assert_merged_right(world, tuned[name])
-
-
-def test_a_merge_with_another_scale_is_noticed(world, tmp_path, monkeypatch):
-    right = language_model.merge_lora
-
-    def mutant(model, state):
-        half = {n: x / 2 if ".lora_B." in n else x for n, x in state.items()}
-        return right(model, half)
-
-    monkeypatch.setattr("pipedraft.train.language_model.merge_lora", mutant)
-    train(world.arguments("language_model", tmp_path, **tuning(world, {})), monkeypatch)
-    with pytest.raises(AssertionError):
-        assert_merged_right(world, tmp_path / "best")
+    assert not torch.allclose(expected, logits(load_target(str(world.target))), atol=1e-3)
 
 
 def test_adapters_before_the_last_layer_keep_the_copies_bit_for_bit(world, tuned):
-    before, after = weights(world.target), weights(tuned["before_last"])
+    folder = tuned["evolve_lora_strong"]
+    before, after = weights(world.target), weights(folder)
     assert before.keys() == after.keys()
     adapted = {name for name in after if not torch.equal(before[name], after[name])}
     maps = {name.replace(f".{LAST}.", ".{}.") + ".weight" for name in LAST_MAPS}
     assert adapted == {name.format(layer) for name in maps for layer in range(LAST)}
-    targets = [load_target(str(folder)) for folder in (world.target, tuned["before_last"])]
+    targets = [load_target(str(place)) for place in (world.target, folder)]
     assert FlexSpec.fingerprint(targets[0]) == FlexSpec.fingerprint(targets[1])
-    assert out_of_scope(str(world.target), str(tuned["before_last"])) == []
-    assert out_of_scope(str(world.target), str(tuned["before_last"] / "adapter")) == []
+    assert out_of_scope(str(world.target), str(folder)) == []
+    assert out_of_scope(str(world.target), str(folder / "adapter")) == []
 
 
 def test_what_reaches_the_copies_is_named_after_training(world, tuned):
-    assert out_of_scope(str(world.target), str(tuned["all"])) == LAST_MAPS
-    assert out_of_scope(str(world.target), str(tuned["all"] / "adapter")) == LAST_MAPS
-    found = out_of_scope(str(world.target), str(tuned["full"]))
+    folder = tuned["evolve_lora_all"]
+    assert out_of_scope(str(world.target), str(folder)) == LAST_MAPS
+    assert out_of_scope(str(world.target), str(folder / "adapter")) == LAST_MAPS
+    found = out_of_scope(str(world.target), str(tuned["evolve_full"]))
     assert set(found) >= {*LAST_MAPS, "model.embed_tokens", "model.norm", "lm_head"}
-    assert not (tuned["full"] / "adapter").exists()
+    assert not (tuned["evolve_full"] / "adapter").exists()
 
 
 def test_a_draft_loads_within_the_scope_and_elsewhere_by_exception_alone(world, tuned, tmp_path):
     make_draft(load_target(str(world.target))).save(tmp_path)
-    load_draft(str(tmp_path), load_target(str(tuned["before_last"])))
-    for name in ("all", "full"):
+    load_draft(str(tmp_path), load_target(str(tuned["evolve_lora_mild"])))
+    for name in ("evolve_lora_all", "evolve_full"):
         target = load_target(str(tuned[name]))
         with pytest.raises(ValueError, match="(anchor|hash): .* give that target"):
             load_draft(str(tmp_path), target)
@@ -230,95 +238,23 @@ def test_a_draft_loads_within_the_scope_and_elsewhere_by_exception_alone(world, 
         load_draft(str(tmp_path), tiny_llama(), allow_evolved=True)
 
 
-def test_a_stopped_run_of_adapters_ends_bit_for_bit_as_an_unbroken_one(
-    world, tmp_path, monkeypatch
-):
-    changes = tuning(world, {}, max_steps=5, save_every_steps=2)
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(world.arguments("language_model", whole, **changes), monkeypatch)
-    trainer = world.trainer("language_model", stopped, **changes)
-    run_until(trainer, 3)
-    train(world.arguments("language_model", stopped, **changes), monkeypatch)
-    assert logged(stopped) == logged(whole)
-    assert_equal_weights(weights(stopped / "best"), weights(whole / "best"))
-    adapters = [
-        (folder / "best/adapter/adapter_model.safetensors").read_bytes()
-        for folder in (whole, stopped)
-    ]
-    assert adapters[0] == adapters[1]
+@pytest.mark.parametrize("name", ["tiny_draft", "evolve_lora_strong"])
+def test_a_run_that_was_stopped_ends_as_an_unbroken_one(script, world, tmp_path, name):
+    """Muon's and AdamW's states, and those of adapters, come back from the checkpoint."""
+    config = REPOSITORY / "configs" / "target" / f"{name}.yaml"
+    constant = {"training__lr_scheduler_type": "constant"}
+    whole = tune(script, world, config, tmp_path / "whole", **constant, training__max_steps=3)
+    for steps in (2, 3):
+        place = tmp_path / "stopped"
+        stopped = tune(script, world, config, place, **constant, training__max_steps=steps)
+    assert_equal_weights(weights(stopped), weights(whole))
 
 
-def objective_of(world, **options) -> LanguageModelObjective:
-    config = LanguageModelConfig(init_from=str(world.target), **options)
-    return LanguageModelObjective(config, load_tokenizer(str(world.target)))
-
-
-def test_only_adapters_are_trained_and_cost_less(world):
-    batch = {
-        "input_ids": torch.arange(20)[None],
-        "loss_mask": torch.ones(1, 20),
-        "lengths": torch.tensor([20]),
-    }
-    whole = objective_of(world)
-    small = objective_of(world, lora=LoRAConfig(rank=2, modules=["q_proj", "down_proj"]))
-    names = [name for name, p in small.named_parameters() if p.requires_grad]
-    assert len(names) == 2 * 2 * LAST and all(".lora_" in name for name in names)
-    # q_proj is 32 x 32, down_proj 32 x 64; A and B of each
-    trained = sum(p.numel() for p in small.parameters() if p.requires_grad)
-    assert trained == LAST * 2 * (32 + 32 + 32 + 64)
-    losses, flops = [], []
-    for objective in (whole, small):
-        with flop_counter() as counter:
-            loss = objective(batch, torch.Generator()).loss
-            loss.backward()
-        losses.append(loss)
-        flops.append(counter.get_total_flops())
-    assert torch.equal(*losses)
-    # About two of three products of the frozen weights, and all of attention.
-    assert 0.5 * flops[0] < flops[1] < 0.8 * flops[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"model__lora": '{"rank": 0}'}, "model.lora.rank: 0 is below 1"),
-        ({"model__lora": '{"alpha": 0}'}, "model.lora.alpha: 0.0 is not positive"),
-        ({"model__lora": '{"modules": []}'}, "model.lora.modules: .* leave it out"),
-        ({"model__lora": '{"layers": "last"}'}, "model.lora"),
-        ({"model__lora": '{"modules": ["qkv"]}'}, "'qkv' is no linear map .* known: down_proj"),
-        ({"model__init_from": None, "model__tokenizer": "x"}, "without model.init_from"),
-        ({"model__card": "absent.md"}, "model.card: 'absent.md' cannot be read"),
-    ],
-    ids=str,
-)
-def test_bad_settings_are_refused_with_field_value_and_fix(world, tmp_path, options, words):
-    with pytest.raises((ValueError, UsageError), match=words):
-        world.trainer("language_model", tmp_path, **tuning(world, {}) | options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        *(
-            ({f"model__{name}": value}, f"model.{name}: {value}; give at least 1")
-            for name in ("hidden_size", "intermediate_size", "num_heads", "num_key_value_heads")
-            for value in (0, -3)
-        ),
-        ({"model__num_layers": 0}, "model.num_layers: 0; give at least 1"),
-        ({"model__rope_theta": 0}, "model.rope_theta: 0.0; give at least 1"),
-        ({"model__num_heads": 3}, "model.num_heads: 3 does not cut model.hidden_size 32"),
-        ({"model__num_heads": 32}, "model.num_heads: 32 .* one even size"),
-        ({"model__num_key_value_heads": 4}, "model.num_key_value_heads: 4 does not divide .* 2"),
-        ({"model__max_positions": 8}, "model.max_positions: 8 is below data.max_length 64"),
-    ],
-    ids=str,
-)
-def test_a_shape_that_is_none_is_refused_before_training(world, tmp_path, options, words):
-    with pytest.raises(ValueError, match=words):
-        world.trainer("language_model", tmp_path, **options)
-
-
-def test_a_missing_peft_is_named(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(language_model, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"model.lora: needs peft; pip install"):
-        world.trainer("language_model", tmp_path, **tuning(world, {}))
+def test_settings_that_contradict_each_other_are_refused(script):
+    common = ["--config", str(REPOSITORY / "configs" / "target" / "evolve_lora_mild.yaml")]
+    for word, said in (
+        ("--data.pack=false", "data.pack: false; give true"),
+        ("--init_from=null", "shape, init_from: give one"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            script.read([*common, word])

@@ -10,13 +10,11 @@ import time
 from copy import copy
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import feature_runs
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from feature_runs import HIDDEN, METHODS, dump
 from fork_server import forked, rank_environments, status_of
@@ -33,9 +31,10 @@ from train_runs import (
 )
 
 from pipedraft.models.target import capture_hidden
-from pipedraft.train import feature_dump, feature_reader, feature_shards
-from pipedraft.train.feature_reader import ShardFolder
-from pipedraft.train.feature_shards import INDEX, ShardRecord, decode, encode
+from pipedraft.train.features import dump as dump_module
+from pipedraft.train.features import reader
+from pipedraft.train.features.reader import ShardFolder
+from pipedraft.train.features.shards import INDEX, decode, encode
 
 world, dumps = feature_runs.world, feature_runs.dumps
 
@@ -92,7 +91,6 @@ def test_states_of_a_neighbor_are_another_training(world, dumps, tmp_path, monke
     def late(self, *arguments):
         build(self, *arguments)
         self.start_of_row[self.start_of_row > 0] -= 1
-        self._is_checked[:] = True  # else the first such row is refused
 
     arguments = world.arguments("spd", tmp_path / "online", **METHODS["spd"])
     train(arguments, monkeypatch)
@@ -154,15 +152,14 @@ class CountedShard:
 def test_no_more_is_read_than_the_rows_of_a_process(world, dumps, tmp_path, monkeypatch):
     """An epoch of one of two processes, in an order that goes from shard to shard."""
     read: list[int] = []
-    monkeypatch.setattr(feature_reader, "open_shard", lambda path: CountedShard(path, read))
-    monkeypatch.setattr("pipedraft.files.file_sha256", lambda path: read.append(2**40))
+    monkeypatch.setattr(reader, "open_shard", lambda path: CountedShard(path, read))
     changes = METHODS["spd"] | {"features": dumps["bf16"]}
     folder = world.trainer("spd", tmp_path, **changes).objective.features.source
     own = range(0, len(folder.lengths), 2)
     for first in range(8):
         folder.fetch(own[first::8], [])
     needed = sum(folder.lengths[row] for row in own) * folder.index.bytes_per_token
-    assert len(folder.records) > 2 and needed <= sum(read) <= 1.1 * needed
+    assert len(folder.index.shard_tokens) > 2 and needed <= sum(read) <= 1.1 * needed
 
 
 def test_a_packed_row_has_the_states_of_its_documents(world, dumps, tmp_path):
@@ -182,39 +179,24 @@ def test_a_packed_row_has_the_states_of_its_documents(world, dumps, tmp_path):
 # -- what is stored -------------------------------------------------------------------------
 
 
-def test_stored_states_are_the_targets_and_their_errors_are_measured(world, dumps, tmp_path):
-    """Every row, against the target run on it alone; errors and KL against an own computation."""
+def test_stored_states_are_the_targets(world, dumps, tmp_path):
+    """Every row, against the target run on it alone."""
     trainer = world.trainer("spd", tmp_path, **METHODS["spd"])
     target, data = trainer.objective.target, trainer.data
     ids = [*data.train["input_ids"], *data.valid["input_ids"]]
-    head_VH, norm = target.get_output_embeddings().weight, target.get_decoder().norm
-    bounds = {
-        "fp32": (1e-6, 1e-9),
-        "fp16": (4e-4, 1e-5),
-        "bf16": (3e-3, 1e-3),
-        "int8": (9e-3, 1e-2),
-    }
-    for dtype, (relative, kl) in bounds.items():
+    bounds = {"fp32": 1e-6, "fp16": 4e-4, "bf16": 3e-3, "int8": 9e-3}
+    for dtype, bound in bounds.items():
         index = index_of(dumps[dtype])
         assert index["settings"]["layers"] == [1, 2, 3, 4]
         exact, kept = torch.empty(0, HIDDEN), torch.empty(0, HIDDEN)
-        for record in index["shards"]:
-            tensors = load_file(dumps[dtype] / record["file"])
-            rows = tensors["rows"].tolist()
+        for path in sorted(dumps[dtype].glob("*.safetensors")):
+            tensors = load_file(path)
             stored = decode(tensors["layer.4"], tensors.get("layer.4.scale"), torch.float32)
-            alone = [capture_hidden(target, torch.tensor([ids[row]]), [4])[4][0] for row in rows]
+            rows = [torch.tensor([ids[row]]) for row in tensors["rows"].tolist()]
+            alone = [capture_hidden(target, row, [4])[4][0] for row in rows]
             exact, kept = torch.cat([exact, *alone]), torch.cat([kept, stored])
-        assert len(exact) == index["tokens"] == sum(map(len, ids))
-        error = index["errors"]["4"]
-        wanted = float((kept - exact).norm() / exact.norm())
-        assert error["relative_rms"] <= relative
-        assert error["relative_rms"] == pytest.approx(wanted, rel=1e-2, abs=1e-6)
-        assert error["max_abs"] == pytest.approx(float((kept - exact).abs().max()), abs=1e-4)
-        logs = [F.linear(norm(x), head_VH).double().log_softmax(-1) for x in (exact, kept)]
-        all_kl = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
-        assert index["teacher"]["kl_mean"] <= kl
-        assert index["teacher"]["kl_mean"] == pytest.approx(float(all_kl.mean()), rel=0.5, abs=1e-7)
-        assert index["teacher"]["kl_max"] <= float(all_kl.max()) + 1e-6
+        assert len(exact) == sum(index["shard_tokens"]) == sum(map(len, ids))
+        assert (kept - exact).norm() <= bound * exact.norm()
 
 
 def test_int8_keeps_every_position_within_half_a_step_of_its_own_scale():
@@ -244,8 +226,9 @@ def test_the_estimate_is_what_the_dump_takes(world, dumps, monkeypatch, capsys):
     for dtype, per_token in (("fp32", 512), ("bf16", 256), ("int8", 144)):
         index = index_of(dumps[dtype])
         assert index["bytes_per_token"] == per_token
-        stored = sum(shard["bytes"] for shard in index["shards"])
-        assert 0 < stored - per_token * index["tokens"] < 3000 * len(index["shards"])
+        tokens = index["shard_tokens"]
+        stored = sum(path.stat().st_size for path in dumps[dtype].glob("*.safetensors"))
+        assert 0 < stored - per_token * sum(tokens) < 3000 * len(tokens)
 
 
 # -- kills and damage -----------------------------------------------------------------------
@@ -274,22 +257,23 @@ def dump_killed_at(world: World, out: Path, moment: int) -> bool:
     return status != 0
 
 
-def contents(folder: Path) -> dict[str, bytes | dict]:
-    files: dict[str, Any] = {p.name: p.read_bytes() for p in folder.iterdir()}
-    index = json.loads(files.pop(INDEX))
-    return {**files, INDEX: {key: index[key] for key in index if key != "seconds"}}
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder(
     world, dumps, tmp_path, monkeypatch, capsys
 ):
-    whole, went_on, num_shards = contents(dumps["bf16"]), 0, len(index_of(dumps["bf16"])["shards"])
+    whole, went_on, num_shards = (
+        contents(dumps["bf16"]),
+        0,
+        len(index_of(dumps["bf16"])["shard_tokens"]),
+    )
     assert num_shards >= 3
-    for moment in (3, 8, 10, 19):
+    for moment in (2, 5, 7, 9):
         out = tmp_path / str(moment)
         assert dump_killed_at(world, out, moment)
-        assert not (out / INDEX).exists()
-        with pytest.raises(ValueError, match="no index.json, so that it is no dump or not compl"):
+        with pytest.raises(ValueError, match="has no index.json; make|safetensors is missing; run"):
             world.trainer("spd", tmp_path / "run", **METHODS["spd"], features=out)
         capsys.readouterr()
         dump(world, out, monkeypatch, "--dtype", "bf16")
@@ -299,17 +283,16 @@ def test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder(
 
 
 def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):
-    """Two, of which one finds some of its shards there, and hashes them for longer than a usual
-    collective call may last."""
+    """Two, of which one looks for shards for longer than a usual collective call may last."""
     out = tmp_path / "dump"
-    assert dump_killed_at(world, out, 10)
+    assert dump_killed_at(world, out, 7)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = rank_environments(2, store.port)
 
     def work(rank: int) -> None:
         shorten_usual_timeout(1)
         if rank == 0:
-            before_calls(ShardRecord, "damage", partial(time.sleep, 2.5))
+            before_calls(dump_module, "open_shard", partial(time.sleep, 2.5))
         os.environ.update(ranks[rank], ACCELERATE_USE_CPU="true")
         AcceleratorState._reset_state(reset_partial_state=True)
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -320,59 +303,22 @@ def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):
     assert contents(out) == contents(dumps["bf16"])
 
 
-def flip_a_byte(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-5, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
-
-
 def test_a_damaged_shard_is_named_and_made_again(world, dumps, tmp_path, monkeypatch, capsys):
     out = tmp_path / "dump"
     shutil.copytree(dumps["bf16"], out)
-    flip_a_byte(out / "shard-00001.safetensors")
     arguments = world.arguments("spd", tmp_path / "run", **METHODS["spd"], features=out)
-    with pytest.raises(ValueError, match="shard-00001.safetensors is damaged: .* another SHA-256"):
-        train([*arguments, "--max_steps=12"], monkeypatch)
     (out / "shard-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match="shard-00002.safetensors is damaged: it is missing"):
+    with pytest.raises(ValueError, match="shard-00002.safetensors is missing; run python -m"):
         train(arguments, monkeypatch)
     with (out / "shard-00000.safetensors").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(ValueError, match="shard-00000.safetensors is damaged: it has .* bytes ins"):
+    with pytest.raises(ValueError, match="shard-00000.safetensors is damaged .*; run python -m"):
         train(arguments, monkeypatch)
     capsys.readouterr()
     dump(world, out, monkeypatch, "--dtype", "bf16")
-    told = capsys.readouterr().out
-    assert re.findall(r"(shard-\d+).safetensors is made again", told) == [
-        "shard-00000",
-        "shard-00001",
-        "shard-00002",
-    ]
+    said = capsys.readouterr().out
+    assert re.findall(r"(shard-\d+).safetensors is damaged", said) == ["shard-00000"]
     assert contents(out) == contents(dumps["bf16"])
-
-
-def test_what_is_written_is_not_read_again_and_others_share_in_checking(
-    world, dumps, tmp_path, monkeypatch
-):
-    """Hashes of 10 TB are a process's share of them, not the main one's alone."""
-    checked, file_damage = [], feature_shards.file_damage
-
-    def noted(path, size, sha256):
-        checked.append(path.name)
-        return file_damage(path, size, sha256)
-
-    monkeypatch.setattr(feature_shards, "file_damage", noted)
-    out = tmp_path / "dump"
-    dump(world, out, monkeypatch, "--dtype", "bf16")
-    assert not checked and contents(out) == contents(dumps["bf16"])
-    second = SimpleNamespace(process_index=1, num_processes=2)
-    records = {n: ShardRecord(f"shard-{n:05d}.safetensors", "", 0, 0) for n in range(5)}
-    share = SimpleNamespace(accelerator=second, records=records, folder=out, damages=[])
-    feature_dump.Dump._drop_damaged(share)
-    assert checked == ["shard-00001.safetensors", "shard-00003.safetensors"]
-    assert sorted(share.records) == [0, 2, 4] and len(share.damages) == 2
 
 
 def test_a_finished_dump_is_left_alone(world, dumps, monkeypatch, capsys):

@@ -32,11 +32,11 @@ from train_runs import (
 
 from pipedraft.inference.transport.codec import MAGIC, PREFIX
 from pipedraft.models.target import load_tokenizer
-from pipedraft.train import feature_link
-from pipedraft.train import features as command
 from pipedraft.train.checkpoint import step_folders
-from pipedraft.train.feature_reader import Features, open_features
-from pipedraft.train.feature_shards import INDEX
+from pipedraft.train.features import __main__ as command
+from pipedraft.train.features import link as feature_link
+from pipedraft.train.features.reader import Features, open_features
+from pipedraft.train.features.shards import INDEX
 from pipedraft.train.loop import OF_THE_HOST
 
 world = feature_runs.world
@@ -92,7 +92,6 @@ def test_options_that_contradict_a_dump_are_refused(world, dumps, tmp_path):
     for method, changes, message in (
         ("spd", {"shard_target": True}, "shard_target: True with features"),
         ("spd", {"target_quantization": "8bit"}, "target_quantization: 8bit with features"),
-        ("language_model", {}, "features: .* for a language model"),
     ):
         with pytest.raises(ValueError, match=message):
             world.trainer(method, tmp_path / "run", **METHODS.get(method, {}), **folder, **changes)

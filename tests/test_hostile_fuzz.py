@@ -3,19 +3,12 @@
 import argparse
 import json
 import random
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from pipedraft.benchmarks import (
-    concurrent_streams,
-    edge_serving,
-    fuzz,
-    identity,
-    several_sequences,
-)
+from pipedraft.benchmarks import fuzz, identity
 
 
 def arguments(out: Path | None = None, **given) -> argparse.Namespace:
@@ -44,25 +37,6 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path):
 def test_an_unknown_area_is_named(tmp_path):
     with pytest.raises(SystemExit, match="error: --only: 'result' is no area; give"):
         fuzz.fuzz(arguments(only="results,result"), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "script, option, names",
-    [
-        (concurrent_streams, "--ways", "plain,planes"),
-        (several_sequences, "--ways", "plain,planes"),
-        (edge_serving, "--links", "5g,6g"),
-        (edge_serving, "--schedules", "flexspec,flex"),
-    ],
-)
-def test_an_unknown_name_is_refused_before_anything_is_measured(
-    script, option, names, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "argv", ["script", option, names])
-    with pytest.raises(SystemExit) as end:
-        script.main()
-    unknown = names.partition(",")[2]
-    assert end.value.code == 2 and f"{option}: {unknown!r} is unknown" in capsys.readouterr().err
 
 
 def test_no_run_is_not_an_equal_one(tmp_path):

@@ -40,7 +40,7 @@ from pipedraft.train.objective import LossOutput
 STEPS = 12
 CHANGES = {
     "spd": {"max_steps": STEPS, "save_every_steps": 3, "evaluation__every_steps": 5},
-    "language_model": {
+    "eagle": {
         "max_steps": STEPS,
         "save_every_steps": 5,
         "evaluation__every_steps": 4,
@@ -82,7 +82,7 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(runs, whole, tmp_path, n
     beginnings of forward and backward passes, exchanges and updates."""
     draw, saving = random.Random(7), 0
     for index in range(num_kills):
-        method = "spd" if index % 4 == 0 else "language_model"
+        method = "spd" if index % 4 == 0 else "eagle"
         moments = int(said(whole[method]).rpartition("moments: ")[2])
         folder = tmp_path / f"{index}"
         kill_at = draw.randrange(1, moments)
@@ -99,7 +99,7 @@ def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
     for attempt in range(3):
         # It stands still before it could end by itself.
         stops = {"step": STEPS - 1, "signals": [signal.SIGSTOP]}
-        pid = runs.start("language_model", folder, changes=changes, **stops)
+        pid = runs.start("eagle", folder, changes=changes, **stops)
         wanted, deadline = draw.randrange(1, 4) + 3 * attempt, time.monotonic() + 500
         path = folder / "metrics.jsonl"
         while not path.exists() or path.read_bytes().count(b'"lr"') < wanted:
@@ -109,9 +109,9 @@ def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
         os.kill(pid, signal.SIGKILL)
         kills += runs.parent.wait(pid) == -signal.SIGKILL
     assert kills == 3
-    assert runs.run("language_model", folder, changes=changes) == 0
+    assert runs.run("eagle", folder, changes=changes) == 0
     for name in ("best", f"checkpoints/step-{STEPS:07d}"):
-        assert_equal_weights(weights(folder / name), weights(whole["language_model"] / name))
+        assert_equal_weights(weights(folder / name), weights(whole["eagle"] / name))
 
 
 def test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room(runs, whole, tmp_path):
@@ -125,16 +125,16 @@ def test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room(runs, wh
 
 def test_a_run_that_forgets_its_place_in_the_data_ends_elsewhere(runs, whole, tmp_path):
     """What the comparisons above would say if resuming were not exact."""
-    changes = CHANGES["language_model"]
+    changes = CHANGES["eagle"]
     folder = tmp_path / "run"
-    assert runs.run("language_model", folder, kill_at=150) == -signal.SIGKILL
-    trainer = runs.world.trainer("language_model", folder, **changes)
+    assert runs.run("eagle", folder, kill_at=150) == -signal.SIGKILL
+    trainer = runs.world.trainer("eagle", folder, **changes)
     trainer.restore()
     assert trainer.progress.batch or trainer.progress.epoch
     trainer.progress.batch = trainer.progress.epoch = 0
     trainer.run()
     with pytest.raises(AssertionError):
-        assert_ends_as(folder, whole["language_model"])
+        assert_ends_as(folder, whole["eagle"])
 
 
 def test_a_second_run_in_a_folder_is_refused_before_it_writes_there(runs, tmp_path):
@@ -152,22 +152,15 @@ def test_a_second_run_in_a_folder_is_refused_before_it_writes_there(runs, tmp_pa
 # -- damaged checkpoints --------------------------------------------------------------------
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
 STATE = "training_state/model.safetensors"
 DAMAGES = [
-    (STATE, flip, "another SHA-256"),
     (STATE, cut, "bytes instead of"),
     ("training_state/optimizer.safetensors", Path.unlink, "is missing"),
-    (checkpoint.COMPLETE, flip, "damaged itself"),
+    (checkpoint.COMPLETE, lambda path: path.write_text("?"), "manifest, cannot be read"),
     (checkpoint.COMPLETE, lambda path: path.write_text(""), "is empty"),
 ]
 
@@ -187,7 +180,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 ):
     newest = checkpoint.step_folders(stopped)[-1]
     spoil(newest / name)
-    before = {path.relative_to(newest) for path in newest.rglob("*")}
     trainer = runs.world.trainer("spd", stopped, **CHANGES["spd"])
     capsys.readouterr()
     trainer.restore()
@@ -196,20 +188,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     for word in (str(newest), name, words, "step-0000009 is used instead"):
         assert word in line
     assert resumed == "resumed at step 9 of 12"
-    aside = newest.with_name(f"damaged-{newest.name}")
-    assert {path.relative_to(aside) for path in aside.rglob("*")} == before
+    assert not newest.exists()
     trainer.run()
     assert_ends_as(stopped, whole["spd"])
-
-
-def test_without_checksums_a_flipped_byte_trains_on(runs, whole, stopped):
-    """The byte is in a weight: nothing else that reads the file can tell."""
-    shutil.rmtree(checkpoint.step_folders(stopped)[-1])
-    flip(checkpoint.step_folders(stopped)[-1] / STATE)
-    assert runs.run("spd", stopped, without_checksums=True) == 0
-    assert "damaged" not in said(stopped)
-    with pytest.raises(AssertionError):
-        assert_ends_as(stopped, whole["spd"])
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_ends_with_status_2(runs, stopped):
@@ -236,13 +217,13 @@ BAD_STATES = [
     ("model.safetensors", save({}), "is not in it"),
     ("progress.json", b'{"progress": {"step": "os.system"}}', "progress.json: "),
     ("progress.json", b"[" * 10**5, "progress.json: "),
-    ("progress.json", None, "progress.json: an earlier version wrote it, with pickles"),
+    ("progress.json", None, "progress.json: "),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "words"), BAD_STATES)
 def test_a_state_that_is_none_is_refused_by_its_name(runs, stopped, name, content, words):
-    """Whoever made it has also written its digest."""
+    """Whoever made it has also written its size."""
     newest = checkpoint.step_folders(stopped)[-1]
     (newest / "training_state" / name).unlink()
     if content is not None:
@@ -253,25 +234,6 @@ def test_a_state_that_is_none_is_refused_by_its_name(runs, stopped, name, conten
     with pytest.raises(ValueError, match=f"resume: {newest} .*{words}.*--output_dir") as caught:
         trainer.restore()
     assert "\n" not in str(caught.value)
-
-
-def test_an_unreadable_file_is_a_damage(stopped, monkeypatch):
-    def fails(path: Path) -> str:
-        raise OSError(5, "Input/output error")
-
-    folder = checkpoint.step_folders(stopped)[-1]
-    assert checkpoint.damage(folder) is None
-    monkeypatch.setattr(files, "file_sha256", fails)
-    assert "cannot be read (Input/output error)" in str(checkpoint.damage(folder))
-
-
-def test_the_manifest_has_size_and_digest_of_every_file(stopped):
-    folder = checkpoint.step_folders(stopped)[-1]
-    lines = (folder / checkpoint.COMPLETE).read_text().splitlines()[:-1]
-    names = {line.split("  ")[2]: int(line.split("  ")[1]) for line in lines}
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    found = {str(path.relative_to(folder)): path.stat().st_size for path in files}
-    assert names == {name: size for name, size in found.items() if name != checkpoint.COMPLETE}
 
 
 # -- signals --------------------------------------------------------------------------------
@@ -335,7 +297,7 @@ def test_a_run_without_a_better_score_ends_and_stays_ended(
     def launch(patience: int) -> Any:
         changes = {"max_steps": 8, "max_minutes": minutes, "evaluation__every_steps": 1}
         changes["evaluation__patience"] = patience
-        trainer = runs.world.trainer("language_model", tmp_path, **changes)
+        trainer = runs.world.trainer("eagle", tmp_path, **changes)
         monkeypatch.setattr(trainer, "evaluate", lambda: {"score": scores[trainer.progress.step]})
         trainer.restore()
         capsys.readouterr()
@@ -358,7 +320,7 @@ def test_a_run_without_a_better_score_ends_and_stays_ended(
 def test_patience_without_validation_rows_is_refused(runs, tmp_path):
     changes = {"evaluation__patience": 1, "data__valid_fraction": 0.0}
     with pytest.raises(ValueError, match="evaluation.patience: 1, .*data.valid_fraction"):
-        runs.world.trainer("language_model", tmp_path, **changes)
+        runs.world.trainer("eagle", tmp_path, **changes)
 
 
 # -- losses and gradients that are not finite -----------------------------------------------

@@ -14,10 +14,11 @@ from conftest import tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from regenerate_runs import call, conversation, make_data, read_rows, write_rows
+from small_tokenizers import train_tokenizer
 
 from pipedraft.data_recipes import server as chat_server
 from pipedraft.data_recipes.answers import AnswerFile, Dialogue, RowFailed, Sampling, kept_text
-from pipedraft.data_recipes.recipe import DataConfig, Source, train_tokenizer
+from pipedraft.data_recipes.recipe import DataConfig, Source
 
 signals = regenerate_runs.signals
 """Fixture."""

@@ -11,9 +11,10 @@ import pytest
 import torch
 from conftest import tiny_llama
 from pretended_device import pretended_cuda
+from small_tokenizers import train_tokenizer
 
 from pipedraft.data_recipes import prompts, sample
-from pipedraft.data_recipes.recipe import DataConfig, Source, train_tokenizer
+from pipedraft.data_recipes.recipe import DataConfig, Source
 
 CHAT = [
     {"role": "user", "content": "How many legs do two cats have?"},

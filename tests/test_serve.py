@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import tiny_llama
 from decode_runs import PROMPTS, greedy_reference, plain_text
+from emulated_link import EmulatedLink
 from link_runs import simulate
 from msgspec.structs import replace
 from serve_runs import decode, hold_passes, in_loop, lm_draft, make_target, serving
 
-from pipedraft.benchmarks.emulated_link import EmulatedLink
 from pipedraft.errors import Failure
 from pipedraft.eval import edge_methods as methods
 from pipedraft.inference import command

@@ -31,9 +31,3 @@ def test_a_storm_of_clients_gets_its_own_texts_or_none(repository):
     assert found["killed"]["status"] == 1 and found["ended"]["status"] == 0
     assert found["killed"]["said"][-1].startswith("error: rank 0 (controller and stage 0): ")
     assert found["ended"]["said"][0].startswith("ended: ")
-
-
-def test_streams_at_once_have_the_texts_of_streams_in_turn(repository):
-    words = ["--streams", "4", "--pairs", "1", "--max-new-tokens", "16"]
-    for found in run(repository, "concurrent_streams", *words)["runs"]:
-        assert found["same_texts"] and found["tokens"] > 16, found

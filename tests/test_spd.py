@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_runs import dense_structural_mask
 from conftest import tiny_llama, tiny_qwen3
 from tiny_drafts import make_module
 
-from pipedraft.benchmarks.structural_attention import dense_structural_mask
 from pipedraft.models import load_draft
 from pipedraft.models.cpu import tuned
 from pipedraft.models.spd import SPD, SPDConfig, feature_layers

@@ -1,11 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_runs import output_and_gradients, rows
+from attention_runs import dense_structural_mask, output_and_gradients, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedraft.benchmarks.structural_attention import dense_structural_mask
 from pipedraft.models.structural import structural_attention
 
 torch.set_num_threads(1)

@@ -22,11 +22,9 @@ from train_runs import (
     assert_equal_weights,
     assert_learns_by_heart,
     logged,
-    losses_on_one_batch,
     train,
     weights,
 )
-from transformers import AutoModelForCausalLM
 
 from pipedraft.data_recipes.batch import collate
 from pipedraft.models import load_draft
@@ -103,7 +101,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[k] - b[k]).abs().max() / a[k].abs().max()) for k in a)
 
 
-@pytest.mark.parametrize("method", ["spd", "language_model"])
+@pytest.mark.parametrize("method", ["spd", "eagle3"])
 def test_accumulation_averages_over_tokens_and_not_over_batches(world, tmp_path, method):
     """One long row and five short ones, as one batch and as two, give the same gradient."""
     changes = {"model__full_probability": 1.0} if method == "spd" else {}
@@ -126,7 +124,7 @@ def test_accumulation_averages_over_tokens_and_not_over_batches(world, tmp_path,
 
 
 def test_a_logged_loss_is_the_mean_over_the_tokens_of_the_whole_window(world, tmp_path):
-    trainer = world.trainer("language_model", tmp_path)
+    trainer = world.trainer("eagle3", tmp_path)
     batches = [trainer.load(trainer.data.train, rows) for rows in trainer.epoch_batches(0)[:3]]
     with torch.no_grad():
         outputs = [trainer.objective(batch, torch.Generator()) for batch in batches]
@@ -162,7 +160,7 @@ def test_only_trainable_parts_move_and_all_of_them_do(world, tmp_path, method, f
     assert not [name for name in trainer.objective.state_dict() if "target" in name]
 
 
-DRAFTS = [name for name in methods() if name != "language_model"]
+DRAFTS = list(methods())
 
 
 @pytest.mark.parametrize("method", DRAFTS)
@@ -240,13 +238,6 @@ def test_spd_learns_a_handful_of_conversations_by_heart(
         **BY_HEART,
     )
     assert_learns_by_heart(trainer)
-
-
-def test_a_language_model_learns_a_handful_of_conversations_by_heart(world, tmp_path):
-    trainer = world.trainer("language_model", tmp_path, optim__lr=1e-2, optim__warmup_fraction=0.0)
-    losses = losses_on_one_batch(trainer, 4, 40)
-    assert losses[0] == pytest.approx(math.log(300), rel=0.05)  # starts as the uniform prediction
-    assert losses[-1] < 0.2 * losses[0]
 
 
 @pytest.mark.parametrize("step", [0, 3, 9])
@@ -436,28 +427,9 @@ def test_a_run_keeps_the_newest_checkpoints_and_the_best_network(world, tmp_path
     assert_equal_weights(draft.state_dict(), at_step_2)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_saved_language_model_is_the_trained_one(world, tmp_path, tied):
-    """Also one that goes on from a model whose head is not its embedding."""
-    changes = {} if tied else {"model__init_from": world.target, "model__tokenizer": None}
-    card = tmp_path / "card.md"
-    card.write_text("# Ours")
-    changes |= {"max_steps": 2, "model__card": card}
-    trainer = world.trainer("language_model", tmp_path, **changes)
-    card.unlink()
-    trainer.run()
-    assert (tmp_path / "best/README.md").read_text() == "# Ours"
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "best", dtype=torch.float32)
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        expected = trainer.objective.model.eval()(ids).logits
-        assert torch.equal(loaded.eval()(ids).logits, expected)
-
-
 def test_collate_pads_what_no_loss_counts(world, tmp_path):
-    trainer = world.trainer("language_model", tmp_path)
+    trainer = world.trainer("spd", tmp_path)
     rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [5], "loss_mask": [1]}]
     assert trainer.objective.num_counted(collate(rows, 0)) == 2
-    trainer.objective.config = replace(trainer.objective.config, loss_on="assistant")
     rows[0]["loss_mask"] = [0, 0, 1]
     assert trainer.objective.num_counted(collate(rows, 0)) == 1

@@ -147,7 +147,7 @@ def test_the_configuration_can_be_printed_instead_of_used(base, capsys):
     [
         ([], "--model.num_stages", "--model.noise"),
         (["--method", "eagle"], "--model.noise", "--model.num_stages"),
-        (["--method=language_model"], "--model.hidden_size", "--model.num_stages"),
+        (["--method=dflash"], "--model.block_size", "--model.num_stages"),
     ],
     ids=str,
 )
@@ -157,7 +157,7 @@ def test_help_shows_the_options_of_the_named_method(arguments, shown, absent, ca
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert shown in text and absent not in text
-    assert "language_model" in text and "eagle" in text
+    assert "dflash" in text and "eagle" in text
 
 
 def test_missing_settings_are_named(tmp_path):
@@ -173,7 +173,7 @@ def test_missing_settings_are_named(tmp_path):
 
 SHIPPED = [
     p
-    for folder in ("spd", "ppsd", "eagle", "dflash", "dspark", "mtp", "flexspec", "target")
+    for folder in ("spd", "ppsd", "eagle", "dflash", "dspark", "mtp", "flexspec")
     for p in (REPOSITORY / "configs" / folder).iterdir()
 ]
 

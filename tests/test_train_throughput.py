@@ -22,9 +22,7 @@ def counted(trainer, batch, *, is_tuned: bool) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(
-    "method", ["spd", "ppsd", "eagle", "eagle3", "mtp", "dspark", "flexspec", "language_model"]
-)
+@pytest.mark.parametrize("method", ["spd", "ppsd", "eagle", "eagle3", "mtp", "dspark", "flexspec"])
 def test_what_only_cpus_run_counts_as_what_torch_runs_elsewhere(
     world, tmp_path, monkeypatch, method
 ):
@@ -35,17 +33,6 @@ def test_what_only_cpus_run_counts_as_what_torch_runs_elsewhere(
     assert batch["input_ids"].numel() > 256
     monkeypatch.setattr(cpu, "ROW_MULTIPLE", 1)
     assert counted(trainer, batch, is_tuned=True) == counted(trainer, batch, is_tuned=False) > 0
-
-
-def test_a_language_models_flops_are_those_of_its_weights_and_of_attention(world, tmp_path):
-    trainer = world.trainer("language_model", tmp_path, batch_tokens=512)
-    model, batch = trainer.objective.model, next(trainer.windows())[0]
-    B, T = batch["input_ids"].shape
-    layers = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
-    labels = trainer.objective.num_counted(batch) * model.lm_head.weight.numel()
-    width = model.config.num_hidden_layers * model.config.hidden_size
-    squares = 4 * width * B * T**2 * 3.5  # the kernel's backward computes the scores once more
-    assert counted(trainer, batch, is_tuned=True) == 6 * (layers * B * T + labels) + squares
 
 
 def test_pace_is_flops_over_time_and_the_peak_of_all_processes():
@@ -77,7 +64,7 @@ def test_the_log_has_mfu_if_the_peak_is_known(world, tmp_path, monkeypatch):
 def test_a_tracker_that_is_not_installed_is_refused(world, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises(ValueError, match=r"trackers: 'wandb' is not installed; pip install"):
-        world.trainer("language_model", tmp_path, trackers='["wandb"]')
+        world.trainer("spd", tmp_path, trackers='["wandb"]')
 
 
 def test_wandb_keeps_a_run_offline(world, tmp_path, monkeypatch):

@@ -15,9 +15,10 @@ import torch
 from conftest import tiny_llama
 from fork_server import ForkServer, rank_environments
 from safetensors.torch import load_file
+from small_tokenizers import train_tokenizer
 from torch.distributed import TCPStore
 
-from pipedraft.data_recipes.recipe import DataConfig, Source, train_tokenizer
+from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.train import checkpoint
 from pipedraft.train.__main__ import build_trainer, main, methods, quieten
 from pipedraft.train.config import parse_run
@@ -42,6 +43,7 @@ class World:
         """Command line of a small run; keys of ``changes`` have __ for a dot."""
         settings: dict[str, Any] = {
             "method": method,
+            "target": self.target,
             "output_dir": output_dir,
             "data.sources": json.dumps([{"path": str(self.data)}]),
             "data.cache_dir": self.folder / "cache",
@@ -53,16 +55,10 @@ class World:
             "max_steps": 4,
             "optim.lr": 3e-3,
         }
-        if method != "language_model":
-            settings["target"] = self.target
-            sizes = {"spd": {"model.num_stages": 2, "model.num_layers": 1}}
-            sizes["dflash"] = {"model.num_layers": 1, "model.block_size": 8}
-            sizes["dspark"] = sizes["dflash"] | {"model.markov_rank": 8}
-            settings |= sizes.get(method, {})
-        else:
-            settings |= {"model.tokenizer": self.target, "model.hidden_size": 32}
-            settings |= {"model.intermediate_size": 64, "model.num_layers": 2, "model.num_heads": 2}
-            settings["model.save_dtype"] = "float32"
+        sizes = {"spd": {"model.num_stages": 2, "model.num_layers": 1}}
+        sizes["dflash"] = {"model.num_layers": 1, "model.block_size": 8}
+        sizes["dspark"] = sizes["dflash"] | {"model.markov_rank": 8}
+        settings |= sizes.get(method, {})
         settings |= {key.replace("__", "."): value for key, value in changes.items()}
         words = {key: value for key, value in settings.items() if value is not None}
         return [f"--{key}={value}" for key, value in words.items()]

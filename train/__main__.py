@@ -1,4 +1,4 @@
-"""Train a draft head, or the embedded target: `accelerate launch -m pipedraft.train --help`.
+"""Train a draft head: `accelerate launch -m pipedraft.train --help`.
 
 Exit status: 0 done, or ended by max_minutes or evaluation.patience; 143 after SIGTERM and 130 after
 SIGINT (Ctrl-C), which finish the step, save and leave; 2 bad input; 1 failure, also of a loss that
@@ -22,7 +22,7 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
 
 from pipedraft import pretrained
-from pipedraft.data_recipes.recipe import load_data, train_tokenizer
+from pipedraft.data_recipes.recipe import load_data
 from pipedraft.files import locked, make_place, write_atomically
 from pipedraft.models.hub import model_card
 from pipedraft.models.target import check_packable, load_tokenizer
@@ -31,9 +31,8 @@ from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
-from pipedraft.train.feature_reader import load_embedding_and_head, open_features
+from pipedraft.train.features.reader import load_embedding_and_head, open_features
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
-from pipedraft.train.language_model import LanguageModelConfig, LanguageModelObjective
 from pipedraft.train.launch import (
     check_one_disk,
     gather_together,
@@ -56,7 +55,7 @@ EXAMPLE = (
     "example: accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --optim.lr 3e-4 "
     "-- SIGTERM and Ctrl-C finish the step, save and end (status 143 and 130); the same command "
     "goes on from there. python -m pipedraft.train --plan configs/spd/tiny.yaml says what a run "
-    "will take: parameters, memory, speed, disk."
+    "will take: parameters, memory, speed."
 )
 
 
@@ -75,7 +74,6 @@ def registry() -> "dict[str, tuple[type, Any]]":
         "dflash": (DFlashTrainConfig, DFlashObjective),
         "dspark": (DSparkTrainConfig, DSparkObjective),
         "flexspec": (FlexSpecTrainConfig, FlexSpecObjective),
-        "language_model": (LanguageModelConfig, LanguageModelObjective),
     }
 
 
@@ -95,31 +93,16 @@ def build_parser() -> argparse.ArgumentParser:
     return whole
 
 
-def load_tokenizer_of(
-    run: "RunConfig", model: "DataclassInstance | None"
-) -> "PreTrainedTokenizerBase":
-    """The target's; a language model's exists or is trained on the data."""
+def load_tokenizer_of(run: "RunConfig") -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a run's target."""
 
-    if not isinstance(model, LanguageModelConfig):
-        if run.target is None:
-            raise ValueError("target: missing; name the folder or Hub id of the frozen target")
-        return load_tokenizer(run.target, revision=run.target_revision)
-    if run.features is not None:
-        raise ValueError(f"features: {run.features!r} for a language model; it reads no target")
-    if model.init_from is None and run.data.max_length > model.max_positions:
-        raise ValueError(
-            f"model.max_positions: {model.max_positions} is below data.max_length "
-            f"{run.data.max_length}; raise it, or lower that"
-        )
-    if model.tokenizer:
-        return load_tokenizer(model.tokenizer, field="model.tokenizer")
-    if model.init_from:
-        return load_tokenizer(model.init_from, field="model.init_from")
-    return train_tokenizer(run.data, model.vocab_size)
+    if run.target is None:
+        raise ValueError("target: missing; name the folder or Hub id of the frozen target")
+    return load_tokenizer(run.target, revision=run.target_revision)
 
 
 def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
-    """Everything that can refuse the configuration, so that training starts only if nothing did."""
+    """Do all that can refuse the configuration, so that training starts only if nothing did."""
 
     started = time.monotonic()
     accelerator = make_accelerator(run)
@@ -129,35 +112,30 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     objective_class = registry()[run.method][1]
     # Once on each node: nodes may have caches of their own.
     with accelerator.local_main_process_first():
-        tokenizer, target = load_tokenizer_of(run, model), None
-        if run.method != "language_model":
-            if run.features is None and not is_sharded(run, accelerator):
-                target = load_frozen_target(run, accelerator)
-            else:
-                target = load_embedding_and_head(run, objective_class, model, accelerator)
-            objective_class.check(model, target)
-            objective_class.check_start(model)
+        tokenizer = load_tokenizer_of(run)
+        if run.features is None and not is_sharded(run, accelerator):
+            target = load_frozen_target(run, accelerator)
+        else:
+            target = load_embedding_and_head(run, objective_class, model, accelerator)
+        objective_class.check(model, target)
+        objective_class.check_start(model)
         side_file = run.output_dir / "bad_rows.jsonl" if accelerator.is_main_process else None
         data = load_data(run.data, tokenizer, side_file=side_file)
-    if target is None:
-        objective = objective_class(model, tokenizer)
-    else:
-        objective = objective_class(
-            model, target, target_name=run.target, revision=run.target_revision, data=data
-        )
-        objective.card = model_card
-        if run.features is not None:
-            objective.features = open_features(run, objective, tokenizer, data, accelerator)
-        if is_sharded(run, accelerator):
-            shard_target(target, accelerator)
+    objective = objective_class(
+        model, target, target_name=run.target, revision=run.target_revision, data=data
+    )
+    objective.card = model_card
+    if run.features is not None:
+        objective.features = open_features(run, objective, tokenizer, data, accelerator)
+    if is_sharded(run, accelerator):
+        shard_target(target, accelerator)
     if run.packing and run.features is None:
-        check_packable((objective.model if target is None else target).get_decoder().config)
+        check_packable(target.get_decoder().config)
     if run.checkpointing:
         objective.use_checkpointing()
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     trainer = Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator, started=started)
-    if target is not None:
-        gather_together(objective, accelerator)
+    gather_together(objective, accelerator)
     return trainer
 
 
@@ -186,9 +164,6 @@ def main() -> None:
     run, model, resolved = parse_run(arguments, methods(), EXAMPLE)
     quieten()
     if wants_plan:
-        if run.method == "language_model":
-            raise ValueError(f"--plan: method {run.method!r} has no draft; give a draft's --config")
-
         print(Plan(run, model, registry()[run.method][1]).report())
         return
     make_place("output_dir", run.output_dir / "config.yaml", RESOLVED.encode())

@@ -1,19 +1,15 @@
 """Checkpoint folders that are complete or absent, and the state that a run resumes from.
 
-COMPLETE, written last, is the manifest: a line with SHA-256, bytes and name of every other file,
-and as its last line the SHA-256 of the lines before. Whoever writes a checkpoint also writes that,
-so nothing in it is trusted: the state is JSON, safetensors, and DeepSpeed's files as tensors and
-plain values only. None of them can name code to run.
+COMPLETE is written last: a line with size and name of every other file. Whoever writes a checkpoint
+also writes that, so nothing in it is trusted: the state is JSON, safetensors, and DeepSpeed's files
+as tensors and plain values only. None of them can name code to run.
 """
 
-import hashlib
-import itertools
 import json
 import math
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipedraft.files import file_damage, file_sha256, flush, partial
+from pipedraft.files import flush, partial
 
 STEP_PREFIX = "step-"
 COMPLETE = "COMPLETE"
@@ -77,36 +73,25 @@ def _replaced(folder: Path) -> Path:
 
 
 def write_manifest(folder: Path) -> None:
-    """Digests are of what the files hold when read back."""
-    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter
-        digests = list(pool.map(lambda name: file_sha256(folder / name), names))
-    sizes = [(folder / name).stat().st_size for name in names]
-    lines = [f"{d}  {size}  {n}\n" for d, size, n in zip(digests, sizes, names, strict=True)]
-    body = "".join(lines)
-    (folder / COMPLETE).write_text(f"{body}{hashlib.sha256(body.encode()).hexdigest()}\n")
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = [f"{path.stat().st_size}  {path.relative_to(folder)}\n" for path in paths]
+    (folder / COMPLETE).write_text("".join(lines))
 
 
 def damage(folder: Path) -> str | None:
-    """The first file that is not as ``publish_folder`` left it and what is wrong, None if all are.
-
-    Files that the manifest does not name are ignored.
-    """
-    name = COMPLETE
+    """The first file that is missing, or has another size than when it was written."""
     try:
-        manifest = (folder / name).read_bytes()
-        body, own = manifest[:-65], manifest[-65:]
-        if own != hashlib.sha256(body).hexdigest().encode() + b"\n":
-            return f"{name}, its manifest, is empty or damaged itself"
-        for line in body.decode().splitlines():
-            digest, size, name = line.split("  ", 2)
-            found = file_damage(folder / name, int(size), digest)
-            if found is not None:
-                return f"{name} {found}"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-    except ValueError:  # no UTF-8, or no line of digest, size and name
-        return f"{COMPLETE}, its manifest, is empty or damaged itself"
+        lines = (folder / COMPLETE).read_text().splitlines()
+        if not lines:
+            return f"{COMPLETE}, its manifest, is empty"
+        for line in lines:
+            size, name = line.split("  ", 1)
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if (found := (folder / name).stat().st_size) != int(size):
+                return f"{name} has {found} bytes instead of {size}"
+    except (OSError, ValueError) as error:
+        return f"{COMPLETE}, its manifest, cannot be read ({error})"
     return None
 
 
@@ -126,17 +111,19 @@ def step_folders(output_dir: Path) -> list[Path]:
 def newest_sound(output_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is as it was written, and a line about each damaged newer one.
 
-    Damaged ones are kept under another name, where neither resuming nor ``rotate`` sees them, so
-    that they never displace a sound one.
+    The damaged ones are removed: ``rotate`` would otherwise keep them and drop sound ones.
 
     Raises:
-        ValueError: there are checkpoints, and every one is damaged; none was renamed.
+        ValueError: there are checkpoints, and every one is damaged; none was removed.
     """
     reasons: list[tuple[Path, str]] = []
     for folder in reversed(step_folders(output_dir)):
         reason = damage(folder)
         if reason is None:
-            return folder, [_set_aside(bad, why, folder) for bad, why in reasons]
+            for bad, _ in reasons:
+                shutil.rmtree(bad)
+            ending = f"removed, {folder.name} is used instead"
+            return folder, [f"checkpoint {bad} is damaged: {why}; {ending}" for bad, why in reasons]
         reasons.append((folder, reason))
     if not reasons:
         return None, []
@@ -144,16 +131,6 @@ def newest_sound(output_dir: Path) -> tuple[Path | None, list[str]]:
     raise ValueError(
         f"resume: every checkpoint is damaged: {found}; copy one back, or remove "
         f"{output_dir / 'checkpoints'} or give another --output_dir to start afresh"
-    )
-
-
-def _set_aside(folder: Path, reason: str, sound: Path) -> str:
-    names = (folder.with_name(f"damaged{i or ''}-{folder.name}") for i in itertools.count())
-    aside = next(path for path in names if not path.exists())
-    folder.rename(aside)
-    return (
-        f"checkpoint {folder} is damaged: {reason}; kept as {aside.name}, "
-        f"{sound.name} is used instead"
     )
 
 

@@ -193,7 +193,7 @@ def make_parser(method: str, methods: dict[str, type], example: str) -> Argument
     others = ", ".join(name for name in methods if name != method)
     parser = ArgumentParser(
         prog="pipedraft train",
-        description="Train a draft head, or the embedded target. The options --model.* are "
+        description="Train a draft head. The options --model.* are "
         f"those of --method {method}; add --method NAME to see those of {others}.",
         epilog=example,
         exit_on_error=False,

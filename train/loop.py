@@ -22,7 +22,7 @@ from pipedraft.models.cpu import tuned
 from pipedraft.train import checkpoint
 from pipedraft.train.checkpoint import Progress, TrainingState
 from pipedraft.train.config import RunConfig
-from pipedraft.train.feature_link import FeaturesLost
+from pipedraft.train.features.link import FeaturesLost
 from pipedraft.train.launch import (
     GO_ON,
     Stop,
@@ -357,12 +357,6 @@ class Trainer:
             )
         folder, group = self._choose_checkpoint(), self.progress.batch_group
         if folder is not None:
-            if not (folder / STATE / checkpoint.PROGRESS).exists():
-                raise ValueError(
-                    f"resume: {folder} has no training_state/progress.json: an earlier version "
-                    "wrote it, with pickles, which are never opened; give another --output_dir to "
-                    "start afresh"
-                )
             try:
                 self.progress = self.state.load(folder / STATE)
             except (RuntimeError, ValueError) as error:
@@ -398,7 +392,7 @@ class Trainer:
         self.num_steps = self._count_steps()
 
     def _choose_checkpoint(self) -> Path | None:
-        """The newest undamaged one. The main process looks, because looking reads every byte."""
+        """The newest undamaged one, as the main process finds it."""
 
         def look() -> Path | None:
             checkpoint.tidy(self.config.output_dir)

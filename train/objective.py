@@ -32,7 +32,7 @@ from pipedraft.models.target import StagedTarget, capture_hidden
 from pipedraft.train.losses import DistillationLoss, Divergence, Measure, chunked_distillation
 
 if TYPE_CHECKING:
-    from pipedraft.train.feature_reader import Features
+    from pipedraft.train.features.reader import Features
 
 
 class LossOutput(NamedTuple):

@@ -1,17 +1,16 @@
-"""The needs of a run before any of it is started: parameters, memory, speed, disk.
+"""Needs of a run before any of it is started: parameters, memory, speed.
 
     python -m pipedraft.train --plan configs/spd/qwen3_5_4b_n4.yaml
 
 Networks without storage count the parameters. A training step and an evaluation of the draft run
 on tensors without numbers, as large as the run's: their bytes and FLOPs are those of the real ones.
 The target's own forward, whose kernels differ by family, is a sum over one layer's largest tensors.
-Only the target's config.json is read, and the data if it is on this machine.
+Only the target's config.json is read.
 """
 
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -23,14 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipedraft.data_recipes.recipe import load_data
 from pipedraft.files import Values
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import layer_kinds
-from pipedraft.pretrained import load_tokenizer
 from pipedraft.train.config import RunConfig
-from pipedraft.train.feature_reader import decoder_config, needed_layers, weightless_draft
-from pipedraft.train.feature_shards import bytes_per_token
+from pipedraft.train.features.reader import decoder_config, weightless_draft
 from pipedraft.train.launch import resolve_dtype, resolve_precision
 from pipedraft.train.log import flop_counter
 from pipedraft.train.loop import EVALUATED_ROWS
@@ -281,7 +277,7 @@ class Plan:
         }
 
     def report(self) -> str:
-        """The lines of ``--plan``: parameters, memory, speed, disk."""
+        """The lines of ``--plan``: parameters, memory, speed."""
         run, sizes = self.run, self.measure()
         lines = [
             f"target {run.target}: {sizes.target_layers + sizes.target_ends:,} parameters, frozen, "
@@ -303,7 +299,7 @@ class Plan:
                 cells = [found[part] / 2**30 for part in parts]
                 shown = "".join(f"{cell:>13.3f}" for cell in (*cells, sum(cells)))
                 lines.append(f"{processes:>13}{strategy:>13}{shown}")
-        return "\n".join([*lines, "", *self._speed(sizes), "", *self._disk()])
+        return "\n".join([*lines, "", *self._speed(sizes)])
 
     def _speed(self, sizes: Sizes) -> list[str]:
         run = self.run
@@ -317,29 +313,6 @@ class Plan:
             hours = run.max_steps * run.accumulation * run.batch_tokens / rate / 3600
             lines.append(f"{run.max_steps:,} steps: {hours:.1f} hours, evaluations not counted")
         return lines
-
-    def _disk(self) -> list[str]:
-        """Bytes of a dump of hidden states; of the whole data if its files are here."""
-        run, config = self.run, self.config
-        layers = needed_layers(self.draft, config.num_hidden_layers)
-        each = {d: bytes_per_token(len(layers), config.hidden_size, d) for d in ("bf16", "int8")}
-        shown = ", ".join(f"{dtype} {size:,}" for dtype, size in each.items())
-        lines = [f"hidden states of layers {list(layers)}, bytes a token: {shown}"]
-        if not all(Path(source.path).exists() for source in run.data.sources):
-            return [*lines, "data: not on this machine, so rows, epochs and disk are not counted"]
-        assert run.target is not None
-        tokenizer = load_tokenizer(run.target, revision=run.target_revision)
-        data = load_data(run.data, tokenizer)
-        report = data.report
-        total = ", ".join(f"{d} {size * report.tokens / 2**30:.3f}" for d, size in each.items())
-        tokens = sum(map(len, data.train["input_ids"]))
-        epoch = tokens / (run.batch_tokens * run.accumulation)
-        return [
-            *lines,
-            f"data: {report.train_rows:,} training rows, {tokens:,} tokens; on disk, with the "
-            f"validation rows, {total} GiB",
-            f"an epoch is at least {epoch:,.0f} steps of one process",
-        ]
 
 
 def all_counted(num_tokens: int, num_sequences: int = 1) -> dict[str, Tensor]:

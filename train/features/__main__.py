@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from pipedraft.options import Options, option
 
 if TYPE_CHECKING:
-    from pipedraft.train.feature_dump import Head
+    from pipedraft.train.features.dump import Head
 
 EXAMPLE = """example:
   python -m pipedraft.train.features --config configs/spd/tiny.yaml --out out/features
@@ -61,7 +61,7 @@ def read_heads(arguments: list[str], also: list[str]) -> "list[Head]":
     """
     from pipedraft.train.__main__ import methods
     from pipedraft.train.config import parse_run
-    from pipedraft.train.feature_dump import Head
+    from pipedraft.train.features.dump import Head
 
     heads = [parse_run(arguments, methods(), EXAMPLE)[:2]]
     heads += [parse_run(["--config", path], methods(), EXAMPLE)[:2] for path in also]
@@ -72,10 +72,8 @@ def read_heads(arguments: list[str], also: list[str]) -> "list[Head]":
                 f"{name}: {value}, but every process here runs the whole target; leave it out"
             )
     for run, _ in heads:
-        if run.method == "language_model" or run.target is None:
-            raise ValueError(
-                f"method: {run.method!r} reads no target; give a draft head's --config"
-            )
+        if run.target is None:
+            raise ValueError("target: missing; name the folder or Hub id of the frozen target")
         if (run.target, run.target_revision) != (first.target, first.target_revision):
             raise ValueError(
                 f"also: a head of {run.target}, the first one's target is {first.target}; make a "
@@ -92,8 +90,8 @@ def main() -> None:
         if not is_server and value != getattr(FeatureOptions, name):
             raise ValueError(f"{name}: {value} without serve; give serve as first word, or drop it")
     from pipedraft.train.__main__ import quieten
-    from pipedraft.train.feature_dump import dump_features, layers_of, serve_states, size_table
-    from pipedraft.train.feature_reader import decoder_config
+    from pipedraft.train.features.dump import dump_features, layers_of, serve_states, size_table
+    from pipedraft.train.features.reader import decoder_config
 
     heads = read_heads(rest, list(own.also))
     quieten()

@@ -1,12 +1,11 @@
-"""Hidden states of a target on disk: how they are stored, and what a dump says about itself.
+"""Format of hidden states on disk: a folder of shards and index.json, which is written first.
 
-A dump is a folder of shards and index.json. A shard is a safetensors file that holds whole rows of
-the data set, one after another, without padding:
+A shard is a safetensors file, complete or absent, that holds whole rows of the data set, one after
+another, without padding:
 
     rows            int64 [R]       places in the data set, validation rows after training rows
     layer.I         [M, H]          after layer I, raw; index L is before the final norm
     layer.I.scale   float32 [M]     int8 alone: values are integers times their position's scale
-    layer.I.digest  int64 [R]       of each row's part of the two
 
 The embeddings (layer 0) are not stored: they follow from the token ids.
 """
@@ -14,8 +13,7 @@ The embeddings (layer 0) are not stored: they follow from the token ids.
 # M positions of sequences, H hidden
 
 import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -23,19 +21,18 @@ import msgspec
 import numpy as np
 import torch
 from datasets import Dataset
-from msgspec import Struct, field
+from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.files import file_damage, publish
 from pipedraft.models.fingerprint import template_hash
 from pipedraft.models.target_part import weights_identity
 from pipedraft.train.config import RunConfig
 
 INDEX = "index.json"
-FORMAT = 2
+FORMAT = 3
 """Part of every identity: raise it when a stored tensor changes its meaning."""
 DTYPES = {
     "fp32": torch.float32,
@@ -73,14 +70,6 @@ def decode(stored_MH: Tensor, scale_M: Tensor | None, dtype: torch.dtype) -> Ten
     if scale_M is None:
         return stored_MH.to(dtype)
     return (stored_MH * scale_M[..., None]).to(dtype)
-
-
-def digest(row: int, parts: Iterable[Tensor]) -> int:
-    """First 8 bytes of the SHA-256 of a row's number and of its part of a layer's tensors."""
-    found = hashlib.sha256(row.to_bytes(8, "little"))
-    for part in parts:
-        found.update(part.contiguous().view(torch.uint8).numpy().data)
-    return int.from_bytes(found.digest()[:8], "little", signed=True)
 
 
 def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:
@@ -163,69 +152,6 @@ def _short(value: object) -> object:
 # -- what a dump says about itself --------------------------------------------------------------
 
 
-class LayerError(Struct):
-    """Sums over the hidden states of one layer, so that shards add up."""
-
-    max_abs: float = 0.0
-    squared_error: float = 0.0
-    squared: float = 0.0
-
-    def add(self, hidden_MH: Tensor, decoded_MH: Tensor) -> None:
-        error_MH = decoded_MH.float() - hidden_MH.float()
-        if error_MH.numel():
-            self.max_abs = max(self.max_abs, float(error_MH.abs().max()))
-        self.squared_error += float(error_MH.square().sum(dtype=torch.float64))
-        self.squared += float(hidden_MH.float().square().sum(dtype=torch.float64))
-
-    @staticmethod
-    def figures(errors: Sequence["LayerError"]) -> dict[str, float]:
-        squared_error, squared = (
-            sum(getattr(error, name) for error in errors) for name in ("squared_error", "squared")
-        )
-        relative = (squared_error / max(squared, 1e-300)) ** 0.5
-        return {"max_abs": max(error.max_abs for error in errors), "relative_rms": relative}
-
-
-class TeacherError(Struct):
-    """KL(teacher of the hidden states || teacher of the stored ones), over some positions."""
-
-    positions: int = 0
-    sum: float = 0.0
-    max: float = 0.0
-
-    def add(self, kl_M: Tensor) -> None:
-        self.positions += len(kl_M)
-        self.sum += float(kl_M.double().sum())
-        self.max = max(self.max, float(kl_M.max()))
-
-    @staticmethod
-    def figures(errors: Sequence["TeacherError"]) -> dict[str, float]:
-        positions = sum(error.positions for error in errors)
-        mean = sum(error.sum for error in errors) / max(positions, 1)
-        largest = max(error.max for error in errors)
-        return {"kl_mean": mean, "kl_max": largest, "positions": positions}
-
-
-class ShardRecord(Struct):
-    """File, size, digest and errors of a complete shard."""
-
-    file: str
-    sha256: str
-    bytes: int
-    tokens: int
-    layers: dict[str, LayerError] = field(default_factory=dict)
-    teacher: TeacherError = field(default_factory=TeacherError)
-
-    def damage(self, folder: Path, *, deep: bool) -> str | None:
-        """Difference of the shard from what was written; None: it has none.
-
-        Args:
-            deep: also read it all.
-        """
-        found = file_damage(folder / self.file, self.bytes, self.sha256 if deep else None)
-        return None if found is None else f"it {found}"
-
-
 class DumpSettings(Struct):
     """How hidden states were computed, stored and cut into shards."""
 
@@ -240,50 +166,29 @@ class DumpSettings(Struct):
     shard_mb: float
 
 
-class Sidecar(Struct):
-    """shard-N.json: a shard of a dump that has no index yet."""
-
-    identity: dict[str, int | str]
-    settings: DumpSettings
-    shard: ShardRecord
-
-
 class Index(Struct):
-    """index.json: a complete dump."""
+    """index.json: what the shards of a folder belong to, and the tokens of each when complete."""
 
     identity: dict[str, int | str]
     settings: DumpSettings
-    tokens: int
-    bytes: int
     bytes_per_token: int
-    seconds: float
-    errors: dict[str, dict[str, float]]
-    """By layer."""
-    teacher: dict[str, float]
-    shards: list[ShardRecord]
+    shard_tokens: list[int]
 
 
-def publish_json(path: Path, content: Struct) -> None:
-    text = json.dumps(msgspec.to_builtins(content), indent=1) + "\n"
-    publish(path, lambda place: place.write_text(text))
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a complete dump.
+    """Read the index of a dump, of which shards may be missing.
 
     Raises:
-        ValueError: there is no complete dump.
+        ValueError: there is no dump.
     """
     path = folder / INDEX
-    if not folder.is_dir():
-        raise ValueError(
-            f"features: no folder {folder}; make it with python -m pipedraft.train.features"
-        )
     if not path.is_file():
-        raise ValueError(
-            f"features: {folder} has no {INDEX}, so that it is no dump or not complete; "
-            "run python -m pipedraft.train.features again, which goes on with it"
-        )
+        what = f"{folder} has no {INDEX}" if folder.is_dir() else f"no folder {folder}"
+        raise ValueError(f"features: {what}; make it with python -m pipedraft.train.features")
     try:
         return msgspec.json.decode(path.read_bytes(), type=Index)
     except ValueError as error:
@@ -297,9 +202,13 @@ def open_shard(path: Path) -> safe_open:
     """Open a shard, memory-mapped.
 
     Raises:
-        ValueError: it is not safetensors.
+        ValueError: it is missing, or has not the size that its header says.
     """
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"features: {path} cannot be read ({error}); dump it again") from error
+        reason = f"is damaged ({error})" if path.exists() else "is missing"
+        raise ValueError(
+            f"features: {path} {reason}; run python -m pipedraft.train.features again, which makes "
+            "this shard anew"
+        ) from error

@@ -23,15 +23,15 @@ from pipedraft.models.target import check_family
 from pipedraft.models.target_part import load_target_part
 from pipedraft.pretrained import load_config, read_config
 from pipedraft.train.config import RunConfig
-from pipedraft.train.feature_link import FeaturesLost, RemoteStates, addresses_of
-from pipedraft.train.feature_shards import (
+from pipedraft.train.features.link import FeaturesLost, RemoteStates, addresses_of
+from pipedraft.train.features.shards import (
     decode,
     difference,
-    digest,
     identity_of,
     open_shard,
     read_index,
     row_lengths,
+    shard_name,
     target_identity,
 )
 from pipedraft.train.launch import resolve_dtype, uses_autocast
@@ -133,8 +133,7 @@ def _spans(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
 
 
 class ShardFolder:
-    """Reads rows of a dump, memory-mapped. A row's digests are checked when it is first read, so
-    that no process reads more of a shard than its own rows."""
+    """Rows of a dump, memory-mapped: no process reads more of a shard than its own rows."""
 
     def __init__(
         self,
@@ -167,38 +166,19 @@ class ShardFolder:
                 f"features: {folder} has the layers {stored}, this head also needs {missing}; dump "
                 "again with its configuration as --also"
             )
-        self.layers, self.records = sorted(layers), self.index.shards
-        self.lengths = lengths
-        self.shard_of_row = np.full(len(lengths), -1, dtype=np.int32)
+        self.layers, self.lengths = sorted(layers), lengths
+        self.shard_of_row = np.zeros(len(lengths), dtype=np.int32)
         self.start_of_row = np.zeros(len(lengths), dtype=np.int64)
-        self._is_checked = np.zeros(len(lengths), dtype=bool)
-        self._digests = {layer: np.zeros(len(lengths), dtype=np.int64) for layer in self.layers}
         self._open: dict[int, safe_open] = {}
-        for number, record in enumerate(self.records):
-            self._refuse(number, record.damage(folder, deep=False))
-            shard = open_shard(folder / record.file)
-            rows = shard.get_tensor("rows").numpy()
-            for layer, digests in self._digests.items():
-                digests[rows] = shard.get_tensor(f"layer.{layer}.digest").numpy()
+        for number in range(len(self.index.shard_tokens)):
+            rows = open_shard(folder / shard_name(number)).get_tensor("rows").numpy()
             sizes = np.asarray(lengths)[rows]
             self.shard_of_row[rows] = number
             self.start_of_row[rows] = np.cumsum(sizes) - sizes
-        if (self.shard_of_row < 0).any():
-            raise ValueError(
-                f"features: {folder} lacks row {int(np.argmin(self.shard_of_row))} of the data; "
-                "run python -m pipedraft.train.features again"
-            )
-
-    def _refuse(self, number: int, damage: str | None) -> None:
-        if damage is not None:
-            raise ValueError(
-                f"features: {self.folder / self.records[number].file} is damaged: {damage}; run "
-                "python -m pipedraft.train.features again, which makes this shard anew"
-            )
 
     def _shard(self, number: int) -> safe_open:
         if number not in self._open:
-            self._open[number] = open_shard(self.folder / self.records[number].file)
+            self._open[number] = open_shard(self.folder / shard_name(number))
         return self._open[number]
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -217,12 +197,6 @@ class ShardFolder:
             shard, end = self._shard(number), start + self.lengths[row]
             for name, pieces in parts.items():
                 pieces.append(shard.get_slice(name)[start:end])
-            if not self._is_checked[row]:
-                for layer, digests in self._digests.items():
-                    found = digest(row, (parts[f"layer.{layer}{x}"][-1] for x in suffixes))
-                    if found != digests[row]:
-                        self._refuse(number, f"row {row} has another SHA-256")
-                self._is_checked[row] = True
         return {name: torch.cat(pieces) for name, pieces in parts.items()}
 
 

@@ -20,10 +20,10 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.transport.codec import Codec, Fill, Message, check_tensor
-from pipedraft.train.feature_shards import DTYPES, bytes_per_token, difference, encode
+from pipedraft.train.features.shards import DTYPES, bytes_per_token, difference, encode
 
 if TYPE_CHECKING:
-    from pipedraft.train.feature_dump import States
+    from pipedraft.train.features.dump import States
 
 MAX_HEADER_BYTES = 1 << 18
 MAX_QUESTION_BYTES = 1 << 24
@@ -64,7 +64,7 @@ class Question(Message, tag="question"):
 
 class Answer(Message, tag="answer"):
     tensors: Annotated[dict[Name, Tensor], Meta(max_length=2000)]
-    """Named and stored as in a shard: see ``feature_shards``."""
+    """Named and stored as in a shard: see ``shards``."""
 
 
 class Refusal(Message, tag="refusal"):

@@ -1,0 +1,22 @@
+"""The plan of a run that is made up."""
+
+import tempfile
+
+from transformers import PreTrainedConfig
+
+from pipedraft.train.__main__ import methods, registry
+from pipedraft.train.config import parse_run
+from pipedraft.train.plan import Plan
+
+
+def make_plan(
+    method: str, target: PreTrainedConfig, tokens: int, batch_tokens: int, options: list[str]
+) -> Plan:
+    """Of sequences of so many tokens and batches of so many, in bfloat16."""
+    with tempfile.TemporaryDirectory() as folder:
+        target.save_pretrained(folder)
+        arguments = [f"--method={method}", f"--target={folder}", f"--output_dir={folder}/out"]
+        arguments += [f"--data.max_length={tokens}", f"--batch_tokens={batch_tokens}"]
+        arguments += ["--precision=bf16", "--data.sources=[{path: none}]", *options]
+        run, model, _ = parse_run(arguments, methods(), "")
+        return Plan(run, model, registry()[method][1])

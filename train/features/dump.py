@@ -1,0 +1,325 @@
+"""Running a frozen target over a data set once, and writing the hidden states that heads need.
+
+Or holding it ready for trainers that ask for them.
+"""
+
+# B batch, T positions of a padded row, M positions of sequences, H hidden, V vocabulary
+
+import json
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from pipedraft.data_recipes.batch import collate, length_bucketed_batches
+from pipedraft.data_recipes.recipe import TokenizedData, load_data
+from pipedraft.errors import make_folder
+from pipedraft.files import publish, write_atomically
+from pipedraft.models.cpu import tuned
+from pipedraft.models.target import capture_hidden
+from pipedraft.train.__main__ import load_tokenizer_of, registry
+from pipedraft.train.config import RunConfig
+from pipedraft.train.features.link import FeatureServer, Hello
+from pipedraft.train.features.reader import decoder_config, needed_layers, weightless_draft
+from pipedraft.train.features.shards import (
+    INDEX,
+    DumpSettings,
+    Index,
+    bytes_per_token,
+    difference,
+    encode,
+    identity_of,
+    open_shard,
+    read_index,
+    row_lengths,
+    shard_name,
+    target_identity,
+)
+from pipedraft.train.launch import (
+    load_frozen_target,
+    make_accelerator,
+    needs_others,
+    on_main_process,
+)
+from pipedraft.train.loop import EVALUATED_ROWS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from pipedraft.train.features.__main__ import FeatureOptions
+
+
+# -- what is dumped -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Head:
+    """A draft head that reads a dump: its name in tables, its run, and its network."""
+
+    name: str
+    run: RunConfig
+    model: "DataclassInstance"
+
+
+def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Layers that each head needs, and all of them together if there are several heads."""
+    layers = {}
+    for head in heads:
+        draft = weightless_draft(registry()[head.run.method][1], head.model, target_config)
+        layers[head.name] = needed_layers(draft, target_config.num_hidden_layers)
+    if len(heads) > 1:
+        layers["together"] = tuple(sorted(set().union(*layers.values())))
+    return layers
+
+
+def cut_in_shards(
+    run: RunConfig, data: TokenizedData, settings: DumpSettings, token_bytes: int
+) -> tuple[list[list[list[int]]], list[int]]:
+    """Batches of rows of every shard, and its tokens; validation rows follow the training rows.
+
+    Batches are those of the run's first epoch and of its evaluation: with one process, the hidden
+    states are bit for bit what that epoch computes without a dump, if stored in fp32.
+    """
+    lengths = row_lengths(data.train) + row_lengths(data.valid)
+    num_train, group = len(data.train), settings.batch_group
+    batches = length_bucketed_batches(
+        lengths[:num_train], run.batch_tokens, seed=run.seed, epoch=0, group=group
+    )
+    batches = list({rows[0]: rows for rows in batches}.values())  # some may come twice
+    valid = range(num_train, len(lengths))
+    batches += [list(valid[i : i + EVALUATED_ROWS]) for i in range(0, len(valid), EVALUATED_ROWS)]
+    shards: list[list[list[int]]] = [[]]
+    tokens = [0]
+    for rows in batches:
+        if tokens[-1] * token_bytes >= settings.shard_mb * 1e6:
+            shards.append([])
+            tokens.append(0)
+        shards[-1].append(rows)
+        tokens[-1] += sum(lengths[row] for row in rows)
+    return shards, tokens
+
+
+def size_table(layers: dict[str, tuple[int, ...]], hidden_size: int) -> str:
+    """Markdown: bytes per token in each dtype, and of 2,048 tokens in bf16."""
+    lines = ["| head | layers | fp32 | bf16, fp16 | int8 | 2,048 tokens in bf16 |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, chosen in layers.items():
+        sizes = [bytes_per_token(len(chosen), hidden_size, d) for d in ("fp32", "bf16", "int8")]
+        cells = [name, ", ".join(map(str, chosen)), *(f"{size:,}" for size in sizes)]
+        lines.append(f"| {' | '.join(cells)} | {size_text(2048 * sizes[1])} |")
+    return "\n".join(lines)
+
+
+def size_text(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.2f} TB"
+
+
+# -- the target at work ---------------------------------------------------------------------
+
+
+class States:
+    """The frozen target at work on rows of tokens."""
+
+    def __init__(self, target: PreTrainedModel, pad_id: int, accelerator: Accelerator) -> None:
+        self.target, self.pad_id, self.accelerator = target, pad_id, accelerator
+        self.config = target.get_decoder().config
+        self.num_layers: int = self.config.num_hidden_layers
+
+    @torch.no_grad()
+    def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
+        """Hidden states {layer: [M, H]}, row after row."""
+        batch = collate(
+            [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], self.pad_id
+        )
+        ids_BT, device = batch["input_ids"], self.accelerator.device
+        is_token_BT = torch.arange(ids_BT.shape[1]) < batch["lengths"][:, None]
+        with self.accelerator.autocast(), tuned(device):
+            hidden = capture_hidden(self.target, ids_BT.to(device), layers)
+        is_token_BT = is_token_BT.to(device)
+        return {layer: hidden[layer][is_token_BT] for layer in layers}
+
+
+# -- a folder of shards ---------------------------------------------------------------------
+
+
+class Dump:
+    """A folder that is being filled. Killed at any moment, it resumes with the shards it has."""
+
+    def __init__(
+        self,
+        index: Index,
+        shards: list[list[list[int]]],
+        folder: Path,
+        data: TokenizedData,
+        accelerator: Accelerator,
+    ) -> None:
+        """
+        Args:
+            shards: batches of rows of each shard.
+
+        Raises:
+            ValueError: the folder holds another dump, or its disk has too little room.
+        """
+        self.index, self.shards, self.folder = index, shards, folder
+        self.data, self.accelerator = data, accelerator
+        make_folder("out", folder)
+        self.damages: list[str] = []
+        self.missing = on_main_process(accelerator, self._begin)
+
+    def _begin(self) -> list[int]:
+        """Write the index, if there is none; the numbers of the shards that are to be made."""
+        path = self.folder / INDEX
+        if path.exists():
+            self._check(read_index(self.folder), path)
+        missing = []
+        for number in range(len(self.shards)):
+            shard = self.folder / shard_name(number)
+            try:
+                open_shard(shard)
+            except ValueError:
+                missing.append(number)
+                if shard.exists():
+                    self.damages.append(f"{shard.name} is damaged and made again")
+        self._check_room(sum(self.index.shard_tokens[number] for number in missing))
+        if not path.exists():
+            text = json.dumps(msgspec.to_builtins(self.index), indent=1) + "\n"
+            write_atomically(path, text.encode())
+        return missing
+
+    def _check_room(self, num_tokens: int) -> None:
+        needed, free = num_tokens * self.index.bytes_per_token, shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise ValueError(
+                f"out: {self.folder} has room for {size_text(free)}, the dump takes another "
+                f"{size_text(needed)}; give --out on a larger disk, --dtype int8, or fewer heads"
+            )
+
+    def _check(self, found_index: Index, path: Path) -> None:
+        other = difference(found_index.identity, self.index.identity)
+        for name, value in msgspec.structs.asdict(self.index.settings).items():
+            found = getattr(found_index.settings, name)
+            if other is None and found != value:
+                other = f"the same with other settings ({name}: {found} != {value})"
+        if other is not None:
+            raise ValueError(
+                f"out: {path} belongs to a dump of {other}; give another --out, or remove "
+                f"{self.folder}"
+            )
+
+    def run(self, load: Callable[[], "States"]) -> None:
+        """Write what is missing, each process its share of the shards.
+
+        Args:
+            load: called if anything is missing.
+        """
+        accelerator = self.accelerator
+        mine = self.missing[accelerator.process_index :: accelerator.num_processes]
+        bar = tqdm(
+            total=sum(self.index.shard_tokens[number] for number in mine),
+            unit="token",
+            unit_scale=True,
+            disable=not accelerator.is_main_process or not mine,
+            mininterval=1.0 if sys.stderr.isatty() else 30.0,
+        )
+        if mine:
+            states = load()
+            with bar:
+                for number in mine:
+                    self._write_shard(number, states, bar)
+        accelerator.wait_for_everyone()
+
+    def _write_shard(self, number: int, states: "States", bar: tqdm) -> None:
+        settings, batches = self.index.settings, self.shards[number]
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        for rows in batches:
+            hidden = states.of(self._ids(rows), settings.layers)
+            for layer, hidden_MH in hidden.items():
+                for name, tensor in encode(hidden_MH, settings.dtype, layer).items():
+                    parts[name].append(tensor.cpu())
+            bar.update(len(hidden[settings.layers[-1]]))
+        tensors = {name: torch.cat(pieces) for name, pieces in parts.items()}
+        tensors["rows"] = torch.tensor([row for rows in batches for row in rows])
+        publish(self.folder / shard_name(number), lambda place: save_file(tensors, place))
+
+    def _ids(self, rows: Sequence[int]) -> list[list[int]]:
+        """Tokens of a batch, whose rows are all for training or all for validation."""
+        num_train = len(self.data.train)
+        if rows[0] < num_train:
+            return self.data.train[list(rows)]["input_ids"]
+        return self.data.valid[[row - num_train for row in rows]]["input_ids"]
+
+
+# -- the commands ---------------------------------------------------------------------------
+
+
+@needs_others()
+def dump_features(
+    own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
+) -> None:
+    """Write, or go on with, the folder of ``python -m pipedraft.train.features``."""
+    run = heads[0].run
+    accelerator = make_accelerator(run)
+    say = print if accelerator.is_main_process else lambda *_: None
+    with accelerator.local_main_process_first():
+        tokenizer = load_tokenizer_of(run)
+        data = load_data(run.data, tokenizer)
+    settings = DumpSettings(
+        layers=list(layers),
+        dtype=own.dtype,
+        precision=accelerator.mixed_precision,
+        target_dtype=run.target_dtype,
+        target_quantization=run.target_quantization,
+        batch_tokens=run.batch_tokens,
+        batch_group=run.batch_group or 1,
+        seed=run.seed,
+        shard_mb=own.shard_mb,
+    )
+    identity = identity_of(run, decoder_config(run), tokenizer, data)
+    token_bytes = bytes_per_token(len(layers), int(identity["hidden_size"]), own.dtype)
+    shards, tokens = cut_in_shards(run, data, settings, token_bytes)
+    index = Index(identity, settings, token_bytes, tokens)
+    say(
+        f"{sum(tokens):,} tokens of {len(data.train) + len(data.valid):,} rows, layers "
+        f"{', '.join(map(str, layers))} in {own.dtype}: {token_bytes:,} bytes per token, "
+        f"{size_text(sum(tokens) * token_bytes)} in {len(shards)} shards"
+    )
+    dump = Dump(index, shards, out, data, accelerator)
+    for line in dump.damages:
+        say(line)
+    if len(dump.missing) < len(shards):
+        say(f"{len(shards) - len(dump.missing)} shards are already there")
+
+    def load() -> States:
+        target = load_frozen_target(run, accelerator)
+        for head in heads:
+            registry()[head.run.method][1].check(head.model, target)
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        return States(target, pad_id, accelerator)
+
+    dump.run(load)
+
+
+def serve_states(own: "FeatureOptions", port: int, run: RunConfig) -> None:
+    """Run the target for trainers until the process ends."""
+    accelerator, config = make_accelerator(run), decoder_config(run)
+    pad_id = load_tokenizer_of(run).pad_token_id or 0
+    states = States(load_frozen_target(run, accelerator), pad_id, accelerator)
+    hello = Hello(target_identity(run, config), own.dtype)
+    server = FeatureServer(states, hello, 2 * max(run.batch_tokens, 8 * run.data.max_length))
+    said = f"serving states of {run.target} in {own.dtype} at"
+    server.listen(own.host, port, lambda host, port: print(f"{said} {host}:{port}", flush=True))
