@@ -43,11 +43,6 @@ COMMANDS = {
         "check this machine: versions, cores, processes, disk, embedded target, Hub",
         "pipedraft doctor --json",
     ),
-    "completion": (
-        "completion",
-        "print the script by which bash or zsh completes commands and options",
-        "pipedraft completion bash",
-    ),
 }
 
 

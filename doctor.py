@@ -85,9 +85,6 @@ class DoctorOptions(Options):
     """folder with the embedded target"""
 
 
-build_parser = DoctorOptions.parser
-
-
 # -- versions -------------------------------------------------------------------------------
 
 

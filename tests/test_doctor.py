@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from pretended_device import pretended_cuda
 
 from pipedraft import doctor
+from pipedraft.errors import run_command
 
 ASSETS = REPOSITORY / "assets"
 
@@ -207,3 +208,16 @@ def test_a_full_disk_is_a_failure_and_a_nearly_full_one_a_warning(tmp_path, monk
     for free, status in ((2**20, "failure"), (2**31, "warning"), (2**40, "ok")):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         assert only(doctor.check_folder(tmp_path)).status == status
+
+
+@pytest.mark.parametrize(("word", "status"), [("--help", 0), ("--jsn", 2)])
+def test_help_has_an_example_and_a_bad_option_is_one_line(word, status, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["doctor", word])
+    with pytest.raises(SystemExit) as stop:
+        run_command(doctor.main)
+    out, err = capfd.readouterr()
+    assert stop.value.code == status
+    if status:
+        assert out == "" and err.count("\n") == 1 and err.startswith("error: ")
+    else:
+        assert "  pipedraft doctor" in out and err == ""
