@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str] | None) -> None:
     parser = build_parser()
-    cfg = parse(parser, sys.argv[1:] if argv is None else argv, flags=False)
+    cfg = parse(parser, sys.argv[1:] if argv is None else argv)
     build(parser.instantiate(cfg).data, cfg.tokenizer, cfg.out)
     parser.save(cfg, cfg.out / "config.yaml", overwrite=True)
 
