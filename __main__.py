@@ -40,7 +40,7 @@ COMMANDS = {
     ),
     "doctor": (
         "doctor",
-        "check this machine: versions, cores, processes, disk, embedded target, Hub",
+        "check this machine: versions, GPU, embedded target, Hub",
         "pipedraft doctor --json",
     ),
 }

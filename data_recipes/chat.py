@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipedraft.files import Values
-from pipedraft.model_limits import ChatRefused, render_chat, rendering
+from pipedraft.pretrained import ChatRefused, render_chat, rendering
 
 ROLES = {
     "system": "system",
@@ -165,7 +165,7 @@ class ChatRenderer:
     def _render_marked(self, messages: list[Message]) -> RenderedChat:
         variables: Values = dict(self.tokenizer.special_tokens_map)
         # Annotated as str, returns (texts, generation marks of each text).
-        with rendering(self.tokenizer.name_or_path):
+        with rendering():
             rendered: Any = render_jinja_template(
                 [messages],
                 chat_template=self.template,

@@ -25,7 +25,6 @@ from pipedraft.data_recipes.overlap import (
 )
 from pipedraft.data_recipes.sources import check_unicode, parse_json
 from pipedraft.files import Values
-from pipedraft.model_limits import TemplateLimit
 
 FILTERED = "filter: "
 TOO_LONG = "too long"
@@ -124,8 +123,6 @@ def tokenize_batch(
             good.append(row)
         except RowRefused as refused:
             row.error, row.detail = refused.args
-        except TemplateLimit:
-            raise
         except ValueError as error:
             row.error = str(error)
     pairs = renderer.tokenize(chats) if renderer is not None and chats else []

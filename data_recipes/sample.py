@@ -40,10 +40,14 @@ from pipedraft.data_recipes.answers import (
     kept_text,
 )
 from pipedraft.files import make_place, publish
-from pipedraft.model_limits import ChatRefused, render_chat
 from pipedraft.options import Options, option
-from pipedraft.placement import resolve_device
-from pipedraft.pretrained import load_model, load_tokenizer
+from pipedraft.pretrained import (
+    ChatRefused,
+    load_model,
+    load_tokenizer,
+    render_chat,
+    resolve_device,
+)
 
 # B rows, T positions, V vocabulary
 

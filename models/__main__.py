@@ -114,7 +114,7 @@ class PushOptions(Command):
         if self.dry_run:
             out = self.out or Path("out", "upload", *self.repo.split("/"))
             fill = partial(fill_folder, files=prepare_upload(folder, upload))
-            for path in write_folder(out, fill, inputs=[folder], replaces=True):
+            for path in write_folder(out, fill, inputs=[folder]):
                 print(path)
         else:
             print(push(prepare_upload(folder, upload), upload))
@@ -179,9 +179,9 @@ class FromGgufOptions(Command):
     """folder to make"""
 
     def run(self) -> None:
-        from pipedraft.gguf_target import convert
+        from pipedraft.pretrained import convert_gguf
 
-        for path in convert(self.file, self.out, field="FILE"):
+        for path in convert_gguf(self.file, self.out, field="FILE"):
             print(path)
 
 

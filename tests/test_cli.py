@@ -381,7 +381,7 @@ def test_the_example_of_the_upload_works_as_written(place, tmp_path, monkeypatch
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     names = ("README.md", "config.json", "model.safetensors")
     shown = {f"out/upload/user/name/{name}" for name in names}
-    assert files == shown | {"out/upload/user/name/.cache/huggingface/pipedraft.json"}
+    assert files == shown
     assert sorted(capfd.readouterr().out.split()) == sorted(shown)
 
 

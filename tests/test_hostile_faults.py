@@ -64,14 +64,6 @@ def read_file(place: Path) -> int:
     return content[0]
 
 
-def write_upload(place: Path, version: int) -> None:
-    files.write_folder(place / "out", lambda folder: fill(folder, version), replaces=True)
-
-
-def read_upload(place: Path) -> int:
-    return version_of(place / "out")
-
-
 def write_step(place: Path, version: int) -> None:
     checkpoint.write_folder(
         checkpoint.step_folder(place, version), lambda folder: fill(folder, version)
@@ -99,7 +91,6 @@ def read_best(place: Path) -> int:
 
 SAVES: dict[str, tuple[Callable[[Path, int], None], Callable[[Path], int]]] = {
     "file": (write_file, read_file),
-    "upload": (write_upload, read_upload),
     "checkpoint": (write_step, read_step),
     "best": (write_best, read_best),
 }
