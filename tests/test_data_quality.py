@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from pipedraft.data_recipes.config import Filters
 from pipedraft.data_recipes.overlap import (
     hash_ngrams,
-    hash_shingles,
     hash_words,
-    jaccard,
     prompts_of,
     read_benchmarks,
     split_words,
@@ -123,45 +121,6 @@ def test_exact_duplicates_keep_the_first_good_row(load, tmp_path):
     # A row that is itself left out does not stand for its copies.
     strict = replace(first, filters=Filters(max_characters=1))
     assert load(strict, second, duplicates="exact").report.duplicate_rows == {}
-
-
-def test_near_duplicates_are_those_that_a_full_comparison_finds(load, tmp_path):
-    rng = np.random.default_rng(0)
-    texts = []
-    for _ in range(60):
-        words = random_text(rng, 120).split()
-        texts.append(" ".join(words))
-        for num_changes in rng.integers(1, 12, 3):
-            changed = list(words)
-            for place in rng.integers(0, 120, num_changes):
-                changed[place] = f"other{place}"
-            texts.append(" ".join(changed))
-    order = rng.permutation(len(texts))
-    rows = [chat(texts[i], "yes") for i in order]
-    sets = [np.unique(hash_shingles(f"{texts[i]}\nyes")) for i in order]
-    expected = set()
-    for later in range(len(sets)):
-        if any(jaccard(sets[earlier], sets[later]) >= 0.8 for earlier in range(later)):
-            expected.add(later + 1)
-    assert 20 < len(expected) < 120
-    source = write(tmp_path / "rows.jsonl", rows)
-    report = load(source, duplicates="near").report
-    found = lines_of(load.left_out())
-    assert set(found) <= expected and len(found) >= 0.98 * len(expected)
-    assert report.duplicate_rows == {"near": len(found)} and total(report) == len(rows)
-    assert all(r["detail"].startswith(str(tmp_path)) for r in load.left_out())
-    # What is appended changes nothing before it.
-    more = write(tmp_path / "more.jsonl", rows[::-1])
-    load(source, more, duplicates="near")
-    assert lines_of(r for r in load.left_out() if r["source"] == source.path) == found
-    kept_in_both = [r for r in load.left_out() if r["source"] == more.path]
-    assert len(kept_in_both) == len(rows)
-
-
-def test_rows_without_words_are_no_near_duplicates(load, tmp_path):
-    rows = [chat("??", mark * 3) for mark in "!$%&"]
-    report = load(write(tmp_path / "rows.jsonl", rows), duplicates="near").report
-    assert report.rows_kept == 4
 
 
 # Benchmarks
