@@ -1,6 +1,5 @@
 """Work on checkpoints: import a published head, push one to the Hub, export it for an engine, say
-whether a fine-tuned target keeps its FlexSpec draft, make a target of a GGUF file, or a checkpoint
-with fp16 weights."""
+whether a fine-tuned target keeps its FlexSpec draft, make a target of a GGUF file."""
 
 import shlex
 import sys
@@ -27,7 +26,6 @@ EXAMPLE = """example:
   python -m pipedraft.models export --checkpoint out/eagle3 --format sglang --out out/sglang
   python -m pipedraft.models scope --base assets/target --target out/tuned/best
   python -m pipedraft.models from-gguf SmolLM2-135M-Instruct.Q4_1.gguf --out out/smollm2
-  python -m pipedraft.models halve --checkpoint out/spd --out out/spd_half
 """
 
 
@@ -85,6 +83,8 @@ class PushOptions(Command):
     """results.json of pipedraft eval, for the card's table"""
     target: str | None = None
     """the target's Hub id; default: the name that the training gave it"""
+    dtype: Literal["fp16"] | None = None
+    """of the weights, half the size, which loading makes float32 again; default: as they are"""
     private: bool = False
     """for a repository that it makes"""
     revision: str | None = option(None, metavar="BRANCH")
@@ -110,6 +110,7 @@ class PushOptions(Command):
             message=self.commit_message,
             results=self.results,
             target=self.target,
+            is_half=self.dtype is not None,
         )
         if self.dry_run:
             out = self.out or Path("out", "upload", *self.repo.split("/"))
@@ -185,24 +186,6 @@ class FromGgufOptions(Command):
             print(path)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HalveOptions(Command):
-    """write a checkpoint with its weights in fp16, half the size; decoding computes in float32"""
-
-    PROG: ClassVar[str] = "pipedraft models halve"
-
-    checkpoint: str
-    """checkpoint folder or a run's folder"""
-    out: Path
-    """folder to make"""
-
-    def run(self) -> None:
-        from pipedraft.models.hub import halve
-
-        for path in halve(checkpoint_folder(self.checkpoint), self.out):
-            print(path)
-
-
 def checkpoint_folder(path_or_repo: str) -> Path:
     from pipedraft.models.draft import resolve_folder
 
@@ -215,7 +198,6 @@ SUBCOMMANDS: dict[str, type[Command]] = {
     "export": ExportOptions,
     "scope": ScopeOptions,
     "from-gguf": FromGgufOptions,
-    "halve": HalveOptions,
 }
 
 

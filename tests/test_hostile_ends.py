@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipedraft.errors import LINE_CHARACTERS, Failure, UsageError, one_line, run_command
-from pipedraft.models.card import CardSource, License, render_card
+from pipedraft.models.card import CardSource, render_card
 
 
 def os_error(code: int, path: str | None = None) -> OSError:
@@ -223,7 +223,7 @@ def test_a_card_shows_what_others_wrote_and_nothing_of_it_acts():
                     }
                 },
             },
-            license=License({"license": evil}),
+            license={"license": evil},
         )
     )
     head, body = card.removeprefix("---\n").split("\n---\n", 1)

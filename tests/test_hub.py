@@ -98,9 +98,9 @@ def test_a_branch_is_made_and_the_main_one_stays(place, hub, monkeypatch):
         ({"config__json": b'{"model_type": "llama"}'}, ["another model", "give another --repo"]),
         ({"model__safetensors": b"x"}, ["another model"]),
         ({"config__json": b"not JSON"}, ["another model"]),
-        ("eagle3", ["'eagle3'", "not a draft of type 'spd' for 2 stages", "--revision"]),
-        ("spd4", ["'spd' for 4 stages", "not a draft of type 'spd' for 2 stages"]),
-        ("spd_other", ["for another target (", "not one of this target"]),
+        ("eagle3", ["'eagle3'", "which is not this one", "--revision"]),
+        ("spd4", ["'spd' for 4 stages", "which is not this one"]),
+        ("spd_other", ["'spd' for 2 stages, of the target ", "which is not this one"]),
     ],
 )
 def test_a_repository_with_other_content_is_not_written_to(
