@@ -20,7 +20,6 @@ from torch.profiler import record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedraft.benchmarks.measurement import ProductRate, breakdown, measure_apart, seconds
-from pipedraft.models.cpu import tuned
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.loop import make_optimizers
 
@@ -94,13 +93,6 @@ def measure_case(
 ) -> dict[str, Any]:
     """Of the case --case, in this process."""
     torch.set_num_threads(1)
-    with tuned(torch.device("cpu")):
-        return _measure(args, objective, parts)
-
-
-def _measure(
-    args: argparse.Namespace, objective: Any, parts: Sequence[tuple[str, str]]
-) -> dict[str, Any]:
     step, batch = make_step(objective), make_batch(args, args.case, args.length)
     num_counted = step(batch)
     times, rate = [], ProductRate()

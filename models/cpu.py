@@ -1,14 +1,13 @@
-"""What is faster on a CPU than torch's own way, and gives the same up to rounding.
+"""Faster functions for CPUs, which give what torch's give; other devices are left alone.
 
-``with tuned(device):`` is entered once around training's steps and evaluations, ``lay_out(module)``
-is called once for what decodes; formulas are written in torch's functions and know nothing of
-either. Other devices are left alone.
+``lay_out(module)`` is called once for a module that decodes, ``muon_in_float32`` entered around
+steps of optimizers.
 """
 
 # ... any leading axes, H and G columns, M and N rows, V vocabulary
 # W entries of a block, K blocks of one row
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import gcd
 
@@ -16,30 +15,10 @@ import torch
 import torch.nn.functional as F
 from psutil import virtual_memory
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.optim import _muon
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_orthogonalize
 
 ROW_MULTIPLE = 32
-
-
-@contextmanager
-def tuned(device: torch.device) -> Iterator[None]:
-    """Replace torch's functions, where ``device`` is a CPU; also inside transformers models.
-
-    Replaced for all threads and for the backward pass, too, so that what checkpointing computes
-    again is what was computed: torch leaves a ``TorchFunctionMode`` there.
-    """
-    faster = FASTER if device.type == "cpu" else ()
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in faster]
-    try:
-        for owner, name, function in faster:
-            setattr(owner, name, function)
-        yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
 
 
 # -- products with few rows ------------------------------------------------------------------
@@ -121,52 +100,12 @@ class LaidOutLinear(nn.Linear):
         return out_MG.view(*input.shape[:-1], -1)
 
 
-# -- norms ----------------------------------------------------------------------------------
-
-
-def rms_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """Normalize as ``F.rms_norm``, which has no kernel for CPUs."""
-    exact = (torch.float32, torch.float64)
-    if x.device.type != "cpu" or weight is None or eps is None or weight.ndim != 1:
-        return torch_rms_norm(x, shape, weight, eps)
-    if x.dtype not in exact or weight.dtype != x.dtype:
-        return torch_rms_norm(x, shape, weight, eps)
-    return _RMSNorm.apply(x, weight, eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """3 passes forward and 7 backward; torch's takes 8 and 4 times as long.
-
-    With n = x rstd: dx = rstd (g w - n mean(g w n)).
-    """
-
-    @staticmethod
-    def forward(ctx, x_H, weight_H, eps):
-        mean_square_1 = torch.linalg.vecdot(x_H, x_H)[..., None].div_(x_H.shape[-1])
-        rstd_1 = mean_square_1.add_(eps).rsqrt_()
-        ctx.save_for_backward(x_H, weight_H, rstd_1)
-        return (x_H * rstd_1).mul_(weight_H)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_H):
-        x_H, weight_H, rstd_1 = ctx.saved_tensors
-        normed_H = x_H * rstd_1
-        product_H = grad_H * normed_H
-        dweight_H = product_H.flatten(0, -2).sum(0)
-        mean_1 = (product_H @ weight_H)[..., None].div_(x_H.shape[-1])
-        dx_H = torch.mul(grad_H, weight_H, out=product_H).addcmul_(normed_H, mean_1, value=-1)
-        return dx_H.mul_(rstd_1), dweight_H, None
+# -- logits --------------------------------------------------------------------------------
 
 
 def whole_rows(count: int) -> int:
     """Round a number of rows up: kernels are prepared anew for every number that they meet."""
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
-# -- logits ---------------------------------------------------------------------------------
 
 
 def argmax(x_NV: Tensor) -> Tensor:
@@ -219,7 +158,12 @@ def orthogonalize(
     return x_GH.T if is_tall else x_GH
 
 
-FASTER: tuple[tuple[object, str, Callable[..., object]], ...] = (
-    (F, "rms_norm", rms_norm),
-    (_muon, "_zeropower_via_newtonschulz", orthogonalize),
-)
+@contextmanager
+def muon_in_float32(device: torch.device) -> Iterator[None]:
+    """Let torch.optim.Muon iterate in float32 inside, where ``device`` is a CPU."""
+    if device.type == "cpu":
+        _muon._zeropower_via_newtonschulz = orthogonalize
+    try:
+        yield
+    finally:
+        _muon._zeropower_via_newtonschulz = torch_orthogonalize
