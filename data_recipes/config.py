@@ -17,7 +17,7 @@ SHARES = ("max_non_alphabetic", "max_repeated_lines", "min_cjk", "max_cjk")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filters:
+class RowFilters:
     """Limits that a row must keep, all inclusive; null: no limit.
 
     Characters, letters and lines are those of all turns, system prompts included.
@@ -139,7 +139,7 @@ class Source:
     license: str | None = None
     """License of the rows, as the Hub writes it (mit, cc-by-4.0); a `license` field of a row of
     conversations counts before it. Null and no such field: unknown."""
-    filters: Filters | None = None
+    filters: RowFilters | None = None
     """Limits that rows must keep; null: none."""
     max_row_bytes: int = 2**22
     """A longer row, or document, is left out: reading one takes many times its size in memory."""
@@ -163,7 +163,7 @@ class Source:
                 f"sources.{given}: {getattr(self, given)!r} stands alone; give prompt_field and "
                 "answer_field, or neither"
             )
-        limits = self.filters or Filters()
+        limits = self.filters or RowFilters()
         for name, value, kind in (
             ("prompt_field", self.prompt_field, "conversations"),
             ("text_field", self.text_field, "text"),

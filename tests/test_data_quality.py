@@ -12,7 +12,7 @@ from data_rows import CHINESE, WORDS, chat, total, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedraft.data_recipes.config import Filters
+from pipedraft.data_recipes.config import RowFilters
 from pipedraft.data_recipes.overlap import (
     hash_ngrams,
     hash_words,
@@ -58,7 +58,7 @@ def test_a_filter_leaves_out_what_misses_its_limit_and_says_so(
     source = write(tmp_path / "rows.jsonl", [*rows, chat(f"ok {CHINESE} fine\nthen", "yes", "no")])
     free = load(source).report
     assert free.rows_kept == 3 and free.filtered_rows == {} and load.left_out() == []
-    limits = Filters(**{name: limit})
+    limits = RowFilters(**{name: limit})
     texts = [turn["content"] for turn in rows[1]["messages"]]
     assert limits.refuse(texts, sum(t["role"] != "system" for t in rows[1]["messages"]))[0] == ""
     report = load(replace(source, filters=limits)).report
@@ -71,7 +71,7 @@ def test_a_filter_leaves_out_what_misses_its_limit_and_says_so(
 def test_filters_of_one_source_leave_the_others_alone(load, tmp_path):
     first = write(tmp_path / "a.jsonl", [chat(f"a {i}") for i in range(4)])
     second = write(tmp_path / "b.jsonl", [chat(f"b {i}") for i in range(4)])
-    report = load(replace(first, filters=Filters(min_turns=9)), second).report
+    report = load(replace(first, filters=RowFilters(min_turns=9)), second).report
     assert [s["rows_kept"] for s in report.sources.values()] == [0, 4]
 
 
@@ -83,7 +83,7 @@ def test_long_rows_are_cut_or_dropped_and_short_ones_filtered(load, tmp_path):
     tokens = [
         len(ids) for ids in load(source, max_length=9999, valid_fraction=0.0).train["input_ids"]
     ]
-    least = Filters(min_tokens=tokens[0] + 1)
+    least = RowFilters(min_tokens=tokens[0] + 1)
     report = load(replace(source, filters=least), max_length=tokens[1], too_long="drop").report
     assert (report.rows_kept, report.truncated_rows, report.too_long_rows) == (1, 0, 1)
     assert [(r["reason"], r["detail"]) for r in load.left_out()] == [
@@ -119,7 +119,7 @@ def test_exact_duplicates_keep_the_first_good_row(load, tmp_path):
         f"{tmp_path}/a.jsonl:1"
     }
     # A row that is itself left out does not stand for its copies.
-    strict = replace(first, filters=Filters(max_characters=1))
+    strict = replace(first, filters=RowFilters(max_characters=1))
     assert load(strict, second, duplicates="exact").report.duplicate_rows == {}
 
 

@@ -13,7 +13,7 @@ from pipedraft.inference.batch import BatchEngine
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.timeline import WAIT
 from pipedraft.models import draft_calls
-from pipedraft.models.draft_calls import Call, make_first
+from pipedraft.models.draft_calls import DraftCall, make_first
 from pipedraft.models.layers import KeyValues
 
 CONTINUED = {"schedule": "flowspec_continued", "expansion_depth": 2}
@@ -49,7 +49,7 @@ def calls_made(monkeypatch):
     found = []
 
     def checked(calls):
-        apart = [Call(one.function, one.rows, copied(one.options)) for one in calls]
+        apart = [DraftCall(one.function, one.rows, copied(one.options)) for one in calls]
         assert together(calls)
         found.append((len(calls), sum(map(differs, calls, apart))))
         return True
@@ -182,7 +182,7 @@ def test_a_call_that_fails_fails_alone(target):
         options = {"caches": [cache], "visible_RC": torch.ones(1, 1, dtype=torch.bool)}
         state_RH = torch.full((1, draft.layer_config.hidden_size), 0.5)
         options["positions_R"] = torch.tensor([0])
-        return Call(draft.step, (torch.tensor([token]), state_RH), options)
+        return DraftCall(draft.step, (torch.tensor([token]), state_RH), options)
 
     caches = [KeyValues() for _ in range(3)]
     calls = [ask(token, cache) for token, cache in zip((1, 10**6, 2), caches, strict=True)]
