@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipedraft.data_recipes.chat import Message, read_turns
+from pipedraft.data_recipes.conversations import Message, read_turns
 from pipedraft.errors import Failure
 from pipedraft.files import publish
 from pipedraft.options import Options, option

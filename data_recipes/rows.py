@@ -13,8 +13,9 @@ import pyarrow
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.chat import ChatRenderer, Message, RenderedChat, normalize_conversation
+from pipedraft.data_recipes.chat import ChatRenderer, RenderedChat
 from pipedraft.data_recipes.config import DataConfig, Source
+from pipedraft.data_recipes.conversations import Message, normalize_conversation
 from pipedraft.data_recipes.overlap import (
     CONTAMINATED,
     Benchmarks,

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from pipedraft.data_recipes.chat import mark_tokens, normalize_conversation
+from pipedraft.data_recipes.chat import mark_tokens
+from pipedraft.data_recipes.conversations import normalize_conversation
 from pipedraft.data_recipes.recipe import CHAT_TEMPLATE
 
 # Cuts thinking from every assistant turn that a later user turn follows, as Qwen3's template does.

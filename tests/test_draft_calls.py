@@ -125,8 +125,8 @@ def swap_keys(monkeypatch):
         one.keys[:, 0] = other.keys[:, 0]
         other.keys[:, 0] = row
 
-    right = draft_calls._Apart.append_rows
-    monkeypatch.setattr(draft_calls._Apart, "append_rows", mutant)
+    right = draft_calls._SeparateKeyValues.append_rows
+    monkeypatch.setattr(draft_calls._SeparateKeyValues, "append_rows", mutant)
 
 
 def swap_results(monkeypatch):
@@ -143,8 +143,8 @@ def see_everything(monkeypatch):
     def mutant(self, caches, places, visible):
         right(self, caches, places, [torch.ones_like(own) for own in visible])
 
-    right = draft_calls._Apart.__init__
-    monkeypatch.setattr(draft_calls._Apart, "__init__", mutant)
+    right = draft_calls._SeparateKeyValues.__init__
+    monkeypatch.setattr(draft_calls._SeparateKeyValues, "__init__", mutant)
 
 
 @pytest.mark.parametrize("mutate", [swap_keys, swap_results, see_everything])
