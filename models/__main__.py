@@ -56,7 +56,7 @@ class ImportOptions(Command):
     """branch, tag or commit of the head's repository"""
 
     def run(self) -> None:
-        from pipedraft.models.peers import import_head
+        from pipedraft.models.exchange.peers import import_head
 
         draft, files = import_head(self.source, self.target, self.out, revision=self.revision)
         for path in files:
@@ -97,7 +97,13 @@ class PushOptions(Command):
     """with --dry-run: where to write it; default: out/upload/REPO"""
 
     def run(self) -> None:
-        from pipedraft.models.hub import Upload, check_repo_id, fill_folder, prepare_upload, push
+        from pipedraft.models.exchange.hub import (
+            Upload,
+            check_repo_id,
+            fill_folder,
+            prepare_upload,
+            push,
+        )
 
         check_repo_id(self.repo)
         if self.out is not None and not self.dry_run:
@@ -137,7 +143,7 @@ class ExportOptions(Command):
     """the target's name for the engine; default: the one of the training"""
 
     def run(self) -> None:
-        from pipedraft.models.export import export, launch_line, target_and_kind
+        from pipedraft.models.exchange.export import export, launch_line, target_and_kind
 
         folder = checkpoint_folder(self.checkpoint)
         for path in export(folder, self.format, self.out, target=self.target):

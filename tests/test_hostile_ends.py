@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipedraft.errors import LINE_CHARACTERS, Failure, UsageError, one_line, run_command
-from pipedraft.models.card import CardSource, render_card
+from pipedraft.models.exchange.card import CardSource, render_card
 
 
 def os_error(code: int, path: str | None = None) -> OSError:

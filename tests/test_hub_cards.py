@@ -20,7 +20,7 @@ from huggingface_hub import ModelCard, snapshot_download
 from safetensors.torch import load_file
 
 from pipedraft.data_recipes.recipe import DataConfig, Source, load_data
-from pipedraft.models.card import MADE
+from pipedraft.models.exchange.card import MADE
 
 no_pictures = eval_runs.no_pictures
 pytestmark = pytest.mark.usefixtures("no_pictures")

@@ -6,7 +6,7 @@ from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
 from pipedraft.models import load_draft
-from pipedraft.models.hub import Upload, fill_folder, prepare_upload
+from pipedraft.models.exchange.hub import Upload, fill_folder, prepare_upload
 from pipedraft.models.target import load_target
 
 METHODS = {

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pipedraft import __version__
 from pipedraft.files import file_sha256
-from pipedraft.models.card import CARD, MADE, CardSource, Measured, render_card
 from pipedraft.models.draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -29,7 +28,8 @@ from pipedraft.models.draft import (
     load_untied,
     read_description,
 )
-from pipedraft.models.export import ORIGIN_FILE, Origin
+from pipedraft.models.exchange.card import CARD, MADE, CardSource, Measured, render_card
+from pipedraft.models.exchange.export import ORIGIN_FILE, Origin
 from pipedraft.models.fingerprint import read_target
 from pipedraft.pretrained import hub_link
 
