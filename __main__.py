@@ -40,13 +40,8 @@ COMMANDS = {
     ),
     "doctor": (
         "doctor",
-        "check this machine: versions, cores, processes, disk, embedded target, Hub",
+        "check this machine: versions, GPU, embedded target, Hub",
         "pipedraft doctor --json",
-    ),
-    "completion": (
-        "completion",
-        "print the script by which bash or zsh completes commands and options",
-        "pipedraft completion bash",
     ),
 }
 

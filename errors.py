@@ -6,18 +6,17 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 
+from safetensors import SafetensorError
+
 LINE_CHARACTERS = 1000
 """Longest message; of a longer one the beginning and the end."""
-INTERRUPT_S = 1.5
-"""After Ctrl-C, for leaving in order; then the process is left as it is."""
 INPUT_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 INPUT_CODES = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 STORAGE_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
@@ -86,17 +85,17 @@ def run_command(main: Callable[[], None]) -> None:
     1, one line); anything else is a failure of the program (traceback, status 1).
     ``PIPEDRAFT_TRACEBACK=1`` shows the traceback of the first two as well.
     """
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with _ended_by_interrupt():
-            _replace_closed_streams()
-            if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack a text's characters
-                sys.stdout.reconfigure(errors="replace")
-            try:
-                main()
-            except SystemExit:
-                sys.stdout.flush()
-                raise
-            sys.stdout.flush()
+        if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack a text's characters
+            sys.stdout.reconfigure(errors="replace")
+        try:
+            main()
+        except SystemExit:
+            print(end="", flush=True)
+            raise
+        print(end="", flush=True)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         _forget_output()
@@ -123,7 +122,7 @@ def _tell_launcher(line: str) -> None:
 
 
 def leave_at_interrupts() -> None:
-    """Let Ctrl-C end the process with one line until ``run_command``: a start takes seconds.
+    """End the process with one line at Ctrl-C until ``run_command``: a start takes seconds.
 
     Libraries that are being loaded would make another error of KeyboardInterrupt.
     """
@@ -131,9 +130,8 @@ def leave_at_interrupts() -> None:
         signal.signal(signal.SIGINT, _leave)
 
 
-def _leave(number: int = 0, frame: FrameType | None = None) -> None:
-    with suppress(OSError):
-        os.write(2, b"error: interrupted\n")
+def _leave(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"error: interrupted\n")
     os._exit(130)
 
 
@@ -147,7 +145,7 @@ def _status(error: Exception) -> tuple[int, str] | None:
         return 1, "output: its reader has closed it"
     if isinstance(error, UnicodeDecodeError):
         return 2, f"input: not UTF-8 text ({error.reason} at byte {error.start}); convert it"
-    if isinstance(error, Failure):
+    if isinstance(error, Failure | SafetensorError):  # what reads weights explains its own
         return 1, str(error)
     if isinstance(error, MemoryError):
         return 1, f"memory: not enough ({str(error) or 'of this machine'}); ask for less"
@@ -167,17 +165,9 @@ def describe_os_error(error: OSError) -> str:
 
 
 def storage_error(error: BaseException) -> OSError | None:
-    """The full, read-only or failing disk behind an error; None: another cause.
-
-    Libraries wrap it: datasets in an error of its own, safetensors and tokenizers (Rust) in words.
-    """
-    for cause in causes(error):
-        if isinstance(cause, OSError) and cause.errno in STORAGE_CODES:
-            return cause
-        is_rust = type(cause) is Exception or type(cause).__name__ == "SafetensorError"
-        if is_rust and (found := re.search(r"\b(?:code: |os error )(\d+)", str(cause))):
-            return OSError(int(found[1]), os.strerror(int(found[1])))
-    return None
+    """Return the full, read-only or failing disk behind an error, as datasets wraps it."""
+    disks = (x for x in causes(error) if isinstance(x, OSError) and x.errno in STORAGE_CODES)
+    return next(disks, None)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -190,69 +180,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         following = following.__cause__ or following.__context__
 
 
-@contextmanager
-def _ended_by_interrupt() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, and ends the process if that has not soon ended it.
-
-    What waits for a thread or a process, as the end of a pool, would wait on.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    is_ours = before in (signal.default_int_handler, _leave)
-    if not is_ours or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received = is_over = False
-
-    def leave() -> None:
-        os._exit(130) if is_over else _leave()
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal received
-        received = True
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        timer = threading.Timer(INTERRUPT_S, leave)
-        timer.daemon = True
-        timer.start()
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    except BaseException as error:
-        is_over = True  # the line is said by whoever catches this
-        if received and not isinstance(error, SystemExit):  # also what a library made of it
-            raise KeyboardInterrupt from error
-        raise
-    finally:
-        if not received:  # else the timer also bounds the end of the interpreter
-            signal.signal(signal.SIGINT, before)
-
-
-def _replace_closed_streams() -> None:
-    """A closed stream reads as empty; else the next file that is opened would get its number.
-
-    Raises:
-        Failure: standard output is closed.
-    """
-    was_closed = [stream is None for stream in (sys.stdin, sys.stdout, sys.stderr)]
-    if not any(was_closed):
-        return
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-    sys.stdin = sys.stdin or os.fdopen(0)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
-    if was_closed[1]:
-        raise Failure("output: standard output is closed; send it to a file or to /dev/null")
-
-
 def _forget_output() -> None:
-    """Nothing more is written: the interpreter's own flush at the end would fail once more."""
+    """Drop what a closed pipe did not take: the interpreter's flush at the end would fail again."""
     try:
-        sys.stdout.flush()
+        print(end="", flush=True)
     except OSError:
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,13 +1,11 @@
 """Files and folders that are whole or absent at any moment, and JSON for any reader."""
 
-import ctypes
 import fcntl
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +19,6 @@ from safetensors import SafetensorError
 
 from pipedraft.errors import Failure, UsageError, make_folder
 
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""From linux/fcntl.h and linux/fs.h."""
-MARKER = Path(".cache", "huggingface", "pipedraft.json")
-"""In a folder that may be written anew: what was put into it. Uploads to the Hub leave it out."""
-
-
 T = TypeVar("T")
 Values: TypeAlias = dict[str, Any]
 """By name, as a file or a call has them."""
@@ -35,8 +27,6 @@ Values: TypeAlias = dict[str, Any]
 
 MAX_BYTES = 2**26
 MAX_YAML_BYTES = 2**20
-MAX_DEPTH = 32
-"""Of YAML; files of this project have five levels."""
 
 
 def read_bounded(path: Path, field: str, most: int = MAX_BYTES) -> bytes:
@@ -86,48 +76,35 @@ def read_json(path: Path, field: str, kind: type[T], most: int = MAX_BYTES) -> T
 
 
 def check_yaml(text: str) -> None:
-    """Raise yaml.YAMLError for what is none, could grow, or says a thing twice.
-
-    An alias repeats what it names: ten lines of them are gigabytes.
-    """
-    loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-    depth = 0
+    """Raise yaml.YAMLError for text that is no YAML, too long, or says a thing twice."""
     if len(text) > MAX_YAML_BYTES:
         raise yaml.YAMLError(f"more than {MAX_YAML_BYTES} characters")
-    for event in yaml.parse(text, loader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError(f"an alias, *{event.anchor}: write out what it stands for")
-        if depth > MAX_DEPTH:
-            raise yaml.YAMLError(f"more than {MAX_DEPTH} levels")
-    _check_keys(yaml.compose(text, loader))
-
-
-def _check_keys(node: yaml.Node | None) -> None:
-    if isinstance(node, yaml.MappingNode):
-        keys = set[str]()
-        for key, value in node.value:
-            if str(key.value) in keys:
-                raise yaml.YAMLError(f"the key {key.value!r} twice, line {key.start_mark.line + 1}")
-            keys.add(str(key.value))
-            _check_keys(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _check_keys(value)
+    waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # ten lines of aliases of aliases are gigabytes
+            raise yaml.YAMLError("an alias: write out what it stands for")
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            keys = [str(key.value) for key, _ in node.value]
+            if twice := sorted({key for key in keys if keys.count(key) > 1}):
+                raise yaml.YAMLError(f"the key {twice[0]!r} twice")
+            waiting += [value for _, value in node.value]
 
 
 def read_yaml(path: Path, field: str) -> Any:
     """Read a YAML file of a bounded size.
 
     Raises:
-        UsageError: as ``read_bounded``, or it is not YAML, too deep, or has aliases.
+        UsageError: as ``read_bounded``, or it is not YAML, or has aliases.
     """
     text = read_text(path, field, MAX_YAML_BYTES)
     try:
         check_yaml(text)
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # tags, dates, keys
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # tags, dates, keys
         said = " ".join(str(error).split())
         raise UsageError(f"{field}: {path} is not valid YAML: {said}; fix it") from error
 
@@ -156,17 +133,16 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
         shared: those that also say so may write, as the shares of one evaluation.
 
     Raises:
-        UsageError: another one does; its process is named.
+        UsageError: another one does.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        owner = _lock_owner(os.fstat(handle).st_ino)
         os.close(handle)
         raise UsageError(
-            f"{field}: {str(folder)!r} is written to by another run{owner}; wait for it, or give "
-            "another folder"
+            f"{field}: {str(folder)!r} is written to by another run; wait for it, or give another "
+            "folder"
         ) from error
     except OSError:  # a file system without locks
         pass
@@ -174,16 +150,6 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _lock_owner(inode: int) -> str:
-    """Who locks a folder, in words; "" where the system does not say."""
-    try:
-        lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-    except OSError:
-        return ""
-    owners = [words[-4] for words in lines if words[-3].endswith(f":{inode}")]
-    return f" (process {owners[0]})" if owners else ""
 
 
 def partial(path: Path) -> Path:
@@ -270,7 +236,7 @@ def _on_one_line(found: re.Match[str]) -> str:
 
 
 def write_folder(
-    out: Path, fill: Callable[[Path], None], *, inputs: Sequence[Path] = (), replaces: bool = False
+    out: Path, fill: Callable[[Path], None], *, inputs: Sequence[Path] = ()
 ) -> list[Path]:
     """Make an output folder by one rename, after every file is written; returns the files.
 
@@ -278,7 +244,6 @@ def write_folder(
         out: must be new or empty.
         fill: writes the files into the folder that it is given.
         inputs: folders that are read; ``out`` is none of them, nor around or below one.
-        replaces: also a folder that was written by this function, and changed by nobody since.
 
     Raises:
         UsageError: ``out`` holds or is something else, or cannot be made.
@@ -291,10 +256,9 @@ def write_folder(
                 f"--out: {str(out)!r} is, holds or lies in {str(folder)!r}, which is read; give "
                 "another folder"
             )
-    is_ours = replaces and _is_unchanged(place)
-    if place == Path.cwd() or (place.exists() and not is_ours and not _is_empty(place)):
-        reason = "in use" if not replaces else "in use, by what this command did not write"
-        raise UsageError(f"--out: {str(out)!r} is {reason}; give another folder")
+    is_empty = place.is_dir() and not any(place.iterdir())
+    if place == Path.cwd() or (place.exists() and not is_empty):
+        raise UsageError(f"--out: {str(out)!r} is in use; give another folder")
     make_folder("--out", place.parent)
     try:
         with tempfile.TemporaryDirectory(
@@ -303,68 +267,10 @@ def write_folder(
             new = Path(temporary, "new")
             new.mkdir()
             fill(new)
-            if replaces:
-                _mark(new)
-            _swap(new, place, Path(f"{temporary}.old"))
+            new.replace(place)
     except (OSError, SafetensorError) as error:
         said = getattr(error, "strerror", None) or str(error)
         what = f"--out: {str(out)!r} cannot be written ({said}); give another folder"
         by_input = isinstance(error, PermissionError | FileExistsError | NotADirectoryError)
         raise (UsageError(what) if by_input else Failure(f"{what}, or make room")) from error
     return sorted(path for path in out.iterdir() if not path.name.startswith("."))
-
-
-def _swap(new: Path, place: Path, aside: Path) -> None:
-    """Put a folder in the place of another one, which is gone only when the new one is there.
-
-    Where the system can exchange two names there is one of them at any moment.
-    """
-    if place.exists() and _exchange(new, place):
-        return  # the other one is where the new one was, and goes with that
-    try:
-        if place.exists():
-            place.rename(aside)
-        new.rename(place)
-    except BaseException:
-        if aside.exists() and not place.exists():
-            aside.rename(place)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders at once; False: the system cannot."""
-    try:
-        rename = ctypes.CDLL(None).renameat2
-    except AttributeError:
-        return False
-    names = (AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other))
-    return rename(*names, RENAME_EXCHANGE) == 0
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
-
-
-def _mark(folder: Path) -> None:
-    """Say what the folder holds, in a file that is newer than everything else in it."""
-    marker = folder / MARKER
-    marker.parent.mkdir(parents=True)
-    marker.touch()
-    marker.write_text(json.dumps(_names(folder)) + "\n")
-
-
-def _is_unchanged(folder: Path) -> bool:
-    marker = folder / MARKER
-    try:
-        names = json.loads(marker.read_text())
-        written_ns = marker.stat().st_mtime_ns
-    except (OSError, ValueError):
-        return False
-    return names == _names(folder) and all(
-        path.lstat().st_mtime_ns <= written_ns for path in folder.rglob("*") if not path.is_dir()
-    )
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))

@@ -18,7 +18,6 @@ import argparse
 import difflib
 import inspect
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -38,13 +37,6 @@ Reader: TypeAlias = Callable[[Any], Any]
 OptionField: TypeAlias = Field[Any]
 Group: TypeAlias = Any
 """A parser, or a group of one: jsonargparse gives them no common type."""
-UNKNOWN_KEYS = (
-    r"[Uu]nrecognized arguments: (?P<key>[^\s=]+)",
-    r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'",
-    r"Option '(?P<key>[^']+)' is not accepted",
-)
-WRONG_TYPE = r'Parser key "(?P<key>[^"]+)": (?P<reason>.*?)(?:Got|Given) value: (?P<value>.*)'
-MISSING_KEY = r"the following arguments are required: (?P<key>.*)"
 LOAD_YAML = get_loader("yaml")
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}
 
@@ -221,8 +213,7 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
     if get_origin(kind) is tuple:
         one = how.get("parse", get_args(kind)[0])
         is_comma_list = not {"repeated", "positional", "many"} & how.keys()
-        if one is not str or is_comma_list:  # shells complete files where no type is given
-            settings["type"] = checked(listed(one) if is_comma_list else each(one))
+        settings["type"] = checked(listed(one) if is_comma_list else each(one))
         default = list(default) if isinstance(default, tuple) else default
     else:
         settings["type"] = checked(how["parse"]) if "parse" in how else kind
@@ -240,13 +231,17 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
 
 
 def listed(parse: Reader) -> Reader:
-    """Reads a comma list; a repeated value counts once."""
+    """Return a reader of comma lists, in which no value may stand twice."""
 
     def parse_list(value: str | list[object]) -> list[object]:
         parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
         if not all(part != "" for part in parts):
             raise ValueError(f"{value!r} has an empty entry; write a,b,c")
-        return list(dict.fromkeys(parse(part) for part in parts))
+        parsed = [parse(part) for part in parts]
+        for one in parsed:
+            if parsed.count(one) > 1:
+                raise ValueError(f"{value!r} names {one} twice; leave one out")
+        return parsed
 
     return parse_list
 
@@ -257,7 +252,7 @@ def each(parse: Reader) -> Reader:
 
 
 def checked(parse: Reader) -> Reader:
-    """Lets the message of a ValueError be what the user reads."""
+    """Let the message of a ValueError be what the user reads."""
 
     def parse_one(value: object) -> object:
         try:
@@ -277,18 +272,8 @@ REPLACED = ("--data.sources", "--data.decontaminate")
 """Lists of objects, which the parser would mix with those before where both have one length."""
 
 
-def parse(
-    parser: ArgumentParser,
-    words: Sequence[str],
-    *,
-    flags: bool = True,
-    known: Sequence[str] = (),
-) -> Namespace:
-    """The values of all options; --help prints it and exits.
-
-    Args:
-        flags: messages name ``--a-b``, else the key ``a_b`` of a file.
-        known: keys beside those of the parser, to name the one that was meant.
+def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
+    """Return the values of all options; --help prints it and exits.
 
     Raises:
         UsageError: one line that names the option, the value and the fix.
@@ -304,8 +289,8 @@ def parse(
         given += [f"{flag}=[]" for flag in REPLACED if flag in lists] + [word]
     try:
         return parser.parse_args(given)
-    except (ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(explain(error, parser, flags=flags, known=known)) from error
+    except (ArgumentError, TypeError, ValueError, RecursionError) as error:
+        raise UsageError(explain(error, parser)) from error
 
 
 def _lists_of_file(path: str, parser: ArgumentParser) -> list[str]:
@@ -319,28 +304,30 @@ def _lists_of_file(path: str, parser: ArgumentParser) -> list[str]:
     return [f"--data.{key}" for key in data] if isinstance(data, dict) else []
 
 
-def explain(
-    error: Exception, parser: ArgumentParser, *, flags: bool, known: Sequence[str] = ()
-) -> str:
-    """jsonargparse's message as one line: the field, the value, the fix; as in ``parse``."""
-    text = " ".join(str(error).split())
-    for pattern in UNKNOWN_KEYS:
-        if found := re.search(pattern, text):
-            parts = found.groupdict()
-            key = ".".join(filter(None, (parts.get("group"), parts["key"])))
-            return _unknown(key, parser, flags, known)
-    if found := re.search(MISSING_KEY, text):
-        if not flags:
-            return f"{found['key']}: missing; set it in the --config file or on the command line"
-        names = [_shown(name, parser) for name in found["key"].split(", ")]
-        return f"{', '.join(names)}: missing; see --help for an example"
-    if found := re.fullmatch(WRONG_TYPE, text):
-        # A field inside a list has its own key after that of the list.
-        key = ".".join(re.findall(r'Parser key "([^"]+)"', text))
-        key = _shown(key, parser) if flags else key
-        return f"{key}: {found['value']!r} does not fit; expected {_expected(found['reason'])}"
-    text = re.sub(r"^--([\w-]+): \1: ", r"--\1: ", text.removeprefix("argument "))
-    return f"{text} (see --help)"
+def explain(error: Exception, parser: ArgumentParser) -> str:
+    """Return jsonargparse's message as one line that begins with the option as it is typed."""
+    lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    start, _, rest = lines[0].partition(": ")
+    if start == "unrecognized arguments":
+        return _unknown(rest.split()[0].partition("=")[0], parser)
+    if start == "the following arguments are required":
+        names = ", ".join(_shown(name, parser) for name in rest.split(", "))
+        return f"{names}: missing; see --help for an example"
+    if start.startswith("Group '"):
+        _, group, _, key, _ = lines[0].split("'")
+        return _unknown(f"{group}.{key}", parser)
+    if start.startswith("Option '"):
+        return _unknown(start.split("'")[1], parser)
+    key = ""
+    if start.startswith('Parser key "'):
+        key = _shown(start.split('"')[1], parser) + ": "
+        lines[0] = rest
+    if lines[-1].startswith("Given value: "):  # of none of several types
+        lines = [" or ".join(x[2:] for x in lines if x.startswith("- ")) + ".", lines[-1]]
+    text = " ".join(lines).strip().removeprefix("argument ")
+    for name in ("<class '", "'>", "typing."):
+        text = text.replace(name, "")
+    return f"{key}{text} (see --help)"
 
 
 def _shown(name: str, parser: ArgumentParser) -> str:
@@ -351,29 +338,17 @@ def _shown(name: str, parser: ArgumentParser) -> str:
     return name
 
 
-def _expected(reason: str) -> str:
-    types = re.findall(r"Expected an? (?:<class ')?([\w.]+(?:\[.*?\])?)", reason)
-    names = " or ".join(types).replace("typing.", "").replace("NoneType", "null")
-    return re.sub(r"Literal\[(.*?)\]", lambda found: f"one of {found[1]}", names)
-
-
-def _unknown(key: str, parser: ArgumentParser, flags: bool, known: Sequence[str]) -> str:
-    """Names the known key that looks most like ``key``, with its path."""
-    if flags:
-        options = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(key, options, 1)
-        hint = f"did you mean {near[0]}? (" if near else "("
-        return f"unknown argument {key!r}; {hint}see --help)"
-    key = key.removeprefix("--")
-    names = [action.dest for action in parser._actions if action.dest not in ("help", "config")]
-    names += known
-    last = {name.rpartition(".")[2]: name for name in reversed(names)}
-    near = difflib.get_close_matches(key, names, 1)
-    near = near or [
-        last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, 1)
-    ]
-    nearest = f"nearest known key: {near[0]}" if near else "see --help for the known ones"
-    return f"{key}: unknown key; {nearest}"
+def _unknown(key: str, parser: ArgumentParser) -> str:
+    """Name the known flag, or the key of a file, that looks most like ``key``."""
+    start = "--" if key.startswith("--") else ""
+    flags = [f[2:] for action in parser._actions for f in action.option_strings if f[:2] == "--"]
+    names = [*flags, *(flag.rpartition(".")[2] for flag in flags)]  # the last part alone, too
+    near = difflib.get_close_matches(key[len(start) :], names, 1)
+    near = near or difflib.get_close_matches(key.rpartition(".")[2], names, 1)
+    whole = next((flag for flag in flags if near and f".{flag}".endswith(f".{near[0]}")), None)
+    if whole is None:
+        return f"{key}: unknown; see --help"
+    return f"{key}: unknown; did you mean {start}{whole}? (see --help)"
 
 
 def subcommand(word: str, known: Sequence[str]) -> str:

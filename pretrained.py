@@ -5,10 +5,11 @@ random initial value.
 """
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import msgspec
@@ -33,9 +34,7 @@ from transformers.utils import cached_file, logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipedraft.errors import Failure, causes
-from pipedraft.files import Values
-from pipedraft.gguf_target import local_name
-from pipedraft.model_limits import check_sizes
+from pipedraft.files import Values, file_sha256, write_folder
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -43,6 +42,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 MAX_INDEX_BYTES = 2**26
 CHECKED_BYTES = 2**32
 """Weights up to this size are searched for NaN and infinity: less than a second."""
+
+
+Network = TypeVar("Network", bound=torch.nn.Module)
 
 
 class _Index(msgspec.Struct):
@@ -83,10 +85,7 @@ def load_model(
             f"{field}: {str(name_or_path)!r} is an adapter of another model ({ADAPTER_CONFIG}); "
             "merge it with peft's merge_and_unload and save the merged model"
         )
-    files = weight_files(name_or_path, revision, field=field)
-    check_layers(config, files, name_or_path, field=field)
-    if quantization is None and "quantization_config" not in config:
-        check_shapes(name_or_path, files, revision, field=field)
+    weight_files(name_or_path, revision, field=field)  # they are safetensors
     with explained(field, name_or_path), _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path,
@@ -181,13 +180,6 @@ def read_config(
     if drops_code:
         config.pop("auto_map", None)
     _refuse_code(config, "config.json", field, name_or_path)
-    try:
-        check_sizes(config)
-    except ValueError as error:  # msgspec's, too
-        raise ValueError(
-            f"{field}: {str(name_or_path)!r} has a config.json that fits no model ({error}); copy "
-            "or convert the model again"
-        ) from error
     return config
 
 
@@ -238,33 +230,6 @@ def check_exists(name_or_path: str, *, field: str = "target") -> None:
         )
 
 
-def check_layers(
-    config: Values, files: Collection[str], name: str, *, field: str = "target"
-) -> None:
-    """Raise ValueError for more layers than tensors, before they are made: it may say billions."""
-    num_layers = config.get("text_config", config).get("num_hidden_layers")
-    if isinstance(num_layers, int) and num_layers > len(files):
-        raise ValueError(
-            f"{field}: {str(name)!r} has num_hidden_layers {num_layers} in its config.json, but "
-            f"{len(files)} tensors in its files; copy the model again"
-        )
-
-
-def check_shapes(
-    name: str, files: Mapping[str, str], revision: str | None, *, field: str = "target"
-) -> None:
-    """Raise ValueError for tensors of other shapes than config.json says, before these are made."""
-    config = load_config(name, revision, field=field)
-    with torch.device("meta"), explained(field, name), _quiet():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    wrong = set[str]()
-    for file in sorted(set(files.values())):
-        shapes = tensor_shapes(Path(str(_file(name, file, revision))))
-        wrong |= {key for key in shapes if wanted.get(key, shapes[key]) != shapes[key]}
-    check_tensors({"of another shape": wrong}, field, name)
-
-
 def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
     """Raise ValueError if any set of tensor names, by what is wrong with them, is not empty."""
     for what, names in wrong.items():
@@ -277,19 +242,62 @@ def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
 
 
 def check_finite(model: torch.nn.Module, field: str, name: str) -> None:
-    """Raise ValueError if a weight is NaN or infinite; large models are not searched."""
+    """Raise ValueError if a weight is NaN or infinite; above ``CHECKED_BYTES`` nothing is read."""
     state = model.state_dict().items()
     own = [(key, x.to_local() if isinstance(x, DTensor) else x) for key, x in state]
-    tensors = [(key, x) for key, x in own if x.is_floating_point()]
-    tensors = [(key, x) for key, x in tensors if x.numel() and not x.is_meta and x.itemsize > 1]
-    if sum(x.nbytes for _, x in tensors) > CHECKED_BYTES:
+    floats = [(key, x) for key, x in own if x.is_floating_point() and x.itemsize > 1]
+    floats = [(key, x) for key, x in floats if x.numel() and not x.is_meta]
+    if sum(x.nbytes for _, x in floats) > CHECKED_BYTES:
         return
-    for key, weight in tensors:
+    for key, weight in floats:
         if not torch.stack(torch.aminmax(weight)).isfinite().all():
             raise ValueError(
                 f"{field}: {str(name)!r} holds NaN or infinite weights ({key}); use another copy "
                 "or an earlier checkpoint"
             )
+
+
+# -- chat templates -------------------------------------------------------------------------
+
+
+class ChatRefused(ValueError):
+    """Refusal of a conversation by the chat template, or a fault in the template."""
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    prompt: bool = True,
+) -> str:
+    """Return a conversation as the model reads it; the template runs in jinja's sandbox.
+
+    Args:
+        messages: {"role", "content"} of every turn.
+        prompt: the beginning of the assistant's next turn follows.
+    """
+    with rendering():
+        return str(
+            tokenizer.apply_chat_template(
+                [dict(turn) for turn in messages], tokenize=False, add_generation_prompt=prompt
+            )
+        )
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]
+) -> list[int]:
+    """Return the ids of a conversation up to the beginning of the assistant's next turn."""
+    return tokenizer(render_chat(tokenizer, messages), add_special_tokens=False).input_ids
+
+
+@contextmanager
+def rendering() -> Iterator[None]:
+    """Raise whatever a chat template trips over as ChatRefused."""
+    try:
+        yield
+    except Exception as error:
+        raise ChatRefused(f"chat template refused: {error}") from error
 
 
 # -- files ----------------------------------------------------------------------------------
@@ -394,6 +402,131 @@ def _quiet() -> Iterator[None]:
 def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")
+
+
+# -- targets in GGUF files: converted once, kept as a folder of safetensors --------------------
+
+GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose GGUF tensors transformers maps, and which can be cut into stages."""
+
+
+def local_name(name_or_path: str, *, field: str = "target") -> str:
+    """Return a model's name, and for FILE.gguf the folder that is made of it on its first use.
+
+    Raises:
+        ValueError: the file is missing, broken or of another model family.
+    """
+    file = Path(name_or_path)
+    if file.suffix != ".gguf" or file.is_dir():
+        return name_or_path
+    if not file.is_file():
+        raise ValueError(f"{field}: no file {str(file)!r}; give an existing GGUF file")
+    place = Path(constants.HF_HOME, "pipedraft", "gguf", file_sha256(file))
+    if not place.exists():
+        convert_gguf(file, place, field=field)
+    return str(place)
+
+
+def convert_gguf(file: Path, out: Path, *, field: str = "target") -> list[Path]:
+    """Write a GGUF model as transformers dequantizes it, a folder in float32; returns its files.
+
+    config.json names the file by ``gguf_sha256``, so that results know the target.
+
+    Raises:
+        ValueError: the file is broken, or of a model family that cannot be cut into stages.
+        UsageError: ``out`` is in use.
+    """
+    return write_folder(out, partial(_fill_from_gguf, file=file, field=field))
+
+
+def _fill_from_gguf(folder: Path, *, file: Path, field: str) -> None:
+    names = {"gguf_file": file.name, "trust_remote_code": False}
+    try:
+        # Without `dtype` a quantized file would load as half precision.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, **names, dtype=torch.float32, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **names)
+    except Exception as error:  # whatever reader and converter trip over in the file
+        raise ValueError(
+            f"{field}: {str(file)!r} cannot be read as GGUF ({first_line(error)[:200]}); download "
+            "it again, convert the model with its authors' script, or pip install gguf"
+        ) from error
+    model, found = loaded
+    kind = model.config.model_type
+    if kind not in GGUF_FAMILIES:
+        raise ValueError(
+            f"{field}: {str(file)!r} holds a model of type {kind!r}; supported as GGUF: "
+            f"{', '.join(GGUF_FAMILIES)}"
+        )
+    check_tensors({"missing": set(found["missing_keys"])}, field, str(file))
+    # Its weights are plain numbers now, which transformers would not save as such.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.config.gguf_sha256 = file_sha256(file)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# -- devices and dtypes: --device and --dtype -------------------------------------------------
+
+
+def resolve_device(name: str, field: str = "--device") -> torch.device:
+    """The device of a name, checked by using it.
+
+    Args:
+        name: auto (the first accelerator, if there is one), cpu, cuda or cuda:N.
+
+    Raises:
+        ValueError: a device that this machine does not have.
+    """
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        found = torch.zeros(1, device=name)
+        found.tolist()  # a device that holds nothing, as meta, cannot say it
+        return found.device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{field}: {name!r} cannot be used ({reason}); give cpu or leave it out"
+        ) from error
+
+
+def has_native_bf16(device: torch.device) -> bool:
+    """Whether products of bfloat16 are computed as such; emulated ones are slow, or refused."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+
+
+def stored_dtype(name: str, revision: str | None) -> torch.dtype | None:
+    """The dtype that a model's config.json says its weights are stored in."""
+    config = read_config(name, revision)
+    config = config.get("text_config", config)
+    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def resolve_dtype(
+    dtype: str, device: torch.device, name: str, revision: str | None = None
+) -> torch.dtype:
+    """The dtype of target and draft. auto: float32 on a CPU, on a GPU as the target is stored.
+
+    A GPU without bfloat16 of its own (before Ampere) takes float16 in place of it.
+    """
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    stored = stored_dtype(name, revision)
+    if device.type == "cpu" or stored not in (torch.bfloat16, torch.float16):
+        return torch.float32
+    return stored if stored == torch.float16 or has_native_bf16(device) else torch.float16
+
+
+def place_draft(draft: Network, target: PreTrainedModel) -> Network:
+    """Move a draft to its target: to the embedding's device, and in the target's dtype."""
+    device = target.get_input_embeddings().weight.device
+    return draft.to(device, target.dtype)  # type: ignore[arg-type]  # Module's weight is untyped
 
 
 # -- the link to the Hub ----------------------------------------------------------------------

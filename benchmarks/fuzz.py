@@ -33,8 +33,8 @@ from transformers.utils import logging
 
 import pipedraft
 from pipedraft.benchmarks.measurement import make_parser
-from pipedraft.data_recipes.chat import normalize_conversation
 from pipedraft.data_recipes.config import Source
+from pipedraft.data_recipes.conversations import normalize_conversation
 from pipedraft.data_recipes.sources import parse_json, read_source
 from pipedraft.errors import Failure, make_folder
 from pipedraft.eval.record import Results, parse

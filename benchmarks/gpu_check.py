@@ -51,7 +51,7 @@ from pipedraft.inference.transport.ranks import DeviceLink
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.stage_cache import Segment
 from pipedraft.models.target import StagedTarget
-from pipedraft.placement import has_native_bf16, place_draft
+from pipedraft.pretrained import has_native_bf16, place_draft
 
 Findings = dict[str, Any]
 DRAFTS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {

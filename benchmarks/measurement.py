@@ -17,8 +17,6 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipedraft.models.cpu import linear
-
 # The last one stops the profiler's remarks on stderr.
 CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
 
@@ -52,16 +50,13 @@ class ProductRate:
 
     def __init__(self) -> None:
         self.rows, self.weight = torch.randn(2048, 512), torch.randn(512, 512)
-        self.by_blas, self.by_linear = 0.0, 0.0
+        self.by_blas = 0.0
 
     def sample(self) -> None:
         work = 2 * self.rows.numel() * len(self.weight) / 1e9
         for _ in range(3):
             blas = work / seconds(lambda: self.rows @ self.weight)
             self.by_blas = max(self.by_blas, blas)
-            self.by_linear = max(
-                self.by_linear, work / seconds(lambda: linear(self.rows, self.weight))
-            )
 
 
 def memory_kb(field: str) -> int:

@@ -30,9 +30,9 @@ from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.export import Layout, export
+from pipedraft.models.exchange.export import Layout, export
+from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.layers import KeyValues, LayerConfig
-from pipedraft.models.peers import import_head
 from pipedraft.models.target import capture_hidden, target_fingerprint
 
 # R rows, H hidden, U draft vocabulary

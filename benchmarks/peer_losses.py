@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.data_recipes.batch import collate
-from pipedraft.models.export import Layout, export
+from pipedraft.models.exchange.export import Layout, export
 from pipedraft.models.target import capture_hidden
 from pipedraft.train import dflash
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig

@@ -20,7 +20,6 @@ from torch.profiler import record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedraft.benchmarks.measurement import ProductRate, breakdown, measure_apart, seconds
-from pipedraft.models.cpu import tuned
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.loop import make_optimizers
 
@@ -94,13 +93,6 @@ def measure_case(
 ) -> dict[str, Any]:
     """Of the case --case, in this process."""
     torch.set_num_threads(1)
-    with tuned(torch.device("cpu")):
-        return _measure(args, objective, parts)
-
-
-def _measure(
-    args: argparse.Namespace, objective: Any, parts: Sequence[tuple[str, str]]
-) -> dict[str, Any]:
     step, batch = make_step(objective), make_batch(args, args.case, args.length)
     num_counted = step(batch)
     times, rate = [], ProductRate()
@@ -112,8 +104,7 @@ def _measure(
         "cpu_s_median": statistics.median(times),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "counted_rows": num_counted,
-        "blas_gflops": rate.by_blas,
-        "gemm_gflops": max(rate.by_blas, rate.by_linear),
+        "gemm_gflops": rate.by_blas,
     }
     if args.breakdown:
         result["breakdown"] = breakdown(lambda: step(batch), (*parts, (OPTIMIZER, "")))
@@ -143,7 +134,7 @@ def compare_cases(
             f"{name:<28}{case['cpu_s']:>9.3f}{case['cpu_s_median']:>9.3f}"
             f"{case['peak_rss_mb']:>9.0f}{case['gflop']:>9.1f}{case['floor_s']:>9.3f}"
         )
-    print(f"this core multiplies at {rate:.0f} GFLOP/s ({every['blas_gflops']:.0f} by torch.mm)")
+    print(f"this core multiplies at {rate:.0f} GFLOP/s")
     print(f"all counted, GFLOP: {_listed(gigaflop(1.0), 1)}")
     seconds_of = {name: share * every["cpu_s"] for name, share in every["breakdown"].items()}
     print(f"all counted, s by profiled share: {_listed(seconds_of, 3)}")
@@ -195,7 +186,6 @@ def print_summary(
         **rounded(every),
         "assistant_rows": rounded(some),
         "gemm_gflops": round(every["gemm_gflops"], 1),
-        "blas_gflops": round(every["blas_gflops"], 1),
         "breakdown": {name: round(share, 3) for name, share in every["breakdown"].items()},
         **more,
         "batch": args.batch,

@@ -18,7 +18,7 @@ from pipedraft.files import locked, write_atomically
 from pipedraft.options import Options, parse
 
 if TYPE_CHECKING:
-    from pipedraft.data_recipes.recipe import DataConfig
+    from pipedraft.data_recipes.config import DataConfig
 
 EXAMPLE = """example:
   python -m pipedraft.data_recipes --config configs/data/chat_mix.yaml --out out/chat_mix
@@ -44,7 +44,7 @@ class DataOptions(Options):
 
 
 def build_parser(*, shows_help: bool = True) -> ArgumentParser:
-    from pipedraft.data_recipes.recipe import DataConfig
+    from pipedraft.data_recipes.config import DataConfig
 
     parser = DataOptions.parser(shows_help=shows_help)
     parser.add_class_arguments(DataConfig, "data")
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str] | None) -> None:
     parser = build_parser()
-    cfg = parse(parser, sys.argv[1:] if argv is None else argv, flags=False)
+    cfg = parse(parser, sys.argv[1:] if argv is None else argv)
     build(parser.instantiate(cfg).data, cfg.tokenizer, cfg.out)
     parser.save(cfg, cfg.out / "config.yaml", overwrite=True)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipedraft.data_recipes.chat import Message, read_turns
+from pipedraft.data_recipes.conversations import Message, read_turns
 from pipedraft.errors import Failure
 from pipedraft.files import publish
 from pipedraft.options import Options, option
@@ -225,7 +225,7 @@ class TargetLost(Exception):
 
 # How answers are drawn and what is kept of them. The docstring is a title in --help.
 @dataclass(frozen=True, kw_only=True)
-class Sampling(Options):
+class AnswerSampling(Options):
     """answers"""
 
     thinking: Literal["keep", "strip"] = "keep"
@@ -251,7 +251,7 @@ class Sampling(Options):
 
 
 @dataclass(frozen=True)
-class Answer:
+class TargetAnswer:
     """One answer of the target, as it goes into the row."""
 
     content: str
@@ -309,7 +309,7 @@ class Dialogue:
         """All that the target reads before its next answer."""
         return [*self.history, *self.prompts[self.num_answers]]
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: TargetAnswer) -> None:
         self.history = [*self.question(), {"role": "assistant", "content": answer.content}]
         self.num_answers += 1
         self.num_cut += answer.is_cut

@@ -1,7 +1,6 @@
 """Counts of all rows and their fates, and the card that tells them as the Hub reads it."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -12,13 +11,9 @@ from pipedraft.data_recipes.config import DataConfig
 from pipedraft.data_recipes.overlap import (
     CONTAMINATED,
     EXACT_DUPLICATE,
-    MIN_WORDS,
-    NEAR_DUPLICATE,
-    NGRAM_WORDS,
     Benchmarks,
 )
 from pipedraft.data_recipes.rows import FILTERED, TOO_LONG
-from pipedraft.data_recipes.sources import list_files
 from pipedraft.errors import one_line
 from pipedraft.files import Values
 
@@ -46,7 +41,7 @@ class DataReport:
     row may contain prompts of several."""
     too_long_rows: int = 0
     duplicate_rows: dict[str, int] = field(default_factory=dict)
-    """exact and near."""
+    """By the kind of duplicate."""
     not_drawn_rows: int = 0
     """Good rows that a weight below 1 passes over."""
     truncated_rows: int
@@ -145,7 +140,7 @@ def build_report(
     p50, p90, p99, longest = (int(value) for value in quantiles)
     duplicates = {
         reason.partition(": ")[2]: reasons.pop(reason)
-        for reason in (EXACT_DUPLICATE, NEAR_DUPLICATE)
+        for reason in (EXACT_DUPLICATE,)
         if reason in reasons
     }
     filtered = {
@@ -199,104 +194,37 @@ def _count_benchmarks(rows: Dataset, benchmarks: Benchmarks | None) -> dict[str,
     }
 
 
-# Rows below which the Hub's size category holds.
-SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
-LARGER = "1M<n<10M"
-
-
 def dataset_card(config: DataConfig, tokenizer_name: str, report: DataReport) -> str:
-    """A README.md: the sources, the rows left out and why, and how to make the data again."""
-    left_out = {**report.bad_rows, **report.refused_rows()}
-    if report.empty_mask_rows:
-        left_out[EMPTY_MASK] = report.empty_mask_rows
+    """Return a README.md: what the Hub reads, how to make the data again, and the counts."""
     form = f"blocks of {config.max_length} tokens" if config.pack else "one row per conversation"
-    sections = [
-        f"# Token sequences for training drafts of {tokenizer_name}",
-        f"{report.train_rows} training and {report.valid_rows} held-out rows ({form}), "
-        f"{report.tokens} tokens, {report.supervised_tokens} of them supervised. Columns: "
-        "`input_ids`, `loss_mask` (1 on what the assistant writes, or on all of a text), `source`. "
-        f"Tokenizer and chat template: `{tokenizer_name}`; at most {config.max_length} tokens a "
-        f"row, longer ones are {'cut' if config.too_long == 'cut' else 'left out'}; seed "
-        f"{config.seed}.",
-        "    python -m pipedraft.data_recipes --config config.yaml --out OUT    # makes it again\n"
-        '    datasets.load_from_disk("OUT/train")',
-        "## Sources",
-        _source_table(config, report),
-        "## Licenses",
-        _table(["license", "rows kept"], list(report.licenses.items())),
-        "## Rows left out",
-        _table(["reason", "rows"], list(left_out.items())),
-        "Every one of them but those not drawn is in `bad_rows.jsonl`, with the reason and its "
-        "place in the source.",
-        *_decontamination(report),
-    ]
-    metadata = yaml.safe_dump(_metadata(config, report), sort_keys=False)
-    return f"---\n{metadata}---\n" + "\n\n".join(sections) + "\n"
-
-
-def _metadata(config: DataConfig, report: DataReport) -> dict[str, object]:
-    rows = report.train_rows + report.valid_rows
-    hub_sources = [s.path for s in config.sources if list_files(s) is None]
     files = [{"split": "train", "path": "train/*.arrow"}]
     if report.valid_rows:
         files.append({"split": "validation", "path": "valid/*.arrow"})
-    return {
+    metadata = {
         "license": sorted(report.licenses),
         "task_categories": ["text-generation"],
-        "size_categories": [next((s for limit, s in SIZES.items() if rows < limit), LARGER)],
         "tags": ["speculative-decoding", "pipedraft"],
-        **({"source_datasets": hub_sources} if hub_sources else {}),
+        "source_datasets": report.hub_datasets,
         "configs": [{"config_name": "default", "data_files": files}],
     }
-
-
-def _source_table(config: DataConfig, report: DataReport) -> str:
-    """One line per source; sources of one path share their counts."""
-    rows = []
-    for source in config.sources:
-        counts = report.sources[source.name]
-        limits = asdict(source.filters) if source.filters else {}
-        shown = ", ".join(f"{name} {x:g}" for name, x in limits.items() if x is not None)
-        place = [source.split, source.revision] if list_files(source) is None else []
-        if source.max_rows is not None:
-            place.append(f"first {source.max_rows}")
-        rows.append(
-            [
-                " ".join([f"`{source.name}`", *(f"({part})" for part in place if part)]),
-                source.license or "as the rows say",
-                f"{source.weight:g}",
-                counts["rows_read"],
-                counts["rows_kept"],
-                counts["tokens"],
-                shown or "none",
-            ]
-        )
-    head = ["source", "license", "weight", "rows read", "rows kept", "tokens", "filters"]
-    return _table(head, rows)
-
-
-def _decontamination(report: DataReport) -> list[str]:
-    if not report.benchmarks:
-        return ["## Decontamination", "Not checked against any benchmark."]
-    rows = [
-        [name, counts["prompts"], counts["short_prompts"], counts["rows"]]
-        for name, counts in report.benchmarks.items()
+    licenses = [f"license {name}: {count} rows" for name, count in report.licenses.items()]
+    # In an indented block no Markdown or HTML of a source's name acts.
+    counts = [f"    {one_line(line)}" for line in [*report.summary().splitlines(), *licenses]]
+    sections = [
+        f"# Token sequences for training drafts of {plain(tokenizer_name)}",
+        f"{report.train_rows} training and {report.valid_rows} held-out rows ({form}). Columns: "
+        "`input_ids`, `loss_mask` (1 on what the assistant writes, or on all of a text), `source`. "
+        f"Tokenizer and chat template: {plain(tokenizer_name)}; at most {config.max_length} tokens "
+        f"a row, longer ones are {'cut' if config.too_long == 'cut' else 'left out'}; seed "
+        f"{config.seed}. Sources, weights, filters and benchmarks are in `config.yaml`.",
+        "    python -m pipedraft.data_recipes --config config.yaml --out OUT    # makes it again\n"
+        '    datasets.load_from_disk("OUT/train")',
+        "\n".join(counts),
+        "Rows left out, but for those not drawn, are in `bad_rows.jsonl`, with the reason and the "
+        "place in the source.",
     ]
-    return [
-        "## Decontamination",
-        f"A row is left out if it shares {NGRAM_WORDS} consecutive words with a prompt of these "
-        "benchmarks, in lower case and without punctuation, or holds a whole prompt of "
-        f"{MIN_WORDS} to {NGRAM_WORDS - 1} words; shorter prompts are not looked for. "
-        f"{report.contaminated_rows} rows were, some because of several benchmarks.",
-        _table(["benchmark", "prompts", "too short", "rows left out"], rows),
-    ]
+    return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n" + "\n\n".join(sections) + "\n"
 
 
-def _table(head: list[str], rows: Sequence[Sequence[object]]) -> str:
-    empty = [["none", *[""] * (len(head) - 1)]]
-    cells: list[Sequence[object]] = [head, ["---"] * len(head), *(rows or empty)]
-    return "\n".join(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in cells)
-
-
-def _cell(value: object) -> str:
-    return one_line(str(value)).replace("<", "&lt;").replace("|", "\\|")
+def plain(text: str) -> str:
+    return one_line(text).replace("<", "&lt;").replace("](", "] (")

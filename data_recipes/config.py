@@ -8,17 +8,16 @@ from typing import Literal
 
 from pipedraft.errors import check_ranges
 
-Duplicates = Literal["keep", "exact", "near"]
-# Below, the bands of near duplicates miss more than one pair in ten.
-LEAST_NEAR_THRESHOLD = 0.7
+Duplicates = Literal["keep", "exact"]
 # Hiragana and katakana, CJK extension A, CJK unified ideographs.
 CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 CJK_CHARACTER = re.compile(f"[{CJK}]")
+MAX_SEED = 2**63 - 1
 SHARES = ("max_non_alphabetic", "max_repeated_lines", "min_cjk", "max_cjk")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filters:
+class RowFilters:
     """Limits that a row must keep, all inclusive; null: no limit.
 
     Characters, letters and lines are those of all turns, system prompts included.
@@ -140,7 +139,7 @@ class Source:
     license: str | None = None
     """License of the rows, as the Hub writes it (mit, cc-by-4.0); a `license` field of a row of
     conversations counts before it. Null and no such field: unknown."""
-    filters: Filters | None = None
+    filters: RowFilters | None = None
     """Limits that rows must keep; null: none."""
     max_row_bytes: int = 2**22
     """A longer row, or document, is left out: reading one takes many times its size in memory."""
@@ -164,7 +163,7 @@ class Source:
                 f"sources.{given}: {getattr(self, given)!r} stands alone; give prompt_field and "
                 "answer_field, or neither"
             )
-        limits = self.filters or Filters()
+        limits = self.filters or RowFilters()
         for name, value, kind in (
             ("prompt_field", self.prompt_field, "conversations"),
             ("text_field", self.text_field, "text"),
@@ -202,9 +201,7 @@ class DataConfig:
     """What happens to a row of more than max_length tokens; drop: it is left out and counted."""
     duplicates: Duplicates = "keep"
     """exact: leave out a row that says what an earlier one says, but for case, white space and
-    Unicode form. near: also one that shares most of its word 5-grams with an earlier one."""
-    near_threshold: float = 0.8
-    """Least Jaccard index of the word 5-grams of two rows that are near duplicates."""
+    Unicode form."""
     decontaminate: list[str | Source] = field(default_factory=list)
     """Files or folders of benchmarks, or Hub data sets in the form of a source: rows that share a
     13-gram of words with one of their prompts are left out, and counted per benchmark."""
@@ -226,13 +223,11 @@ class DataConfig:
         check_ranges(
             self,
             {"max_length": "[2, 1e9]", "num_proc": "[1, 4096]", "valid_fraction": "[0, 1)"}
-            | {"seed": "[0, inf)"},
+            | {"seed": f"[0, {MAX_SEED}]"},
             "data.",
         )
-        if not LEAST_NEAR_THRESHOLD <= self.near_threshold <= 1:
-            raise ValueError(
-                f"data.near_threshold: {self.near_threshold}; give {LEAST_NEAR_THRESHOLD} to 1"
-            )
+        if self.cache_dir == "":
+            raise ValueError("data.cache_dir: ''; give a folder, or leave it out")
         if self.pack and self.too_long == "drop":
             raise ValueError(
                 "data.too_long: 'drop' with data.pack, which cuts documents in blocks whatever "

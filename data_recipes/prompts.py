@@ -43,9 +43,6 @@ class PromptOptions(Options):
     take: tuple[str, ...] = option((), metavar="SOURCE=ROWS[:TURNS]", repeated=True)
     """conversations whose `source` is this (all: any), and how many user turns of each become
     prompts of their own (default 1); may be given several times"""
-    stubs: tuple[str, ...] = option((), metavar="SOURCE=ROWS", repeated=True)
-    """as --take, of conversations that answer a task with a Python function: its signature is to be
-    completed, with the task as its docstring"""
     functions: int = option(0, least=0)
     """functions of Python's standard library at most"""
     answers: Path | None = None
@@ -58,14 +55,12 @@ class PromptOptions(Options):
     """JSONL file to write"""
 
 
-def parse_take(text: str, name: str = "take") -> tuple[str, int, int]:
+def parse_take(text: str) -> tuple[str, int, int]:
     """ "gsm8k=100:2" -> ("gsm8k", 100, 2)."""
     source, _, sizes = text.rpartition("=")
-    rows, colon, turns = sizes.partition(":")
-    is_sound = source and rows.isdecimal() and (turns or "1").isdecimal()
-    if not is_sound or (colon and name != "take"):
-        form = "SOURCE=ROWS" + "[:TURNS]" * (name == "take")
-        raise ValueError(f"--{name}: {text!r} is not {form}; give for example all=100")
+    rows, _, turns = sizes.partition(":")
+    if not (source and rows.isdecimal() and (turns or "1").isdecimal()):
+        raise ValueError(f"--take: {text!r} is not SOURCE=ROWS[:TURNS]; give for example all=100")
     return source, int(rows), int(turns or "1")
 
 
@@ -80,28 +75,7 @@ def check_turns(row: Any) -> Values:
     return row
 
 
-def task_stub(row: Values) -> str:
-    """Signature of the function in the answer, with the task's first line as its docstring.
-
-    "": the answer is no Python, or has no function.
-    """
-    turns = row.get("messages") or row.get("conversations") or []
-    answer = (turns[-1].get("content") or turns[-1].get("value") or "") if turns else ""
-    code = answer.partition("```python\n")[2].partition("```")[0] or answer
-    try:
-        nodes = ast.parse(code.replace("\r", "")).body
-    except (SyntaxError, ValueError):
-        return ""
-    found = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    task = (user_turns(row) or [""])[0].partition("\n")[0]
-    if not found or not task or '"""' in task:
-        return ""
-    return f'def {found[-1].name}({ast.unparse(found[-1].args)}):\n    """{task}\n    """'
-
-
-def conversation_prompts(
-    path: Path, takes: list[str], stubs: list[str], rng: random.Random
-) -> list[str]:
+def conversation_prompts(path: Path, takes: list[str], rng: random.Random) -> list[str]:
     if not path.is_file():
         raise ValueError(f"--conversations: no file {path}; give a JSONL file")
     rows = []
@@ -114,19 +88,13 @@ def conversation_prompts(
                     f"--conversations: {path}:{number} is no conversation ({error}); fix or drop it"
                 ) from error
     prompts = []
-    for option_name, texts in (("take", takes or ["all=1000000"] * (not stubs)), ("stubs", stubs)):
-        for source, count, turns in (parse_take(text, option_name) for text in texts):
-            chosen = [row for row in rows if source in ("all", row.get("source"))]
-            if not chosen:
-                known = ", ".join(sorted({str(row.get("source")) for row in rows}))
-                raise ValueError(
-                    f"--{option_name}: no row of {path} has the source {source!r}; it has {known}"
-                )
-            for row in rng.sample(chosen, min(count, len(chosen))):
-                if option_name == "take":
-                    prompts += user_turns(row)[:turns]
-                elif stub := task_stub(row):
-                    prompts.append(COMPLETE.format(stub))
+    for source, count, turns in map(parse_take, takes or ["all=1000000"]):
+        chosen = [row for row in rows if source in ("all", row.get("source"))]
+        if not chosen:
+            known = ", ".join(sorted({str(row.get("source")) for row in rows}))
+            raise ValueError(f"--take: no row of {path} has the source {source!r}; it has {known}")
+        for row in rng.sample(chosen, min(count, len(chosen))):
+            prompts += user_turns(row)[:turns]
     return prompts
 
 
@@ -185,8 +153,8 @@ def main() -> None:
     options = PromptOptions.read(sys.argv[1:])
     if options.unanswered and not options.answers:
         raise ValueError("--unanswered: without --answers every prompt is; leave it out")
-    if options.conversations is None and (options.take or options.stubs):
-        raise UsageError("--take, --stubs: without --conversations; give that, too, or neither")
+    if options.conversations is None and options.take:
+        raise UsageError("--take: without --conversations; give that, too, or neither")
     for name in ("conversations", "answers", "unanswered"):
         place = getattr(options, name)
         if place is not None and place.resolve() == options.out.resolve():
@@ -198,8 +166,7 @@ def main() -> None:
     rng = random.Random(options.seed)
     prompts = []
     if options.conversations is not None:
-        takes, tasks = list(options.take), list(options.stubs)
-        prompts += conversation_prompts(options.conversations, takes, tasks, rng)
+        prompts += conversation_prompts(options.conversations, list(options.take), rng)
     if options.functions:
         found = list(function_stubs(Path(sysconfig.get_paths()["stdlib"])))
         chosen = rng.sample(found, min(options.functions, len(found)))

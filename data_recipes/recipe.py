@@ -21,25 +21,21 @@ from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.overlap import (
     EXACT_DUPLICATE,
-    NEAR_DUPLICATE,
     Benchmarks,
     exact_duplicates,
-    hash_shingles,
-    near_duplicates,
     read_benchmarks,
 )
 from pipedraft.data_recipes.rows import (
     RAW_FEATURES,
     draw_copies,
     pack_documents,
-    read_messages,
     separator_token,
     settings_key,
     split_rows,
     table_features,
     tokenize_batch,
 )
-from pipedraft.data_recipes.sources import hub_stamp, list_files, parse_json, read_source
+from pipedraft.data_recipes.sources import hub_stamp, list_files, read_source
 
 # Part of every cache fingerprint: raise it when the meaning of a cached column changes.
 CACHE_FORMAT = 2
@@ -85,7 +81,7 @@ def load_data(
     supervised = np.asarray(rows["num_supervised"][:], dtype=np.int64)
     if not config.pack:
         errors[(errors == "") & (supervised == 0)] = EMPTY_MASK
-    repeated_N = _mark_duplicates(config, rows, errors, source_N)
+    repeated_N = _mark_duplicates(config, rows, errors)
     if side_file is not None:
         _write_side_file(side_file, rows, errors, repeated_N)
     hashes = np.asarray(rows["hash"][:], np.int64)
@@ -130,7 +126,7 @@ def _tokenize_rows(
                 batch_size=ROWS_PER_CALL,
                 num_proc=config.num_proc if config.num_proc > 1 else None,
                 fn_kwargs={"tokenizer": tokenizer, **settings},
-                features=table_features(config),
+                features=table_features(),
                 new_fingerprint=_fingerprint([identity, raw._fingerprint, key]),
                 desc=f"Tokenizing {source.name}",
             )
@@ -138,9 +134,7 @@ def _tokenize_rows(
     return concatenate_datasets(tables), np.repeat(np.arange(len(tables)), [len(t) for t in tables])
 
 
-def _mark_duplicates(
-    config: DataConfig, rows: Dataset, errors: np.ndarray, source_N: np.ndarray
-) -> np.ndarray:
+def _mark_duplicates(config: DataConfig, rows: Dataset, errors: np.ndarray) -> np.ndarray:
     """Write the reason of every duplicate into ``errors``; [N] the row it repeats, else -1."""
     repeated_N = np.full(len(errors), -1, dtype=np.int64)
     if config.duplicates == "keep":
@@ -148,26 +142,7 @@ def _mark_duplicates(
     identity_N = np.asarray(rows["identity"][:], dtype=np.int64)
     repeated_N = exact_duplicates(identity_N, errors == "")
     errors[repeated_N >= 0] = EXACT_DUPLICATE
-    if config.duplicates == "exact":
-        return repeated_N
-    raw = rows.select_columns(["raw"])
-    chunks = rows.data.column("bands").chunks
-
-    def bands(number: int) -> np.ndarray:
-        columns = [chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in chunks]
-        return np.concatenate([column[:, number] for column in columns])
-
-    def shingles(row: int) -> np.ndarray:
-        text, source = raw[row]["raw"], config.sources[source_N[row]]
-        if source.kind == "conversations":
-            messages = read_messages(parse_json(text), source)
-            text = "\n".join(message["content"] for message in messages)
-        return hash_shingles(text)
-
-    usable_N = errors == ""
-    near_N = near_duplicates(bands, usable_N, shingles=shingles, threshold=config.near_threshold)
-    errors[near_N >= 0] = NEAR_DUPLICATE
-    return np.maximum(repeated_N, near_N)
+    return repeated_N
 
 
 def _read_raw(source: Source, cache_dir: str | None) -> Dataset:

@@ -34,8 +34,14 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from pipedraft.data_recipes.answers import AnswerFile, Dialogue, RowFailed, Sampling, TargetLost
-from pipedraft.data_recipes.server import ChatServer, ServerOptions
+from pipedraft.data_recipes.answers import (
+    AnswerFile,
+    AnswerSampling,
+    Dialogue,
+    RowFailed,
+    TargetLost,
+)
+from pipedraft.data_recipes.server import ChatServer, ChatServerOptions
 from pipedraft.data_recipes.sources import Source, read_source
 from pipedraft.files import Values
 from pipedraft.options import Options, flag_name, option
@@ -54,7 +60,7 @@ class LocalOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegenerateOptions(Sampling, ServerOptions, LocalOptions):
+class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
     PROG: ClassVar[str] = "python -m pipedraft.data_recipes.regenerate"
     DESCRIPTION: ClassVar[str] = __doc__ or ""
     ONE_OF = (("target", "server"),)
@@ -72,7 +78,9 @@ class RegenerateOptions(Sampling, ServerOptions, LocalOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        unused, other = (ServerOptions, "--server") if self.target else (LocalOptions, "--target")
+        unused, other = (
+            (ChatServerOptions, "--server") if self.target else (LocalOptions, "--target")
+        )
         for part in fields(unused):
             value = getattr(self, part.name)
             if value != part.default:
@@ -138,7 +146,7 @@ class Run:
 
     source: Source
     answers: AnswerFile
-    sampling: Sampling
+    sampling: AnswerSampling
     bar: tqdm
     num_cut: int = 0
 
@@ -204,7 +212,7 @@ def settings_of(options: RegenerateOptions, digest: str) -> Values:
         "--target": str(folder.resolve()) if is_folder else options.target,
         "--model": options.model,
         "--dtype": None if options.target is None else options.dtype,
-        **{flag_name(part.name): getattr(options, part.name) for part in fields(Sampling)},
+        **{flag_name(part.name): getattr(options, part.name) for part in fields(AnswerSampling)},
     }
 
 

@@ -13,19 +13,17 @@ import pyarrow
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.chat import ChatRenderer, Message, RenderedChat, normalize_conversation
+from pipedraft.data_recipes.chat import ChatRenderer, RenderedChat
 from pipedraft.data_recipes.config import DataConfig, Source
+from pipedraft.data_recipes.conversations import Message, normalize_conversation
 from pipedraft.data_recipes.overlap import (
     CONTAMINATED,
-    NUM_BANDS,
     Benchmarks,
-    band_keys,
     content_identity,
     mix_bits,
 )
 from pipedraft.data_recipes.sources import check_unicode, parse_json
 from pipedraft.files import Values
-from pipedraft.model_limits import TemplateLimit
 
 FILTERED = "filter: "
 TOO_LONG = "too long"
@@ -60,7 +58,6 @@ class TableRow:
     num_supervised: int = 0
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
-    bands: list[int] = field(default_factory=lambda: [0] * NUM_BANDS)
 
 
 class RowRefused(Exception):
@@ -76,18 +73,17 @@ def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | No
     return [*fields, config.seed, max_length, drops_long, config.duplicates, found]
 
 
-def table_features(config: DataConfig) -> Features:
-    columns = {
-        **RAW_FEATURES,
-        **{name: Value("string") for name in ("detail", "license")},
-        **{name: Value("int64") for name in ("hash", "identity", "contamination")},
-        "num_missing": Value("int32"),
-        **{name: Value("int64") for name in ("num_tokens", "num_supervised")},
-        **SEQUENCE_FEATURES,
-    }
-    if config.duplicates == "near":
-        columns["bands"] = List(Value("int64"), length=NUM_BANDS)
-    return Features(columns)
+def table_features() -> Features:
+    return Features(
+        {
+            **RAW_FEATURES,
+            **{name: Value("string") for name in ("detail", "license")},
+            **{name: Value("int64") for name in ("hash", "identity", "contamination")},
+            "num_missing": Value("int32"),
+            **{name: Value("int64") for name in ("num_tokens", "num_supervised")},
+            **SEQUENCE_FEATURES,
+        }
+    )
 
 
 def tokenize_batch(
@@ -124,8 +120,6 @@ def tokenize_batch(
             good.append(row)
         except RowRefused as refused:
             row.error, row.detail = refused.args
-        except TemplateLimit:
-            raise
         except ValueError as error:
             row.error = str(error)
     pairs = renderer.tokenize(chats) if renderer is not None and chats else []
@@ -134,7 +128,7 @@ def tokenize_batch(
         pairs = [(ids, [1] * len(ids)) for ids in found]
     for row, (ids, mask) in zip(good, pairs, strict=True):
         _store_tokens(row, ids, mask, config, source)
-    names = [name for name in table_features(config) if name in TableRow.__slots__]
+    names = [name for name in table_features() if name in TableRow.__slots__]
     return {name: [getattr(row, name) for row in rows] for name in names}
 
 
@@ -157,16 +151,13 @@ def _judge(
         if name:
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
             raise RowRefused(FILTERED + name, shown)
-    whole = "\n".join(texts)
     if benchmarks is not None:
-        row.contamination, shared = benchmarks.find(whole)
+        row.contamination, shared = benchmarks.find("\n".join(texts))
         if row.contamination:
             names = ", ".join(benchmarks.names_of(row.contamination))
             raise RowRefused(CONTAMINATED, f"{names}: {shared}")
     if config.duplicates != "keep":
         row.identity = content_identity(parts)
-    if config.duplicates == "near":
-        row.bands = band_keys(whole).tolist()
 
 
 def _store_tokens(

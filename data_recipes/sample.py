@@ -32,18 +32,22 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from pipedraft.data_recipes.answers import (
-    Answer,
+    AnswerSampling,
     Dialogue,
     Messages,
     RowFailed,
-    Sampling,
+    TargetAnswer,
     kept_text,
 )
 from pipedraft.files import make_place, publish
-from pipedraft.model_limits import ChatRefused, render_chat
 from pipedraft.options import Options, option
-from pipedraft.placement import resolve_device
-from pipedraft.pretrained import load_model, load_tokenizer
+from pipedraft.pretrained import (
+    ChatRefused,
+    load_model,
+    load_tokenizer,
+    render_chat,
+    resolve_device,
+)
 
 # B rows, T positions, V vocabulary
 
@@ -158,7 +162,7 @@ def load_on(name: str, device: str, dtype: str) -> PreTrainedModel:
 class LocalTarget:
     """A chat model and its tokenizer."""
 
-    def __init__(self, name: str, device: str, dtype: str, sampling: Sampling) -> None:
+    def __init__(self, name: str, device: str, dtype: str, sampling: AnswerSampling) -> None:
         self.model: Any = load_on(name, device, dtype)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(name, field="--target")
         self.sampling = sampling
@@ -256,7 +260,7 @@ def decode_batch(
     mask_BT: Tensor,
     *,
     ends: Sequence[int],
-    sampling: Sampling | None,
+    sampling: AnswerSampling | None,
     max_tokens: int,
 ) -> list[list[int]]:
     """Token ids of the answers to B prompts padded on the left, each with its end token.
@@ -366,7 +370,7 @@ def answer_together(
             except RowFailed as error:
                 settle(dialogue, str(error))
                 continue
-            dialogue.add(Answer(kept, is_cut))
+            dialogue.add(TargetAnswer(kept, is_cut))
             if dialogue.is_complete:
                 settle(dialogue, "")
             else:

@@ -13,11 +13,11 @@ from typing import Any, Self
 import httpx2
 
 from pipedraft.data_recipes.answers import (
-    Answer,
+    AnswerSampling,
     Dialogue,
     Messages,
     RowFailed,
-    Sampling,
+    TargetAnswer,
     TargetLost,
     kept_text,
 )
@@ -43,7 +43,7 @@ class TryAgain(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(Options):
+class ChatServerOptions(Options):
     """with --server"""
 
     model: str | None = None
@@ -61,7 +61,7 @@ class ServerOptions(Options):
 class ChatServer:
     """A client of one server; ``async with`` opens and closes its connections."""
 
-    def __init__(self, address: str, options: ServerOptions, sampling: Sampling) -> None:
+    def __init__(self, address: str, options: ChatServerOptions, sampling: AnswerSampling) -> None:
         """
         Args:
             address: with or without /v1.
@@ -152,7 +152,7 @@ class ChatServer:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    async def answer(self, question: Messages, row: int, turn: int) -> Answer:
+    async def answer(self, question: Messages, row: int, turn: int) -> TargetAnswer:
         """One answer, asked for again after faults that may pass.
 
         Raises:
@@ -174,7 +174,7 @@ class ChatServer:
             raise TargetLost(f"--server: {self.base}: {fault}") from fault
         raise RowFailed(f"{fault} ({self.options.attempts} attempts)") from fault
 
-    async def _ask(self, question: Messages, row: int, turn: int, attempt: int) -> Answer:
+    async def _ask(self, question: Messages, row: int, turn: int, attempt: int) -> TargetAnswer:
         sampling = self.sampling
         body: Values = {
             "model": self.options.model,
@@ -188,7 +188,7 @@ class ChatServer:
         payload = await self._send("POST", "/chat/completions", body)
         content, reasoning, finish_reason = read_choice(payload)
         text = kept_text(content, reasoning, thinking=sampling.thinking)
-        return Answer(text, is_cut=finish_reason == "length")
+        return TargetAnswer(text, is_cut=finish_reason == "length")
 
     async def _send(self, method: str, path: str, body: dict | None = None) -> Any:
         """The JSON value of one response; the deadline covers connecting, waiting and reading."""

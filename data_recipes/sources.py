@@ -1,11 +1,10 @@
 """Read a source row by row: local files, folders, the standard library, or a Hub data set.
 
-Every reader holds a batch of rows at most, whatever the size of the file.
+A reader holds a batch of rows, whatever the size of the file, but for a JSON array: the whole.
 """
 
 import codecs
 import gzip
-import io
 import json
 import re
 import sysconfig
@@ -202,15 +201,17 @@ def _first_character(path: Path) -> bytes:
 
 
 def _read_array(path: Path, most: int) -> Iterator[RawRow]:
+    """Read a JSON array as a whole; JSON lines take the memory of one row."""
     try:
         with _open(path) as file:
-            for number, row in enumerate(read_array(file, most), 1):
-                yield _dumped(row, f"{path}:{number}", most)
+            rows = json.loads(file.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"sources.path: {str(path)!r} is not valid JSON ({error}); fix the file, or name "
             "it .jsonl if it holds one object per line"
         ) from error
+    for number, row in enumerate(rows, 1):
+        yield _dumped(row, f"{path}:{number}", most)
 
 
 def _dumped(row: object, location: str, most: int) -> RawRow:
@@ -288,67 +289,3 @@ def _load(loader: Callable[..., Any], source: Source, **options: object) -> Any:
             f"loaded with split {source.split!r}{given} ({reason}); check the path, the split, the "
             "subset and the network"
         ) from error
-
-
-CHUNK_CHARACTERS = 1 << 20
-SPACE = re.compile(r"[ \t\n\r]*")
-
-
-def read_array(file: IO[bytes], most: int, chunk: int = CHUNK_CHARACTERS) -> Iterator[object]:
-    """The elements of a JSON array one by one: ShareGPT's file is an array of 670 MB.
-
-    The UTF-8 text begins with "[" and holds nothing after its "]".
-
-    Memory is that of a few chunks, or of the largest element.
-
-    Args:
-        most: characters of an element.
-
-    Raises:
-        ValueError: the text is no such array, or one of its elements is longer; those before the
-            fault have been yielded.
-    """
-    decoder = json.JSONDecoder()
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    buffer = text.read(chunk)
-    while buffer.isspace():
-        buffer = text.read(chunk)
-    position, size = _skip(buffer, 0) + 1, chunk
-    while True:
-        position = _skip(buffer, position)
-        fault = ValueError(f"the array is not closed, at {buffer[-30:]!r}")
-        closes = buffer[position : position + 1] == "]"
-        end, value = position, None
-        if not closes:
-            try:
-                value, end = decoder.raw_decode(buffer, position)
-                end = _skip(buffer, end)
-            except json.JSONDecodeError as error:
-                fault = ValueError(f"{error.msg}, at {buffer[error.pos : error.pos + 30]!r}")
-        after = buffer[end : end + 1] if closes or end > position else ""
-        if not closes and after and after in ",]":
-            yield value
-            position, size = end + (after == ","), chunk
-            continue
-        if closes:
-            rest = buffer[position + 1 :] or text.read(chunk)
-            while rest:
-                if rest.strip():
-                    raise ValueError(f"text after the array: {rest.strip()[:30]!r}")
-                rest = text.read(chunk)
-            return
-        # The element may go on in the next chunk; twice as much each time, so that a long one is
-        # not parsed again and again.
-        more = text.read(size)
-        if not more:
-            raise fault
-        if len(buffer) - position > most:
-            raise ValueError(f"an element has more than {most} characters (sources.max_row_bytes)")
-        buffer, position, size = buffer[position:] + more, 0, 2 * size
-
-
-def _skip(buffer: str, position: int) -> int:
-    """The next character that is no white space."""
-    match = SPACE.match(buffer, position)
-    assert match is not None
-    return match.end()

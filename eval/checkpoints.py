@@ -15,7 +15,7 @@ from pipedraft.inference.engine import DraftNetwork
 from pipedraft.models import load_draft
 from pipedraft.models.draft import CONFIG_FILE, Draft, read_description, resolve_folder
 from pipedraft.models.language_model import load_draft_model
-from pipedraft.placement import place_draft
+from pipedraft.pretrained import place_draft
 
 LANGUAGE_MODEL, TARGET = "language_model", "target"
 

@@ -37,8 +37,7 @@ from pipedraft.models.target import (
     load_tokenizer,
 )
 from pipedraft.models.target_part import weights_identity
-from pipedraft.placement import resolve_dtype
-from pipedraft.pretrained import quieten
+from pipedraft.pretrained import quieten, resolve_dtype
 
 
 def _method_name(folder: Path, drafts: dict[Path, Values]) -> str:

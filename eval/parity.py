@@ -37,13 +37,12 @@ from pipedraft.eval.parity_rows import (
 from pipedraft.eval.tables import Table, align_columns, number
 from pipedraft.eval.tasks import Prompt, encode_turn, load_tasks
 from pipedraft.files import make_place, to_json, write_atomically
-from pipedraft.models.card import LAYOUTS
 from pipedraft.models.draft import Draft
-from pipedraft.models.export import export
-from pipedraft.models.peers import import_head
+from pipedraft.models.exchange.card import LAYOUTS
+from pipedraft.models.exchange.export import export
+from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
-from pipedraft.placement import place_draft, resolve_device, resolve_dtype
-from pipedraft.pretrained import quieten
+from pipedraft.pretrained import place_draft, quieten, resolve_device, resolve_dtype
 
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Differences that are no fault, in parts of the largest value that is compared."""

@@ -52,8 +52,7 @@ from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
-from pipedraft.placement import resolve_device, resolve_dtype
-from pipedraft.pretrained import quieten
+from pipedraft.pretrained import quieten, resolve_device, resolve_dtype
 
 Value = tuple[float | None, Sequence[float | None] | None]
 """A number and its 95 % interval, where there is one."""

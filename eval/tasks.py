@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import pipedraft
 from pipedraft.eval.scores import Check, NumberCheck, ProgramCheck, find_number
 from pipedraft.files import Values, bounded_lines, read_text
-from pipedraft.model_limits import ChatRefused, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -479,6 +478,8 @@ def encode_turn(
     earlier turns included. A tokenizer without a chat template (a base model) gets the texts
     joined by newlines; the manifest says so.
     """
+    from pipedraft.pretrained import ChatRefused, render_chat
+
     texts = [text for pair in zip(prompt.turns, answers, strict=False) for text in pair]
     texts.append(prompt.turns[len(answers)])
     if not tokenizer.chat_template:

@@ -19,7 +19,6 @@ from pipedraft.inference.arguments import (
     ServerOptions,
     Stream,
     backend_of,
-    encode,
     read_temperature,
 )
 from pipedraft.inference.result import DecodeResult, shown
@@ -110,7 +109,7 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
         raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
     if options.trace is not None:
         make_place("--trace", options.trace, b'{"traceEvents": ')
-    from pipedraft.inference.command import load_engine
+    from pipedraft.inference.command import encode, load_engine
 
     traces = options.trace is not None
     engine = load_engine(options, cluster, options.decode_settings(), traces=traces)

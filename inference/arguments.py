@@ -4,7 +4,7 @@ import ipaddress
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import product
@@ -21,7 +21,6 @@ from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Budget, TreeShape
 from pipedraft.inference.transport import is_launched
 from pipedraft.inference.transport.launch import run_ranks
-from pipedraft.model_limits import render_chat
 from pipedraft.options import Group, Options, Values, checked, flag_name, help_of, listed, option
 
 if TYPE_CHECKING:
@@ -269,19 +268,6 @@ class Stream(TextStream):
     def finish_line(self, text: str) -> None:
         """Print what was held back."""
         print(self.finish(text))
-
-
-def encode(tokenizer: "PreTrainedTokenizerBase", text: str, raw: bool) -> list[int]:
-    if raw or tokenizer.chat_template is None:
-        return tokenizer(text).input_ids
-    return encode_chat(tokenizer, [{"role": "user", "content": text}])
-
-
-def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
-) -> list[int]:
-    """Token ids of a conversation up to the beginning of the assistant's next turn."""
-    return tokenizer(render_chat(tokenizer, messages), add_special_tokens=False).input_ids
 
 
 SHARED_SETTINGS = ("verifier", "payload_tokens", "tail_samples", "bitwise")

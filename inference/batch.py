@@ -39,7 +39,7 @@ from pipedraft.inference.result import DecodeResult, Observer
 from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.sources.base import DraftSource
 from pipedraft.inference.timeline import WAIT
-from pipedraft.models.draft_calls import Call, asking, make_first
+from pipedraft.models.draft_calls import DraftCall, asking, make_first
 
 
 class QueueFull(RuntimeError):
@@ -97,7 +97,7 @@ class _Sequence:
         self.phase: int | None = None
         """Of the steps at which its tokens enter, if it decodes plainly."""
         self.has_ended = False
-        self.asked: Call | None = None
+        self.asked: DraftCall | None = None
         """What it waits for of its draft; None: for the next step."""
         self._ends_with: BaseException | None = None
         """Raised in the sequence's thread when it goes on."""
@@ -140,7 +140,7 @@ class _Sequence:
         if self._ends_with is not None:
             raise self._ends_with
 
-    def _ask(self, call: Call) -> Any:
+    def _ask(self, call: DraftCall) -> Any:
         """``call``'s outcome, once it was made with those of other sequences."""
         self.asked = call
         try:

@@ -17,7 +17,6 @@ from pipedraft.inference.arguments import (
     PlaceOptions,
     ServerOptions,
     Stream,
-    encode,
     is_loopback,
     read_tokens,
 )
@@ -37,11 +36,17 @@ from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
-from pipedraft.placement import place_draft, resolve_device, resolve_dtype
-from pipedraft.pretrained import quieten
+from pipedraft.pretrained import encode_chat, place_draft, quieten, resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
     from pipedraft.inference.__main__ import DecodeOptions
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> list[int]:
+    """Return the ids of a prompt, which ``raw`` leaves without the chat template."""
+    if raw or tokenizer.chat_template is None:
+        return tokenizer(text).input_ids
+    return encode_chat(tokenizer, [{"role": "user", "content": text}])
 
 
 def place_of(options: PlaceOptions, cluster: Cluster | None = None) -> torch.device:

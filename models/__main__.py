@@ -1,6 +1,5 @@
 """Work on checkpoints: import a published head, push one to the Hub, export it for an engine, say
-whether a fine-tuned target keeps its FlexSpec draft, make a target of a GGUF file, or a checkpoint
-with fp16 weights."""
+whether a fine-tuned target keeps its FlexSpec draft, make a target of a GGUF file."""
 
 import shlex
 import sys
@@ -27,7 +26,6 @@ EXAMPLE = """example:
   python -m pipedraft.models export --checkpoint out/eagle3 --format sglang --out out/sglang
   python -m pipedraft.models scope --base assets/target --target out/tuned/best
   python -m pipedraft.models from-gguf SmolLM2-135M-Instruct.Q4_1.gguf --out out/smollm2
-  python -m pipedraft.models halve --checkpoint out/spd --out out/spd_half
 """
 
 
@@ -58,7 +56,7 @@ class ImportOptions(Command):
     """branch, tag or commit of the head's repository"""
 
     def run(self) -> None:
-        from pipedraft.models.peers import import_head
+        from pipedraft.models.exchange.peers import import_head
 
         draft, files = import_head(self.source, self.target, self.out, revision=self.revision)
         for path in files:
@@ -85,6 +83,8 @@ class PushOptions(Command):
     """results.json of pipedraft eval, for the card's table"""
     target: str | None = None
     """the target's Hub id; default: the name that the training gave it"""
+    dtype: Literal["fp16"] | None = None
+    """of the weights, half the size, which loading makes float32 again; default: as they are"""
     private: bool = False
     """for a repository that it makes"""
     revision: str | None = option(None, metavar="BRANCH")
@@ -97,7 +97,13 @@ class PushOptions(Command):
     """with --dry-run: where to write it; default: out/upload/REPO"""
 
     def run(self) -> None:
-        from pipedraft.models.hub import Upload, check_repo_id, fill_folder, prepare_upload, push
+        from pipedraft.models.exchange.hub import (
+            Upload,
+            check_repo_id,
+            fill_folder,
+            prepare_upload,
+            push,
+        )
 
         check_repo_id(self.repo)
         if self.out is not None and not self.dry_run:
@@ -110,11 +116,12 @@ class PushOptions(Command):
             message=self.commit_message,
             results=self.results,
             target=self.target,
+            is_half=self.dtype is not None,
         )
         if self.dry_run:
             out = self.out or Path("out", "upload", *self.repo.split("/"))
             fill = partial(fill_folder, files=prepare_upload(folder, upload))
-            for path in write_folder(out, fill, inputs=[folder], replaces=True):
+            for path in write_folder(out, fill, inputs=[folder]):
                 print(path)
         else:
             print(push(prepare_upload(folder, upload), upload))
@@ -136,7 +143,7 @@ class ExportOptions(Command):
     """the target's name for the engine; default: the one of the training"""
 
     def run(self) -> None:
-        from pipedraft.models.export import export, launch_line, target_and_kind
+        from pipedraft.models.exchange.export import export, launch_line, target_and_kind
 
         folder = checkpoint_folder(self.checkpoint)
         for path in export(folder, self.format, self.out, target=self.target):
@@ -179,27 +186,9 @@ class FromGgufOptions(Command):
     """folder to make"""
 
     def run(self) -> None:
-        from pipedraft.gguf_target import convert
+        from pipedraft.pretrained import convert_gguf
 
-        for path in convert(self.file, self.out, field="FILE"):
-            print(path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HalveOptions(Command):
-    """write a checkpoint with its weights in fp16, half the size; decoding computes in float32"""
-
-    PROG: ClassVar[str] = "pipedraft models halve"
-
-    checkpoint: str
-    """checkpoint folder or a run's folder"""
-    out: Path
-    """folder to make"""
-
-    def run(self) -> None:
-        from pipedraft.models.hub import halve
-
-        for path in halve(checkpoint_folder(self.checkpoint), self.out):
+        for path in convert_gguf(self.file, self.out, field="FILE"):
             print(path)
 
 
@@ -215,7 +204,6 @@ SUBCOMMANDS: dict[str, type[Command]] = {
     "export": ExportOptions,
     "scope": ScopeOptions,
     "from-gguf": FromGgufOptions,
-    "halve": HalveOptions,
 }
 
 

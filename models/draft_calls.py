@@ -28,7 +28,7 @@ VISIBLE = "visible_RC"
 
 
 @dataclass(eq=False)
-class Call:
+class DraftCall:
     """A request of one sequence to its draft."""
 
     function: Any
@@ -66,7 +66,7 @@ _thread = threading.local()
 
 
 @contextmanager
-def asking(ask: Callable[[Call], Any] | None) -> Iterator[None]:
+def asking(ask: Callable[[DraftCall], Any] | None) -> Iterator[None]:
     """``ask`` makes this thread's calls and returns their outcomes; None: each is made at once."""
     _thread.ask = ask
     try:
@@ -76,7 +76,7 @@ def asking(ask: Callable[[Call], Any] | None) -> Iterator[None]:
 
 
 def call(function: Any, *rows: Any, **options: Any) -> Any:
-    """Call ``function(*rows, **options)``, perhaps with the rows of other sequences.
+    """DraftCall ``function(*rows, **options)``, perhaps with the rows of other sequences.
 
     Args:
         function: method of a draft, of a name in ``ORDER``, that computes row by row but for
@@ -86,10 +86,10 @@ def call(function: Any, *rows: Any, **options: Any) -> Any:
             ``caches``; ``visible_RC``, which the function hands to these.
     """
     ask = getattr(_thread, "ask", None)
-    return function(*rows, **options) if ask is None else ask(Call(function, rows, options))
+    return function(*rows, **options) if ask is None else ask(DraftCall(function, rows, options))
 
 
-def make_first(calls: Sequence[Call]) -> list[Call]:
+def make_first(calls: Sequence[DraftCall]) -> list[DraftCall]:
     """Make the calls of one kind, the first in order, as one; returns these."""
     kind = min(one.kind for one in calls)
     chosen = [one for one in calls if one.kind == kind]
@@ -99,7 +99,7 @@ def make_first(calls: Sequence[Call]) -> list[Call]:
     return chosen
 
 
-def _are_made_together(calls: Sequence[Call]) -> bool:
+def _are_made_together(calls: Sequence[DraftCall]) -> bool:
     """False: it failed, and every cache is as it was before."""
     caches = [(cache, cache.num_rows) for one in calls for cache in one.caches()]
     join = _propose if calls[0].function.__name__ == "propose_rows" else _make_joined
@@ -113,7 +113,7 @@ def _are_made_together(calls: Sequence[Call]) -> bool:
     return True
 
 
-def _make_joined(calls: Sequence[Call]) -> Sequence[Any]:
+def _make_joined(calls: Sequence[DraftCall]) -> Sequence[Any]:
     """Rows of all sequences in their order."""
     sizes = [len(one.rows[0] if one.rows else one.options["positions_R"]) for one in calls]
     ends = list(accumulate(sizes))
@@ -124,7 +124,7 @@ def _make_joined(calls: Sequence[Call]) -> Sequence[Any]:
 
 
 def _joined_options(
-    calls: Sequence[Call], places: Sequence[slice | Tensor], *, leaving: Sequence[str] = ()
+    calls: Sequence[DraftCall], places: Sequence[slice | Tensor], *, leaving: Sequence[str] = ()
 ) -> Values:
     options = [one.options for one in calls]
     visible = [own[VISIBLE] for own in options if VISIBLE in own]
@@ -135,7 +135,7 @@ def _joined_options(
             found[name] = parts[0]  # each sequence's own, where its rows attend
         elif name == "caches":
             layers = zip(*parts, strict=True)
-            found[name] = [_Apart(layer, places, visible) for layer in layers]
+            found[name] = [_SeparateKeyValues(layer, places, visible) for layer in layers]
         else:
             found[name] = _joined(parts)
     return found
@@ -147,7 +147,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     return {layer: torch.cat([part[layer] for part in parts]) for layer in parts[0]}
 
 
-def _propose(calls: Sequence[Call]) -> Sequence[Tensor]:
+def _propose(calls: Sequence[DraftCall]) -> Sequence[Tensor]:
     """The speculation module's rows, whose deepest ones come first; queries are the last ones."""
     options = [one.options for one in calls]
     draft, depths = calls[0].function.__self__, [own["depths"] for own in options]
@@ -188,7 +188,7 @@ def _ordered_taps(
     return taps
 
 
-class _Apart(KeyValues):
+class _SeparateKeyValues(KeyValues):
     """Stands where one sequence's keys and values stand, and lets each attend to its own rows."""
 
     def __init__(

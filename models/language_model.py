@@ -100,7 +100,7 @@ class LanguageModelDraft(nn.Module):
                     hidden_1RH,
                     attention_mask=mask_RC.repeat(groups, 1)[None, None],
                     position_embeddings=turn,
-                    past_key_values=_Rows(caches),
+                    past_key_values=_LayerCaches(caches),
                 )
         return hidden_1RH[0]
 
@@ -110,7 +110,7 @@ class LanguageModelDraft(nn.Module):
         return own / others
 
 
-class _Rows:
+class _LayerCaches:
     """Stands where transformers expects a cache."""
 
     def __init__(self, caches: Sequence[KeyValues]) -> None:

@@ -27,7 +27,6 @@ from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import check_family
 from pipedraft.pretrained import (
     check_finite,
-    check_layers,
     check_tensors,
     check_unquantized,
     explained,
@@ -70,7 +69,6 @@ def load_target_part(
     check_unquantized(stored, name_or_path)
     config = load_config(name_or_path, revision)
     files = weight_files(name_or_path, revision)
-    check_layers(config.to_dict(), files, name_or_path)
     with torch.device("meta"), explained("target", name_or_path):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False

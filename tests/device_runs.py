@@ -24,7 +24,7 @@ from pipedraft.inference.sources.row_cache import TEXT, RowCache
 from pipedraft.inference.transport.worker import SharedWorker
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import StagedTarget
-from pipedraft.placement import place_draft
+from pipedraft.pretrained import place_draft
 from pipedraft.train.launch import make_optimizers
 
 CUDA = torch.device("cuda", 0)

@@ -59,8 +59,8 @@ def runner_of(command: Command) -> str:
         return "test_peers.py"  # which makes heads as others write them
     if command.page.startswith("adding_"):
         return "test_doc_examples.py"  # on a copy that has the code of the page
-    if command.module in ("pipedraft.doctor", "pipedraft.completion"):
-        return f"test_{command.module.removeprefix('pipedraft.')}.py"  # which runs it, as a process
+    if command.module == "pipedraft.doctor":
+        return "test_doctor.py"  # which runs it, as a process
     if command.module == "benchmarks/serve_storm.py":
         return "test_serve_load.py"
     if command.module == "pipedraft.inference.serving":

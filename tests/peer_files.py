@@ -8,7 +8,7 @@ from command_runs import assert_one_line, call
 from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
-from pipedraft.models.peers import import_head
+from pipedraft.models.exchange.peers import import_head
 
 LAYERS, HIDDEN, VOCABULARY, STEPS, LENGTH = 8, 32, 64, 7, 12
 SIZES = {

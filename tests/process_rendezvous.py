@@ -29,7 +29,7 @@ from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.transport.ranks import DeviceLink, Sender
 from pipedraft.inference.transport.watch import Limits
 from pipedraft.models.recorded import UNDER_WAY, Recordings
-from pipedraft.placement import place_draft
+from pipedraft.pretrained import place_draft
 
 NEW_TOKENS, PROMPT = 8, PROMPTS[2]
 RANK = int(os.environ["RANK"])

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from small_tokenizers import CHAT_TEMPLATE
 from tokenizers.processors import TemplateProcessing
 
-from pipedraft.data_recipes.chat import mark_tokens, normalize_conversation
+from pipedraft.data_recipes.chat import mark_tokens
+from pipedraft.data_recipes.conversations import normalize_conversation
 
 # Cuts thinking from every assistant turn that a later user turn follows, as Qwen3's template does.
 STRIPS_THINKING = (

@@ -12,12 +12,10 @@ from data_rows import CHINESE, WORDS, chat, total, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedraft.data_recipes.config import Filters
+from pipedraft.data_recipes.config import RowFilters
 from pipedraft.data_recipes.overlap import (
     hash_ngrams,
-    hash_shingles,
     hash_words,
-    jaccard,
     prompts_of,
     read_benchmarks,
     split_words,
@@ -60,7 +58,7 @@ def test_a_filter_leaves_out_what_misses_its_limit_and_says_so(
     source = write(tmp_path / "rows.jsonl", [*rows, chat(f"ok {CHINESE} fine\nthen", "yes", "no")])
     free = load(source).report
     assert free.rows_kept == 3 and free.filtered_rows == {} and load.left_out() == []
-    limits = Filters(**{name: limit})
+    limits = RowFilters(**{name: limit})
     texts = [turn["content"] for turn in rows[1]["messages"]]
     assert limits.refuse(texts, sum(t["role"] != "system" for t in rows[1]["messages"]))[0] == ""
     report = load(replace(source, filters=limits)).report
@@ -73,7 +71,7 @@ def test_a_filter_leaves_out_what_misses_its_limit_and_says_so(
 def test_filters_of_one_source_leave_the_others_alone(load, tmp_path):
     first = write(tmp_path / "a.jsonl", [chat(f"a {i}") for i in range(4)])
     second = write(tmp_path / "b.jsonl", [chat(f"b {i}") for i in range(4)])
-    report = load(replace(first, filters=Filters(min_turns=9)), second).report
+    report = load(replace(first, filters=RowFilters(min_turns=9)), second).report
     assert [s["rows_kept"] for s in report.sources.values()] == [0, 4]
 
 
@@ -85,7 +83,7 @@ def test_long_rows_are_cut_or_dropped_and_short_ones_filtered(load, tmp_path):
     tokens = [
         len(ids) for ids in load(source, max_length=9999, valid_fraction=0.0).train["input_ids"]
     ]
-    least = Filters(min_tokens=tokens[0] + 1)
+    least = RowFilters(min_tokens=tokens[0] + 1)
     report = load(replace(source, filters=least), max_length=tokens[1], too_long="drop").report
     assert (report.rows_kept, report.truncated_rows, report.too_long_rows) == (1, 0, 1)
     assert [(r["reason"], r["detail"]) for r in load.left_out()] == [
@@ -121,47 +119,8 @@ def test_exact_duplicates_keep_the_first_good_row(load, tmp_path):
         f"{tmp_path}/a.jsonl:1"
     }
     # A row that is itself left out does not stand for its copies.
-    strict = replace(first, filters=Filters(max_characters=1))
+    strict = replace(first, filters=RowFilters(max_characters=1))
     assert load(strict, second, duplicates="exact").report.duplicate_rows == {}
-
-
-def test_near_duplicates_are_those_that_a_full_comparison_finds(load, tmp_path):
-    rng = np.random.default_rng(0)
-    texts = []
-    for _ in range(60):
-        words = random_text(rng, 120).split()
-        texts.append(" ".join(words))
-        for num_changes in rng.integers(1, 12, 3):
-            changed = list(words)
-            for place in rng.integers(0, 120, num_changes):
-                changed[place] = f"other{place}"
-            texts.append(" ".join(changed))
-    order = rng.permutation(len(texts))
-    rows = [chat(texts[i], "yes") for i in order]
-    sets = [np.unique(hash_shingles(f"{texts[i]}\nyes")) for i in order]
-    expected = set()
-    for later in range(len(sets)):
-        if any(jaccard(sets[earlier], sets[later]) >= 0.8 for earlier in range(later)):
-            expected.add(later + 1)
-    assert 20 < len(expected) < 120
-    source = write(tmp_path / "rows.jsonl", rows)
-    report = load(source, duplicates="near").report
-    found = lines_of(load.left_out())
-    assert set(found) <= expected and len(found) >= 0.98 * len(expected)
-    assert report.duplicate_rows == {"near": len(found)} and total(report) == len(rows)
-    assert all(r["detail"].startswith(str(tmp_path)) for r in load.left_out())
-    # What is appended changes nothing before it.
-    more = write(tmp_path / "more.jsonl", rows[::-1])
-    load(source, more, duplicates="near")
-    assert lines_of(r for r in load.left_out() if r["source"] == source.path) == found
-    kept_in_both = [r for r in load.left_out() if r["source"] == more.path]
-    assert len(kept_in_both) == len(rows)
-
-
-def test_rows_without_words_are_no_near_duplicates(load, tmp_path):
-    rows = [chat("??", mark * 3) for mark in "!$%&"]
-    report = load(write(tmp_path / "rows.jsonl", rows), duplicates="near").report
-    assert report.rows_kept == 4
 
 
 # Benchmarks

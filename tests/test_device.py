@@ -11,7 +11,7 @@ from torch import nn
 
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.models.layers import LayerConfig, RotaryEmbedding
-from pipedraft.placement import place_draft, resolve_device, resolve_dtype
+from pipedraft.pretrained import place_draft, resolve_device, resolve_dtype
 
 CUDA = "cuda:0"
 MIXED = {

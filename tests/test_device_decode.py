@@ -34,7 +34,7 @@ from pipedraft.models import stage_cache
 from pipedraft.models.recorded import UNDER_WAY, Recordings
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget
-from pipedraft.placement import place_draft
+from pipedraft.pretrained import place_draft
 
 PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes
 NEW_TOKENS = 6

@@ -13,7 +13,7 @@ from pipedraft.inference.batch import BatchEngine
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.timeline import WAIT
 from pipedraft.models import draft_calls
-from pipedraft.models.draft_calls import Call, make_first
+from pipedraft.models.draft_calls import DraftCall, make_first
 from pipedraft.models.layers import KeyValues
 
 CONTINUED = {"schedule": "flowspec_continued", "expansion_depth": 2}
@@ -49,7 +49,7 @@ def calls_made(monkeypatch):
     found = []
 
     def checked(calls):
-        apart = [Call(one.function, one.rows, copied(one.options)) for one in calls]
+        apart = [DraftCall(one.function, one.rows, copied(one.options)) for one in calls]
         assert together(calls)
         found.append((len(calls), sum(map(differs, calls, apart))))
         return True
@@ -125,8 +125,8 @@ def swap_keys(monkeypatch):
         one.keys[:, 0] = other.keys[:, 0]
         other.keys[:, 0] = row
 
-    right = draft_calls._Apart.append_rows
-    monkeypatch.setattr(draft_calls._Apart, "append_rows", mutant)
+    right = draft_calls._SeparateKeyValues.append_rows
+    monkeypatch.setattr(draft_calls._SeparateKeyValues, "append_rows", mutant)
 
 
 def swap_results(monkeypatch):
@@ -143,8 +143,8 @@ def see_everything(monkeypatch):
     def mutant(self, caches, places, visible):
         right(self, caches, places, [torch.ones_like(own) for own in visible])
 
-    right = draft_calls._Apart.__init__
-    monkeypatch.setattr(draft_calls._Apart, "__init__", mutant)
+    right = draft_calls._SeparateKeyValues.__init__
+    monkeypatch.setattr(draft_calls._SeparateKeyValues, "__init__", mutant)
 
 
 @pytest.mark.parametrize("mutate", [swap_keys, swap_results, see_everything])
@@ -182,7 +182,7 @@ def test_a_call_that_fails_fails_alone(target):
         options = {"caches": [cache], "visible_RC": torch.ones(1, 1, dtype=torch.bool)}
         state_RH = torch.full((1, draft.layer_config.hidden_size), 0.5)
         options["positions_R"] = torch.tensor([0])
-        return Call(draft.step, (torch.tensor([token]), state_RH), options)
+        return DraftCall(draft.step, (torch.tensor([token]), state_RH), options)
 
     caches = [KeyValues() for _ in range(3)]
     calls = [ask(token, cache) for token, cache in zip((1, 10**6, 2), caches, strict=True)]

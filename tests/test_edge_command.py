@@ -137,7 +137,7 @@ def test_the_cloud_alone_that_a_row_is_compared_with_has_the_same_times():
         (["--methods", "picospek"], "--methods: 'picospek' is unknown; give one of cloud,"),
         (
             ["--rule", "best"],
-            f"--rule: 'best' does not fit; expected one of {str(RULE_NAMES)[1:-1]}",
+            f"--rule: Expected a Literal[{str(RULE_NAMES)[1:-1]}]. Got value: best",
         ),
         (["--links", "6g"], "link: '6g' is unknown"),
         (["--policy", "fixed:99"], "policy: 'fixed:99' is unknown; give fixed:1 to"),

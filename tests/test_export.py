@@ -29,7 +29,7 @@ from pipedraft.errors import Failure
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.export import export, launch_line, vocabulary_maps
+from pipedraft.models.exchange.export import export, launch_line, vocabulary_maps
 from pipedraft.models.fingerprint import read_target
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import target_fingerprint
@@ -320,7 +320,7 @@ def test_an_export_that_fails_half_way_leaves_no_folder(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipedraft.models.export.save_file", fails)
+        patch.setattr("pipedraft.models.exchange.export.save_file", fails)
         with pytest.raises(Failure, match="--out: .*disk full"):
             export(folder, "sglang", out)
     assert not out.exists()

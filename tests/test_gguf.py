@@ -10,7 +10,7 @@ from conftest import byte_tokenizer, tiny_llama
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 
-from pipedraft import gguf_target
+from pipedraft import pretrained
 from pipedraft.errors import UsageError
 from pipedraft.inference import __main__ as inference_command
 from pipedraft.models import __main__ as models_command
@@ -107,7 +107,7 @@ def test_a_file_is_read_once_and_known_by_its_hash(model, file, cache, monkeypat
     hashed = load_target(str(file)).config.gguf_sha256
     assert [place.name for place in cache.iterdir()] == [hashed]
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_target, "convert", None)
+        patch.setattr(pretrained, "convert_gguf", None)
         assert load_target(str(file)).config.gguf_sha256 == hashed
     write_gguf(file, tiny_llama(layers=2, vocab=300, seed=1))
     assert load_target(str(file)).config.gguf_sha256 != hashed
@@ -130,12 +130,11 @@ def test_the_command_writes_a_target_that_decodes(file, tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "does not begin with 'GGUF'"),
-        (b"PK\x03\x04" + bytes(64), "does not begin with 'GGUF'"),
+        (b"PK\x03\x04" + bytes(64), "cannot be read as GGUF"),
         (b"GGUF" + b"\x03\0\0\0" + b"\xff" * 16, "cannot be read as GGUF"),
         (None, "cannot be read as GGUF"),
     ],
-    ids=["empty", "zip", "counts", "cut"],
+    ids=["zip", "counts", "cut"],
 )
 def test_a_broken_file_is_one_line_and_leaves_nothing(file, content, message, cache):
     file.write_bytes(file.read_bytes()[:3000] if content is None else content)
@@ -149,10 +148,10 @@ def test_other_families_and_missing_files_are_refused(tmp_path, model):
     other = write_gguf(tmp_path / "other.gguf", model, architecture="bloom")
     with pytest.raises(ValueError, match="cannot be read as GGUF|supported as GGUF"):
         load_target(str(other))
-    with pytest.raises(ValueError, match="cannot be read .No such file"):
+    with pytest.raises(ValueError, match="no file"):
         load_target(str(tmp_path / "none.gguf"))
     with pytest.raises(UsageError, match="in use"):
-        gguf_target.convert(write_gguf(tmp_path / "tiny.gguf", model), tmp_path)
+        pretrained.convert_gguf(write_gguf(tmp_path / "tiny.gguf", model), tmp_path)
 
 
 def test_a_broken_file_ends_the_command_with_status_2(tmp_path, parent):

@@ -13,8 +13,8 @@ from tiny_drafts import make_draft, make_exit, make_head, make_module
 
 from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.command import describe
-from pipedraft.models.card import CardSource, License, render_card
 from pipedraft.models.draft import load_untied, read_description
+from pipedraft.models.exchange.card import CardSource, render_card
 
 VALUES = [-1, 0, 1, 7, 10**7, 10**12, 2**80, 0.5, 1e300, True, "x", "", None, [], {}, [7, "x"]]
 TRAINING = {
@@ -83,7 +83,7 @@ def test_no_value_in_the_record_of_a_training_is_believed(tmp_path):
     whole, refused = path.read_bytes(), 0
 
     def show() -> None:
-        render_card(CardSource(description=read_description(tmp_path), license=License()))
+        render_card(CardSource(description=read_description(tmp_path)))
 
     show()
     for index in range(sum(1 for _ in places({"training": TRAINING}))):

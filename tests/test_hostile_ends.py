@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipedraft.errors import LINE_CHARACTERS, Failure, UsageError, one_line, run_command
-from pipedraft.models.card import CardSource, License, render_card
+from pipedraft.models.exchange.card import CardSource, render_card
 
 
 def os_error(code: int, path: str | None = None) -> OSError:
@@ -43,13 +43,7 @@ def wrapped(outer: Exception, inner: Exception) -> Exception:
         (os_error(errno.EPIPE), 1, "output: its reader has closed it"),
         (wrapped(RuntimeError("of a library"), os_error(errno.ENOSPC, "a")), 1, "'a': No space"),
         (wrapped(UsageError("--out: no"), os_error(errno.ENOSPC, "a")), 1, "error: --out: no"),
-        (SafetensorError("IoError(Os { code: 28, kind: StorageFull })"), 1, "No space left"),
-        (
-            SafetensorError("I/O error: File too large (os error 27)"),
-            1,
-            "File too large; make room",
-        ),
-        (Exception("No space left on device (os error 28)"), 1, "No space left"),  # tokenizers'
+        (SafetensorError("IoError: no space"), 1, "error: IoError: no space"),
         (MemoryError(), 1, "memory: not enough"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "not UTF-8"),
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 1, "refused"),
@@ -130,27 +124,14 @@ def shell(line: str, body: str) -> tuple[int, str]:
     [
         ("COMMAND > /dev/full", "print(1)", 1, "output: No space left on device"),
         ("COMMAND > /dev/full", "(print(1), sys.exit(0))", 1, "No space left"),
-        ("COMMAND >&-", "print(1)", 1, "output: standard output is closed"),
-        ("COMMAND <&-", "print(repr(sys.stdin.read()))", 0, ""),
         ("set -o pipefail; COMMAND | true", "print(str(1) * 10**6)", 1, "reader has closed it"),
     ],
 )
-def test_full_and_closed_streams_are_one_line(line, body, status, text):
+def test_a_full_output_and_a_reader_that_left_are_one_line(line, body, status, text):
     ended, said = shell(line, body)
     assert (ended, said.count("\n")) == (status, bool(text)) and text in said
 
 
-WAITING = """
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from pipedraft.errors import run_command
-def main():
-    with ThreadPoolExecutor() as pool:
-        endless = pool.submit(threading.Event().wait)
-        print("up", flush=True)
-        endless.result()
-run_command(main)
-"""
 LOADING = """
 import runpy, sys, time
 class FirstLibrary:
@@ -171,8 +152,8 @@ run_ranks(2, [sys.executable, "-c", program])
 
 @pytest.mark.parametrize(
     "program",
-    [WAITING, RANKS, *map(LOADING.format, ("pipedraft.train", "pipedraft.data_recipes.sample"))],
-    ids=["a pool that never ends", "ranks", "train", "sample"],
+    [RANKS, *map(LOADING.format, ("pipedraft.train", "pipedraft.data_recipes.sample"))],
+    ids=["ranks", "train", "sample"],
 )
 def test_ctrl_c_ends_a_command_at_once_and_in_one_line(program):
     process = subprocess.Popen(
@@ -242,7 +223,7 @@ def test_a_card_shows_what_others_wrote_and_nothing_of_it_acts():
                     }
                 },
             },
-            license=License({"license": evil}),
+            license={"license": evil},
         )
     )
     head, body = card.removeprefix("---\n").split("\n---\n", 1)

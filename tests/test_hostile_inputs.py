@@ -33,9 +33,8 @@ from pipedraft.files import (
 from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.transport import serve
-from pipedraft.model_limits import ChatRefused, TemplateLimit, render_chat
 from pipedraft.options import Options
-from pipedraft.placement import resolve_device
+from pipedraft.pretrained import ChatRefused, render_chat, resolve_device
 from pipedraft.train.__main__ import RESOLVED
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
 
@@ -47,14 +46,13 @@ LAUGHS = "a0: &a0 [1]\n" + "".join(
 @pytest.mark.parametrize(
     "text, reason",
     [
-        (LAUGHS, "an alias, *a0: write out what it stands for"),
-        ("&a {x: *a}", "an alias, *a"),
-        ("[" * 5000, "more than 32 levels"),
+        (LAUGHS, "an alias: write out what it stands for"),
+        ("&a {x: *a}", "an alias"),
         ("x: " * 100, "mapping values are not allowed"),
-        ("a: 1\nb: {c: 1, c: 2}", "the key 'c' twice, line 2"),
+        ("a: 1\nb: {c: 1, c: 2}", "the key 'c' twice"),
         ("a" * (MAX_YAML_BYTES + 1), "more than 1048576 characters"),
     ],
-    ids=["laughs", "itself", "deep", "nonsense", "twice", "long"],
+    ids=["laughs", "itself", "nonsense", "twice", "long"],
 )
 def test_yaml_that_could_grow_is_refused(text, reason, tmp_path):
     with pytest.raises(yaml.YAMLError) as refused:
@@ -62,6 +60,9 @@ def test_yaml_that_could_grow_is_refused(text, reason, tmp_path):
     assert reason in str(refused.value)
     path = tmp_path / "x.yaml"
     path.write_text(text)
+    with pytest.raises(UsageError, match="^--config: "):
+        read_yaml(path, "--config")
+    path.write_text("[" * 5000)
     with pytest.raises(UsageError, match="^--config: "):
         read_yaml(path, "--config")
 
@@ -116,10 +117,6 @@ def test_a_row_takes_no_more_than_its_limit(name, tmp_path):
         file.write(text.encode())
     kind = "text" if name == "x.txt" else "conversations"
     source = Source(path=str(tmp_path / name), kind=kind)
-    if name == "x.json":
-        with pytest.raises(ValueError, match="an element has more than 4194304 characters"):
-            list(read_source(source))
-        return
     errors = [row.error for row in read_source(source)]
     assert errors == ([TOO_MANY_BYTES] if kind == "text" else ["", TOO_MANY_BYTES, ""])
     kept = read_source(replace(source, max_row_bytes=10**8))
@@ -149,7 +146,7 @@ BAD_VALUES = [
     (RunConfig, RUN, "log_every_steps", (0,)),
     (DataConfig, SOURCES, "max_length", (1, 2**80)),
     (DataConfig, SOURCES, "valid_fraction", (1.0, math.nan)),
-    (DataConfig, SOURCES, "near_threshold", (math.nan,)),
+    (DataConfig, SOURCES, "seed", (-1, 10**40)),
     (Source, {"path": "x.jsonl"}, "weight", (0.0, math.nan)),
     (Source, {"path": "x.jsonl"}, "max_row_bytes", (0,)),
 ]
@@ -206,31 +203,20 @@ TURNS = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize(
-    "template, kind, reason",
+    "template, reason",
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-         TemplateLimit, "takes more than 0.2 s"),
-        ("{{ 'a' * 3000000000 }}", TemplateLimit, "takes more than 1024 MiB"),
-        ("{{ 'a' * 20000000 }}", TemplateLimit, "takes more than 1024 MiB"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", ChatRefused, "recursion"),
-        ("{% if %}", ChatRefused, "Expected an expression"),
-        ("{{ raise_exception('no') }}", ChatRefused, "no"),
-        ("{{ x.y.z }}", ChatRefused, "'x' is undefined"),
-        ("{{ 1 / 0 }}", ChatRefused, "division by zero"),
-        ("{{ ''.__class__.__mro__ }}", ChatRefused, "unsafe"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
     ids=str,
-)  # fmt: skip
-def test_chat_templates_end_in_time_and_in_one_line(template, kind, reason, monkeypatch):
-    if "0.2 s" in reason:
-        monkeypatch.setattr("pipedraft.model_limits.RENDER_S", 0.2)
+)
+def test_chat_templates_end_in_one_line_and_reach_no_python(template, reason):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ChatRefused, match=f"chat template refused: .*{reason}"):
         render_chat(tokenizer, TURNS)
-    assert type(refused.value) is kind and reason in str(refused.value)
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    assert render_chat(tokenizer, TURNS) == "hi"  # no limit stays behind
 
 
 # -- output folders ---------------------------------------------------------------------------
@@ -239,16 +225,14 @@ HOLD = "from pathlib import Path; from pipedraft.files import locked\n"
 HOLD += "with locked(Path('.'), 'x'): print('up', flush=True); input()"
 
 
-def test_a_second_run_in_a_folder_is_refused_by_name_until_the_first_is_killed(tmp_path):
+def test_a_second_run_in_a_folder_is_refused_until_the_first_is_killed(tmp_path):
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert first.stdout is not None and first.stdout.readline() == b"up\n"
     with pytest.raises(UsageError) as refused, locked(tmp_path, "--out"):
         pass
-    assert f"--out: {str(tmp_path)!r} is written to by another run (process {first.pid})" in str(
-        refused.value
-    )
+    assert f"--out: {str(tmp_path)!r} is written to by another run" in str(refused.value)
     first.kill()
     first.communicate()
     with locked(tmp_path, "--out"):

@@ -20,7 +20,7 @@ from huggingface_hub import ModelCard, snapshot_download
 from safetensors.torch import load_file
 
 from pipedraft.data_recipes.recipe import DataConfig, Source, load_data
-from pipedraft.models.card import MADE
+from pipedraft.models.exchange.card import MADE
 
 no_pictures = eval_runs.no_pictures
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -135,11 +135,10 @@ def test_a_card_that_pipedraft_wrote_is_written_anew(place, hub, tmp_path, monke
 
 
 LICENSES = [
-    ({}, {}, "Unknown: the license of the target"),
-    ({"README.md": "no metadata"}, {}, "is not given in its folder's README.md"),
-    ({"README.md": "---\nlicense: [\n---\n"}, {}, "is not given"),
-    ({"README.md": "---\nlicense: apache-2.0\n---\n"}, {"license": "apache-2.0"}, "apache-2.0 (by"),
-    ({"config": "mit"}, {"license": "mit"}, "mit (by its config.json)"),
+    ({}, {}, "Unknown: the card of the target"),
+    ({"README.md": "no metadata"}, {}, "Unknown: the card of the target"),
+    ({"README.md": "---\nlicense: [\n---\n"}, {}, "names none"),
+    ({"README.md": "---\nlicense: apache-2.0\n---\n"}, {"license": "apache-2.0"}, ": apache-2.0."),
     (
         {"README.md": "---\nlicense: other\nlicense_name: acme\nlicense_link: LICENSE\n---\n"},
         {"license": "other", "license_name": "acme", "license_link": "LICENSE"},
@@ -155,9 +154,6 @@ def test_the_license_is_the_targets_own_or_unknown(
     target = Path(shutil.copytree(place.target, tmp_path / "target"))
     if "README.md" in files:
         (target / "README.md").write_text(files["README.md"])
-    if "config" in files:
-        config = json.loads((target / "config.json").read_text())
-        (target / "config.json").write_text(json.dumps({**config, "license": files["config"]}))
     folder = Path(shutil.copytree(place.draft, tmp_path / "draft"))
     description = json.loads((folder / "config.json").read_text())
     description["target"]["name"] = str(target)
@@ -277,7 +273,7 @@ def test_an_export_is_pushed_with_the_line_that_launches_it(
     export(place, other, tmp_path / "second", monkeypatch)
     capfd.readouterr()
     assert push(place, monkeypatch, draft=str(tmp_path / "second")) == 2
-    one_line(capfd, f"'eagle3' for {layout}", f"not a draft of type 'eagle3' for {other}")
+    one_line(capfd, f"'eagle3' for {layout}", "which is not this one")
     assert push(place, monkeypatch, "--target", "lab/tiny", draft=str(out)) == 2
     one_line(capfd, "--target", "export", "pipedraft models export")
 

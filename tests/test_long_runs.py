@@ -143,9 +143,7 @@ def test_a_second_run_in_a_folder_is_refused_before_it_writes_there(runs, tmp_pa
     with files.locked(folder, "output_dir"):
         assert runs.run("spd", folder) == 2
     (line,) = [x for x in said(folder).splitlines() if x.startswith("error")]
-    assert (
-        f"output_dir: {str(folder)!r} is written to by another run (process {os.getpid()})" in line
-    )
+    assert f"output_dir: {str(folder)!r} is written to by another run" in line
     assert not list(folder.iterdir())
 
 

@@ -30,10 +30,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
 from pipedraft.data_recipes.batch import collate
 from pipedraft.models.draft import load_draft
-from pipedraft.models.export import export, launch_line, mtp_parts
+from pipedraft.models.exchange.export import export, launch_line, mtp_parts
+from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.fingerprint import read_target
 from pipedraft.models.mtp import MTP
-from pipedraft.models.peers import import_head
 from pipedraft.models.target import load_target
 from pipedraft.train.mtp import MTPObjective, MTPTrainConfig
 

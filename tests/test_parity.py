@@ -12,7 +12,7 @@ from tiny_drafts import make_draft, make_exit, make_head, make_module
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.tree_source import TreeSource
-from pipedraft.models.export import export
+from pipedraft.models.exchange.export import export
 from pipedraft.models.target import Stage
 
 LAYERS = 8

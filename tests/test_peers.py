@@ -33,8 +33,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pipedraft.models import load_draft
-from pipedraft.models.export import export
-from pipedraft.models.peers import import_head
+from pipedraft.models.exchange.export import export
+from pipedraft.models.exchange.peers import import_head
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pipedraft.models.draft import load_draft
-from pipedraft.models.export import export
+from pipedraft.models.exchange.export import export
+from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.peers import import_head
 
 BLOCK, MASK, NUMBERS = 4, 60, [1, 3, 5]
 NORMS = ("input_layernorm", "q_norm", "k_norm")

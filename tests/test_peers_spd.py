@@ -11,7 +11,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pipedraft.models import load_draft
-from pipedraft.models.peers import import_head
+from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.target import capture_hidden
 
 N, MODULE_LAYERS = 4, 2

@@ -17,7 +17,13 @@ from regenerate_runs import call, conversation, make_data, read_rows, write_rows
 from small_tokenizers import train_tokenizer
 
 from pipedraft.data_recipes import server as chat_server
-from pipedraft.data_recipes.answers import AnswerFile, Dialogue, RowFailed, Sampling, kept_text
+from pipedraft.data_recipes.answers import (
+    AnswerFile,
+    AnswerSampling,
+    Dialogue,
+    RowFailed,
+    kept_text,
+)
 from pipedraft.data_recipes.recipe import DataConfig, Source
 
 signals = regenerate_runs.signals
@@ -287,6 +293,6 @@ def test_a_server_run_loads_no_torch():
 
 
 def test_greedy_rows_are_spread():
-    sampling = Sampling(greedy_share=0.6)
+    sampling = AnswerSampling(greedy_share=0.6)
     flags = [sampling.is_greedy(row) for row in range(10)]
     assert sum(flags) == 6 and sum(flags[:5]) == 3

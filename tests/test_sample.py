@@ -183,7 +183,7 @@ def test_prompts_with_known_answers_become_conversations(monkeypatch, tmp_path):
     ("words", "said"),
     [
         (["--functions", "-1"], "--functions: -1; give at least 0"),
-        (["--take", "all=1"], "--take, --stubs: without --conversations"),
+        (["--take", "all=1"], "--take: without --conversations"),
         (["--conversations", "o.jsonl"], "--conversations: 'o.jsonl' is --out, too"),
         (["--answers", "o.jsonl"], "--answers: 'o.jsonl' is --out, too"),
         (["--answers", "a.jsonl", "--unanswered", "./o.jsonl"], "--unanswered: 'o.jsonl' is --out"),
@@ -197,36 +197,12 @@ def test_options_that_would_lose_or_ignore_something_are_refused(
         run(prompts, monkeypatch, *words, "--out", "o.jsonl")
 
 
-CODE = "```python\ndef helper(x):\n\treturn x\ndef double(x, *, by=2):\n\treturn x * by\n```"
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (CODE, 'def double(x, *, by=2):\n    """Write a function that doubles.\n    """'),
-        (CODE.strip("`").removeprefix("python\n"), 'def double(x, *, by=2):\n    """Write a'),
-        ("It doubles.", ""),
-        ("```python\ndef broken(:\n```", ""),
-    ],
-)
-def test_a_task_becomes_a_function_to_complete(answer, expected):
-    turns = [
-        ("user", "Write a function that doubles.\nassert double(1) == 2"),
-        ("assistant", answer),
-    ]
-    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    found = prompts.task_stub(row)
-    assert found.startswith(expected) and bool(found) == bool(expected)
-
-
 @pytest.mark.parametrize(
     ("takes", "words"),
     [
         (["--take", "c=1"], "--take: .*'c'; it has a"),
         (["--take", "a"], "SOURCE=ROWS"),
-        (["--stubs", "c=1"], "--stubs: .*'c'; it has a"),
-        (["--stubs", "a=x"], "--stubs: 'a=x' is not SOURCE=ROWS;"),
-        (["--stubs", "a=1:2"], "--stubs: 'a=1:2' is not SOURCE=ROWS;"),
+        (["--take", "a=x"], "--take: 'a=x' is not SOURCE=ROWS"),
     ],
 )
 def test_an_unknown_source_is_bad_input(takes, words, monkeypatch, tmp_path):

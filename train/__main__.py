@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from pipedraft import pretrained
 from pipedraft.data_recipes.recipe import load_data
 from pipedraft.files import locked, make_place, write_atomically
-from pipedraft.models.hub import model_card
+from pipedraft.models.exchange.hub import model_card
 from pipedraft.models.target import check_packable, load_tokenizer
 from pipedraft.train.config import RunConfig, make_parser, parse_run
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args, get_type_hints
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from pipedraft.data_recipes.recipe import DataConfig
-from pipedraft.data_recipes.sources import Source
 from pipedraft.errors import UsageError, check_ranges
 from pipedraft.files import read_yaml
 from pipedraft.options import explain, parse
@@ -176,7 +175,7 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
             method = layer.get("method", method)
             for key in layer.keys() - {part.name for part in fields(RunConfig)} - {"model"}:
                 if not layer[key]:  # of what holds nothing jsonargparse says nothing
-                    raise UsageError(f"{key}: unknown key; see --help for the known ones")
+                    raise UsageError(f"{key}: unknown; see --help")
     if method is None:
         raise UsageError(
             f"method: missing; give --config FILE or --method, one of {', '.join(methods)}"
@@ -235,13 +234,12 @@ def parse_run(
         parser = make_parser(method, methods, example)
     else:
         parser = parser_of(method, tuple(methods.items()), example)
-    known = [f"data.sources.{field.name}" for field in fields(Source)]
-    parsed = parse(parser, arguments, flags=False, known=known)
+    parsed = parse(parser, arguments)
     _refuse_nulls(RunConfig, parsed)
     _refuse_nulls(methods[method], parsed.model, "model.")
     try:
         parts = vars(parser.instantiate(parsed))
         run = RunConfig(**{key: parts[key] for key in parts if key not in ("config", "model")})
     except (ArgumentError, ValueError, TypeError) as error:
-        raise UsageError(explain(error, parser, flags=False, known=known)) from error
+        raise UsageError(explain(error, parser)) from error
     return run, parts["model"], parser.dump(parsed)

@@ -36,7 +36,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from pipedraft.errors import Failure
 from pipedraft.models.target import load_target
 from pipedraft.models.target_part import load_more_layers
-from pipedraft.placement import has_native_bf16, resolve_device, stored_dtype
+from pipedraft.pretrained import has_native_bf16, resolve_device, stored_dtype
 from pipedraft.train.config import OptimConfig, RunConfig
 
 if TYPE_CHECKING:

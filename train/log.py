@@ -134,9 +134,6 @@ def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
 def flop_counter() -> FlopCounterMode:
     """Count operations: ``with flop_counter() as counter:``, ``counter.get_total_flops()``."""
 
-    def linear(x: Shape, weight: Shape, *rest: object, **more: object) -> int:
-        return 2 * prod(x) * weight[0]
-
     def add_product(total: Shape, left: Shape, right: Shape, *rest: object, **more: object) -> int:
         return 2 * prod(left) * right[-1]
 
@@ -151,7 +148,6 @@ def flop_counter() -> FlopCounterMode:
     aten = torch.ops.aten  # torch has no formula for what only CPUs run, nor for a given out_dtype
     formulas: dict[object, Callable[..., int]] = {
         aten.addmm: add_product,
-        torch.ops.mkldnn._linear_pointwise: linear,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.files import partial
-from pipedraft.models.cpu import tuned
+from pipedraft.models.cpu import muon_in_float32
 from pipedraft.train import checkpoint
 from pipedraft.train.checkpoint import Progress, TrainingState
 from pipedraft.train.config import RunConfig
@@ -192,7 +192,7 @@ class Trainer:
             self._refuse(window, losses, norm, totals["loss"] / int(total))
         self.stopping.agree(totals)
         self.pace.flops += totals["flops"]
-        with tuned(accelerator.device):
+        with muon_in_float32(accelerator.device):
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -240,7 +240,7 @@ class Trainer:
             # Gradients travel between processes only in the last backward pass of a window.
             is_last = index == len(window) - 1
             sync = nullcontext() if is_last else accelerator.no_sync(self.module)
-            with tuned(accelerator.device), accelerator.autocast(), sync:
+            with accelerator.autocast(), sync:
                 output = self.module(batch, generator)
                 accelerator.backward(output.loss * scale)
             losses.append(output.loss.detach())
@@ -304,7 +304,7 @@ class Trainer:
                 # without rows runs one that does not count.
                 batch = self.load(self.data.valid, mine or rows[:1])
                 self._wait_for_features(batch)
-                with tuned(self.accelerator.device), self.accelerator.autocast():
+                with self.accelerator.autocast():
                     output = self.module(batch, self.generator(0, start), **options)
                 add_sums(sums, output, prefix=options.get("name", ""), weight=bool(mine))
         self.module.train()

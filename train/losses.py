@@ -175,7 +175,7 @@ class _Distillation(torch.autograd.Function):
             for head, needed in zip(head_weights, needs_heads, strict=True)
         ]
         if chunk_rows is None:
-            most = cpu.chunk_bytes(CHUNK_BYTES)
+            most = cpu.chunk_bytes(CHUNK_BYTES, hidden_MH.device)
             fitting = most // (exact.itemsize * len(teacher_head_VH))
             chunk_rows = min(max(1, fitting), MAX_ROWS)
         if weights_M is None:
@@ -380,7 +380,7 @@ def _above_zero(x: Tensor) -> Tensor:
 
 def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities, log normalizer (from the largest entry, not by a second exp), argmax."""
-    top_C = logits_CV.argmax(-1)
+    top_C = cpu.argmax(logits_CV)
     probs_CV, top_C1 = logits_CV.softmax(-1), top_C[:, None]
     log_normalizer_C1 = logits_CV.gather(-1, top_C1) - probs_CV.gather(-1, top_C1).log_()
     return probs_CV, log_normalizer_C1[:, 0], top_C

@@ -20,7 +20,6 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import StarletteHTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from pipedraft.inference.arguments import encode_chat
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.answers import Answer, Choice, Piece
 from pipedraft.inference.serving.decoder import Decoder
@@ -34,7 +33,7 @@ from pipedraft.inference.serving.requests import (
     parse,
 )
 from pipedraft.inference.transport import find_token
-from pipedraft.model_limits import ChatRefused, TemplateLimit
+from pipedraft.pretrained import ChatRefused, encode_chat
 
 log = getLogger(__name__)
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
@@ -157,7 +156,7 @@ class Service:
                 )
             try:
                 prompts = [encode_chat(tokenizer, [turn.turn() for turn in asked.messages])]
-            except (ChatRefused, TemplateLimit) as error:
+            except ChatRefused as error:
                 raise RequestError(f"messages: {error}", param="messages") from error
             param = "messages"
         else:

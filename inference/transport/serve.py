@@ -85,8 +85,7 @@ def run(argv: Sequence[str]) -> None:
         tokens=read_tokens(options.token_file),
     )
     from pipedraft.models.target import load_target, load_tokenizer
-    from pipedraft.placement import resolve_device, resolve_dtype
-    from pipedraft.pretrained import quieten
+    from pipedraft.pretrained import quieten, resolve_device, resolve_dtype
 
     quieten()
     if options.access_log:

@@ -26,7 +26,6 @@ from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.recipe import TokenizedData, load_data
 from pipedraft.errors import make_folder
 from pipedraft.files import publish, write_atomically
-from pipedraft.models.cpu import tuned
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.__main__ import load_tokenizer_of, registry
 from pipedraft.train.config import RunConfig
@@ -148,7 +147,7 @@ class States:
         )
         ids_BT, device = batch["input_ids"], self.accelerator.device
         is_token_BT = torch.arange(ids_BT.shape[1]) < batch["lengths"][:, None]
-        with self.accelerator.autocast(), tuned(device):
+        with self.accelerator.autocast():
             hidden = capture_hidden(self.target, ids_BT.to(device), layers)
         is_token_BT = is_token_BT.to(device)
         return {layer: hidden[layer][is_token_BT] for layer in layers}

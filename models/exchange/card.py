@@ -3,9 +3,9 @@
 The words of a card stand in card.md.jinja.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -20,12 +20,12 @@ from huggingface_hub import (
     metadata_load,
     try_to_load_from_cache,
 )
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jinja2 import Environment, StrictUndefined, Template
 
 from pipedraft.errors import one_line
 from pipedraft.files import Values
-from pipedraft.models.draft import CONFIG_FILE, Description
+from pipedraft.models.draft import Description
 from pipedraft.pretrained import hub_link
 
 CARD = "README.md"
@@ -46,16 +46,6 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 
 
-@dataclass(frozen=True)
-class License:
-    """License of the target, as its own card or configuration says."""
-
-    fields: Values = field(default_factory=dict)
-    """license, and for the license `other` license_name and license_link."""
-    origin: str = "was not looked up"
-    """Where the fields are from, or why there are none."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CardSource:
     """Everything that a model card is made of."""
@@ -70,7 +60,8 @@ class CardSource:
     """Layout of an export for a serving engine; None: a checkpoint."""
     launch: str | None = None
     """Command that serves the export."""
-    license: License = field(default_factory=License)
+    license: Values = field(default_factory=dict)
+    """license of the target, and where that is `other` license_name and license_link."""
     measured: "Measured | None" = None
 
     @property
@@ -83,7 +74,7 @@ class CardSource:
         return is_hub_id(self.target)
 
     def licensed(self, *, asks_hub: bool) -> "CardSource":
-        """The same with the license of the target, as ``license_of`` finds it."""
+        """Return the same with the license of the target, as ``license_of`` finds it."""
         revision = self.description["target"].get("revision")
         return replace(self, license=license_of(self.target, revision, asks_hub=asks_hub))
 
@@ -144,10 +135,9 @@ def _shown(source: CardSource) -> CardSource:
     measured = source.measured
     if measured is not None:
         runs = msgspec.convert(clean(msgspec.to_builtins(measured.runs)), list[MeasuredRun])
-        about = msgspec.to_builtins(measured.manifest)
-        manifest = msgspec.convert(clean(about), EvaluationManifest)
+        manifest = msgspec.convert(clean(msgspec.to_builtins(measured.manifest)), MeasuredBy)
         measured = replace(measured, runs=runs, manifest=manifest)
-    license = replace(source.license, fields=clean(source.license.fields))
+    license = clean(source.license)
     return replace(source, description=description, measured=measured, license=license)
 
 
@@ -165,7 +155,7 @@ def _metadata(source: CardSource) -> str:
         tags=tags,
         model_name=None if measured is None else source.place.rpartition("/")[2],
         eval_results=None if measured is None else measured.eval_results(),
-        **source.license.fields,
+        **source.license,
     )
     order = ["library_name", "base_model", *LICENSE_FIELDS, "datasets"]
     return metadata.to_yaml(original_order=[*order, "tags"])
@@ -205,30 +195,30 @@ class MeasuredRun(msgspec.Struct, frozen=True):
         return f"{self.temperature:g}" + "".join(filters)
 
 
-class MeasuredRuns(msgspec.Struct, frozen=True):
+class _Runs(msgspec.Struct, frozen=True):
     runs: list[MeasuredRun]
 
 
-class Prompts(msgspec.Struct, frozen=True):
+class _Prompts(msgspec.Struct, frozen=True):
     count: int
     sha256: str
 
 
-class EvaluationOptions(msgspec.Struct, frozen=True):
+class _Settings(msgspec.Struct, frozen=True):
     data_dir: str | None
 
 
-class Machine(msgspec.Struct, frozen=True):
+class _Machine(msgspec.Struct, frozen=True):
     processor: str
 
 
-class EvaluationManifest(msgspec.Struct, frozen=True):
+class MeasuredBy(msgspec.Struct, frozen=True):
     """What a card shows of manifest.json, as eval/manifest.py writes it."""
 
     checkpoints: dict[str, str]
-    prompts: dict[str, Prompts]
-    config: EvaluationOptions
-    hardware: Machine
+    prompts: dict[str, _Prompts]
+    config: _Settings
+    hardware: _Machine
     dtype: str
     command: str
 
@@ -238,7 +228,7 @@ class Measured:
     """Entries of an evaluation for one draft, and for decoding without one."""
 
     runs: list[MeasuredRun]
-    manifest: EvaluationManifest
+    manifest: MeasuredBy
 
     @classmethod
     def read(cls, results: Path, weights_sha256: str) -> "Measured":
@@ -252,9 +242,9 @@ class Measured:
         """
         path = results
         try:
-            runs = msgspec.json.decode(path.read_bytes(), type=MeasuredRuns).runs
+            runs = msgspec.json.decode(path.read_bytes(), type=_Runs).runs
             path = results.with_name("manifest.json")
-            manifest = msgspec.json.decode(path.read_bytes(), type=EvaluationManifest)
+            manifest = msgspec.json.decode(path.read_bytes(), type=MeasuredBy)
             unknown = {run.benchmark for run in runs} - manifest.prompts.keys()
             if unknown:
                 raise ValueError(f"prompts has no {min(unknown)!r}")
@@ -273,17 +263,18 @@ class Measured:
         return cls([run for run in runs if run.checkpoint in {*own, None}], manifest)
 
     def eval_results(self) -> list[EvalResult]:
-        """Results as the Hub's metadata has them; decoding without a draft is left out."""
+        """Return results as the Hub's metadata has them, without those of no draft."""
         found = []
-        for run in self.runs:
-            if run.checkpoint is None:
-                continue
+        for run in (run for run in self.runs if run.checkpoint is not None):
             setting = {
                 key: getattr(run, key)
                 for key in ("schedule", "stages", "temperature", "tree_width", "tree")
             } | run.filters
-            shown = f"{run.schedule}, n = {run.stages}, T = {run.sampling}, W = "
-            shown += f"{run.tree_width}" + (f", {run.tree}" if run.tree else "")
+            shown = f"{run.schedule}, n = {run.stages}, T = {run.sampling}, W = {run.tree_width}"
+            shown += f", {run.tree}" if run.tree else ""
+            # Prompts in the form of a benchmark are not the benchmark.
+            folder, prompts = self.manifest.config.data_dir, self.manifest.prompts[run.benchmark]
+            kind = f"pipedraft-{run.benchmark}" if folder is None else run.benchmark
             length = run.equivalent_acceptance_length
             values = {
                 "equivalent_acceptance_length": length.pooled,
@@ -291,80 +282,44 @@ class Measured:
                 "draft_acceptance_rate": run.draft_acceptance_rate,
             }
             for name, value in values.items():
+                if value is None:
+                    continue
                 extra = {"ci95": list(length.ci95)} if value is length.pooled else {}
-                if value is not None:
-                    found.append(
-                        EvalResult(
-                            task_type="text-generation",
-                            **self._dataset(run.benchmark),
-                            metric_type=name,
-                            metric_value=value,
-                            metric_name=f"{name} ({shown})",
-                            metric_args={**setting, **extra},
-                        )
+                found.append(
+                    EvalResult(
+                        task_type="text-generation",
+                        dataset_type=kind,
+                        dataset_name=f"{kind}, {prompts.count} prompts",
+                        dataset_args={"prompts_sha256": prompts.sha256},
+                        metric_type=name,
+                        metric_value=value,
+                        metric_name=f"{name} ({shown})",
+                        metric_args={**setting, **extra},
                     )
+                )
         return found
-
-    def _dataset(self, benchmark: str) -> Values:
-        """Name and kind of the prompts; those in the form of a benchmark are not the benchmark."""
-        folder, prompts = self.manifest.config.data_dir, self.manifest.prompts[benchmark]
-        kind, name = benchmark, f"{benchmark}, {prompts.count} prompts"
-        if folder is None:
-            kind = f"pipedraft-{benchmark}"
-            name = f"{prompts.count} prompts of pipedraft in the form of {benchmark}"
-        elif folder.startswith("hub:") and folder != "hub:":
-            kind = folder.removeprefix("hub:")
-        return {
-            "dataset_type": kind,
-            "dataset_name": name,
-            "dataset_args": {"prompts_sha256": prompts.sha256},
-        }
 
 
 # -- the target's license -------------------------------------------------------------------
 
 
-def license_of(name: str, revision: str | None, *, asks_hub: bool) -> License:
-    """License that the target's card names, else its configuration; nothing is inferred.
+def license_of(name: str, revision: str | None, *, asks_hub: bool) -> Values:
+    """Return the license that the target's card names; nothing is inferred.
 
     Args:
         name: folder or Hub id of the target.
         asks_hub: otherwise only a folder or the cache of downloads is read.
     """
-    is_found = False
-    for path in _files_about(name, revision, asks_hub):
-        is_found = True
-        if fields := _license_fields(path):
-            return License(fields, f"by its {path.name}")
-    place = "on its card and in its configuration on the Hub"
-    if Path(name).is_dir():
-        place = f"in its folder's {CARD} and {CONFIG_FILE}"
-    return License({}, f"is not given {place}" if is_found else f"was not found: nothing {place}")
-
-
-def _files_about(name: str, revision: str | None, asks_hub: bool) -> Iterator[Path]:
-    """Card and configuration of a model, as far as there are such."""
-    for file in (CARD, CONFIG_FILE):
-        found: object = Path(name, file)
-        if not Path(name).is_dir() and asks_hub:
-            with hub_link(f"target: {name!r}"):
-                try:
-                    found = hf_hub_download(name, file, revision=revision)
-                except (EntryNotFoundError, HfHubHTTPError, HFValidationError):
-                    continue  # a target that was renamed or hidden stops no upload
-        elif not Path(name).is_dir():
-            found = try_to_load_from_cache(name, file, revision=revision)
-        if isinstance(found, str | Path) and Path(found).is_file():
-            yield Path(found)
-
-
-def _license_fields(path: Path) -> Values:
+    path: object = Path(name, CARD)
+    if not Path(name).is_dir():
+        path = try_to_load_from_cache(name, CARD, revision=revision) if is_hub_id(name) else None
+        if asks_hub:
+            with hub_link(f"target: {name!r}"), suppress(HfHubHTTPError, HFValidationError):
+                path = hf_hub_download(name, CARD, revision=revision)
     try:
-        is_card = path.name == CARD
-        found = (metadata_load(path) or {}) if is_card else json.loads(path.read_text())
-        license = found.get("license")
-    except (ValueError, AttributeError, yaml.YAMLError):
+        found = metadata_load(path) if isinstance(path, str | Path) else None
+    except (OSError, ValueError, yaml.YAMLError):
+        found = None
+    if not isinstance(found, dict) or not found.get("license"):
         return {}
-    if is_card:
-        return {key: found[key] for key in LICENSE_FIELDS if license and found.get(key)}
-    return {"license": license} if isinstance(license, str) and license else {}
+    return {key: found[key] for key in LICENSE_FIELDS if found.get(key)}

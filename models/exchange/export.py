@@ -32,7 +32,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedraft.files import file_sha256, to_json, write_folder
-from pipedraft.models.card import CARD, LAYOUTS, CardSource, render_card
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.draft import (
     CONFIG_FILE,
@@ -45,6 +44,7 @@ from pipedraft.models.draft import (
 from pipedraft.models.dspark import DSpark, DSparkConfig
 from pipedraft.models.eagle import Eagle
 from pipedraft.models.eagle3 import Eagle3
+from pipedraft.models.exchange.card import CARD, LAYOUTS, CardSource, render_card
 from pipedraft.models.fingerprint import TargetFiles, read_target
 from pipedraft.models.mtp import MTP, MTP_PREFIX
 

@@ -1,12 +1,12 @@
 """Uploading a checkpoint, or an export for a serving engine, to the Hub.
 
 What is there already is not sent again: huggingface_hub compares every file with the branch, and
-the storage of large files knows those that an upload sent before it broke off. ``halve`` makes a
-checkpoint of half the size to ship.
+the storage of large files knows those that an upload sent before it broke off.
 """
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +15,11 @@ from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelInfo, get
 from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from pipedraft import __version__
-from pipedraft.files import file_sha256, write_folder
-from pipedraft.models.card import CARD, MADE, CardSource, Measured, render_card
+from pipedraft.files import file_sha256
 from pipedraft.models.draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -29,12 +28,13 @@ from pipedraft.models.draft import (
     load_untied,
     read_description,
 )
-from pipedraft.models.export import ORIGIN_FILE, Origin
+from pipedraft.models.exchange.card import CARD, MADE, CardSource, Measured, render_card
+from pipedraft.models.exchange.export import ORIGIN_FILE, Origin
 from pipedraft.models.fingerprint import read_target
 from pipedraft.pretrained import hub_link
 
-Files = dict[str, str | Path]
-"""Name of an uploaded file -> its text, or the file to send."""
+Files = dict[str, str | bytes | Path]
+"""Name of an uploaded file -> its content, or the file to send."""
 WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
@@ -51,6 +51,8 @@ class Upload:
     """results.json of an evaluation of this checkpoint."""
     target: str | None = None
     """Hub id of the target, where the training knew it as a folder."""
+    is_half: bool = False
+    """Weights in fp16, which loading makes float32 again."""
 
 
 def model_card(description: Description) -> str:
@@ -90,6 +92,8 @@ def prepare_upload(folder: Path, upload: Upload) -> Files:
     if upload.target is not None:
         description = _with_target(description, upload.target, is_export=origin is not None)
     files: Files = {WEIGHTS_FILE: folder / WEIGHTS_FILE}
+    if upload.is_half:
+        files[WEIGHTS_FILE] = save(_halved(folder / WEIGHTS_FILE), metadata={"format": "pt"})
     if origin is None:
         files[CONFIG_FILE] = json.dumps(description, indent=2) + "\n"
     else:
@@ -104,7 +108,11 @@ def fill_folder(folder: Path, files: Files) -> None:
         if isinstance(content, Path):
             shutil.copyfile(content, folder / name)
         else:
-            (folder / name).write_text(content)
+            (folder / name).write_bytes(_bytes(content))
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
 
 
 def _check_weights(folder: Path, *, is_export: bool) -> None:
@@ -158,69 +166,42 @@ def _card(folder: Path, origin: Origin | None, description: Description, upload:
     return render_card(source.licensed(asks_hub=True))
 
 
-# -- half precision -------------------------------------------------------------------------
-
-
-def halve(folder: Path, out: Path) -> list[Path]:
-    """Write a draft with fp16 weights, which loading makes float32 again; returns the files.
-
-    fp16 has eleven bits where bf16 has eight, and a draft's weights are far below its largest
-    number, 65,504.
+def _halved(path: Path) -> dict[str, Tensor]:
+    """Return weights in fp16, which has eleven bits where bf16 has eight.
 
     Raises:
-        ValueError: no sound checkpoint, or a weight that fp16 cannot hold.
+        ValueError: a weight that fp16 cannot hold.
     """
-    load_untied(folder)
-    description, weights = read_description(folder), load_file(folder / WEIGHTS_FILE)
-    halved = {name: _half(name, value) for name, value in weights.items()}
-
-    def fill(place: Path) -> None:
-        (place / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
-        save_file(halved, place / WEIGHTS_FILE, metadata={"format": "pt"})
-        (place / CARD).write_text(model_card(description))
-
-    return write_folder(out, fill, inputs=[folder])
-
-
-def _half(name: str, value: Tensor) -> Tensor:
-    if not value.is_floating_point():
-        return value
-    if not bool((half := value.half()).isfinite().all()):
-        largest = float(value.abs().max())
-        raise ValueError(
-            f"--checkpoint: {name} reaches {largest:.3g}, fp16 65504; ship it as it is"
-        )
-    return half
+    weights = load_file(path)
+    floats = {name: value for name, value in weights.items() if value.is_floating_point()}
+    for name, value in floats.items():
+        if not bool(value.half().isfinite().all()):
+            largest = float(value.abs().max())
+            raise ValueError(
+                f"--dtype: {name} reaches {largest:.3g}, fp16 65504; leave --dtype out"
+            )
+    return weights | {name: value.half() for name, value in floats.items()}
 
 
 # -- the upload -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Content:
-    """Contents of a folder or a branch, as far as they must not be mixed up."""
+def identity_of(texts: Mapping[str, object]) -> tuple[object, ...]:
+    """Return what must not be mixed up in one folder: layout, type, stages and target of a draft.
 
-    kind: str
-    target_hash: str | None = None
-
-    @classmethod
-    def of(cls, texts: dict[str, str]) -> "Content":
-        """What a repository holds, by its configuration files.
-
-        Args:
-            texts: config.json and pipedraft.json, where there are such.
-        """
-        try:
-            layout, description = "", json.loads(texts[CONFIG_FILE])
-            if ORIGIN_FILE in texts:
-                origin = json.loads(texts[ORIGIN_FILE])
-                layout, description = f" for {origin['layout']}", origin["description"]
-            stages = description["architecture"].get("num_stages")
-            kind = f"a draft of type {description['draft_type']!r}{layout}"
-            kind += f" for {stages} stages" if stages else ""
-            return cls(kind, description["target"]["fingerprint"]["hash"])
-        except (KeyError, TypeError, AttributeError, ValueError):
-            return cls("another model")
+    Args:
+        texts: config.json and pipedraft.json, where there are such; empty: of another model.
+    """
+    try:
+        layout, description = None, json.loads(str(texts[CONFIG_FILE]))
+        if ORIGIN_FILE in texts:
+            origin = json.loads(str(texts[ORIGIN_FILE]))
+            layout, description = origin["layout"], origin["description"]
+        stages = description["architecture"].get("num_stages")
+        target = description["target"]["fingerprint"]["hash"]
+        return layout, description["draft_type"], stages, target
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return ()
 
 
 def push(files: Files, upload: Upload) -> str:
@@ -261,7 +242,7 @@ def push(files: Files, upload: Upload) -> str:
         commit = api.create_commit(
             repo_id=repo,
             operations=[
-                CommitOperationAdd(name, content.encode() if isinstance(content, str) else content)
+                CommitOperationAdd(name, content if isinstance(content, Path) else _bytes(content))
                 for name, content in sorted(files.items())
             ],
             revision=revision,
@@ -278,21 +259,21 @@ def _check_content(
     A new branch begins with the files of the main one, and may become another draft.
     """
     names = {sibling.rfilename for sibling in info.siblings or ()}
-    theirs = Content("nothing")
-    if any(name == CONFIG_FILE or name.endswith(WEIGHTS_SUFFIXES) for name in names):
-        found = {}
-        for name in names & {CONFIG_FILE, ORIGIN_FILE}:
-            path = api.hf_hub_download(upload.repo, name, revision=info.sha)
-            found[name] = Path(path).read_text(errors="replace")
-        theirs = Content.of(found)
-    ours = Content.of({name: text for name, text in files.items() if isinstance(text, str)})
-    may_differ = is_new_branch and theirs.target_hash is not None
-    if theirs.kind == "nothing" or theirs == ours or may_differ:
+    if not any(name == CONFIG_FILE or name.endswith(WEIGHTS_SUFFIXES) for name in names):
         return
-    if theirs.kind == ours.kind:
-        ours = replace(ours, kind="one of this target")
-        theirs = replace(theirs, kind=f"{theirs.kind} for another target ({theirs.target_hash})")
+    found = {}
+    for name in names & {CONFIG_FILE, ORIGIN_FILE}:
+        path = api.hf_hub_download(upload.repo, name, revision=info.sha)
+        found[name] = Path(path).read_text(errors="replace")
+    theirs, ours = identity_of(found), identity_of(files)
+    if theirs == ours or (is_new_branch and theirs):
+        return
+    told = "another model"
+    if theirs:
+        layout, kind, stages, target = theirs
+        told = f"a draft of type {kind!r}" + (f" for {layout}" if layout else "")
+        told += (f" for {stages} stages" if stages else "") + f", of the target {target}"
     raise ValueError(
-        f"--repo: {upload.repo!r} holds {theirs.kind}, not {ours.kind}; give another --repo"
-        + ("" if is_new_branch or theirs.target_hash is None else ", or a new --revision")
+        f"--repo: {upload.repo!r} holds {told}, which is not this one; give another --repo"
+        + ("" if is_new_branch or not theirs else ", or a new --revision")
     )

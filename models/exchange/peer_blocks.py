@@ -18,8 +18,7 @@ from pipedraft.files import Values
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.dspark import DSpark
-from pipedraft.models.fingerprint import TargetFiles
-from pipedraft.models.peer_files import (
+from pipedraft.models.exchange.peer_files import (
     Peer,
     check,
     convert,
@@ -28,6 +27,7 @@ from pipedraft.models.peer_files import (
     size_of,
     vocabulary_of,
 )
+from pipedraft.models.fingerprint import TargetFiles
 
 ARCHITECTURES: dict[str, type[DFlash]] = {
     "DFlashDraftModel": DFlash,

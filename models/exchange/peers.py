@@ -25,16 +25,13 @@ import msgspec
 import torch
 
 from pipedraft.files import Values, write_folder
-from pipedraft.models.card import CARD
 from pipedraft.models.draft import Draft, TargetReference, norm_factor, read_description
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config, default_feature_layers
-from pipedraft.models.fingerprint import TargetFiles, read_target
-from pipedraft.models.hub import model_card
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.mtp import MTP, MTP_PREFIX, MTPConfig, native_parts
-from pipedraft.models.peer_blocks import block_head
-from pipedraft.models.peer_files import (
+from pipedraft.models.exchange.card import CARD
+from pipedraft.models.exchange.hub import model_card
+from pipedraft.models.exchange.peer_blocks import block_head
+from pipedraft.models.exchange.peer_files import (
     EMBEDDING,
     FAMILIES,
     Peer,
@@ -49,6 +46,9 @@ from pipedraft.models.peer_files import (
     size_of,
     vocabulary_of,
 )
+from pipedraft.models.fingerprint import TargetFiles, read_target
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.mtp import MTP, MTP_PREFIX, MTPConfig, native_parts
 from pipedraft.models.spd import SPD, SPDConfig
 from pipedraft.pretrained import load_config
 
