@@ -269,9 +269,5 @@ def print_figures(name: str, result: DecodeResult, pipeline: RemotePipeline) -> 
         f"({result.stop_reason})",
         file=sys.stderr,
     )
-    num_breaks, num_reopened = pipeline.connection.num_breaks, pipeline.num_reopened
-    if num_breaks:
-        print(
-            f"{num_breaks} connections broke, {num_reopened} sessions began again",
-            file=sys.stderr,
-        )
+    if pipeline.num_reopened:
+        print(f"{pipeline.num_reopened} sessions broke and were opened again", file=sys.stderr)

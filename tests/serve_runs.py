@@ -17,13 +17,10 @@ from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.transport import ServerLimits, wire
 from pipedraft.inference.transport.server import Security, Server
 from pipedraft.inference.transport.session_messages import (
-    HELLO,
     MAX_BYTES,
     REQUESTS,
-    Hello,
     Open,
     Preverify,
-    Request,
     Settings,
     Verify,
     prefix_hash,
@@ -140,7 +137,6 @@ async def decode(
                 result=result,
                 bytes=connection.bytes,
                 fallback=pipeline.fallback,
-                num_breaks=connection.num_breaks,
                 num_reopened=pipeline.num_reopened,
                 round_trip_s=pipeline.estimates.link.state.round_trip_s,
             )
@@ -172,10 +168,6 @@ def in_loop(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
         run(scene(*arguments, **fixtures))
 
     return test
-
-
-def encode(message: Hello | Request) -> bytes:
-    return HELLO.to_bytes(message) if isinstance(message, Hello) else REQUESTS.to_bytes(message)
 
 
 class RawConnection:
@@ -213,7 +205,9 @@ class Raw:
 
     async def send(self, *messages: Any) -> None:
         for message in messages:
-            await self.call.write(message if isinstance(message, bytes) else encode(message))
+            await self.call.write(
+                message if isinstance(message, bytes) else REQUESTS.to_bytes(message)
+            )
 
     async def read(self, count: int) -> list[bytes]:
         return [await self.call.read() for _ in range(count)]

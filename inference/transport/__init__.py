@@ -70,8 +70,6 @@ class ServerLimits(Options):
 
     max_sessions: int = option(64, metavar="N", least=1)
     """open at once"""
-    max_client_sessions: int = option(32, metavar="N", least=1)
-    """open at once of one client: of a token where --token-file has several, else of an address"""
     max_messages_s: float = option(1000.0, metavar="N", least=1)
     """of one session that are read in a second; further ones wait"""
     max_prompt_tokens: int = option(4096, metavar="N", least=1)

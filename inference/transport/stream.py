@@ -1,7 +1,8 @@
-"""The draft's end of a session: a stream that is made again when it breaks, and nothing is lost.
+"""Client side of a session on a gRPC server: one stream, which ends with the session.
 
-The caller's thread sends and takes; a thread of each connection puts what comes into a queue, so
-replies are seen, with the time of their arrival, while the draft computes.
+The caller's thread sends and takes; a thread of each stream puts what comes into a queue, so
+replies are seen, with the time of their arrival, while the draft computes. A stream that breaks is
+not resumed: ``SessionLost`` asks the caller to open a new session with the output so far.
 """
 
 import random
@@ -16,15 +17,12 @@ import msgspec
 from pipedraft.errors import Failure
 from pipedraft.inference.transport import wire
 from pipedraft.inference.transport.session_messages import (
-    HELLO,
     MAX_BYTES,
     PROTOCOL,
     REPLIES,
     REQUESTS,
-    WELCOME,
     Close,
     Description,
-    Hello,
     Reply,
     Request,
 )
@@ -38,11 +36,11 @@ CLOSING_S = 2.0
 RECOVERABLE = frozenset(
     ["UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "OK"]
 )
-"""Codes of a connection that broke, or of a server that is not up."""
+"""Codes of a stream that broke, of a session that expired, and of a server that is down or full."""
 
 
 class SessionLost(Exception):
-    """The server does not know the session any more; only the draft's side has the sequence."""
+    """A session ended before its output did, or the server could not be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +56,24 @@ class Access:
     connect_s: float = 10.0
     """For one attempt."""
     answer_s: float = 30.0
-    """Without an answer that is owed for so long, the connection counts as broken."""
+    """Without an answer that is owed for so long, the session counts as lost."""
     give_up_s: float = 60.0
-    """Without a server for so long, the output ends in a ``Failure``."""
+    """Without a reply for so long, the output ends in a ``Failure``."""
 
     def __post_init__(self) -> None:
         host, _, port = self.server.rpartition(":")
         if not HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise ValueError(f"--server: {self.server!r}; give host:port, as 127.0.0.1:50051")
+
+    def lost(self, end: "Break") -> SessionLost:
+        """Make the exception for a call that ended.
+
+        Raises:
+            ValueError: the server refuses for good.
+        """
+        if end.code in RECOVERABLE:
+            return SessionLost(end.text)
+        raise ValueError(f"server: {self.server}: {end.text} ({end.code.lower()})")
 
 
 @dataclass(frozen=True)
@@ -74,24 +82,14 @@ class Break:
 
     code: str
     text: str
-    retry_s: float | None = None
     num_passes: int | None = None
 
     @classmethod
     def of(cls, call: wire.Untyped) -> "Break":
-        """The reason a call ended; ``call``: one that is over, or the error that it raised."""
-        trailing = dict(call.trailing_metadata() or ())
-        texts = (str(trailing.get(name)) for name in (wire.RETRY, wire.NUM_PASSES))
-        retry_ms, num_passes = (int(text) if NUMBER.fullmatch(text) else None for text in texts)
-        return cls(
-            call.code().name,
-            " ".join(str(call.details()).split()),
-            None if retry_ms is None else retry_ms / 1e3,
-            num_passes,
-        )
-
-
-SILENCE = Break("DEADLINE_EXCEEDED", "it does not answer")
+        """Read the end of a call; ``call``: one that is over, or the error that it raised."""
+        passes = str(dict(call.trailing_metadata() or ()).get(wire.NUM_PASSES))
+        num_passes = int(passes) if NUMBER.fullmatch(passes) else None
+        return cls(call.code().name, " ".join(str(call.details()).split()), num_passes)
 
 
 @dataclass
@@ -104,13 +102,40 @@ class Bytes:
     messages_down: int = 0
 
 
+class Patience:
+    """How long to go on trying: ``give_up_s`` without a reply."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self.progressed()
+
+    def progressed(self) -> None:
+        self._since_s, self._wait_s = time.monotonic(), FIRST_WAIT_S
+
+    def wait(self, lost: SessionLost) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            Failure: there was no reply for too long.
+        """
+        access = self.access
+        left_s = self._since_s + access.give_up_s - time.monotonic()
+        if left_s < 0:
+            raise Failure(
+                f"server: {access.server} could not be used for {access.give_up_s:g} s ({lost})"
+            )
+        # Many clients of one server that went down must not come back at the same moment.
+        wait_s = min(self._wait_s, LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+        time.sleep(min(wait_s, left_s))
+        self._wait_s = 2 * self._wait_s
+
+
 class Connection:
     """A channel to a server; ``with``."""
 
     def __init__(self, access: Access) -> None:
         self.grpc, self.access = wire.import_grpc(), access
-        self.bytes = Bytes()
-        self.num_breaks = 0
+        self.bytes, self.patience = Bytes(), Patience(access)
 
     def __enter__(self) -> "Connection":
         access, options = self.access, wire.channel_options(MAX_BYTES)
@@ -132,14 +157,13 @@ class Connection:
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def call(self) -> "Call":
-        """A stream of a session."""
+        """Begin the stream of a session."""
         requests: SimpleQueue[bytes | None] = SimpleQueue()
         answers = self._session(iter(requests.get, None), metadata=self._metadata)
         return Call(answers, requests, self.bytes, self.grpc.RpcError)
 
     def describe(self) -> tuple[Description, float]:
-        """What the server is, and the round trip of asking, the connection being up."""
-        patience = Patience(self.access)
+        """Ask what the server is, and measure the round trip once the connection is up."""
         options = {"metadata": self._metadata, "timeout": self.access.connect_s}
         while True:
             try:
@@ -148,7 +172,7 @@ class Connection:
                 data = self._describe(b"", **options)
                 return read_description(data), time.monotonic() - started_s
             except self.grpc.RpcError as error:
-                patience.wait(Break.of(error))
+                self.patience.wait(self.access.lost(Break.of(error)))
 
 
 def read_description(data: bytes) -> Description:
@@ -171,42 +195,8 @@ def read_description(data: bytes) -> Description:
     return about
 
 
-class Patience:
-    """How long to go on trying: until the server has been gone for ``give_up_s``."""
-
-    def __init__(self, access: Access) -> None:
-        self.access = access
-        self.progressed()
-
-    def progressed(self) -> None:
-        self._since_s, self._wait_s = time.monotonic(), FIRST_WAIT_S
-
-    def wait(self, end: Break) -> None:
-        """Wait before the next attempt, if there should be one.
-
-        Raises:
-            SessionLost: the server has forgotten the session.
-            ValueError: it refuses for good.
-            Failure: it has been gone for too long.
-        """
-        access = self.access
-        if end.code == "NOT_FOUND":
-            raise SessionLost(end.text)
-        if end.code not in RECOVERABLE and end.retry_s is None:
-            raise ValueError(f"server: {access.server}: {end.text} ({end.code.lower()})")
-        left_s = self._since_s + access.give_up_s - time.monotonic()
-        if left_s < 0:
-            raise Failure(
-                f"server: {access.server} could not be used for {access.give_up_s:g} s ({end.text})"
-            )
-        # Many clients of one server that went down must not come back at the same moment.
-        wait_s = min(self._wait_s, LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
-        time.sleep(min(max(wait_s, end.retry_s or 0.0), left_s))
-        self._wait_s = 2 * self._wait_s
-
-
 class Call:
-    """One gRPC call; what comes of it, and at last how it ended, goes into ``arrived``."""
+    """One gRPC stream; what comes of it, and at last how it ended, goes into ``arrived``."""
 
     def __init__(
         self,
@@ -234,7 +224,7 @@ class Call:
         self._requests.put(data)
 
     def take(self, timeout_s: float) -> tuple[bytes | Break, float] | None:
-        """The next thing that came, with its time; None: nothing did."""
+        """Return the next thing that came, with its time; None: nothing did."""
         try:
             data, arrived_s = self.arrived.get(timeout_s > 0, max(timeout_s, 0))
         except Empty:
@@ -245,100 +235,46 @@ class Call:
         return data, arrived_s
 
     def hang_up(self) -> None:
-        """End it without a word; harmless where the call is over."""
+        """End the stream without a word; harmless where it is over."""
         self._answers.cancel()
         self._requests.put(None)
 
 
 class SessionStream:
-    """One session's messages, over as many connections as it takes."""
+    """Messages of one session."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._patience = connection, Patience(connection.access)
-        self._call: Call | None = None
-        self._end: Break | None = None
-        """Of the latest call; None: it is up, or none was made yet."""
-        self._unanswered: dict[int, Request] = {}
-        self._ticket, self._next_number = b"", 0
-        self._heard_s = time.monotonic()
-
-    @property
-    def is_up(self) -> bool:
-        return self._call is not None and self._end is None
+        self._access, self._patience = connection.access, connection.patience
+        self._call = connection.call()
+        self._next_number = 0
 
     def send(self, request: Request) -> None:
-        """Put it on its way, or note it for the next connection."""
-        if not self._unanswered:
-            self._heard_s = time.monotonic()
-        self._unanswered[request.seq] = request
-        if self.is_up and self._call is not None:
-            self._call.write(REQUESTS.to_bytes(request))
+        self._call.write(REQUESTS.to_bytes(request))
 
     def take(self, *, waits: bool) -> tuple[Reply, float] | None:
-        """The next reply and when it arrived; each comes once, in order.
+        """Return the next reply and when it arrived.
 
         Args:
-            waits: for an answer that is owed; a connection that is down is made again.
-
-        Returns:
-            None: nothing has come; it may have been the connection that broke.
+            waits: for an answer that is owed; else None where nothing has come.
 
         Raises:
-            SessionLost, ValueError, Failure: as in ``Patience.wait``; nonsense is a ``ValueError``.
+            SessionLost: the stream broke, or the answer did not come.
+            ValueError: the server refuses for good, or what came is no reply.
         """
-        if not self.is_up:
-            self._reconnect()
-        assert self._call is not None
-        silent_s = self._heard_s + self._connection.access.answer_s
-        found = self._call.take(silent_s - time.monotonic() if waits else 0.0)
+        found = self._call.take(self._access.answer_s if waits else 0.0)
         if found is None:
-            if waits and time.monotonic() >= silent_s:
-                self._end = SILENCE
+            if waits:
+                raise SessionLost("it does not answer")
             return None
         data, arrived_s = found
         if isinstance(data, Break):
-            self._end = data
-            return None
+            raise self._access.lost(data)
         reply = REPLIES.decode(data)
-        if reply.number > self._next_number:
-            self._end = Break("UNKNOWN", f"reply {self._next_number} is missing")
-            return None
-        if reply.number < self._next_number:
-            return None
-        # Only what is new counts as an answer.
-        self._heard_s = arrived_s
+        if reply.number != self._next_number:
+            raise ValueError(f"server: reply {reply.number} where {self._next_number} is due")
+        self._next_number += 1
         self._patience.progressed()
-        self._next_number = reply.number + 1
-        self._unanswered = {s: r for s, r in self._unanswered.items() if s > reply.seq}
         return reply, arrived_s
-
-    def _reconnect(self) -> None:
-        """Connect, and go on with the session if there is one."""
-        while not self.is_up:
-            end, self._end = self._end, None
-            self.hang_up()
-            if end is not None:
-                self._connection.num_breaks += bool(self._ticket)
-                self._patience.wait(end)
-            self._connect()
-
-    def _connect(self) -> None:
-        self._call = call = self._connection.call()
-        hello = Hello(ticket=self._ticket, next_number=self._next_number)
-        call.write(HELLO.to_bytes(hello))
-        if not self._ticket:
-            call.write(REQUESTS.to_bytes(self._unanswered[0]))
-        found = call.take(self._connection.access.connect_s)
-        data = SILENCE if found is None else found[0]
-        if isinstance(data, Break):
-            self._end = data
-            return
-        welcome = WELCOME.decode(data)
-        next_seq = welcome.next_seq if self._ticket else 1
-        self._ticket, self._heard_s = welcome.ticket, time.monotonic()
-        for seq, request in sorted(self._unanswered.items()):
-            if seq >= next_seq:
-                call.write(REQUESTS.to_bytes(request))
 
     def close(self, closing: Close) -> int | None:
         """End the session; the server's last word is how many passes it took.
@@ -348,17 +284,13 @@ class SessionStream:
         """
         self.send(closing)
         until_s = time.monotonic() + CLOSING_S
-        while self.is_up and self._call is not None:
-            found = self._call.take(until_s - time.monotonic())
-            if found is None:
-                break
+        end: Break | None = None
+        while end is None and (found := self._call.take(until_s - time.monotonic())) is not None:
             if isinstance(found[0], Break):
-                self._end = found[0]
+                end = found[0]
         self.hang_up()
-        return None if self._end is None else self._end.num_passes
+        return None if end is None else end.num_passes
 
     def hang_up(self) -> None:
-        """Leave without a word; harmless after ``close``."""
-        if self._call is not None:
-            self._call.hang_up()
-            self._call = None
+        """Leave without a word."""
+        self._call.hang_up()
