@@ -291,7 +291,7 @@ SHARED_SETTINGS = ("verifier", "payload_tokens", "tail_samples", "bitwise")
 class EngineOptions(BackendOptions, ScheduleOptions):
     """target, draft and schedule"""
 
-    AT_MOST_ONE = (("checkpoint", "draft_model", "draft"), ("draft_model", "beside"))
+    AT_MOST_ONE = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: str | None = None
     """folder or Hub id of a trained draft"""
@@ -300,8 +300,6 @@ class EngineOptions(BackendOptions, ScheduleOptions):
     schedule is pipeinfer)"""
     draft: Literal["ngram", "suffix"] | None = None
     """a draft without a network: what followed the same tokens before in the text"""
-    beside: Literal["ngram", "suffix"] | None = None
-    """such a draft's chain as one more branch of the checkpoint's trees"""
     target: str | None = None
     """folder or Hub id; default: the one the draft names"""
     schedule: str | None = None
@@ -335,7 +333,7 @@ TOKEN = re.compile(r"[!-~]{1,4096}")
 MAX_TOKEN_BYTES = 2**20
 ELSEWHERE = (
     *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
-    *("draft", "beside", "bitwise", "cost"),
+    *("draft", "bitwise", "cost"),
 )
 """Options of a target on this machine, and of drafts that only such a one has."""
 

@@ -26,8 +26,8 @@ from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.result import DecodeResult, shown
-from pipedraft.inference.sources import default_schedule, make_source
-from pipedraft.inference.sources.lookup import beside, make_lookup
+from pipedraft.inference.sources import default_schedule
+from pipedraft.inference.sources.lookup import make_lookup
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.transport.stream import Access, Connection
 from pipedraft.inference.verify import RULES
@@ -110,8 +110,6 @@ def load_engine(
     Raises:
         ValueError: options that do not fit each other, the draft or the target.
     """
-    if options.beside is not None and options.checkpoint is None:
-        raise ValueError(f"--beside: {options.beside!r} without --checkpoint; give one, or --draft")
     quieten()
     choice = describe(options)
     num_stages = 1 if choice.num_stages is None else choice.num_stages
@@ -146,11 +144,8 @@ def load_engine(
         draft = load_draft_model(options.draft_model, target, tokenizer)
     elif options.draft is not None:
         draft = make_lookup(options.draft, target)
-    source = None
-    if options.beside is not None:
-        source = beside(make_source(draft), options.beside)
     connect = LocalPipeline if cluster is None else cluster.connect
-    return Engine(target, tokenizer, config, draft, source=source, connect=connect)
+    return Engine(target, tokenizer, config, draft, connect=connect)
 
 
 # -- a target on a server

@@ -205,7 +205,6 @@ EDGE = ["--server", "x:1", "--prompt", "a"]
             for words in (
                 ["--stages", "4"],
                 ["--draft", "ngram"],
-                ["--beside", "suffix", "--checkpoint", "x"],
                 ["--bitwise"],
                 ["--processes", "3"],
                 ["--links", "host"],

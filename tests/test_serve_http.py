@@ -1,7 +1,6 @@
 """`pipedraft serve`: OpenAI's own client, clients without manners, and what the server says."""
 
 import base64
-import contextlib
 import gc
 import hashlib
 import json
@@ -254,17 +253,6 @@ def test_many_at_once_each_get_what_they_would_alone(place, reference):
         assert told["choices"][0]["message"]["content"] == expected.text
         figures = told["metrics"]["speculative_decoding"]
         assert figures["num_accepted_draft_tokens"] == expected.num_accepted
-
-
-def test_in_turn_outputs_are_the_same_and_those_who_left_are_skipped(reference):
-    expected = alone(reference, AS_PROMPT, seed=5).text
-    with serving(make_engine(), in_turn=True) as place:
-        told = place.chat(seed=5, n=2)
-        assert told.json["choices"][0]["message"]["content"] == expected
-        place.chat(stream=True, stop=expected[3])
-        with contextlib.closing(open_request(place, n=8)):
-            wait_until(lambda: place.service.decoder.num_waiting > 0)
-        assert place.chat(seed=5).json["choices"][0]["message"]["content"] == expected
 
 
 def open_request(place: Place, **fields) -> socket.socket:

@@ -10,7 +10,7 @@ class HttpLimits(Options):
     """limits"""
 
     max_sequences: int = option(16, metavar="N", least=1)
-    """decoded at once; with --beside one is"""
+    """decoded at once"""
     max_cache_mb: int = option(4096, metavar="N", least=1)
     """keys and values of all of these at their longest, in MiB"""
     max_waiting: int = option(64, metavar="N", least=1)

@@ -16,6 +16,7 @@ from pipedraft.inference.serving.requests import ChatRequest, Json, Request, Req
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from pipedraft.inference.batch import Handle
     from pipedraft.inference.serving.metrics import Metrics
 
 
@@ -55,8 +56,8 @@ class Choice(Observer):
     is_stopped: bool = False
     """By a stop string."""
     has_ended: bool = False
-    handle: Any = None
-    """The decoder's."""
+    handle: "Handle | None" = None
+    """The sequence in the batch engine; None: it has ended."""
     _shown: int = 0
     """Characters of ``text`` that were told."""
     _steps: list[Sequence[int]] = field(default_factory=list)

@@ -15,7 +15,7 @@ import uvicorn
 from pipedraft.errors import Failure
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.serving.app import Service, make_app
-from pipedraft.inference.serving.decoder import SharedDecoder, TurnDecoder
+from pipedraft.inference.serving.decoder import Decoder
 from pipedraft.inference.transport import address_of
 from pipedraft.inference.transport.ranks import LostLink
 
@@ -90,8 +90,7 @@ def run(
     cluster: "Cluster | None" = None,
 ) -> None:
     """Serve until a signal or a lost rank; ``cluster``: of the engine's pipeline."""
-    is_shared = options.beside is None
-    decoder = SharedDecoder(engine, options) if is_shared else TurnDecoder(engine)
+    decoder = Decoder(engine, options)
     service = Service(decoder, name=options.name, limits=options, keys=keys)
     if cluster is not None:
         cluster.watch.on_signal = lambda: service.end()
