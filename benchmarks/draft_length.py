@@ -241,7 +241,6 @@ def named(name: str) -> Contestant:
 
 CONTESTANTS = {
     **{name: named(name) for name in ("fixed:2", "fixed:4", "eq11", "alg2", "geometric")},
-    "survival": named("survival"),
     "oracle, est. link": Contestant(Informed),
     "oracle": Contestant(Informed, knows_link=True),
 }

@@ -76,7 +76,7 @@ def test_greedy_text_equals_transformers_greedy(name, make_target):
 @pytest.mark.parametrize("acceptance", [0.5, 0.9])
 @pytest.mark.parametrize("plan", PLANS)
 def test_greedy_text_is_the_targets_whatever_is_accepted(plan, acceptance):
-    for policy in ("fixed:1", "fixed:4", "survival"):
+    for policy in ("fixed:1", "fixed:4", "geometric"):
         source = BernoulliSource([1, 2], acceptance)
         options = {"plan": plan, "policy": policy, "max_new_tokens": 40}
         result, _ = run_session(SharedTarget(SMALL), source, [1, 2], **options)

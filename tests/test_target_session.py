@@ -147,7 +147,7 @@ def test_a_side_does_not_read_its_own_messages():
 # -- order ----------------------------------------------------------------------------------
 
 
-STORMY = {"policy": "survival", "max_new_tokens": 24}
+STORMY = {"policy": "geometric", "max_new_tokens": 24}
 PLAIN = greedy_text(SMALL, (1, 2), 200)[:24]
 
 

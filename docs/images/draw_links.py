@@ -40,10 +40,10 @@ TEXT_Y, EDGE_Y, CLOUD_Y, HEIGHT = 22.0, 44.0, 142.0, 28.0
 CLOSE_TO_GREEDY = 1e-3
 """A temperature: corrections are drawn from distributions, and the text is the greedy one."""
 PICTURES: dict[str, tuple[str, str, float, str]] = {
-    "flexspec": ("FlexSpec", "flexspec", 0.0, "survival"),
+    "flexspec": ("FlexSpec", "flexspec", 0.0, "geometric"),
     "dssd": ("DSSD", "dssd", CLOSE_TO_GREEDY, "fixed:4"),
     "pearl": ("PEARL", "pearl", 0.0, "fixed:4"),
-    "picospec": ("PicoSpec", "picospec", 0.0, "survival"),
+    "picospec": ("PicoSpec", "picospec", 0.0, "geometric"),
 }
 """File, title, schedule, temperature, draft length."""
 

@@ -25,7 +25,7 @@ class PEARL(LinkSchedule):
     name: ClassVar[str] = "pearl"
 
     policy: str = "ratio"
-    """Draft length of a batch: ratio (T_v / t_d), fixed:K, eq11, alg2, geometric or survival."""
+    """Draft length of a batch: ratio (T_v / t_d), fixed:K, eq11, alg2 or geometric."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_length")

@@ -29,7 +29,7 @@ class LinkSchedule(Schedule):
     needs_link: ClassVar[bool] = True
 
     policy: str = "geometric"
-    """Draft length of a batch: fixed:K, eq11, alg2, geometric or survival."""
+    """Draft length of a batch: fixed:K, eq11, alg2 or geometric."""
     max_length: int = 8
     """Draft tokens of a batch at most."""
 
