@@ -1,8 +1,6 @@
 """Options about decoding that several commands share, and the engine that they describe."""
 
-import ipaddress
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_t
 from jsonargparse import ArgumentParser
 
 from pipedraft.errors import UsageError
-from pipedraft.files import read_text
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
 from pipedraft.inference.filters import Filters
 from pipedraft.inference.schedules import SCHEDULES
@@ -328,21 +325,11 @@ class EngineOptions(BackendOptions, ScheduleOptions):
 
 # -- a target on a server
 
-TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
-TOKEN = re.compile(r"[!-~]{1,4096}")
-MAX_TOKEN_BYTES = 2**20
 ELSEWHERE = (
     *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
     *("draft", "bitwise", "cost"),
 )
 """Options of a target on this machine, and of drafts that only such a one has."""
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +353,7 @@ class ServerOptions(Options):
     connect_s: float = option(10.0, metavar="S", parse=seconds)
     """for one attempt"""
     answer_s: float = option(30.0, metavar="S", parse=seconds)
-    """without an answer for so long the connection is made again"""
+    """without an answer for so long a new session is opened"""
     give_up_s: float = option(60.0, metavar="S", parse=seconds)
     """without a server for so long the output ends, status 1"""
 
@@ -380,26 +367,3 @@ class ServerOptions(Options):
                     raise ValueError(f"{flag_name(name)}: it needs --server HOST:PORT")
                 where = self.server
                 raise ValueError(f"{flag_name(name)}: the target is on {where}; leave it out")
-
-
-def read_tokens(
-    file: Path | None, *, option: str = "--token-file", variable: str = TOKEN_VARIABLE
-) -> tuple[str, ...]:
-    """Tokens of the file, a line each, or of the environment; not of the command line, which others
-    can list.
-
-    Raises:
-        ValueError: what is there is no token, as a secret that was not filled in.
-    """
-    place, text = f"${variable}", os.environ.get(variable)
-    if file is not None:
-        place = f"{option}: {str(file)!r}"
-        text = read_text(file, option, MAX_TOKEN_BYTES).strip()
-    if text is None:
-        return ()
-    tokens = tuple(text.split("\n"))
-    if not all(TOKEN.fullmatch(token) for token in tokens):
-        raise ValueError(
-            f"{place} holds no printable ASCII text without spaces; write one, or unset it"
-        )
-    return tokens

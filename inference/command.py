@@ -18,14 +18,13 @@ from pipedraft.inference.arguments import (
     ServerOptions,
     Stream,
     encode,
-    is_loopback,
-    read_tokens,
 )
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.result import DecodeResult, shown
+from pipedraft.inference.servers import is_loopback, read_tokens
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.lookup import make_lookup
 from pipedraft.inference.transport.cluster import Cluster

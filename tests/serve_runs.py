@@ -14,7 +14,8 @@ from decode_runs import PlainTokenizer
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
-from pipedraft.inference.transport import ServerLimits, wire
+from pipedraft.inference.transport import wire
+from pipedraft.inference.transport.serve import SessionLimits
 from pipedraft.inference.transport.server import Security, Server
 from pipedraft.inference.transport.session_messages import (
     MAX_BYTES,
@@ -42,7 +43,7 @@ def make_server(target: Any, *, tokens: tuple[str, ...] = (), **limits: Any) -> 
         target,
         name="tiny",
         tokenizer=TOKENIZER,
-        limits=ServerLimits(**{"grace_s": 0.2, **limits}),
+        limits=SessionLimits(**{"grace_s": 0.2, **limits}),
         security=Security(tokens=tokens),
     )
 

@@ -10,7 +10,8 @@ from link_runs import TIMES, config_for
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines import remote
 from pipedraft.inference.pipelines.remote import RemotePipeline
-from pipedraft.inference.transport import ServerLimits, stream
+from pipedraft.inference.transport import stream
+from pipedraft.inference.transport.serve import SessionLimits
 from pipedraft.inference.transport.session_messages import REPLIES, REQUESTS, Description
 from pipedraft.inference.transport.session_table import SessionTable
 from pipedraft.inference.transport.stream import Access
@@ -28,7 +29,7 @@ class Storm:
 
     def __init__(self, target, seed: int, *, loss: float, falls_back_after: int = -1) -> None:
         self.rng, self.loss, self.falls_back_after = random.Random(seed), loss, falls_back_after
-        self.table = SessionTable(target, ServerLimits(max_prompt_tokens=64), 0)
+        self.table = SessionTable(target, SessionLimits(max_prompt_tokens=64), 0)
         self.now_s, self.num_turns = 0.0, 0
         self.lines: list[Line] = []
         self.patience = stream.Patience(self.access)

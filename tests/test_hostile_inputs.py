@@ -324,9 +324,9 @@ def test_traces_are_read_into_what_they_should_be(lines, tmp_path):
         read_recordings([path])
 
 
-@pytest.mark.parametrize("name", ["--max-sessions", "--max-message-kb"])
+@pytest.mark.parametrize("name", ["--max-sequences", "--max-message-kb"])
 def test_no_limit_is_beyond_what_grpc_counts(name):
-    with pytest.raises(ValueError, match="give a number above 0 and up to"):
+    with pytest.raises(ValueError, match=f"{name}: 9+; give at most"):
         serve.ServeOptions.read(["--target", "x", name, "9" * 12])
 
 

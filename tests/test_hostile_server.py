@@ -27,8 +27,8 @@ from serve_runs import (
 
 from pipedraft.errors import Failure
 from pipedraft.inference.__main__ import DecodeOptions
-from pipedraft.inference.arguments import read_tokens
 from pipedraft.inference.command import read_access
+from pipedraft.inference.servers import read_tokens
 from pipedraft.inference.transport import stream, wire
 from pipedraft.inference.transport.session_messages import (
     REPLIES,
@@ -55,7 +55,8 @@ NEW_TOKENS = 6
 
 
 async def honest(connection: RawConnection, token: str, prompt: list[int]) -> list[int]:
-    """The tokens that a polite client is streamed; it comes again when it is told to."""
+    """The tokens that a polite client is streamed; it tries again, more and more seldom."""
+    wait_s = 0.1
     while True:
         raw = Raw(connection, authorization=f"Bearer {token}")
         tokens: list[int] = []
@@ -75,7 +76,8 @@ async def honest(connection: RawConnection, token: str, prompt: list[int]) -> li
         code, text, _ = await raw.end()
         # The second: under load this side itself may take as long as the silent may.
         assert code in ("UNAVAILABLE", "DEADLINE_EXCEEDED") and not tokens, (code, text)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, 2.0)
 
 
 async def hostile(connection: RawConnection, number: int, over: asyncio.Event) -> None:
@@ -115,7 +117,7 @@ async def test_honest_clients_get_their_own_sequences_among_hostile_ones(num_cli
         for _ in range(num_clients - num_hostile)
     ]
     tokens = ("evil", *(f"honest{i}" for i in range(len(prompts))))
-    limits = {"max_sessions": 16, "idle_s": 0.5}
+    limits = {"max_sequences": num_hostile + 8, "idle_s": 0.5}
     async with serving(target, tokens=tokens, **limits) as server:
         over = asyncio.Event()
         connections = [RawConnection(access_to(server.port)) for _ in range(num_clients)]
@@ -150,7 +152,7 @@ def make_table(**limits: Any) -> SessionTable:
 
 
 def test_a_full_table_has_room_again_after_a_session():
-    table = make_table(max_sessions=2)
+    table = make_table(max_sequences=2)
     first, _ = (table.open(opening([1, 2]), 0.0, ReplyStream()) for _ in range(2))
     assert not table.has_room
     with pytest.raises(SessionRefused, match="2 sessions are open; try again"):
@@ -220,7 +222,7 @@ def test_a_correction_is_asked_for_a_bounded_number_of_times():
 
 @in_loop
 async def test_health_tells_alive_from_ready_and_knows_no_other_service():
-    async with raw_serving(make_target(), max_sessions=1) as (server, connection):
+    async with raw_serving(make_target(), max_sequences=1) as (server, connection):
         check = connection.channel.unary_unary(f"/{wire.HEALTH}/Check")
 
         async def ask(request: bytes) -> bytes | str:

@@ -195,7 +195,7 @@ EDGE = ["--server", "x:1", "--prompt", "a"]
     [
         (serve_command.run, [*SERVE, "--port", "70000"], "--port: 70000 is no port; give"),
         (serve_command.run, [*SERVE, "--tls-cert", "c"], "give both or neither"),
-        (serve_command.run, [*SERVE, "--idle-s", "0"], "idle_s: 0.0; give a number above 0"),
+        (serve_command.run, [*SERVE, "--idle-s", "0"], "--idle-s: 0.0; give at least 0.001"),
         (serve_command.run, ["--target", "/nowhere"], "no folder '/nowhere'"),
         (edge_run, ["--server", "x:1"], "--prompt or --status: missing"),
         (edge_run, ["--prompt", "a"], "--server: missing; give HOST:PORT"),

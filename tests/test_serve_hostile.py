@@ -205,14 +205,14 @@ async def test_a_token_is_wanted_by_every_call():
 # -- room -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", ["max_sessions", "max_cache_mb"])
+@pytest.mark.parametrize("limit", ["max_sequences", "max_cache_mb"])
 @in_loop
 async def test_a_full_server_asks_to_come_again_and_the_edge_does(limit):
     target = make_target()
     # Layers, keys and values, heads, head size, float32; buffers may double from 512 positions.
     reserved = 3 * 2 * 2 * 8 * 4 * 2 * 512
     assert 2 * reserved <= 2**20 < 3 * reserved
-    limits = {limit: 2 if limit == "max_sessions" else 1}
+    limits = {limit: 2 if limit == "max_sequences" else 1}
     async with raw_serving(target, **limits) as (server, connection):
         holders = [Raw(connection) for _ in range(2)]
         for raw in holders:
@@ -305,7 +305,7 @@ async def test_a_session_ends_after_its_time_and_the_edge_opens_another():
     draft = lm_draft(target)
     logits = draft.network.logits
     draft.network.logits = lambda hidden_QH: time.sleep(0.04) or logits(hidden_QH)
-    async with serving(target, session_s=1.0) as server:
+    async with serving(target, request_s=1.0) as server:
         outcome = await decode(
             server.port, [1, 2], draft=draft, policy="fixed:2", max_new_tokens=30
         )

@@ -57,7 +57,7 @@ async def test_fifty_edges_at_once():
             )
         )
 
-    async with serving(target, max_sessions=NUM_CLIENTS) as server:
+    async with serving(target, max_sequences=NUM_CLIENTS) as server:
         watching = asyncio.create_task(watch(server.table))
         outcomes = []
         for num_opened in (NUM_CLIENTS, 2 * NUM_CLIENTS):

@@ -21,6 +21,7 @@ from fastapi.exceptions import StarletteHTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pipedraft.inference.arguments import encode_chat
+from pipedraft.inference.servers import find_token
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.answers import Answer, Choice, Piece
 from pipedraft.inference.serving.decoder import Decoder
@@ -33,7 +34,6 @@ from pipedraft.inference.serving.requests import (
     RequestError,
     parse,
 )
-from pipedraft.inference.transport import find_token
 from pipedraft.model_limits import ChatRefused, TemplateLimit
 
 log = getLogger(__name__)
@@ -135,9 +135,9 @@ class Service:
                         raise RequestError("the client left", status=499)
                     body += message.get("body", b"")
                     is_more = message.get("more_body", False)
-                    if len(body) > self.limits.max_body_kb * 2**10:
+                    if len(body) > self.limits.max_message_kb * 2**10:
                         raise RequestError(
-                            f"the body has more than {self.limits.max_body_kb * 2**10} bytes",
+                            f"the body has more than {self.limits.max_message_kb * 2**10} bytes",
                             status=413,
                             headers={"connection": "close"},
                         )

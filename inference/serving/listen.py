@@ -14,9 +14,9 @@ import uvicorn
 
 from pipedraft.errors import Failure
 from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.servers import address_of
 from pipedraft.inference.serving.app import Service, make_app
 from pipedraft.inference.serving.decoder import Decoder
-from pipedraft.inference.transport import address_of
 from pipedraft.inference.transport.ranks import LostLink
 
 if TYPE_CHECKING:

@@ -1,12 +1,7 @@
 """A target elsewhere: over ranks, one for each stage, or on a server."""
 
-import hmac
 import os
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-
-from pipedraft.options import Options, option
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """That end a rank, and a command that has ranks."""
@@ -15,50 +10,3 @@ SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 def is_launched() -> bool:
     """Whether a launcher made this process one of several."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-
-
-def address_of(host: str, port: int) -> str:
-    """HOST:PORT; an IPv6 address in brackets, with or without which it may be given."""
-    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def find_token(authorization: bytes, tokens: Sequence[str]) -> int | None:
-    """Place of the token that an Authorization header bears; None: it bears none of them."""
-    # All are compared, so that the time says nothing of which.
-    same = [hmac.compare_digest(authorization, f"Bearer {token}".encode()) for token in tokens]
-    return same.index(True) if any(same) else None
-
-
-LARGEST = {"max_sessions": 2**20, "max_cache_mb": 2**42, "max_message_kb": 2**20}
-"""Of ``ServerLimits``: what gRPC takes, and counts of bytes below 2 to the 62nd."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerLimits(Options):
-    """limits"""
-
-    max_sessions: int = option(64, metavar="N", least=1)
-    """open at once"""
-    max_messages_s: float = option(1000.0, metavar="N", least=1)
-    """of one session that are read in a second; further ones wait"""
-    max_prompt_tokens: int = option(4096, metavar="N", least=1)
-    """of a session"""
-    max_new_tokens: int = option(2048, metavar="N", least=1)
-    """of a session"""
-    max_cache_mb: int = option(4096, metavar="N", least=1)
-    """keys and values of all sessions at their longest, in MiB"""
-    max_message_kb: int = option(1024, metavar="N", least=1)
-    """of one message, in KiB"""
-    idle_s: float = option(60.0, metavar="S")
-    """after which a silent session expires"""
-    session_s: float = option(900.0, metavar="S")
-    """after which any session ends"""
-    grace_s: float = option(10.0, metavar="S")
-    """for open sessions when told to end"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for limit in fields(ServerLimits):
-            value, most = getattr(self, limit.name), LARGEST.get(limit.name, 2.0**62)
-            if not 0 < value <= most:
-                raise ValueError(f"{limit.name}: {value}; give a number above 0 and up to {most:g}")

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from pipedraft.inference.transport import ServerLimits, address_of, find_token, wire
+from pipedraft.inference.servers import address_of, find_token
+from pipedraft.inference.transport import wire
+from pipedraft.inference.transport.serve import SessionLimits
 from pipedraft.inference.transport.session_messages import (
     PROTOCOL,
     REQUESTS,
@@ -68,7 +70,7 @@ class Server:
         *,
         name: str,
         tokenizer: "PreTrainedTokenizerBase",
-        limits: ServerLimits,
+        limits: SessionLimits,
         security: Security,
     ) -> None:
         self._grpc = wire.import_grpc()
@@ -113,7 +115,7 @@ class Server:
         grpc = self._grpc
         message_bytes = self.limits.max_message_kb * 2**10
         # Streams beyond the sessions: Describe, Health, and the refusals.
-        options = wire.server_options(message_bytes, 2 * self.limits.max_sessions + 16)
+        options = wire.server_options(message_bytes, 2 * self.limits.max_sequences + 16)
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers(self._handlers())
         address, security = address_of(host, port), self.security

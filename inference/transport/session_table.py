@@ -8,7 +8,7 @@ import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from pipedraft.inference.transport import ServerLimits
+from pipedraft.inference.transport.serve import SessionLimits
 from pipedraft.inference.transport.session_messages import REPLIES, Open, Reply
 from pipedraft.inference.transport.target_session import MAX_PENDING, SharedTarget, TargetSession
 from pipedraft.models.stage_cache import MIN_CAPACITY
@@ -100,7 +100,7 @@ class HeldSession:
 class SessionTable:
     """Open sessions, and the memory that they may take."""
 
-    def __init__(self, target: SharedTarget, limits: ServerLimits, row_bytes: int) -> None:
+    def __init__(self, target: SharedTarget, limits: SessionLimits, row_bytes: int) -> None:
         """
         Args:
             row_bytes: keys and values of one token.
@@ -114,7 +114,7 @@ class SessionTable:
 
     @property
     def has_room(self) -> bool:
-        return not self.is_draining and len(self.held) < self.limits.max_sessions
+        return not self.is_draining and len(self.held) < self.limits.max_sequences
 
     @property
     def reserved_bytes(self) -> int:
@@ -168,7 +168,7 @@ class SessionTable:
                 f"{cache_bytes}; ask for a shorter output",
             )
         for found, limit, what in (
-            (len(self.held) + 1, limits.max_sessions, "sessions are open"),
+            (len(self.held) + 1, limits.max_sequences, "sessions are open"),
             (self.reserved_bytes + reserved, cache_bytes, "bytes of keys and values are reserved"),
         ):
             if found > limit:
@@ -189,8 +189,8 @@ class SessionTable:
         for session in list(self.held.values()):
             if session.core.owes:
                 session.seen_s = now_s  # an edge that waits for the server is not silent
-            if now_s - session.opened_s > self.limits.session_s:
-                over.append((session, f"session: open for {self.limits.session_s:g} s"))
+            if now_s - session.opened_s > self.limits.request_s:
+                over.append((session, f"session: open for {self.limits.request_s:g} s"))
             elif now_s - session.seen_s > self.limits.idle_s:
                 over.append((session, f"session: silent for {self.limits.idle_s:g} s"))
         for session, _ in over:
