@@ -232,7 +232,9 @@ def test_a_full_queue_says_when_to_come_again(monkeypatch):
         waiting.append(in_background(place.chat))
         wait_until(lambda: decoder.num_waiting == 1)
         with monkeypatch.context() as without:
-            without.setattr(place.service, "prompts_of", None)  # a busy server tokenizes nothing
+            without.setattr(
+                place.service.admissions, "_encode", None
+            )  # a busy server tokenizes nothing
             told = place.chat()
         assert told.status == 429 and 1 <= int(told.headers["retry-after"]) <= 120
         assert told.json["error"]["type"] == "rate_limit_error"
@@ -280,7 +282,7 @@ def test_a_reader_that_leaves_ends_its_sequence_alone(stream):
         waiting.close()
         wait_until(lambda: service.decoder.num_waiting == 1)
         running.close()
-        wait_until(lambda: service.num_open == 1)
+        wait_until(lambda: service.admissions.num_open == 1)
         held.release()
         assert other.result(WAIT_S).status == 200
         page = place.ask("GET", "/metrics").content.decode()
@@ -299,7 +301,7 @@ def test_an_answer_that_takes_too_long_is_ended(stream):
             else:
                 assert told.status == 504 and told.json["error"]["code"] == "timeout"
                 assert told.headers["x-should-retry"] == "false"
-            wait_until(lambda: place.service.num_open == 0)
+            wait_until(lambda: place.service.admissions.num_open == 0)
         wait_until(lambda: place.service.decoder.num_running == 0)
 
 
@@ -320,7 +322,7 @@ def test_a_sequence_that_fails_takes_no_other_with_it(monkeypatch):
             in_background(lambda stream=stream: place.ask("POST", path, bad | {"stream": stream}))
             for stream in (False, False, True)
         ]
-        wait_until(lambda: place.service.num_open == 4)
+        wait_until(lambda: place.service.admissions.num_open == 4)
         held.release()
         *whole, streamed, right = (answer.result(WAIT_S) for answer in (*asked, other))
         assert not any(b"defect" in told.content for told in (*whole, streamed, right))
@@ -343,7 +345,7 @@ def test_nothing_is_left_of_requests_that_have_ended(place):
     try:
         for stream in (False, True, False, True):
             assert place.chat(stream=stream).status == 200
-        wait_until(lambda: place.service.num_open == 0)
+        wait_until(lambda: place.service.admissions.num_open == 0)
         wait_until(lambda: records() == 0)
     finally:
         gc.enable()
@@ -355,14 +357,14 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(hurries):
         answer = in_background(place.chat)
         wait_until(held.arrived.is_set)
         place.service.end()
-        wait_until(lambda: place.service.is_draining)
+        wait_until(lambda: place.service.admissions.is_draining)
         told = place.chat()
         assert told.status == 503 and told.headers["retry-after"]
         assert place.ask("GET", "/health").status == 503
         if hurries:
             place.service.end()
             answer.result(WAIT_S)  # though its sequence goes no further
-            assert place.service.num_open == 0
+            assert place.service.admissions.num_open == 0
         held.release()
         assert answer.result(WAIT_S).status == (503 if hurries else 200)
         place.thread.join(WAIT_S)

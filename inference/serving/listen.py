@@ -107,7 +107,7 @@ def run(
     # Requests leave cycles; a collection need not walk over the libraries, and so comes sooner.
     gc.freeze()
     asyncio.run(serve(server, service, listener))
-    print(f"ended: {service.num_answered} requests answered", flush=True)
+    print(f"ended: {service.admissions.num_answered} requests answered", flush=True)
     if isinstance(decoder.failure, LostLink):
         raise decoder.failure  # the cluster says which process it was
     if decoder.failure is not None:
