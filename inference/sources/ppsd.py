@@ -16,7 +16,8 @@ from pipedraft.inference.sources.base import (
     add_layer,
     deepest_rows,
 )
-from pipedraft.inference.sources.recorded_rows import Ask, RecordedRows, make_rows
+from pipedraft.inference.sources.graph_call import Ask
+from pipedraft.inference.sources.recorded_rows import RecordedRows, make_rows
 from pipedraft.inference.sources.row_cache import TEXT, NewText
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.draft_calls import call

@@ -12,18 +12,17 @@ one tensor before it and reads one behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import Sampling
+from pipedraft.inference.sources.graph_call import Ask, CallShape, Level, Places, RecordableDraft
 from pipedraft.inference.sources.row_cache import MIN_PLACES, NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.layers import FixedKeyValues, KeyValues
+from pipedraft.models.layers import FixedKeyValues
 from pipedraft.models.recorded import Packing, Recordings, hidden_columns, lend, padded_rows
 
 MAX_ROWS = 64
@@ -31,115 +30,6 @@ MAX_ROWS = 64
 CHUNK_ROWS = 512
 """Rows of a long text that are forwarded at once; bounds their mask."""
 MIN_COLUMNS = 64
-
-
-class RecordableDraft(Protocol):
-    """Forwards the rows of a draft, by tensors of fixed shapes alone."""
-
-    @property
-    def num_caches(self) -> int: ...
-    @property
-    def state_shape(self) -> tuple[int, ...]: ...
-    @property
-    def shift(self) -> int:
-        """Distance of a row's rotary position before that of its token."""
-
-    @property
-    def reads_rows(self) -> bool:
-        """Rows of a tree read the target's states, not the draft's own of the row before."""
-
-    @property
-    def draft_ids(self) -> Tensor: ...
-    @property
-    def taps(self) -> tuple[int, ...]: ...
-    def feature(self, taps: Mapping[int, Tensor]) -> Tensor: ...
-    def logits(self, state_X: Tensor) -> Tensor: ...
-
-    def step(
-        self,
-        tokens_R: Tensor,
-        states_RX: Tensor,
-        positions_R: Tensor,
-        caches: Sequence[KeyValues],
-        visible_RC: Tensor,
-        *,
-        in_order: bool,
-    ) -> Tensor:
-        """States [R, X..] of rows, from those of the rows before them.
-
-        Args:
-            in_order: each row stands before the next one.
-        """
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A question about the children of some leaves; a graph is made for it."""
-
-    width: int = 0
-    """Best children of each; 0: the leaves' logits."""
-    levels: int = 0
-    """Further levels, of the best ``beams`` children of the one before that are no rows yet."""
-    beams: int = 0
-    then: int = 0
-    """Best children of each at further levels."""
-    split: float | None = None
-    """Each row goes on by its best child, and by others of a probability above this, the first
-    ones, while there are beams for them; None: by the best of all."""
-    sampling: Sampling | None = None
-    """How children are scored."""
-
-    @property
-    def key(self) -> tuple[object, ...] | None:
-        """Key of what a question launches; None: it depends on what the device finds."""
-        rule = () if self.sampling is None else self.sampling.recorded_as
-        if rule is None:
-            return None
-        return self.width, self.levels, self.beams, self.then, self.split is None, *rule
-
-
-@dataclass(frozen=True)
-class _Shape:
-    num_text: int
-    num_rows: int
-    num_leaves: int
-    num_parents: int
-    """Leaves whose children are continued."""
-    num_taken: int
-    """Children that one of these has already, at most."""
-    num_columns: int
-    num_features: int
-    num_noise: int
-    """Rows of noise: one for each position."""
-
-    def packing(self, vocab_size: int) -> Packing:
-        new, S = self.num_text + self.num_rows, self.num_columns
-        return Packing(
-            counts=4,
-            split=1,
-            text_S=S,
-            new=3 * new,  # tokens, positions, places
-            features=self.num_features,
-            parents_R=self.num_rows,
-            visible_RS=self.num_rows * S,
-            leaves_Q=self.num_leaves,
-            leaf_positions_Q=self.num_leaves,
-            leaf_scores_Q=self.num_leaves,
-            leaf_visible_QS=self.num_parents * S,
-            taken_QT=self.num_parents * self.num_taken,
-            noise_places_Q=self.num_leaves,
-            noise=self.num_noise * vocab_size,
-        )
-
-
-@dataclass
-class Level:
-    """Best children of some rows, in the host's memory."""
-
-    best_2QW: Tensor
-    """As of ``best_children``."""
-    beams: list[int]
-    """Those that the next level continues, counted over all."""
 
 
 class RecordedRows(RowCache):
@@ -215,73 +105,98 @@ class RecordedRows(RowCache):
         name: Callable[[int], int],
         given: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        A, R, Q, draft = len(text.tokens), len(rows), len(leaves), self.draft
+        sizes = len(text.tokens), len(rows), len(leaves)
+        can_record = ask.key is not None and 0 < max(sizes) <= MAX_ROWS
+        at = self._place(text, rows, ask, name)
+        shape, packing, packed, sources = self._pack(
+            tree, text, rows, leaves, ask, at, given, padded_rows if can_record else int
+        )
+        compute = partial(self._compute, shape, packing, ask)
+        key = (shape, ask.key)
+        out = self.recordings.run(key, packed, sources, compute, can_record=can_record)
+        self._slots = at.slots
+        self._count_leading()
+        self._slots = self._slots[len(at.slots) - len(self._names) :]
+        return out if ask.width else out[: len(leaves)].clone()
+
+    def _place(
+        self, text: NewText, rows: list[int], ask: Ask, name: Callable[[int], int]
+    ) -> Places:
+        """Give new rows places behind the cached ones, which move together first."""
         first, leading, num_text = len(self._names), self._num_leading, self.num_text
-        names = self._names = [*self._names, *[TEXT] * A, *(name(row) for row in rows)]
-        end = len(names)
-        self._reserve(leading + end + ask.levels * ask.beams)
-        slots = [*range(leading, leading + end)]
+        new = [*[TEXT] * len(text.tokens), *(name(row) for row in rows)]
+        names = self._names = [*self._names, *new]
+        self._reserve(leading + len(names) + ask.levels * ask.beams)
+        slots = [*range(leading, leading + len(names))]
         self._move([x for x in zip(self._slots, slots, strict=False) if x[0] != x[1]])
         # The last row of the text is the last one of this name.
-        zeros = self._num_places + MAX_ROWS
         before = dict(zip(names[:first], slots, strict=False)).get(TEXT, leading - 1)
-        places = dict(zip(names, slots, strict=True))
-        end_of_text = places.get(TEXT, leading - 1)
+        zeros = self._num_places + MAX_ROWS
+        return Places(
+            num_text=num_text,
+            leading=leading,
+            first=first,
+            slots=slots,
+            before=before if before >= 0 else zeros,
+            slot_of=dict(zip(names, slots, strict=True)),
+            name=name,
+        )
 
-        def place(row: int) -> int:
-            return places.get(name(row), end_of_text)
-
-        can_record = ask.key is not None and 0 < max(A, R, Q) <= MAX_ROWS
-        pad = padded_rows if can_record else int
+    def _pack(
+        self,
+        tree: TokenTree,
+        text: NewText,
+        rows: list[int],
+        leaves: list[int],
+        ask: Ask,
+        at: Places,
+        given: Mapping[int, Tensor] | None,
+        pad: Callable[[int], int],
+    ) -> tuple[CallShape, Packing, Tensor, list[Tensor]]:
+        """Put all that the host knows of a call into one tensor; hidden states are not copied."""
+        A, R, first, end = len(text.tokens), len(rows), at.first, len(at.slots)
         features, sources = self._features(text, rows, given, pad(A), pad(R))
-        num_leaves = Q if ask.levels else pad(Q)
         first_noise, noise = self._noise(tree, leaves, ask)
         taken = [[tree.tokens[row] for row in tree.children(leaf)] for leaf in leaves]
         num_taken = max(map(len, taken), default=0) if ask.levels else 0
         S = padded_rows(max(end + ask.levels * ask.beams, MIN_COLUMNS))
-        shape = _Shape(
+        shape = CallShape(
             num_text=pad(A),
             num_rows=pad(R),
-            num_leaves=num_leaves,
-            num_parents=Q if ask.levels else 0,
+            num_leaves=len(leaves) if ask.levels else pad(len(leaves)),
+            num_parents=len(leaves) if ask.levels else 0,
             num_taken=num_taken,
             num_columns=S,
             num_features=len(features),
             num_noise=0 if noise is None else padded_rows(len(noise) - ask.levels) + ask.levels,
         )
         packing = shape.packing(len(self._ids_U))
-        positions = [tree.position(row) - draft.shift for row in rows]
+        positions = [tree.position(row) - self.draft.shift for row in rows]
+        text_positions = [*range(at.num_text, at.num_text + A)]
+        slots, spare = at.slots[first:], self._num_places
         packed = packing.pack(
-            counts=[leading, first, end, before if before >= 0 else zeros],
+            counts=[at.leading, first, end, at.before],
             split=torch.tensor([ask.split or 0.0], dtype=torch.float64),
-            text_S=[x == TEXT for x in names[:first]],
+            text_S=[x == TEXT for x in self._names[:first]],
             new=[
                 *_joined(text.tokens, pad(A), [tree.tokens[row] for row in rows], pad(R)),
-                *_joined([*range(num_text, num_text + A)], pad(A), positions, pad(R)),
-                *_joined(
-                    slots[first : first + A], pad(A), slots[first + A :], pad(R), self._num_places
-                ),
+                *_joined(text_positions, pad(A), positions, pad(R)),
+                *_joined(slots[:A], pad(A), slots[A:], pad(R), spare),
             ],
             features=features,
-            parents_R=[place(tree.parents[row]) for row in rows],
-            visible_RS=self._visible(tree, rows, name, S),
-            leaves_Q=[place(row) for row in leaves],
-            leaf_positions_Q=[tree.position(row) - draft.shift for row in leaves],
+            parents_R=[at.of(tree.parents[row]) for row in rows],
+            visible_RS=self._visible(tree, rows, at.name, S),
+            leaves_Q=[at.of(row) for row in leaves],
+            leaf_positions_Q=[tree.position(row) - self.draft.shift for row in leaves],
             leaf_scores_Q=torch.tensor([tree.scores[row] for row in leaves], dtype=torch.float64),
-            leaf_visible_QS=self._visible(tree, leaves if ask.levels else [], name, S),
+            leaf_visible_QS=self._visible(tree, leaves if ask.levels else [], at.name, S),
             taken_QT=[
                 token for own in taken for token in own + [-1] * (num_taken - len(own)) if num_taken
             ],
             noise_places_Q=[tree.position(row) - first_noise for row in leaves],
             noise=[] if noise is None else noise,
         )
-        compute = partial(self._compute, shape, packing, ask)
-        key = (shape, ask.key)
-        out = self.recordings.run(key, packed, sources, compute, can_record=can_record)
-        self._slots = slots
-        self._count_leading()
-        self._slots = self._slots[end - len(self._names) :]
-        return out if ask.width else out[:Q].clone()
+        return shape, packing, packed, sources
 
     def levels(self, flat: Tensor, num_leaves: int, ask: Ask) -> list[Level]:
         """Read what ``grow`` gives; the host waits here, once."""
@@ -365,7 +280,7 @@ class RecordedRows(RowCache):
     # -- on the device ----------------------------------------------------------------------
 
     def _compute(
-        self, shape: _Shape, packing: Packing, ask: Ask, packed: Tensor, given_PH: Tensor | None
+        self, shape: CallShape, packing: Packing, ask: Ask, packed: Tensor, given_PH: Tensor | None
     ) -> Tensor:
         """All of a call, from fixed buffers to a new one."""
         x, A, S = packing.unpack(packed), shape.num_text, shape.num_columns

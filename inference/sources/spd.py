@@ -3,6 +3,7 @@
 # A newly committed rows, R rows in flight with spare ones, W of them of each depth, Q deepest ones
 # P places of committed rows, C of all, U draft vocabulary, H hidden
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -18,7 +19,8 @@ from pipedraft.inference.sources.base import (
     add_layer,
     deepest_rows,
 )
-from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS, Ask
+from pipedraft.inference.sources.graph_call import Ask
+from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS
 from pipedraft.inference.sources.row_cache import NewText, RecordedText
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.recorded import Packing, lend, padded_rows
@@ -161,65 +163,97 @@ class RecordedModule(RecordedText):
         text, self._pending = self._pending, NewText([], [])
         while len(text.tokens) > MAX_ROWS:
             part = text.split(CHUNK_ROWS)
-            packing, packed, sources = self._packed(part, {}, [], positions_R[:0], visible_RR)
-            compute = partial(self._compute, packing, Ask(), (padded_rows(len(part.tokens)), 0))
-            self.recordings.run((), packed, sources, compute, can_record=False)
-        num_queries = sum(depth == 0 for depth in depths)
-        packing, packed, sources = self._packed(
-            text, features, depths, positions_R, visible_RR, noise_1U
+            self._run(part, {}, [], positions_R[:0], visible_RR[:0, :0], Ask(), None, records=False)
+        records = ask.key is not None
+        out = self._run(
+            text, features, depths, positions_R, visible_RR, ask, noise_1U, records=records
         )
-        width = padded_rows(max(map(depths.count, depths)))
-        shape = (padded_rows(len(text.tokens)), width)
-        compute = partial(self._compute, packing, ask, shape)
-        can_record = ask.key is not None
-        out = self.recordings.run((shape, ask.key), packed, sources, compute, can_record=can_record)
-        return out if ask.width else out[:num_queries].clone()
+        return out if ask.width else out[: depths.count(0)].clone()
 
-    def _packed(
+    def _run(
         self,
         text: NewText,
         features: Mapping[int, Tensor],
         depths: Sequence[int],
         positions_R: Tensor,
         visible_RR: Tensor,
-        noise_1U: Tensor | None = None,
-    ) -> tuple[Packing, Tensor, list[Tensor]]:
-        """Inputs that change from call to call, on the host, and the hidden states read."""
-        draft, first, count = self.draft, self._num_text, len(text.tokens)
+        ask: Ask,
+        noise_1U: Tensor | None,
+        *,
+        records: bool,
+    ) -> Tensor:
         # Rounded up, so that few graphs serve all calls; every depth has the rows of the widest.
-        deepest, A = draft.config.max_in_flight, padded_rows(count)
-        W = padded_rows(max(map(depths.count, depths), default=0))
-        R = (deepest + 1) * W
-        self._reserve(first + A, R)
+        first, count = self._num_text, len(text.tokens)
+        A, W = padded_rows(count), padded_rows(max(map(depths.count, depths), default=0))
+        self._reserve(first + A, (self.draft.config.max_in_flight + 1) * W)
         self._num_text += count
-        # Row -> its place among the rows of its depth, the deepest first.
-        rows_of = {depth: [i for i, d in enumerate(depths) if d == depth] for depth in set(depths)}
-        place = {
-            row: (deepest - depth) * W + index
-            for depth, rows in rows_of.items()
-            for index, row in enumerate(rows)
-        }
-        # Hidden states are not copied to the host: rows are named by their place in the sources.
+        place = self._place(depths, W)
+        text_places, places, sources = self._gather(text, features, depths, place, W)
+        packing, packed = self._pack(
+            (first, count, A), text_places, places, place, positions_R, visible_RR, noise_1U
+        )
+        compute = partial(self._compute, packing, ask, (A, W))
+        key = ((A, W), ask.key)
+        return self.recordings.run(key, packed, sources, compute, can_record=records)
+
+    def _place(self, depths: Sequence[int], width: int) -> list[int]:
+        """Place of each row in flight: the deepest rows first, ``width`` places for every depth."""
+        deepest, taken = self.draft.config.max_in_flight, Counter[int]()
+        places = []
+        for depth in depths:
+            places.append((deepest - depth) * width + taken[depth])
+            taken[depth] += 1
+        return places
+
+    def _gather(
+        self,
+        text: NewText,
+        features: Mapping[int, Tensor],
+        depths: Sequence[int],
+        place: Sequence[int],
+        width: int,
+    ) -> tuple[dict[int, list[int]], dict[int, list[int]], list[Tensor]]:
+        """Name the hidden states of all rows by their places in the sources, which are not copied.
+
+        Returns:
+            Layer -> place of each row of the text; layer -> place for each place of rows in
+            flight; sources.
+        """
+        draft = self.draft
         text_places, sources = text.gathered(self._text_layers)
         num_sources = sum(map(len, sources))
-        places = {layer: [0] * R for layer in draft.taps if W}
+        num_rows = (draft.config.max_in_flight + 1) * width
+        places = {layer: [0] * num_rows for layer in draft.taps if width}
         for layer in places:
-            readers = [
-                row
-                for depth, rows in rows_of.items()
-                if layer in draft.feature_layers[depth]
-                for row in rows
-            ]
+            readers = [r for r, depth in enumerate(depths) if layer in draft.feature_layers[depth]]
             if readers:
                 sources.append(features[layer])
                 for row in readers:
                     places[layer][place[row]] = num_sources + row
                 num_sources += len(features[layer])
+        return text_places, places, sources
+
+    def _pack(
+        self,
+        text: tuple[int, int, int],
+        text_places: Mapping[int, list[int]],
+        places: Mapping[int, list[int]],
+        place: list[int],
+        positions_R: Tensor,
+        visible_RR: Tensor,
+        noise_1U: Tensor | None,
+    ) -> tuple[Packing, Tensor]:
+        """Put all that the host knows of a call into one tensor.
+
+        Args:
+            text: first new row of the text, number of new rows, and the same with spare ones.
+        """
+        first, count, A = text
+        R = max(map(len, places.values()), default=0)
         # Spare rows see nothing, and nothing sees them.
-        order = [place[row] for row in range(len(depths))]
         positions, visible = torch.zeros(R, dtype=torch.int64), torch.zeros(R, R, dtype=torch.bool)
-        positions[order] = positions_R
-        visible[torch.tensor(order, dtype=torch.int64)[:, None], order] = visible_RR
+        positions[place] = positions_R
+        visible[torch.tensor(place, dtype=torch.int64)[:, None], place] = visible_RR
         packing = Packing(
             counts=2,
             text_features=A * len(self._text_layers),
@@ -238,7 +272,7 @@ class RecordedModule(RecordedText):
             visible=visible,
             noise=[] if noise_1U is None else noise_1U,
         )
-        return packing, packed, sources
+        return packing, packed
 
     def _compute(
         self,

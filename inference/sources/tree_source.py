@@ -21,7 +21,8 @@ from pipedraft.inference.sources.base import (
     best_children,
     deepest_rows,
 )
-from pipedraft.inference.sources.recorded_rows import Ask, RecordedRows, make_rows
+from pipedraft.inference.sources.graph_call import Ask
+from pipedraft.inference.sources.recorded_rows import RecordedRows, make_rows
 from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RecursiveVerifier
