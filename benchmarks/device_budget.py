@@ -10,7 +10,7 @@ syncs_per_micro_batch: times that the host waits for the device in forward and b
 syncs_per_decode_step: the same in a pipeline step after the prompt, draft and verdict included.
 syncs_of_a_controller, launches_of_a_controller: a step where all stages are other processes; waits,
     and kernels beside those of drafting.
-launches_outside_graphs_per_stage: kernels of a stage's pass beside its recorded graph.
+launches_outside_graphs_per_stage: kernels of a stage's pass beside its CUDA graph.
 launches_outside_graphs_per_draft_forward: kernels of drafting, by the draft's forward passes.
 draft_bookkeeping_32k_over_1k: processor time of what a draft notes of a row behind 32,768 tokens,
     over that behind 1,024.
@@ -76,7 +76,7 @@ def main() -> None:
         settings = settings | {"num_stages": 2}
         ranks.append(decode_on_gpu(make, schedule, of_controller=True, **settings))
     if not options.json:
-        print("kernels of a Llama layer in a recorded graph:", kernels_of_a_layer())
+        print("kernels of a Llama layer in a CUDA graph:", kernels_of_a_layer())
         print("host synchronizations per micro-batch:", syncs)
         for name, counts in decoded.items():
             print(name, {what: round(count, 2) for what, count in counts.items()})

@@ -157,12 +157,12 @@ class Stage:
         self.device = next(self.layers[0].parameters()).device
         self.cache = StageCache(recurrent)
         self.is_bitwise = False
-        can_record = stage_calls.can_record(decoder.config)
+        can_capture = stage_calls.can_capture(decoder.config)
         on_gpu = self.device.type == "cuda"
         self.groups = stage_calls.shared_heads(decoder.config, self.device)
         self.graphs: StageGraphs | None = None
         """Runs speculative rows; None: layer by layer."""
-        if on_gpu and can_record:
+        if on_gpu and can_capture:
             self.graphs = stage_calls.lend_graphs(self)
             self.cache = self.graphs.stage.cache
 

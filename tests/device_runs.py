@@ -133,7 +133,7 @@ def decode_on_gpu(
 
 
 def kernels_of_a_layer() -> float:
-    """In the recorded graph of a stage, by which another layer makes it longer."""
+    """In the CUDA graph of a stage, by which another layer makes it longer."""
     config = DecodeConfig.of("autoregressive", num_stages=1, max_new_tokens=4)
     kernels = []
     for layers in (1, 2):

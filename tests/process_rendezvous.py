@@ -28,7 +28,7 @@ from pipedraft.inference.transport import cluster as cluster_module
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.transport.ranks import DeviceLink, Sender
 from pipedraft.inference.transport.watch import Limits
-from pipedraft.models.recorded import UNDER_WAY, Recordings
+from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs
 from pipedraft.placement import place_draft
 
 NEW_TOKENS, PROMPT = 8, PROMPTS[2]
@@ -113,8 +113,8 @@ def over_gloo(right):
 
 def main() -> None:
     folder, counts = Path(sys.argv[1]), {"rank": RANK, "recorded": 0}
-    Recordings._record = recording(Recordings._record, counts)
-    Recordings.run = forgetting(Recordings.run, Random(RANK))
+    Graphs._make = recording(Graphs._make, counts)
+    Graphs.run = forgetting(Graphs.run, Random(RANK))
     cluster_module.DeviceLink, dist.new_group = Rendezvous, over_gloo(dist.new_group)
     # Weights are loaded before, and moved to a GPU that pretends.
     Cluster._load_part = lambda self, job, **_: tiny_llama(layers=4, vocab=16).to(self.device)

@@ -31,7 +31,7 @@ from pipedraft.inference.sources import default_schedule, make_source
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models import stage_cache
-from pipedraft.models.recorded import UNDER_WAY, Recordings
+from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget
 from pipedraft.placement import place_draft
@@ -193,7 +193,7 @@ BUDGETS = [
     ],
 )
 def test_a_step_launches_and_waits_a_few_times_only(head, schedule, settings, temperature):
-    """Beside its recorded graph a stage launches no more for more layers, nor does a draft."""
+    """Beside its CUDA graph a stage launches no more for more layers, nor does a draft."""
     counts = decode_on_gpu(HEADS[head], schedule, temperature=temperature, **settings)
     assert counts["syncs_per_step"] <= 2, counts
     assert counts["launches_per_stage"] <= 5, counts
@@ -231,13 +231,13 @@ def test_tokens_drawn_on_the_device_are_those_drawn_on_the_host():
 
 def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
     """Texts that follow each other, of any length that was expected, take over what is idle."""
-    keys, right = [], Recordings._record
+    keys, right = [], Graphs._make
 
     def record(self, packed, rows, compute):
         keys.append((id(self), len(packed)))
         return right(self, packed, rows, compute)
 
-    monkeypatch.setattr(Recordings, "_record", record)
+    monkeypatch.setattr(Graphs, "_make", record)
     monkeypatch.setattr(stage_cache, "MIN_CAPACITY", 8)
     with pretended_cuda():
         target = tiny_llama().to("cuda:0")
@@ -248,7 +248,7 @@ def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
             del engine
         assert len(keys) == len(set(keys)) == 2, "one for each stage"
         monkeypatch.undo()
-        monkeypatch.setattr(Recordings, "_record", record)
+        monkeypatch.setattr(Graphs, "_make", record)
         source = make_source(make_draft(tiny_llama()))
         for _ in range(2):
             settings = {"plan": "stop_and_wait", "max_new_tokens": NEW_TOKENS}
@@ -271,13 +271,13 @@ class Busy:
 @pytest.mark.parametrize("head", ["spd", "ppsd"])
 def test_nothing_is_recorded_while_a_send_waits_for_its_peer(head, monkeypatch):
     """Recording waits for the device, so for the send, and two ranks that do would never end."""
-    busy, right = Busy(), Recordings._record
+    busy, right = Busy(), Graphs._make
 
     def record(self, packed, rows, compute):
         assert not busy.answers[-1], "would wait for a peer that may be recording, too"
         return right(self, packed, rows, compute)
 
-    monkeypatch.setattr(Recordings, "_record", record)
+    monkeypatch.setattr(Graphs, "_make", record)
     UNDER_WAY.add(busy)
     cpu, gpu = decode_twice(head, head, {}, 0.0, connect_ranks)
     assert cpu.token_ids == gpu.token_ids

@@ -41,7 +41,7 @@ class Sampling:
         return torch.log_softmax(scores_QU * self.costs.sharpness, -1)
 
     @property
-    def recorded_as(self) -> tuple[object, ...] | None:
+    def graph_key(self) -> tuple[object, ...] | None:
         """Key of what ``child_scores`` launches; None: it depends on what the device finds."""
         filters = self.rule.filters
         if filters.top_p < 1 or filters.typical_p < 1:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import Expansion, Sampling
-from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS
-from pipedraft.inference.sources.row_cache import NewText, RecordedText
+from pipedraft.inference.sources.graph_rows import CHUNK_ROWS, MAX_ROWS
+from pipedraft.inference.sources.row_cache import GraphText, NewText
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.cuda_graphs import Packing, borrow_for, padded_rows
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.recorded import Packing, lend, padded_rows
 from pipedraft.models.target import Keep
 
 
@@ -29,9 +29,9 @@ class DFlashSource(TreeSource):
     """
 
     def __init__(self, draft: DFlash) -> None:
-        self._blocks: RecordedBlocks | None = None
+        self._blocks: GraphBlocks | None = None
         if draft.fc.weight.device.type == "cuda":
-            self._blocks = lend(draft, self, "blocks", partial(RecordedBlocks, draft))
+            self._blocks = borrow_for(draft, self, "blocks", partial(GraphBlocks, draft))
         super().__init__(draft)
         self.taps = draft.taps
 
@@ -120,8 +120,8 @@ class DFlashSource(TreeSource):
         self._forget_block()
 
 
-class RecordedBlocks(RecordedText):
-    """Proposes DFlash's blocks by recorded graphs.
+class GraphBlocks(GraphText):
+    """Proposes DFlash's blocks by CUDA graphs.
 
     Rows of the block are written behind those of the text, and forgotten. The marginals of all
     depths are there after one forward pass, so the host reads them together.
@@ -153,8 +153,8 @@ class RecordedBlocks(RecordedText):
             slots=[*range(first, end)] + [self._num_places] * (A - count),
         )
         compute = partial(self._compute, packing, A, num_rows)
-        can_record = num_rows > 1
-        return self.recordings.run((A, num_rows), packed, sources, compute, can_record=can_record)
+        can_capture = num_rows > 1
+        return self.graphs.run((A, num_rows), packed, sources, compute, can_capture=can_capture)
 
     def _compute(
         self, packing: Packing, A: int, R: int, packed: Tensor, given_PH: Tensor | None
@@ -197,10 +197,10 @@ class RecordedBlocks(RecordedText):
         packed = torch.zeros(1, dtype=torch.int64)
         if noise_DU is not None:
             packed = noise_DU.view(torch.int64).flatten()
-        key = sampling.recorded_as
+        key = sampling.graph_key
         compute = partial(self._ranked, D, W, sampling, noise_DU is not None)
-        found = self.recordings.run(
-            (D, W, key), packed, [states_DH], compute, can_record=key is not None
+        found = self.graphs.run(
+            (D, W, key), packed, [states_DH], compute, can_capture=key is not None
         )
         return found.cpu()
 

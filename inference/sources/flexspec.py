@@ -24,7 +24,7 @@ class FlexSpecSource(RowsSource):
 
     def _keep_rows(self, keep: Keep) -> None:
         computed = [row for row in keep.rows[1 : keep.num_committed + 1] if row in self._known]
-        if computed and self._recorded is None:
+        if computed and self._graph_rows is None:
             self._text_state = self._outputs[computed[-1]]
         super()._keep_rows(keep)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.row_cache import TEXT
+from pipedraft.models.cuda_graphs import Packing
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.recorded import Packing
 
 
-class RecordableDraft(Protocol):
+class GraphDraft(Protocol):
     """Forwards the rows of a draft, by tensors of fixed shapes alone."""
 
     @property
@@ -76,7 +76,7 @@ class Ask:
     @property
     def key(self) -> tuple[object, ...] | None:
         """Key of what a question launches; None: it depends on what the device finds."""
-        rule = () if self.sampling is None else self.sampling.recorded_as
+        rule = () if self.sampling is None else self.sampling.graph_key
         if rule is None:
             return None
         return self.width, self.levels, self.beams, self.then, self.split is None, *rule

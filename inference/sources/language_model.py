@@ -15,8 +15,8 @@ from pipedraft.models.target import Keep, Segment
 CHUNK_ROWS = 512  # rows of one forward pass over the prompt; bounds its mask
 
 
-class RecordedLanguageModelSource(RowsSource):
-    """Draft tokens of a causal LM on a GPU, whose forward passes are recorded graphs."""
+class GraphLanguageModelSource(RowsSource):
+    """Draft tokens of a causal LM on a GPU, whose forward passes are CUDA graphs."""
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
         return has_text + bool(rows)
@@ -93,5 +93,5 @@ class LanguageModelSource(TextSource):
 
 
 def language_model_source(draft: LanguageModelDraft) -> TextSource:
-    is_recorded = draft.model.device.type == "cuda" and draft.can_record
-    return RecordedLanguageModelSource(draft) if is_recorded else LanguageModelSource(draft)
+    is_captured = draft.model.device.type == "cuda" and draft.can_capture
+    return GraphLanguageModelSource(draft) if is_captured else LanguageModelSource(draft)

@@ -17,7 +17,7 @@ from pipedraft.inference.sources.base import (
     deepest_rows,
 )
 from pipedraft.inference.sources.graph_call import Ask
-from pipedraft.inference.sources.recorded_rows import RecordedRows, make_rows
+from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
 from pipedraft.inference.sources.row_cache import TEXT, NewText
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.draft_calls import call
@@ -57,7 +57,7 @@ class PPSDSource(DraftSource):
         if not len(stream_PH):
             return
         first, num_rows = self._rows.num_text, len(stream_PH)
-        if isinstance(self._rows, RecordedRows):
+        if isinstance(self._rows, GraphRows):
             text = NewText([0] * num_rows, [{self.draft.exit_layer: stream_PH}])
             self._rows.grow(TokenTree(0, first + num_rows), text, [], [], Ask())
             return
@@ -85,7 +85,7 @@ class PPSDSource(DraftSource):
         # A leaf that got no child the last time it was deepest has its output already.
         new = [row for row in needed if row not in self._rows.known]
         self.num_forwards += bool(new)
-        if isinstance(self._rows, RecordedRows):
+        if isinstance(self._rows, GraphRows):
             ask = Ask() if sampling.samples_chain else Ask(width, sampling=sampling)
             no_text, given = NewText([], []), {self.draft.exit_layer: stream_H}
             found = self._rows.grow(tree, no_text, new, leaves, ask, given=given)

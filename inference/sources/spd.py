@@ -20,10 +20,10 @@ from pipedraft.inference.sources.base import (
     deepest_rows,
 )
 from pipedraft.inference.sources.graph_call import Ask
-from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS
-from pipedraft.inference.sources.row_cache import NewText, RecordedText
+from pipedraft.inference.sources.graph_rows import CHUNK_ROWS, MAX_ROWS
+from pipedraft.inference.sources.row_cache import GraphText, NewText
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.recorded import Packing, lend, padded_rows
+from pipedraft.models.cuda_graphs import Packing, borrow_for, padded_rows
 from pipedraft.models.spd import SPD
 from pipedraft.models.target import Keep
 
@@ -49,19 +49,19 @@ class SPDSource(DraftSource):
         self.taps = draft.taps
         self.num_forwards = 0
         self._caches = draft.new_caches()
-        self._recorded: RecordedModule | None = None
+        self._module: GraphModule | None = None
         if draft.lm_head.weight.device.type == "cuda":
-            self._recorded = lend(draft, self, "module", partial(RecordedModule, draft))
+            self._module = borrow_for(draft, self, "module", partial(GraphModule, draft))
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._caches = self.draft.new_caches()
-        if self._recorded is not None:
-            self._recorded.restart()
+        if self._module is not None:
+            self._module.restart()
         self.observe(features, tokens[1:])
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        if self._recorded is not None:
-            self._recorded.observe(features)
+        if self._module is not None:
+            self._module.observe(features)
         else:
             self.draft.extend(self._caches, features, self._caches[0].num_rows)
 
@@ -76,33 +76,33 @@ class SPDSource(DraftSource):
         width: int,
         sampling: Sampling,
     ) -> int:
-        if self._recorded is None or sampling.samples_chain:
+        if self._module is None or sampling.samples_chain:
             logits_QU = self.deepest_logits(tree, features)
             return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
         leaves, ask = deepest_rows(tree), Ask(width, sampling=sampling)
-        width = min(width, len(self._recorded.ids_U))
-        best_2WK = self._ask(self._recorded, tree, features, ask).cpu().view(2, -1, width)
+        width = min(width, len(self._module.ids_U))
+        best_2WK = self._ask(self._module, tree, features, ask).cpu().view(2, -1, width)
         scores_Q1 = torch.tensor([tree.scores[leaf] for leaf in leaves])[:, None]
         best_2WK[1, : len(leaves)] += scores_Q1
         return add_children(tree, leaves, best_2WK[:, : len(leaves)], width, sampling)
 
     def _ask(
-        self, recorded: "RecordedModule", tree: TokenTree, features: Mapping[int, Tensor], ask: Ask
+        self, module: "GraphModule", tree: TokenTree, features: Mapping[int, Tensor], ask: Ask
     ) -> Tensor:
         self.num_forwards += 1
         deepest, count = tree.depths[-1], len(tree)
         noise = None
         if ask.sampling is not None:
             position = tree.root_position + deepest + 1
-            noise = ask.sampling.rule.noise_rows(recorded.ids_U, [position])
+            noise = ask.sampling.rule.noise_rows(module.ids_U, [position])
         depths = [self._presented(deepest - depth) for depth in tree.depths]
         positions, visible = tree.positions(0, count), tree.visible(0, count)
-        return recorded.grow(features, depths, positions, visible, ask, noise)
+        return module.grow(features, depths, positions, visible, ask, noise)
 
     def deepest_logits(self, tree: TokenTree, features: Mapping[int, Tensor]) -> Tensor:
         """Logits [Q, U] of the token after each of the deepest rows."""
-        if self._recorded is not None:
-            return self._ask(self._recorded, tree, features, Ask())
+        if self._module is not None:
+            return self._ask(self._module, tree, features, Ask())
         deepest = tree.depths[-1]
         device = self.draft.lm_head.weight.device
         self.num_forwards += 1
@@ -119,7 +119,7 @@ class SPDSource(DraftSource):
         return distance + self.lead if distance else 0
 
 
-class RecordedModule(RecordedText):
+class GraphModule(GraphText):
     """Takes committed rows in and proposes the next tokens, both in one graph.
 
     Every depth gets as many rows as the widest one has, so that one graph serves however many
@@ -163,10 +163,12 @@ class RecordedModule(RecordedText):
         text, self._pending = self._pending, NewText([], [])
         while len(text.tokens) > MAX_ROWS:
             part = text.split(CHUNK_ROWS)
-            self._run(part, {}, [], positions_R[:0], visible_RR[:0, :0], Ask(), None, records=False)
-        records = ask.key is not None
+            self._run(
+                part, {}, [], positions_R[:0], visible_RR[:0, :0], Ask(), None, captures=False
+            )
+        captures = ask.key is not None
         out = self._run(
-            text, features, depths, positions_R, visible_RR, ask, noise_1U, records=records
+            text, features, depths, positions_R, visible_RR, ask, noise_1U, captures=captures
         )
         return out if ask.width else out[: depths.count(0)].clone()
 
@@ -180,7 +182,7 @@ class RecordedModule(RecordedText):
         ask: Ask,
         noise_1U: Tensor | None,
         *,
-        records: bool,
+        captures: bool,
     ) -> Tensor:
         # Rounded up, so that few graphs serve all calls; every depth has the rows of the widest.
         first, count = self._num_text, len(text.tokens)
@@ -194,7 +196,7 @@ class RecordedModule(RecordedText):
         )
         compute = partial(self._compute, packing, ask, (A, W))
         key = ((A, W), ask.key)
-        return self.recordings.run(key, packed, sources, compute, can_record=records)
+        return self.graphs.run(key, packed, sources, compute, can_capture=captures)
 
     def _place(self, depths: Sequence[int], width: int) -> list[int]:
         """Place of each row in flight: the deepest rows first, ``width`` places for every depth."""

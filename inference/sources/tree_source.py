@@ -22,7 +22,7 @@ from pipedraft.inference.sources.base import (
     deepest_rows,
 )
 from pipedraft.inference.sources.graph_call import Ask
-from pipedraft.inference.sources.recorded_rows import RecordedRows, make_rows
+from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
 from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RecursiveVerifier
@@ -119,8 +119,8 @@ class TreeSource(DraftSource):
         return self._outputs.keys()
 
     @property
-    def _recorded(self) -> RecordedRows | None:
-        """The draft as recorded graphs of a GPU, in place of ``_root_output`` and ``_compute``."""
+    def _graph_rows(self) -> GraphRows | None:
+        """The draft as CUDA graphs, in place of ``_root_output`` and ``_compute``."""
         return None
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
@@ -181,8 +181,8 @@ class TreeSource(DraftSource):
         return self._logits(tree, rows)
 
     def _logits(self, tree: TokenTree, rows: list[int]) -> Tensor:
-        if self._recorded is not None:
-            return self._ask(self._recorded, tree, rows, Ask())
+        if self._graph_rows is not None:
+            return self._ask(self._graph_rows, tree, rows, Ask())
         # A leaf that got no child the last time it was asked for has its output already.
         names = {row: self._name(tree, row) for row in rows}
         missing = [row for row in rows if row and names[row] not in self._outputs]
@@ -193,25 +193,25 @@ class TreeSource(DraftSource):
 
     def _ask(
         self,
-        recorded: RecordedRows,
+        graph: GraphRows,
         tree: TokenTree,
         leaves: list[int],
         ask: Ask,
     ) -> Tensor:
         """Ask about the children of rows, which are forwarded if they were not yet."""
         name, text = partial(self._name, tree), self._take_pending()
-        missing = [row for row in leaves if row and name(row) not in recorded.known]
+        missing = [row for row in leaves if row and name(row) not in graph.known]
         self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + ask.levels
-        return recorded.grow(tree, text, missing, leaves, ask, name=name)
+        return graph.grow(tree, text, missing, leaves, ask, name=name)
 
     def _best(self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling) -> Tensor:
         """The best children of rows, as ``best_children`` gives them."""
-        if self._recorded is None:
+        if self._graph_rows is None:
             logits_QU = self._logits(tree, rows)
             return best_children(tree, rows, logits_QU, self.draft_ids, width, sampling)
         ask = Ask(width, sampling=sampling)
-        flat = self._ask(self._recorded, tree, rows, ask)
-        return self._recorded.levels(flat, len(rows), ask)[0].best_2QW
+        flat = self._ask(self._graph_rows, tree, rows, ask)
+        return self._graph_rows.levels(flat, len(rows), ask)[0].best_2QW
 
     def _best_rows(
         self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling
@@ -232,8 +232,8 @@ class TreeSource(DraftSource):
         beams: int = 0,
         split: float | None = None,
     ) -> Iterator[Tensor]:
-        recorded, has_child = self._recorded, any(tree.children(leaf) for leaf in leaves)
-        if recorded is None or levels == 1 or not beams or (has_child and split is not None):
+        graph, has_child = self._graph_rows, any(tree.children(leaf) for leaf in leaves)
+        if graph is None or levels == 1 or not beams or (has_child and split is not None):
             yield self._best_rows(tree, leaves, width, sampling)
             return
         self._adopt_fresh()
@@ -241,7 +241,7 @@ class TreeSource(DraftSource):
             split = None
         then = 1 if split is None else width
         ask = Ask(width, levels - 1, beams, then, split, sampling)
-        found = recorded.levels(self._ask(recorded, tree, leaves, ask), len(leaves), ask)
+        found = graph.levels(self._ask(graph, tree, leaves, ask), len(leaves), ask)
         self.num_forwards -= ask.levels  # those count whose children are asked for
         order = list(range(len(leaves)))
         for number, level in enumerate(found):
@@ -254,7 +254,7 @@ class TreeSource(DraftSource):
                 rows.append(NOBODY if row is None or row < before else row)
             if not {*range(before, len(tree))} <= {*rows}:
                 return  # the caller has added others, as it may
-            recorded.extend(rows)
+            graph.extend(rows)
             leaves, order = rows, [rows.index(row) for row in range(before, len(tree))]
 
     def grow_layer(
@@ -354,22 +354,22 @@ class TreeSource(DraftSource):
 
     def _deepen(self, fresh: _FreshTree, parents: list[int], levels: int, top_k: int) -> None:
         """EAGLE-2: k children below each row, and below the best k of them, level by level."""
-        recorded = self._recorded
-        if recorded is None or isinstance(fresh.sampling.rule, RecursiveVerifier):
+        graph = self._graph_rows
+        if graph is None or isinstance(fresh.sampling.rule, RecursiveVerifier):
             self._expand(fresh, parents, top_k)
             for _ in range(levels):
                 self._expand(fresh, self._beams(fresh, top_k), top_k)
             return
         ask = Ask(top_k, levels, top_k, top_k, sampling=fresh.sampling)
-        flat = self._ask(recorded, fresh.tree, parents, ask)
-        for level in recorded.levels(flat, len(parents), ask):
+        flat = self._ask(graph, fresh.tree, parents, ask)
+        for level in graph.levels(flat, len(parents), ask):
             rows = [
                 fresh.tree.add(parent, int(token), score)
                 for parent, *best in zip(parents, *level.best_2QW.tolist(), strict=True)
                 for token, score in zip(*best, strict=True)
             ]
             parents = [rows[place] for place in level.beams]
-            recorded.extend([self._name(fresh.tree, row) for row in parents])
+            graph.extend([self._name(fresh.tree, row) for row in parents])
 
     def _expand(self, fresh: _FreshTree, parents: list[int], top_k: int) -> None:
         for parent, children in self._children(fresh, parents, top_k).items():
@@ -441,8 +441,8 @@ class CacheSource(TreeSource):
         return self._rows.known
 
     @property
-    def _recorded(self) -> RecordedRows | None:
-        return self._rows if isinstance(self._rows, RecordedRows) else None
+    def _graph_rows(self) -> GraphRows | None:
+        return self._rows if isinstance(self._rows, GraphRows) else None
 
     def _rename_rows(self, names: Mapping[int, int]) -> None:
         self._rows.rename(names)

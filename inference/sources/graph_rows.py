@@ -1,4 +1,4 @@
-"""A draft's rows in buffers of one size: a recorded graph forwards them and chooses their children.
+"""CUDA-graph version of ``RowCache``: a graph forwards a draft's rows and ranks their children.
 
 On a GPU a draft forward is a few hundred launches of little work, and reading its best tokens waits
 for all of them. Here one graph takes in committed text, forwards rows of a tree, ranks the children
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import Sampling
-from pipedraft.inference.sources.graph_call import Ask, CallShape, Level, Places, RecordableDraft
+from pipedraft.inference.sources.graph_call import Ask, CallShape, GraphDraft, Level, Places
 from pipedraft.inference.sources.row_cache import MIN_PLACES, NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
 from pipedraft.models.layers import FixedKeyValues
-from pipedraft.models.recorded import Packing, Recordings, hidden_columns, lend, padded_rows
 
 MAX_ROWS = 64
 """More rows are forwarded without a graph."""
@@ -32,15 +32,15 @@ CHUNK_ROWS = 512
 MIN_COLUMNS = 64
 
 
-class RecordedRows(RowCache):
+class GraphRows(RowCache):
     """A ``RowCache`` whose buffers and graphs outlive a text.
 
     A row that is dropped or renamed costs nothing: rows move when the next ones come.
     """
 
-    def __init__(self, draft: RecordableDraft, like: Tensor) -> None:
+    def __init__(self, draft: GraphDraft, like: Tensor) -> None:
         """``like`` has the draft's device and dtype."""
-        self.draft, self.recordings = draft, Recordings(like.device)
+        self.draft, self.graphs = draft, Graphs(like.device)
         self.buffers = [FixedKeyValues(0) for _ in range(draft.num_caches)]
         self._states_CX = like.new_zeros(0, *draft.state_shape)
         self._num_places = 0
@@ -106,14 +106,14 @@ class RecordedRows(RowCache):
         given: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
         sizes = len(text.tokens), len(rows), len(leaves)
-        can_record = ask.key is not None and 0 < max(sizes) <= MAX_ROWS
+        can_capture = ask.key is not None and 0 < max(sizes) <= MAX_ROWS
         at = self._place(text, rows, ask, name)
         shape, packing, packed, sources = self._pack(
-            tree, text, rows, leaves, ask, at, given, padded_rows if can_record else int
+            tree, text, rows, leaves, ask, at, given, padded_rows if can_capture else int
         )
         compute = partial(self._compute, shape, packing, ask)
         key = (shape, ask.key)
-        out = self.recordings.run(key, packed, sources, compute, can_record=can_record)
+        out = self.graphs.run(key, packed, sources, compute, can_capture=can_capture)
         self._slots = at.slots
         self._count_leading()
         self._slots = self._slots[len(at.slots) - len(self._names) :]
@@ -267,10 +267,10 @@ class RecordedRows(RowCache):
             self._states_CX[: used - 1].copy_(small_CX[: used - 1])
         for buffer in self.buffers:
             buffer.grow(size)
-        self.recordings.clear()
+        self.graphs.clear()
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
-        """Not in a graph: one that is recorded runs several times, which must change nothing."""
+        """Move rows outside of graphs: capturing runs each several times, which must change nothing."""
         if moves:
             from_M, to_M = torch.tensor(moves).T.contiguous().to(self._states_CX.device)
             for buffer in self.buffers:
@@ -405,11 +405,11 @@ def _joined(
     return text + [unused] * (num_text - len(text)) + rows + [unused] * (num_rows - len(rows))
 
 
-def make_rows(draft: RecordableDraft, holder: object, like: Tensor) -> RowCache:
-    """Rows of a draft: on a GPU forwarded by recorded graphs, which later texts take over."""
+def make_rows(draft: GraphDraft, holder: object, like: Tensor) -> RowCache:
+    """Rows of a draft: on a GPU forwarded by CUDA graphs, which later texts take over."""
     if like.device.type != "cuda":
         return RowCache(draft.num_caches)
     assert isinstance(draft, torch.nn.Module)
-    rows = lend(draft, holder, "rows", lambda: RecordedRows(draft, like))
+    rows = borrow_for(draft, holder, "rows", lambda: GraphRows(draft, like))
     rows.restart()
     return rows
