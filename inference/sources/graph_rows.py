@@ -270,7 +270,7 @@ class GraphRows(RowCache):
         self.graphs.clear()
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
-        """Move rows outside of graphs: capturing runs each several times, which must change nothing."""
+        """Move rows outside of graphs: capturing runs each several times, to the same effect."""
         if moves:
             from_M, to_M = torch.tensor(moves).T.contiguous().to(self._states_CX.device)
             for buffer in self.buffers:
