@@ -31,7 +31,7 @@ import numpy as np
 
 from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.eval.edge_methods import TIMES, radio_energy, radio_of
-from pipedraft.inference.channel import (
+from pipedraft.inference.edge.channel import (
     PRESETS,
     Channel,
     EnergyModel,
@@ -40,7 +40,7 @@ from pipedraft.inference.channel import (
     LinkState,
     read_trace,
 )
-from pipedraft.inference.draft_length import (
+from pipedraft.inference.edge.draft_length import (
     DraftLengthPolicy,
     RoundCost,
     RoundShape,

@@ -26,16 +26,16 @@ from tqdm import tqdm
 
 from pipedraft.benchmarks.emulated_link import EmulatedLink
 from pipedraft.benchmarks.measurement import make_parser, names_of
-from pipedraft.inference.channel import PRESETS, Link
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.edge import serve as serve_command
+from pipedraft.inference.edge import server
+from pipedraft.inference.edge.channel import PRESETS, Link
+from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
+from pipedraft.inference.edge.stream import Access, Connection
+from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.transport import serve as serve_command
-from pipedraft.inference.transport import server
-from pipedraft.inference.transport.stream import Access, Connection
-from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.stage_calls import forward_together
 from pipedraft.models.target import Keep, Segment, load_target, load_tokenizer

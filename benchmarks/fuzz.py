@@ -40,7 +40,7 @@ from pipedraft.errors import Failure, make_folder
 from pipedraft.eval.record import Results, parse
 from pipedraft.files import write_atomically
 from pipedraft.inference.config import read_cost
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge.session_messages import (
     REPLIES,
     REQUESTS,
     Close,
@@ -53,7 +53,7 @@ from pipedraft.inference.transport.session_messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.transport.target_session import SharedTarget, TargetSession
+from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
 from pipedraft.models.draft import TargetReference, load_untied
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.layers import LayerConfig

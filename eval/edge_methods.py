@@ -13,16 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from pipedraft.errors import UsageError
 from pipedraft.files import Values, read_json
-from pipedraft.inference.channel import Channel, EnergyModel, Link
 from pipedraft.inference.config import DecodeConfig, RuleName
+from pipedraft.inference.edge.channel import Channel, EnergyModel, Link
+from pipedraft.inference.edge.link import LinkPipeline, Times
+from pipedraft.inference.edge.linked import RemoteTarget
+from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.filters import Filters, sampling_label
-from pipedraft.inference.pipelines.link import LinkPipeline, Times
-from pipedraft.inference.pipelines.linked import RemoteTarget
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.lookup import Lookup, LookupKind
-from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RULES, KeyedRandom, make_verifier
 from pipedraft.models.target import Keep

@@ -33,10 +33,10 @@ from pipedraft.eval.tables import (
 from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.turns import DecodedTurn, check_room, evaluate
 from pipedraft.files import Values, to_json, write_atomically
-from pipedraft.inference.channel import load_link
 from pipedraft.inference.draws import probabilities
+from pipedraft.inference.edge.channel import load_link
+from pipedraft.inference.edge.link import Times
 from pipedraft.inference.engine import DraftNetwork
-from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.tree import TokenTree

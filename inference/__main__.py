@@ -52,7 +52,7 @@ With --server and without a draft give --tokenizer, a folder or Hub id with the 
 MAX_PROMPT_BYTES = 2**24
 SUBCOMMANDS = {
     "edge": "pipedraft.inference.__main__",
-    "serve": "pipedraft.inference.transport.serve",
+    "serve": "pipedraft.inference.edge.serve",
 }
 """First word of the command line -> module with the parser of the words after it."""
 
@@ -155,7 +155,7 @@ def main(words: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if words is None else words
     first = words[0] if words and not words[0].startswith("-") else ""
     if first and subcommand(first, list(SUBCOMMANDS)) == "serve":
-        from pipedraft.inference.transport import serve
+        from pipedraft.inference.edge import serve
 
         serve.run(words[1:])
         return

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipedraft.inference.config import DecodeConfig, check_prompt
+from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget, check_draft
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
-from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget, check_draft
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult, Observer
 from pipedraft.inference.schedules import SCHEDULES

@@ -12,12 +12,11 @@ from conftest import tiny_llama
 from decode_runs import PlainTokenizer
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
-from pipedraft.inference.transport import wire
-from pipedraft.inference.transport.serve import SessionLimits
-from pipedraft.inference.transport.server import Security, Server
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge import wire
+from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
+from pipedraft.inference.edge.serve import SessionLimits
+from pipedraft.inference.edge.server import Security, Server
+from pipedraft.inference.edge.session_messages import (
     MAX_BYTES,
     REQUESTS,
     Open,
@@ -26,7 +25,8 @@ from pipedraft.inference.transport.session_messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.transport.stream import Access, Connection
+from pipedraft.inference.edge.stream import Access, Connection
+from pipedraft.inference.engine import Engine
 from pipedraft.models.language_model import LanguageModelDraft
 
 LIMIT_S = 300

@@ -7,15 +7,14 @@ import pytest
 from decode_runs import PlainTokenizer
 from link_runs import TIMES, config_for
 
+from pipedraft.inference.edge import remote, stream
+from pipedraft.inference.edge.remote import RemotePipeline
+from pipedraft.inference.edge.serve import SessionLimits
+from pipedraft.inference.edge.session_messages import REPLIES, REQUESTS, Description
+from pipedraft.inference.edge.session_table import SessionTable
+from pipedraft.inference.edge.stream import Access
+from pipedraft.inference.edge.target_session import run_together
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines import remote
-from pipedraft.inference.pipelines.remote import RemotePipeline
-from pipedraft.inference.transport import stream
-from pipedraft.inference.transport.serve import SessionLimits
-from pipedraft.inference.transport.session_messages import REPLIES, REQUESTS, Description
-from pipedraft.inference.transport.session_table import SessionTable
-from pipedraft.inference.transport.stream import Access
-from pipedraft.inference.transport.target_session import run_together
 
 
 class Storm:

@@ -11,7 +11,7 @@ from conftest import REPOSITORY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedraft.inference.channel import (
+from pipedraft.inference.edge.channel import (
     PACKET_BYTES,
     PRESETS,
     Channel,

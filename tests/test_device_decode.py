@@ -22,13 +22,13 @@ from torch.overrides import TorchFunctionMode
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.draws import draw, draw_on_device, probabilities
+from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.filters import Filters
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import default_schedule, make_source
-from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models import stage_cache
 from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs

@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from pipedraft.inference.channel import PRESETS, LinkState
-from pipedraft.inference.draft_length import (
+from pipedraft.inference.edge.channel import PRESETS, LinkState
+from pipedraft.inference.edge.draft_length import (
     Alg2,
     DraftLengthPolicy,
     Eq11,

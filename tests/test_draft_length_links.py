@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from pipedraft.inference.channel import PRESETS, Link, load_link
-from pipedraft.inference.draft_length import Geometric
+from pipedraft.inference.edge.channel import PRESETS, Link, load_link
+from pipedraft.inference.edge.draft_length import Geometric
 from pipedraft.inference.schedules.stop_and_wait import FlexSpec, StopAndWait
 
 TOKENS = 1000

@@ -14,8 +14,8 @@ from transformers.generation import logits_process as warpers
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.draws import SharedNoise, probabilities
+from pipedraft.inference.edge.session_messages import Settings
 from pipedraft.inference.filters import FIRST_TOKENS, Filters, sampling_label
-from pipedraft.inference.transport.session_messages import Settings
 from pipedraft.inference.verify import KeyedRandom, make_verifier
 
 KINDS = {

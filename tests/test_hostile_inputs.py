@@ -32,7 +32,7 @@ from pipedraft.files import (
 )
 from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.transport import serve
+from pipedraft.inference.edge import serve
 from pipedraft.model_limits import ChatRefused, TemplateLimit, render_chat
 from pipedraft.options import Options
 from pipedraft.placement import resolve_device

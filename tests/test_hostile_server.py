@@ -28,9 +28,8 @@ from serve_runs import (
 from pipedraft.errors import Failure
 from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.command import read_access
-from pipedraft.inference.servers import read_tokens
-from pipedraft.inference.transport import stream, wire
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge import stream, wire
+from pipedraft.inference.edge.session_messages import (
     REPLIES,
     Close,
     Error,
@@ -40,14 +39,15 @@ from pipedraft.inference.transport.session_messages import (
     Stream,
     prefix_hash,
 )
-from pipedraft.inference.transport.session_table import (
+from pipedraft.inference.edge.session_table import (
     Pace,
     ReplyStream,
     SessionRefused,
     SessionTable,
 )
-from pipedraft.inference.transport.stream import Access
-from pipedraft.inference.transport.target_session import MAX_MORE, SharedTarget
+from pipedraft.inference.edge.stream import Access
+from pipedraft.inference.edge.target_session import MAX_MORE, SharedTarget
+from pipedraft.inference.servers import read_tokens
 
 # -- many clients at once ---------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ async def test_health_tells_alive_from_ready_and_knows_no_other_service():
 
 @in_loop
 async def test_the_access_log_names_clients(caplog):
-    caplog.set_level("INFO", "pipedraft.inference.transport.server.access")
+    caplog.set_level("INFO", "pipedraft.inference.edge.server.access")
     async with raw_serving(make_target(), tokens=("a", "b")) as (_, connection):
         await Raw(connection, authorization="Bearer c").end()
         raw = Raw(connection, authorization="Bearer b")

@@ -27,16 +27,16 @@ from link_runs import (
 from pipedraft.eval.edge_methods import METHODS, Simulation, decode
 from pipedraft.eval.edge_methods import TIMES as METHOD_TIMES
 from pipedraft.eval.metrics import decode_seconds
-from pipedraft.inference.channel import Link, LinkEstimate
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.edge.channel import Link, LinkEstimate
+from pipedraft.inference.edge.link import LinkPipeline, Times
+from pipedraft.inference.edge.linked import Estimates, RemoteTarget
+from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.link import LinkPipeline, Times
-from pipedraft.inference.pipelines.linked import Estimates, RemoteTarget
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.eagle import Eagle
 from pipedraft.inference.schedules.picospec import PicoSpec
 from pipedraft.inference.schedules.stop_and_wait import StopAndWait
-from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import LanguageModelDraft
 
 LOSSLESS = [name for name, method in METHODS.items() if not method.caveat]

@@ -9,10 +9,10 @@ from markov_runs import markov_p_value, markov_texts, plain_texts
 from pipedraft.inference import draws, rules
 from pipedraft.inference.config import ROUND_RULES, DecodeConfig
 from pipedraft.inference.draws import UNFILTERED, DraftToken, KeyedRandom, SharedNoise
+from pipedraft.inference.edge.session_messages import Settings
 from pipedraft.inference.filters import Filters
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.transport.session_messages import Settings
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import RULES, BlockVerifier, RecursiveVerifier, RejectionVerifier
 

@@ -16,12 +16,12 @@ from pipedraft.errors import Failure
 from pipedraft.eval import edge_methods as methods
 from pipedraft.inference import command
 from pipedraft.inference.__main__ import print_figures
-from pipedraft.inference.channel import Link, LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draft_length import Estimates
-from pipedraft.inference.pipelines.remote import TRIAL_TOKENS, RemotePipeline
+from pipedraft.inference.edge import stream
+from pipedraft.inference.edge.channel import Link, LinkEstimate, LinkState
+from pipedraft.inference.edge.draft_length import Estimates
+from pipedraft.inference.edge.remote import TRIAL_TOKENS, RemotePipeline
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.transport import stream
 from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.language_model import LanguageModelDraft
 

@@ -6,8 +6,8 @@ from conftest import tiny_llama, tiny_mistral, tiny_qwen3
 from serve_runs import drafted
 from staged_targets import tiny
 
-from pipedraft.inference.transport.session_messages import Open, Preverify, Settings
-from pipedraft.inference.transport.target_session import SharedTarget, TargetSession, run_together
+from pipedraft.inference.edge.session_messages import Open, Preverify, Settings
+from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget
 
@@ -77,7 +77,7 @@ def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
     alone = [TargetSession(target) for _ in PROMPTS]
     passes = []
     monkeypatch.setattr(
-        "pipedraft.inference.transport.target_session.forward_together",
+        "pipedraft.inference.edge.target_session.forward_together",
         lambda stages, segments: passes.append(len(stages)) or forward_together(stages, segments),
     )
     settings = Settings(pre_verifies=True, has_bonus=False)

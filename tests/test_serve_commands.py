@@ -17,10 +17,10 @@ from fork_server import ForkServer
 from serve_runs import Raw, RawConnection, in_loop, opening
 
 from pipedraft.inference.__main__ import main
-from pipedraft.inference.transport import serve as serve_command
-from pipedraft.inference.transport.session_messages import REPLIES, Close
-from pipedraft.inference.transport.stream import Access
-from pipedraft.inference.transport.wire import HEALTH, NOT_SERVING, SERVING
+from pipedraft.inference.edge import serve as serve_command
+from pipedraft.inference.edge.session_messages import REPLIES, Close
+from pipedraft.inference.edge.stream import Access
+from pipedraft.inference.edge.wire import HEALTH, NOT_SERVING, SERVING
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
 from pipedraft.models.layers import LayerConfig

@@ -19,11 +19,11 @@ from serve_runs import (
     raw_serving,
 )
 
-from pipedraft.inference.transport import server as server_module
-from pipedraft.inference.transport import target_session
-from pipedraft.inference.transport.session_messages import REPLIES, Close
-from pipedraft.inference.transport.session_table import Pace
-from pipedraft.inference.transport.target_session import TargetSession
+from pipedraft.inference.edge import server as server_module
+from pipedraft.inference.edge import target_session
+from pipedraft.inference.edge.session_messages import REPLIES, Close
+from pipedraft.inference.edge.session_table import Pace
+from pipedraft.inference.edge.target_session import TargetSession
 
 POISON = 63
 """The token of a session that fails."""

@@ -24,10 +24,8 @@ from serve_runs import (
     serving,
 )
 
-from pipedraft.inference.serving.__main__ import HttpOptions
-from pipedraft.inference.serving.listen import open_socket
-from pipedraft.inference.transport.serve import describe
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge.serve import describe
+from pipedraft.inference.edge.session_messages import (
     REPLIES,
     REQUESTS,
     Close,
@@ -35,7 +33,9 @@ from pipedraft.inference.transport.session_messages import (
     More,
     Preverify,
 )
-from pipedraft.inference.transport.stream import SessionStream
+from pipedraft.inference.edge.stream import SessionStream
+from pipedraft.inference.serving.__main__ import HttpOptions
+from pipedraft.inference.serving.listen import open_socket
 from pipedraft.models.fingerprint import vocabulary_hash
 
 
@@ -167,7 +167,7 @@ async def test_duplicated_reordered_and_stale_messages_change_nothing(schedule, 
             counts[name] += 1
             self._call.write(data)
 
-    monkeypatch.setattr("pipedraft.inference.pipelines.remote.SessionStream", Careless)
+    monkeypatch.setattr("pipedraft.inference.edge.remote.SessionStream", Careless)
     async with serving(target) as server:
         outcomes = [
             await decode(

@@ -7,7 +7,7 @@ import random
 from decode_runs import greedy_reference
 from serve_runs import decode, hold_passes, in_loop, lm_draft, make_target, serving
 
-from pipedraft.inference.transport.target_session import TargetSession
+from pipedraft.inference.edge.target_session import TargetSession
 
 NUM_CLIENTS = 50
 NEW_TOKENS = 6

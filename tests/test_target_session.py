@@ -22,13 +22,11 @@ from link_runs import (
 from serve_runs import drafted
 from storm_runs import Storm
 
-from pipedraft.inference.channel import LinkEstimate
-from pipedraft.inference.draft_length import Estimates
 from pipedraft.inference.draws import Token
-from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget
-from pipedraft.inference.transport.codec import MAGIC, PREFIX
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge.channel import LinkEstimate
+from pipedraft.inference.edge.draft_length import Estimates
+from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget
+from pipedraft.inference.edge.session_messages import (
     REPLIES,
     REQUESTS,
     Close,
@@ -45,7 +43,9 @@ from pipedraft.inference.transport.session_messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.transport.target_session import SharedTarget, TargetSession
+from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.transport.codec import MAGIC, PREFIX
 from pipedraft.inference.verify import Top
 
 ASKED = [

@@ -11,7 +11,7 @@ from scipy.stats import chisquare, kstest
 from pipedraft.inference.arguments import read_temperature
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.draws import probabilities
-from pipedraft.inference.transport.session_messages import Settings
+from pipedraft.inference.edge.session_messages import Settings
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import (
     KeyedRandom,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.draft_length import DraftLengthPolicy, Estimates, parse_policy
+from pipedraft.inference.edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
 from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 

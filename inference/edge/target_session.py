@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.draws import Token
-from pipedraft.inference.result import stop_reason
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge.session_messages import (
     WINDOW,
     Close,
     Error,
@@ -40,6 +39,7 @@ from pipedraft.inference.transport.session_messages import (
     Verify,
     prefix_hash,
 )
+from pipedraft.inference.result import stop_reason
 from pipedraft.inference.verify import Top, Verifier
 from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.stage_calls import can_run_together, forward_together

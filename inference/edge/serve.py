@@ -20,7 +20,7 @@ from pipedraft.inference.servers import (
 )
 
 if TYPE_CHECKING:
-    from pipedraft.inference.transport.server import Server
+    from pipedraft.inference.edge.server import Server
 from pipedraft.options import option
 
 EXAMPLE = """example:
@@ -73,8 +73,8 @@ build_parser = ServeOptions.parser
 
 def run(argv: Sequence[str]) -> None:
     options = ServeOptions.read(argv)
-    from pipedraft.inference.transport import wire
-    from pipedraft.inference.transport.server import Security, Server
+    from pipedraft.inference.edge import wire
+    from pipedraft.inference.edge.server import Security, Server
 
     wire.import_grpc()
     security = Security(
@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> None:
     if options.access_log:
         lines = StreamHandler()
         lines.setFormatter(Formatter("%(asctime)s %(message)s"))
-        access = getLogger("pipedraft.inference.transport.server.access")
+        access = getLogger("pipedraft.inference.edge.server.access")
         access.addHandler(lines)
         access.setLevel(INFO)
     tokenizer = load_tokenizer(options.target)

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from pipedraft.inference.servers import address_of, find_token
-from pipedraft.inference.transport import wire
-from pipedraft.inference.transport.serve import SessionLimits
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge import wire
+from pipedraft.inference.edge.serve import SessionLimits
+from pipedraft.inference.edge.session_messages import (
     PROTOCOL,
     REQUESTS,
     Description,
@@ -29,14 +28,15 @@ from pipedraft.inference.transport.session_messages import (
     Reply,
     Request,
 )
-from pipedraft.inference.transport.session_table import (
+from pipedraft.inference.edge.session_table import (
     HeldSession,
     Pace,
     ReplyStream,
     SessionRefused,
     SessionTable,
 )
-from pipedraft.inference.transport.target_session import SharedTarget, TargetSession, run_together
+from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
+from pipedraft.inference.servers import address_of, find_token
 from pipedraft.models.fingerprint import vocabulary_hash, weights_hash
 from pipedraft.models.target import Keep, Segment
 

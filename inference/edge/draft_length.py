@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from pipedraft.inference.channel import LinkEstimate, LinkState
+from pipedraft.inference.edge.channel import LinkEstimate, LinkState
 
 MAX_AWAY = 32
 """Batches at most: half of the messages that a target's side holds before one that is late."""

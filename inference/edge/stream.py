@@ -15,8 +15,8 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from pipedraft.errors import Failure
-from pipedraft.inference.transport import wire
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge import wire
+from pipedraft.inference.edge.session_messages import (
     MAX_BYTES,
     PROTOCOL,
     REPLIES,

@@ -15,18 +15,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pipedraft.inference.channel import LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines import Ahead
-from pipedraft.inference.pipelines.linked import (
+from pipedraft.inference.edge.channel import LinkEstimate, LinkState
+from pipedraft.inference.edge.linked import (
     Estimates,
     LinkedPipeline,
     LinkVerdict,
     RemoteTarget,
 )
+from pipedraft.inference.edge.session_messages import Close, Description, Request
+from pipedraft.inference.edge.stream import Connection, SessionLost, SessionStream
+from pipedraft.inference.pipelines import Ahead
 from pipedraft.inference.sources import make_source
-from pipedraft.inference.transport.session_messages import Close, Description, Request
-from pipedraft.inference.transport.stream import Connection, SessionLost, SessionStream
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verify import Payload, Verifier
 
