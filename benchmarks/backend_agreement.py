@@ -122,8 +122,8 @@ def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    from pipedraft.inference.transport.cluster import Cluster
-    from pipedraft.inference.transport.watch import Limits
+    from pipedraft.inference.ranks.cluster import Cluster
+    from pipedraft.inference.ranks.watch import Limits
 
     args = parse_arguments()
     torch.set_num_threads(1)

@@ -46,8 +46,8 @@ from pipedraft.benchmarks.training_step import make_batch, make_step
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.ranks.links import DeviceLink
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.transport.ranks import DeviceLink
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.stage_cache import Segment
 from pipedraft.models.target import StagedTarget

@@ -27,9 +27,9 @@ from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.transport import is_launched
-from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.transport.watch import Limits
+from pipedraft.inference.ranks import is_launched
+from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.ranks.watch import Limits
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config

@@ -34,9 +34,9 @@ from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.ranks.watch import Limits
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.transport.watch import Limits
 from pipedraft.models import load_draft
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.target import Stage, load_target, load_tokenizer

@@ -27,8 +27,8 @@ from pipedraft.options import Values, option, subcommand
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.ranks.cluster import Cluster
     from pipedraft.inference.timeline import Report
-    from pipedraft.inference.transport.cluster import Cluster
 
 EXAMPLE = """example:
   python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"

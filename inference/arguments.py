@@ -14,17 +14,17 @@ from jsonargparse import ArgumentParser
 from pipedraft.errors import UsageError
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
 from pipedraft.inference.filters import Filters
+from pipedraft.inference.ranks import is_launched
+from pipedraft.inference.ranks.launch import run_ranks
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Budget, TreeShape
-from pipedraft.inference.transport import is_launched
-from pipedraft.inference.transport.launch import run_ranks
 from pipedraft.model_limits import render_chat
 from pipedraft.options import Group, Options, Values, checked, flag_name, help_of, listed, option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from pipedraft.inference.transport.cluster import Cluster
+    from pipedraft.inference.ranks.cluster import Cluster
 
 FILTER_NAMES = [f.name for f in fields(Filters)]
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
@@ -229,8 +229,8 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
                 f"--processes: {options.processes}, but the launcher started "
                 f"{os.environ['WORLD_SIZE']}; leave --processes out"
             )
-    from pipedraft.inference.transport.cluster import Cluster
-    from pipedraft.inference.transport.watch import Limits
+    from pipedraft.inference.ranks.cluster import Cluster
+    from pipedraft.inference.ranks.watch import Limits
 
     limits = Limits.of_step(options.step_timeout)
     with Cluster(limits, options.links, on_cpu=options.device == "cpu") as cluster:

@@ -24,11 +24,11 @@ from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.edge.stream import Access, Connection
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.result import DecodeResult, shown
 from pipedraft.inference.servers import is_loopback, read_tokens
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.lookup import make_lookup
-from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.verify import RULES
 from pipedraft.models import load_draft
 from pipedraft.models.draft import read_description, resolve_folder

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipedraft.inference.config import MIN_TEMPERATURE
 from pipedraft.inference.filters import Filters
-from pipedraft.inference.transport.codec import Message, check_tensor
+from pipedraft.inference.ranks.codec import Message, check_tensor
 
 UNFILTERED = Filters()
 UNDRAWABLE = (

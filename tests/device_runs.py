@@ -20,8 +20,8 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.inference.ranks.worker import SharedWorker
 from pipedraft.inference.sources.row_cache import TEXT, RowCache
-from pipedraft.inference.transport.worker import SharedWorker
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import StagedTarget
 from pipedraft.placement import place_draft

@@ -20,9 +20,9 @@ from tiny_drafts import make_exit, make_head
 
 from pipedraft.inference.config import ROUND_RULES, DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.ranks.watch import Limits
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.transport.watch import Limits
 from pipedraft.inference.verify import RULES
 
 NEW_TOKENS = 16

@@ -21,8 +21,8 @@ import torch
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.transport.watch import Limits
+from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.ranks.watch import Limits
 
 NUM_STAGES, NUM_RANKS = 2, 3
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # of Linux; Python's socket module does not name them

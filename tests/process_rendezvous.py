@@ -23,11 +23,11 @@ from tiny_drafts import make_exit, make_head
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.ranks import cluster as cluster_module
+from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.ranks.links import DeviceLink, Sender
+from pipedraft.inference.ranks.watch import Limits
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.transport import cluster as cluster_module
-from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.transport.ranks import DeviceLink, Sender
-from pipedraft.inference.transport.watch import Limits
 from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs
 from pipedraft.placement import place_draft
 

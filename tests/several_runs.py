@@ -18,8 +18,8 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines import local
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.transport import watch, worker
-from pipedraft.inference.transport.cluster import Cluster
+from pipedraft.inference.ranks import watch, worker
+from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.verify import KeyedRandom
 from pipedraft.models import stage_calls
 

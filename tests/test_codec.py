@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.filters import Filters
-from pipedraft.inference.transport.codec import (
+from pipedraft.inference.ranks.codec import (
     CODEC,
     DTYPES,
     MAGIC,

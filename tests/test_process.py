@@ -25,9 +25,9 @@ from tiny_drafts import make_exit, make_head
 
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.inference.ranks.codec import CODEC, Result, Step
+from pipedraft.inference.ranks.worker import StageWorker
 from pipedraft.inference.timeline import Timeline, chrome_trace
-from pipedraft.inference.transport.codec import CODEC, Result, Step
-from pipedraft.inference.transport.worker import StageWorker
 from pipedraft.inference.verify import RULES
 from pipedraft.models.target_part import load_target_part
 

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from conftest import tiny_llama
 from process_failures import NUM_RANKS, Plan, run_forked_rank
 
+from pipedraft.inference.ranks import links as ranks
+from pipedraft.inference.ranks.codec import CODEC, Close, Result
+from pipedraft.inference.ranks.links import is_out_of_memory
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport import ranks
-from pipedraft.inference.transport.codec import CODEC, Close, Result
-from pipedraft.inference.transport.ranks import is_out_of_memory
 
 NAMES = ["rank 0 (controller)", "rank 1 (stage 0)", "rank 2 (stage 1)"]
 LIMIT_S = 100
@@ -39,7 +39,7 @@ LOOPBACK = "0100007F"
 PREPARED = [  # imported once, by the process that the ranks are forked from
     "pytest",
     "pipedraft.inference.engine",
-    "pipedraft.inference.transport.cluster",
+    "pipedraft.inference.ranks.cluster",
     "transformers.models.llama.modeling_llama",
 ]
 needs_linux = pytest.mark.skipif(
@@ -234,7 +234,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
     """Until then nothing of it can be reached from another machine."""
     words = [sys.executable, "-c", WAITING, str(tmp_path)]
-    start = "from pipedraft.inference.transport import launch\nlaunch.LEAVE_S = 0.2\n"
+    start = "from pipedraft.inference.ranks import launch\nlaunch.LEAVE_S = 0.2\n"
     process = subprocess.Popen([sys.executable, "-c", f"{start}launch.run_ranks(3, {words})"])
     try:
         while len(list(tmp_path.glob("*.pid"))) < NUM_RANKS:
@@ -256,7 +256,7 @@ def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
 def test_a_killed_stage_ends_the_command_that_started_the_ranks(folder):
     """Until then nothing of it can be reached from another machine."""
     words = [sys.executable, process_failures.__file__, str(folder)]
-    start = f"from pipedraft.inference.transport.launch import run_ranks\nrun_ranks(3, {words})"
+    start = f"from pipedraft.inference.ranks.launch import run_ranks\nrun_ranks(3, {words})"
     process = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.PIPE, text=True)
     addresses, children = set(), Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:

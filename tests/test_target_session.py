@@ -45,7 +45,7 @@ from pipedraft.inference.edge.session_messages import (
 )
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.transport.codec import MAGIC, PREFIX
+from pipedraft.inference.ranks.codec import MAGIC, PREFIX
 from pipedraft.inference.verify import Top
 
 ASKED = [

@@ -19,7 +19,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from pipedraft.inference.transport.codec import Codec, Fill, Message, check_tensor
+from pipedraft.inference.ranks.codec import Codec, Fill, Message, check_tensor
 from pipedraft.train.feature_shards import DTYPES, bytes_per_token, difference, encode
 
 if TYPE_CHECKING:

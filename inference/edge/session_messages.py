@@ -30,7 +30,7 @@ from msgspec import Meta
 from pipedraft.inference.config import ROUND_RULES, RuleName, check_temperature
 from pipedraft.inference.draws import UNFILTERED
 from pipedraft.inference.filters import Filters
-from pipedraft.inference.transport.codec import Codec, Count, Message
+from pipedraft.inference.ranks.codec import Codec, Count, Message
 from pipedraft.inference.verify import (
     KeyedRandom,
     Logits,

@@ -19,8 +19,7 @@ from torch import Tensor
 from pipedraft.files import Values
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned, pick_rows
-from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.inference.transport.codec import (
+from pipedraft.inference.ranks.codec import (
     AnyMessage,
     Cancel,
     Failed,
@@ -30,7 +29,8 @@ from pipedraft.inference.transport.codec import (
     Result,
     Step,
 )
-from pipedraft.inference.transport.ranks import Answers, Outbox
+from pipedraft.inference.ranks.links import Answers, Outbox
+from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.inference.verify import Verifier
 from pipedraft.models.bitwise import PROMPT_ROWS
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment

@@ -7,10 +7,10 @@ from logging import getLogger
 
 from pipedraft.inference.batch import BatchEngine, Limits
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.ranks.links import LostLink
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.answers import Choice
-from pipedraft.inference.transport.ranks import LostLink
 from pipedraft.models.target import StagedTarget
 
 log = getLogger(__name__)

@@ -14,15 +14,15 @@ import uvicorn
 
 from pipedraft.errors import Failure
 from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.ranks.links import LostLink
 from pipedraft.inference.servers import address_of
 from pipedraft.inference.serving.app import Service, make_app
 from pipedraft.inference.serving.decoder import Decoder
-from pipedraft.inference.transport.ranks import LostLink
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine
+    from pipedraft.inference.ranks.cluster import Cluster
     from pipedraft.inference.serving.__main__ import HttpOptions, ServeOptions
-    from pipedraft.inference.transport.cluster import Cluster
 
 MAX_CONNECTIONS = 1024
 LEAVE_S = 2

@@ -21,9 +21,9 @@ from typing import NoReturn, Self
 import msgspec
 import torch.distributed as dist
 
+from pipedraft.inference.ranks import SIGNALS
+from pipedraft.inference.ranks.links import LostLink, Receiver, Sender, is_out_of_memory
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport import SIGNALS
-from pipedraft.inference.transport.ranks import LostLink, Receiver, Sender, is_out_of_memory
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 """For those who start beside this rank."""

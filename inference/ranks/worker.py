@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from msgspec.structs import replace
 
-from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.codec import (
+from pipedraft.inference.ranks.codec import (
     MAX_REASON,
     AnyMessage,
     Cancel,
@@ -23,7 +22,8 @@ from pipedraft.inference.transport.codec import (
     Step,
     Together,
 )
-from pipedraft.inference.transport.ranks import Local, Outbox
+from pipedraft.inference.ranks.links import Local, Outbox
+from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.verify import RULES, KeyedRandom, Verifier
 from pipedraft.models.stage_cache import Abandoned
 from pipedraft.models.stage_calls import can_run_together, forward_together

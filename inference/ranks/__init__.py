@@ -1,4 +1,4 @@
-"""A target elsewhere: over ranks, one for each stage, or on a server."""
+"""Ranks: a process for each stage of a target."""
 
 import os
 import signal

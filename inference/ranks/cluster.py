@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from pipedraft.inference.pipelines.process import ProcessPipeline
-from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.inference.transport import is_launched
-from pipedraft.inference.transport.codec import DTYPES, NAMES, Cancel, Close, DtypeName
-from pipedraft.inference.transport.ranks import (
+from pipedraft.inference.ranks import is_launched
+from pipedraft.inference.ranks.codec import DTYPES, NAMES, Cancel, Close, DtypeName
+from pipedraft.inference.ranks.links import (
     ANSWER,
     CANCEL,
     DAY,
@@ -34,8 +33,9 @@ from pipedraft.inference.transport.ranks import (
     Receiver,
     Sender,
 )
-from pipedraft.inference.transport.watch import BAD_INPUT, CONNECT_TIMEOUT, Limits, Watch
-from pipedraft.inference.transport.worker import SharedWorker
+from pipedraft.inference.ranks.watch import BAD_INPUT, CONNECT_TIMEOUT, Limits, Watch
+from pipedraft.inference.ranks.worker import SharedWorker
+from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
 from pipedraft.models.target_part import load_target_part
 from pipedraft.pretrained import quieten

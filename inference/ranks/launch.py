@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from pipedraft.inference.transport import SIGNALS
+from pipedraft.inference.ranks import SIGNALS
 
 LEAVE_S = 10.0
 """For the other ranks once one has failed: they find out by themselves, and say why."""

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedraft.inference.ranks.codec import CODEC, AnyMessage, Close, Part, Together
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.codec import CODEC, AnyMessage, Close, Part, Together
 from pipedraft.models.cuda_graphs import UNDER_WAY
 
 BUFFER_BYTES = 1 << 18
