@@ -19,12 +19,12 @@ from pipedraft.inference.edge.link import LinkPipeline, Times
 from pipedraft.inference.edge.linked import RemoteTarget
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import DraftNetwork, Engine
-from pipedraft.inference.filters import Filters, sampling_label
 from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.rules.filters import Filters, sampling_label
+from pipedraft.inference.rules.sampled import RULES, KeyedRandom, make_verifier
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.lookup import Lookup, LookupKind
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import RULES, KeyedRandom, make_verifier
 from pipedraft.models.target import Keep
 
 # -- published and assumed constants of computing and energy, for the virtual clock ---------------

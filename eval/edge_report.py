@@ -33,14 +33,14 @@ from pipedraft.eval.tables import (
 from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.turns import DecodedTurn, check_room, evaluate
 from pipedraft.files import Values, to_json, write_atomically
-from pipedraft.inference.draws import probabilities
 from pipedraft.inference.edge.channel import load_link
 from pipedraft.inference.edge.link import Times
 from pipedraft.inference.engine import DraftNetwork
 from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.rules.random import probabilities
+from pipedraft.inference.rules.sampled import top_k_bias
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import top_k_bias
 from pipedraft.models.target import Keep
 
 SAME_TEXT_RULES = ("match", "gumbel")

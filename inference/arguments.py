@@ -13,9 +13,9 @@ from jsonargparse import ArgumentParser
 
 from pipedraft.errors import UsageError
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
-from pipedraft.inference.filters import Filters
 from pipedraft.inference.ranks import is_launched
 from pipedraft.inference.ranks.launch import run_ranks
+from pipedraft.inference.rules.filters import Filters
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Budget, TreeShape
 from pipedraft.model_limits import render_chat

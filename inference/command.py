@@ -26,10 +26,10 @@ from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.result import DecodeResult, shown
+from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.servers import is_loopback, read_tokens
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.lookup import make_lookup
-from pipedraft.inference.verify import RULES
 from pipedraft.models import load_draft
 from pipedraft.models.draft import read_description, resolve_folder
 from pipedraft.models.fingerprint import vocabulary_hash

@@ -18,7 +18,7 @@ import msgspec
 from pipedraft.errors import UsageError, check_ranges
 from pipedraft.files import Values, read_text
 from pipedraft.inference.clock import CostModel
-from pipedraft.inference.filters import Filters, sampling_label
+from pipedraft.inference.rules.filters import Filters, sampling_label
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule, check_at_least
 from pipedraft.inference.schedules.spd import SPD
@@ -40,7 +40,7 @@ RuleName = Literal[
     "recursive",
     "traversal",
 ]
-"""Acceptance rules; ``verify.py`` has them."""
+"""Acceptance rules; ``rules/`` has them."""
 RULE_NAMES: list[RuleName] = list(get_args(RuleName))
 SAMPLING_RULES = ("rejection", "tail_escape", "topk")
 """Their draft tokens are drawn from the draft's distribution."""

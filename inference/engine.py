@@ -17,6 +17,7 @@ from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget, check_
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult, Observer
+from pipedraft.inference.rules.sampled import DraftToken, KeyedRandom, Walk, make_verifier
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPD
@@ -25,7 +26,6 @@ from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.base import DraftSource, Expansion, Sampling
 from pipedraft.inference.sources.lookup import Lookup
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import DraftToken, KeyedRandom, Walk, make_verifier
 from pipedraft.models.draft import Draft
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import Keep, StagedTarget

@@ -15,14 +15,14 @@ from scipy.stats import chi2
 from tiny_drafts import make_module
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draws import KeyedRandom, probabilities
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.rules.random import KeyedRandom, probabilities
+from pipedraft.inference.rules.sampled import MatchVerifier, Walk
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import DraftSource, Sampling, add_best
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
-from pipedraft.inference.verify import MatchVerifier, Walk
 from pipedraft.models.target import capture_hidden
 
 NEW_TOKENS = 24

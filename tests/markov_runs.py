@@ -16,9 +16,9 @@ from scipy.stats import chi2
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draws import UNFILTERED, probabilities
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.filters import Filters
+from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.random import UNFILTERED, probabilities
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.models.target import Keep, Segment
 

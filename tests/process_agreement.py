@@ -22,8 +22,8 @@ from pipedraft.inference.config import ROUND_RULES, DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.ranks.watch import Limits
+from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.verify import RULES
 
 NEW_TOKENS = 16
 

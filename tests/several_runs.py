@@ -20,7 +20,7 @@ from pipedraft.inference.pipelines import local
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.ranks import watch, worker
 from pipedraft.inference.ranks.cluster import Cluster
-from pipedraft.inference.verify import KeyedRandom
+from pipedraft.inference.rules.sampled import KeyedRandom
 from pipedraft.models import stage_calls
 
 PLAIN = {"schedule": "autoregressive"}

@@ -19,9 +19,9 @@ from pretended_device import pretended_cuda
 from staged_targets import chain_segment, tiny
 from tiny_drafts import make_exit
 
-from pipedraft.inference.filters import Filters
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.verify import RULES, KeyedRandom
+from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.sampled import RULES, KeyedRandom
 from pipedraft.models import bitwise
 from pipedraft.models.stage_cache import Keep, Segment
 from pipedraft.models.target import StagedTarget

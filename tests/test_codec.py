@@ -17,7 +17,6 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.config import RULE_NAMES
-from pipedraft.inference.filters import Filters
 from pipedraft.inference.ranks.codec import (
     CODEC,
     DTYPES,
@@ -40,6 +39,7 @@ from pipedraft.inference.ranks.codec import (
     Together,
     check_tensor,
 )
+from pipedraft.inference.rules.filters import Filters
 from pipedraft.models.target import Keep, Segment
 
 ALL_DTYPES = tuple(DTYPES.values())

@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draws import draw, draw_on_device, probabilities
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.filters import Filters
 from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.random import draw, draw_on_device, probabilities
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import default_schedule, make_source

@@ -13,10 +13,10 @@ from scipy.stats import chisquare
 from transformers.generation import logits_process as warpers
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draws import SharedNoise, probabilities
 from pipedraft.inference.edge.session_messages import Settings
-from pipedraft.inference.filters import FIRST_TOKENS, Filters, sampling_label
-from pipedraft.inference.verify import KeyedRandom, make_verifier
+from pipedraft.inference.rules.filters import FIRST_TOKENS, Filters, sampling_label
+from pipedraft.inference.rules.random import SharedNoise, probabilities
+from pipedraft.inference.rules.sampled import KeyedRandom, make_verifier
 
 KINDS = {
     "top_k": lambda value: warpers.TopKLogitsWarper(top_k=value),

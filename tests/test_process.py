@@ -27,8 +27,8 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.ranks.codec import CODEC, Result, Step
 from pipedraft.inference.ranks.worker import StageWorker
+from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.timeline import Timeline, chrome_trace
-from pipedraft.inference.verify import RULES
 from pipedraft.models.target_part import load_target_part
 
 SPD_WAYS = [

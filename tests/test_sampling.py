@@ -6,15 +6,21 @@ import pytest
 import torch
 from markov_runs import markov_p_value, markov_texts, plain_texts
 
-from pipedraft.inference import draws, rules
 from pipedraft.inference.config import ROUND_RULES, DecodeConfig
-from pipedraft.inference.draws import UNFILTERED, DraftToken, KeyedRandom, SharedNoise
 from pipedraft.inference.edge.session_messages import Settings
-from pipedraft.inference.filters import Filters
+from pipedraft.inference.rules import base as rules
+from pipedraft.inference.rules import random as draws
+from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.random import UNFILTERED, DraftToken, KeyedRandom, SharedNoise
+from pipedraft.inference.rules.sampled import (
+    RULES,
+    BlockVerifier,
+    RecursiveVerifier,
+    RejectionVerifier,
+)
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import RULES, BlockVerifier, RecursiveVerifier, RejectionVerifier
 
 SMALL = TreeShape(depth=4, top_k=3, num_tokens=10)
 FEW = TreeShape(depth=2, top_k=3, num_tokens=2)

@@ -22,7 +22,6 @@ from link_runs import (
 from serve_runs import drafted
 from storm_runs import Storm
 
-from pipedraft.inference.draws import Token
 from pipedraft.inference.edge.channel import LinkEstimate
 from pipedraft.inference.edge.draft_length import Estimates
 from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget
@@ -46,7 +45,8 @@ from pipedraft.inference.edge.session_messages import (
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.codec import MAGIC, PREFIX
-from pipedraft.inference.verify import Top
+from pipedraft.inference.rules.random import Token
+from pipedraft.inference.rules.sampled import Top
 
 ASKED = [
     Open(prompt_ids=[1, 2], settings=Settings(rule="gumbel", temperature=0.5)),

@@ -19,7 +19,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pipedraft.inference.draws import Logits, Token, Top
 from pipedraft.inference.edge.draft_length import Estimates
 from pipedraft.inference.edge.session_messages import (
     REPLIES,
@@ -41,9 +40,10 @@ from pipedraft.inference.edge.session_messages import (
     prefix_hash,
 )
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
+from pipedraft.inference.rules.random import Logits, Token, Top
+from pipedraft.inference.rules.sampled import DraftToken, Payload, RejectionVerifier, Verifier, Walk
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.verify import DraftToken, Payload, RejectionVerifier, Verifier, Walk
 from pipedraft.models.target import Keep, Segment
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from pipedraft.inference.edge.linked import (
 from pipedraft.inference.edge.session_messages import Close, Description, Request
 from pipedraft.inference.edge.stream import Connection, SessionLost, SessionStream
 from pipedraft.inference.pipelines import Ahead
+from pipedraft.inference.rules.sampled import Payload, Verifier
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import Payload, Verifier
 
 if TYPE_CHECKING:
     from pipedraft.models.draft import Draft

@@ -28,10 +28,10 @@ import msgspec
 from msgspec import Meta
 
 from pipedraft.inference.config import ROUND_RULES, RuleName, check_temperature
-from pipedraft.inference.draws import UNFILTERED
-from pipedraft.inference.filters import Filters
 from pipedraft.inference.ranks.codec import Codec, Count, Message
-from pipedraft.inference.verify import (
+from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.random import UNFILTERED
+from pipedraft.inference.rules.sampled import (
     KeyedRandom,
     Logits,
     Payload,

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from pipedraft.inference.draws import Token
 from pipedraft.inference.edge.session_messages import (
     WINDOW,
     Close,
@@ -40,7 +39,8 @@ from pipedraft.inference.edge.session_messages import (
     prefix_hash,
 )
 from pipedraft.inference.result import stop_reason
-from pipedraft.inference.verify import Top, Verifier
+from pipedraft.inference.rules.random import Token
+from pipedraft.inference.rules.sampled import Top, Verifier
 from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget, target_fingerprint

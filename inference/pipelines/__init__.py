@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipedraft.files import Values
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.verify import Verifier, Walk
+from pipedraft.inference.rules.sampled import Verifier, Walk
 from pipedraft.models.target import Keep, Segment
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned
+from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.verify import Verifier
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
 

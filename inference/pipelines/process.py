@@ -30,8 +30,8 @@ from pipedraft.inference.ranks.codec import (
     Step,
 )
 from pipedraft.inference.ranks.links import Answers, Outbox
+from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.inference.verify import Verifier
 from pipedraft.models.bitwise import PROMPT_ROWS
 from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
 

@@ -27,7 +27,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.config import RuleName
-from pipedraft.inference.filters import Filters
+from pipedraft.inference.rules.filters import Filters
 from pipedraft.models.target import Keep, Segment
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

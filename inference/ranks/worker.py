@@ -23,8 +23,8 @@ from pipedraft.inference.ranks.codec import (
     Together,
 )
 from pipedraft.inference.ranks.links import Local, Outbox
+from pipedraft.inference.rules.sampled import RULES, KeyedRandom, Verifier
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.verify import RULES, KeyedRandom, Verifier
 from pipedraft.models.stage_cache import Abandoned
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Segment, StagedTarget

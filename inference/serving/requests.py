@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from pipedraft.errors import one_line
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.filters import Filters
+from pipedraft.inference.rules.filters import Filters
 
 MAX_SEED = int(9e18)
 MAX_DEPTH = 16

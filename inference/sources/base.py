@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.schedules.base import Growth
 from pipedraft.inference.shapes import RowCosts, TreeShape, rows_that_pay
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import Verifier
 from pipedraft.models.target import Keep
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pipedraft.inference.rules.sampled import RecursiveVerifier
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import (
     DraftSource,
@@ -25,7 +26,6 @@ from pipedraft.inference.sources.graph_call import Ask
 from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
 from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import RecursiveVerifier
 from pipedraft.models.draft_calls import call
 from pipedraft.models.target import Keep
 

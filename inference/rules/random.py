@@ -15,8 +15,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.config import MIN_TEMPERATURE
-from pipedraft.inference.filters import Filters
 from pipedraft.inference.ranks.codec import Message, check_tensor
+from pipedraft.inference.rules.filters import Filters
 
 UNFILTERED = Filters()
 UNDRAWABLE = (
