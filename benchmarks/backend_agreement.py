@@ -123,11 +123,11 @@ def compare(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
 
 def main() -> None:
     from pipedraft.inference.ranks.cluster import Cluster
-    from pipedraft.inference.ranks.watch import Limits
+    from pipedraft.inference.ranks.watch import WatchLimits
 
     args = parse_arguments()
     torch.set_num_threads(1)
-    with Cluster(Limits(silence_s=60, undelivered_s=60, step_s=60)) as cluster:
+    with Cluster(WatchLimits(silence_s=60, undelivered_s=60, step_s=60)) as cluster:
         if cluster.is_controller:
             print(json.dumps(compare(args, cluster)), flush=True)
         else:

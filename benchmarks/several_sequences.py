@@ -31,7 +31,7 @@ import torch
 from pipedraft.benchmarks.measurement import names_of
 from pipedraft.eval.charts import Estimate, LineChart
 from pipedraft.eval.tasks import encode_turn, load_task
-from pipedraft.inference.batch import BatchEngine, Handle, Limits
+from pipedraft.inference.batch import BatchEngine, BatchLimits, Handle
 from pipedraft.inference.config import DecodeConfig, read_cost
 from pipedraft.models import load_draft
 from pipedraft.models.target import load_target, load_tokenizer
@@ -86,7 +86,7 @@ def decode(world: Any, way: str, num_stages: int, chosen: range, options: Any) -
         tokenizer,
         DecodeConfig.of(cost=cost, **settings),
         drafts.get(head),
-        limits=Limits(sequences=len(chosen), rows=100_000, prompt_rows=512),
+        limits=BatchLimits(sequences=len(chosen), rows=100_000, prompt_rows=512),
         drafts_together=options.drafts == "together",
     )
     handles = [batch.submit(prompts[index % len(prompts)]) for index in chosen]

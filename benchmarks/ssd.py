@@ -35,7 +35,7 @@ from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.cluster import Cluster
-from pipedraft.inference.ranks.watch import Limits
+from pipedraft.inference.ranks.watch import WatchLimits
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.models import load_draft
 from pipedraft.models.language_model import load_draft_model
@@ -165,7 +165,7 @@ def speedup(slow_s: list[float], fast_s: list[float]) -> tuple[float, float, flo
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
-    with Cluster(Limits(silence_s=60, undelivered_s=60, step_s=60)) as cluster:
+    with Cluster(WatchLimits(silence_s=60, undelivered_s=60, step_s=60)) as cluster:
         if cluster.is_controller:
             print(json.dumps(measure(args, cluster)), flush=True)
         else:

@@ -20,7 +20,7 @@ from pipedraft.inference.edge.linked import RemoteTarget
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.rules.filters import Filters, sampling_label
+from pipedraft.inference.rules.filters import TokenFilters, sampling_label
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom, make_verifier
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.lookup import Lookup, LookupKind
@@ -223,7 +223,7 @@ temperature 0 only, as a greedy correction is one token."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulation(Filters):
+class Simulation(TokenFilters):
     """Where methods are tried on the virtual clock: networks, link, constants, settings."""
 
     target: SharedTarget

@@ -16,8 +16,8 @@ from pipedraft.files import make_place, write_atomically
 from pipedraft.inference.arguments import (
     EngineOptions,
     FilterOptions,
-    ServerOptions,
-    Stream,
+    PrintedText,
+    RemoteOptions,
     backend_of,
     encode,
     read_temperature,
@@ -28,7 +28,7 @@ from pipedraft.options import Values, option, subcommand
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.ranks.cluster import Cluster
-    from pipedraft.inference.timeline import Report
+    from pipedraft.inference.timeline import TimelineReport
 
 EXAMPLE = """example:
   python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
@@ -58,7 +58,7 @@ SUBCOMMANDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeOptions(ServerOptions, EngineOptions, FilterOptions):
+class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
     """Decode one prompt: text is streamed as it becomes certain, then the figures."""
 
     PROG: ClassVar[str] = "pipedraft inference"
@@ -114,7 +114,7 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
 
     traces = options.trace is not None
     engine = load_engine(options, cluster, options.decode_settings(), traces=traces)
-    stream = Stream(engine.tokenizer)
+    stream = PrintedText(engine.tokenizer)
     result = engine.decode(encode(engine.tokenizer, text, options.raw), on_token=stream)
     stream.finish_line(result.text)
     if not options.quiet:
@@ -137,7 +137,7 @@ def print_figures(config: "DecodeConfig", result: DecodeResult, where: str) -> N
     )
 
 
-def report_processes(reports: "list[Report]", options: DecodeOptions) -> None:
+def report_processes(reports: "list[TimelineReport]", options: DecodeOptions) -> None:
     from pipedraft.inference.timeline import chrome_trace
 
     if not options.quiet:

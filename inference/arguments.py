@@ -15,7 +15,7 @@ from pipedraft.errors import UsageError
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
 from pipedraft.inference.ranks import is_launched
 from pipedraft.inference.ranks.launch import run_ranks
-from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Budget, TreeShape
 from pipedraft.model_limits import render_chat
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pipedraft.inference.ranks.cluster import Cluster
 
-FILTER_NAMES = [f.name for f in fields(Filters)]
+FILTER_NAMES = [f.name for f in fields(TokenFilters)]
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 MAX_SECONDS = 1_000_000
@@ -87,7 +87,7 @@ class FilterOptions(Options):
         Raises:
             ValueError: one is out of range.
         """
-        return Filters(**{name: getattr(self, name) for name in FILTER_NAMES}).active
+        return TokenFilters(**{name: getattr(self, name) for name in FILTER_NAMES}).active
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,9 +230,9 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
                 f"{os.environ['WORLD_SIZE']}; leave --processes out"
             )
     from pipedraft.inference.ranks.cluster import Cluster
-    from pipedraft.inference.ranks.watch import Limits
+    from pipedraft.inference.ranks.watch import WatchLimits
 
-    limits = Limits.of_step(options.step_timeout)
+    limits = WatchLimits.of_step(options.step_timeout)
     with Cluster(limits, options.links, on_cpu=options.device == "cpu") as cluster:
         yield cluster
 
@@ -256,7 +256,7 @@ class TextStream:
         return text[first:]
 
 
-class Stream(TextStream):
+class PrintedText(TextStream):
     """Prints what it makes."""
 
     def __call__(self, token: int) -> None:
@@ -333,7 +333,7 @@ ELSEWHERE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(Options):
+class RemoteOptions(Options):
     """a target on a server (inference serve)"""
 
     server: str | None = option(None, metavar="HOST:PORT")
@@ -359,7 +359,7 @@ class ServerOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ELSEWHERE if self.server else [part.name for part in fields(ServerOptions)]
+        names = ELSEWHERE if self.server else [part.name for part in fields(RemoteOptions)]
         defaults = {part.name: part.default for part in fields(self)}
         for name in names:
             if name != "server" and getattr(self, name) != defaults[name]:

@@ -15,8 +15,8 @@ from pipedraft.files import Values, read_optional
 from pipedraft.inference.arguments import (
     EngineOptions,
     PlaceOptions,
-    ServerOptions,
-    Stream,
+    PrintedText,
+    RemoteOptions,
     encode,
 )
 from pipedraft.inference.config import DecodeConfig
@@ -60,7 +60,7 @@ def place_of(options: PlaceOptions, cluster: Cluster | None = None) -> torch.dev
 
 
 @dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     target: str
     revision: str | None
     schedule: str
@@ -68,7 +68,7 @@ class Choice:
     boundaries: tuple[int, ...]
 
 
-def describe(options: EngineOptions) -> Choice:
+def describe(options: EngineOptions) -> EngineChoice:
     """Which target and schedule the options and the checkpoint's description ask for."""
     stages, cut = options.stages, options.boundaries
     if options.checkpoint is None:
@@ -79,16 +79,16 @@ def describe(options: EngineOptions) -> Choice:
         if options.draft_model is not None or options.draft is not None:
             kind = options.draft or "language_model"
             schedule = options.schedule or default_schedule(kind)
-            return Choice(options.target, None, schedule, stages, cut)
+            return EngineChoice(options.target, None, schedule, stages, cut)
         if options.schedule not in (None, "autoregressive"):
             raise ValueError(
                 f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, "
                 "--draft-model DIR, --draft ngram, or --schedule autoregressive"
             )
-        return Choice(options.target, None, "autoregressive", stages, cut)
+        return EngineChoice(options.target, None, "autoregressive", stages, cut)
     description = read_description(resolve_folder(options.checkpoint))
     reference, architecture = description["target"], description["architecture"]
-    return Choice(
+    return EngineChoice(
         options.target or reference["name"],
         reference.get("revision") if options.target is None else None,
         options.schedule or default_schedule(description["draft_type"]),
@@ -150,7 +150,7 @@ def load_engine(
 # -- a target on a server
 
 
-def read_access(options: ServerOptions) -> Access:
+def read_access(options: RemoteOptions) -> Access:
 
     tokens, uses_tls = read_tokens(options.token_file), options.tls or options.tls_ca is not None
     if len(tokens) > 1:
@@ -230,7 +230,7 @@ def decode_remotely(options: DecodeOptions) -> None:
     draft, tokenizer = load_edge(options)
     if config.schedule.grows is not None and RULES[config.rule].caveat:
         print(f"warning: {RULES[config.rule].caveat}", file=sys.stderr)
-    stream = Stream(tokenizer)
+    stream = PrintedText(tokenizer)
     with Connection(access) as connection:
         pipeline = RemotePipeline(
             connection,

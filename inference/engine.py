@@ -23,7 +23,7 @@ from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPD
 from pipedraft.inference.shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
 from pipedraft.inference.sources import make_source
-from pipedraft.inference.sources.base import DraftSource, Expansion, Sampling
+from pipedraft.inference.sources.base import DraftSampling, DraftSource, Expansion
 from pipedraft.inference.sources.lookup import Lookup
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.draft import Draft
@@ -192,7 +192,7 @@ class Session:
             payload_tokens=config.payload_tokens,
             tail_samples=config.tail_samples,
         )
-        self.sampling = Sampling(self.verifier)
+        self.sampling = DraftSampling(self.verifier)
         self.source = engine.make_source()
         settings = (config.cost, engine.target.boundaries, engine.draft_cost)
         self.clock = self.pipeline.make_clock(*settings)
@@ -315,10 +315,10 @@ class Session:
         self.result.num_drafted += len(self.tree) - num_rows
         self.pending_forwards += source.num_forwards - num_forwards
 
-    def _round_sampling(self, costs: RowCosts | None = None) -> Sampling:
+    def _round_sampling(self, costs: RowCosts | None = None) -> DraftSampling:
         return replace(self.sampling, attempt=self.num_rounds, costs=costs)
 
-    def step_sampling(self, budget: Budget) -> Sampling:
+    def step_sampling(self, budget: Budget) -> DraftSampling:
         """Sampling of draft tokens that enter at every step."""
         costs = self.clock.step_costs(self.result.num_tokens) if budget == "auto" else None
         return self._round_sampling(costs)

@@ -17,7 +17,7 @@ from scipy.stats import chi2
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import UNFILTERED, probabilities
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.models.target import Keep, Segment
@@ -154,7 +154,7 @@ def markov_texts(num_texts: int, **options) -> list[list[int]]:
 
 
 @cache
-def plain_texts(num_texts: int, length: int, rule: str, filters: Filters) -> list[list[int]]:
+def plain_texts(num_texts: int, length: int, rule: str, filters: TokenFilters) -> list[list[int]]:
     """Plain decoding's."""
     settings = {"max_new_tokens": length, "verifier": rule, **filters.active}
     return markov_texts(num_texts, schedule="autoregressive", num_stages=1, **settings)

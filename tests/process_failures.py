@@ -22,7 +22,7 @@ import torch
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.cluster import Cluster
-from pipedraft.inference.ranks.watch import Limits
+from pipedraft.inference.ranks.watch import WatchLimits
 
 NUM_STAGES, NUM_RANKS = 2, 3
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # of Linux; Python's socket module does not name them
@@ -48,7 +48,7 @@ class PlainTokenizer:
 
 
 def run_rank(plan: Plan) -> None:
-    with Cluster(Limits()) as cluster:
+    with Cluster(WatchLimits()) as cluster:
         (plan.folder / f"rank{cluster.rank}.pid").write_text(str(os.getpid()))
         if cluster.rank == plan.failing_rank:
             signal.signal(signal.SIGUSR2, hold_memory)

@@ -26,7 +26,7 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks import cluster as cluster_module
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.ranks.links import DeviceLink, Sender
-from pipedraft.inference.ranks.watch import Limits
+from pipedraft.inference.ranks.watch import WatchLimits
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs
 from pipedraft.placement import place_draft
@@ -34,7 +34,7 @@ from pipedraft.placement import place_draft
 NEW_TOKENS, PROMPT = 8, PROMPTS[2]
 RANK = int(os.environ["RANK"])
 HANGS_S = 20
-PATIENT = Limits(silence_s=99, undelivered_s=99, step_s=99)
+PATIENT = WatchLimits(silence_s=99, undelivered_s=99, step_s=99)
 """A busy machine is no failure; what hangs is ended by ``Taken``."""
 FORGETS = 0.3
 """Share of the calls before which a rank forgets its graphs, at steps of its own."""

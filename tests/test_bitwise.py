@@ -20,7 +20,7 @@ from staged_targets import chain_segment, tiny
 from tiny_drafts import make_exit
 
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom
 from pipedraft.models import bitwise
 from pipedraft.models.stage_cache import Keep, Segment
@@ -70,7 +70,7 @@ def test_the_rows_of_a_prompt_have_the_same_bits_in_processes(target):
             options = {"num_stages": 4, "max_new_tokens": TOKENS, "bitwise": is_on}
             engine = engine_for(target, schedule="autoregressive", connect=connect, **options)
             engine.pipeline.open(engine.config, 0)
-            verifier = RULES["match"](0.0, KeyedRandom(0, 0), filters=Filters())
+            verifier = RULES["match"](0.0, KeyedRandom(0, 0), filters=TokenFilters())
             _, taps = engine.pipeline.prefill(torch.arange(200), (4,), verifier)
             found.append(taps[4])
     assert torch.equal(found[0], found[2]) and not torch.equal(found[1], found[3])

@@ -24,7 +24,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import draw, draw_on_device, probabilities
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
@@ -221,7 +221,7 @@ def test_a_controller_launches_and_waits_a_few_times_only(head, schedule, settin
 def test_tokens_drawn_on_the_device_are_those_drawn_on_the_host():
     generator = torch.Generator().manual_seed(0)
     logits_RV = torch.randn(64, 500, generator=generator) * 4
-    p_RV = probabilities(logits_RV, 1.0, Filters(top_k=7))
+    p_RV = probabilities(logits_RV, 1.0, TokenFilters(top_k=7))
     uniforms = [index / 64 for index in range(63)] + [1 - 2.0**-53]
     drawn = [draw(p_V, uniform) for p_V, uniform in zip(p_RV, uniforms, strict=True)]
     assert draw_on_device(p_RV, uniforms).tolist() == drawn

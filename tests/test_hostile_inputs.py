@@ -327,7 +327,7 @@ def test_traces_are_read_into_what_they_should_be(lines, tmp_path):
 @pytest.mark.parametrize("name", ["--max-sequences", "--max-message-kb"])
 def test_no_limit_is_beyond_what_grpc_counts(name):
     with pytest.raises(ValueError, match=f"{name}: 9+; give at most"):
-        serve.ServeOptions.read(["--target", "x", name, "9" * 12])
+        serve.SessionServerOptions.read(["--target", "x", name, "9" * 12])
 
 
 def test_a_device_that_holds_nothing_is_refused():

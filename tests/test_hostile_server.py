@@ -40,7 +40,7 @@ from pipedraft.inference.edge.session_messages import (
     prefix_hash,
 )
 from pipedraft.inference.edge.session_table import (
-    Pace,
+    MessageRate,
     ReplyStream,
     SessionRefused,
     SessionTable,
@@ -198,7 +198,7 @@ def test_waiting_for_a_turn_is_not_silence_and_owing_a_message_is():
 
 
 def test_a_stream_is_read_at_its_pace():
-    pace = Pace(10.0)
+    pace = MessageRate(10.0)
     assert [pace.wait_s(0.0) for _ in range(10)] == [0.0] * 10
     assert [round(pace.wait_s(0.0), 6) for _ in range(3)] == [0.1, 0.2, 0.3]
     assert pace.wait_s(99.0) == 0.0

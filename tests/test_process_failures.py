@@ -25,7 +25,7 @@ from conftest import tiny_llama
 from process_failures import NUM_RANKS, Plan, run_forked_rank
 
 from pipedraft.inference.ranks import links as ranks
-from pipedraft.inference.ranks.codec import CODEC, Close, Result
+from pipedraft.inference.ranks.codec import CODEC, CloseRanks, StageResult
 from pipedraft.inference.ranks.links import is_out_of_memory
 from pipedraft.inference.timeline import Timeline
 
@@ -299,7 +299,7 @@ def test_every_allocator_is_recognized():
 def test_memory_that_a_message_lacks_is_no_lost_link():
     sender = ranks.Sender(1, ranks.ANSWER, Timeline("controller"))
     with pytest.raises(RuntimeError, match="allocate") as caught:
-        sender.send(Result(verdicts=torch.zeros(1).expand(1 << 46)))
+        sender.send(StageResult(verdicts=torch.zeros(1).expand(1 << 46)))
     assert not isinstance(caught.value, ranks.LostLink) and is_out_of_memory(caught.value)
 
 
@@ -311,11 +311,11 @@ def test_a_closed_link_awaits_nothing(monkeypatch):
             pass
 
     def receive_close(buffer, peer, *, tag):
-        frame = CODEC.encode(Close()).join()
+        frame = CODEC.encode(CloseRanks()).join()
         buffer[: len(frame)] = torch.frombuffer(frame, dtype=torch.uint8)
         return Done()
 
     monkeypatch.setattr(dist, "irecv", receive_close)
     receiver = ranks.Receiver(1, ranks.FORWARD)
-    assert receiver.has_arrived() and isinstance(receiver.receive(), Close)
+    assert receiver.has_arrived() and isinstance(receiver.receive(), CloseRanks)
     assert receiver.num_received == ranks.NUM_BUFFERS and not receiver.has_arrived()

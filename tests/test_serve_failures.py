@@ -22,7 +22,7 @@ from serve_runs import (
 from pipedraft.inference.edge import server as server_module
 from pipedraft.inference.edge import target_session
 from pipedraft.inference.edge.session_messages import REPLIES, Close
-from pipedraft.inference.edge.session_table import Pace
+from pipedraft.inference.edge.session_table import MessageRate
 from pipedraft.inference.edge.target_session import TargetSession
 
 POISON = 63
@@ -156,7 +156,7 @@ async def test_an_unforeseen_failure_of_a_stream_ends_it(monkeypatch, caplog):
     def fail(pace, now_s):
         raise KeyError("unforeseen")
 
-    monkeypatch.setattr(Pace, "wait_s", fail)
+    monkeypatch.setattr(MessageRate, "wait_s", fail)
     async with raw_serving(make_target()) as (_, connection):
         raw = Raw(connection)
         await raw.send(opening([1, 2], streams=False), Close(epoch=0, seq=9))

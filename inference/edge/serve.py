@@ -56,7 +56,7 @@ class SecurityOptions(ListenOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(SecurityOptions, SessionLimits, PlaceOptions):
+class SessionServerOptions(SecurityOptions, SessionLimits, PlaceOptions):
     """Serve a target: it verifies what edges draft, and decodes alone for those that do not."""
 
     PROG: ClassVar[str] = "pipedraft inference serve"
@@ -68,11 +68,11 @@ class ServeOptions(SecurityOptions, SessionLimits, PlaceOptions):
     """a line on stderr for each session, refusal and end, with the client's address"""
 
 
-build_parser = ServeOptions.parser
+build_parser = SessionServerOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
-    options = ServeOptions.read(argv)
+    options = SessionServerOptions.read(argv)
     from pipedraft.inference.edge import wire
     from pipedraft.inference.edge.server import Security, Server
 

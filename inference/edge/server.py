@@ -30,7 +30,7 @@ from pipedraft.inference.edge.session_messages import (
 )
 from pipedraft.inference.edge.session_table import (
     HeldSession,
-    Pace,
+    MessageRate,
     ReplyStream,
     SessionRefused,
     SessionTable,
@@ -303,7 +303,7 @@ class Server:
         """Read until the stream ends; what is wrong with it becomes its status."""
         try:
             session = await self._enter(requests, stream)
-            pace = Pace(self.limits.max_messages_s)
+            pace = MessageRate(self.limits.max_messages_s)
             async for data in requests:
                 self._receive(session, REQUESTS.decode(data))
                 await stream.drained()

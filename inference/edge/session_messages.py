@@ -29,7 +29,7 @@ from msgspec import Meta
 
 from pipedraft.inference.config import ROUND_RULES, RuleName, check_temperature
 from pipedraft.inference.ranks.codec import Codec, Count, Message
-from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import UNFILTERED
 from pipedraft.inference.rules.sampled import (
     KeyedRandom,
@@ -63,7 +63,7 @@ class Settings(Message, kw_only=True):
     rule: RuleName = "match"
     temperature: float = 0.0
     """0 is greedy, whatever the rule."""
-    filters: Filters = UNFILTERED
+    filters: TokenFilters = UNFILTERED
     seed: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
     prompt: Count = 0
     """Index of the prompt: with the seed the key of all random numbers."""

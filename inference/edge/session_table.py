@@ -29,7 +29,7 @@ class SessionRefused(ValueError):
         self.code = code
 
 
-class Pace:
+class MessageRate:
     """Rate limit of messages per second, with bursts of one second; the caller passes the time."""
 
     def __init__(self, rate: float) -> None:

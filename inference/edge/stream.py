@@ -156,11 +156,11 @@ class Connection:
         token = self.access.token
         return (("authorization", f"Bearer {token}"),) if token else ()
 
-    def call(self) -> "Call":
+    def call(self) -> "SessionCall":
         """Begin the stream of a session."""
         requests: SimpleQueue[bytes | None] = SimpleQueue()
         answers = self._session(iter(requests.get, None), metadata=self._metadata)
-        return Call(answers, requests, self.bytes, self.grpc.RpcError)
+        return SessionCall(answers, requests, self.bytes, self.grpc.RpcError)
 
     def describe(self) -> tuple[Description, float]:
         """Ask what the server is, and measure the round trip once the connection is up."""
@@ -195,7 +195,7 @@ def read_description(data: bytes) -> Description:
     return about
 
 
-class Call:
+class SessionCall:
     """One gRPC stream; what comes of it, and at last how it ended, goes into ``arrived``."""
 
     def __init__(

@@ -167,13 +167,13 @@ class FeatureStore:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Rows] = {}
+        self._rows: dict[int, _StoredRows] = {}
 
     @torch.inference_mode()
     def append(self, states: Mapping[int, Tensor]) -> None:
         """Layer index -> [R, H]: rows that have passed it; one launch for all layers."""
         rooms = [
-            self._rows.setdefault(layer, _Rows()).room(hidden_RH, len(hidden_RH))
+            self._rows.setdefault(layer, _StoredRows()).room(hidden_RH, len(hidden_RH))
             for layer, hidden_RH in states.items()
         ]
         if rooms:
@@ -199,7 +199,7 @@ class FeatureStore:
         return committed
 
 
-class _Rows:
+class _StoredRows:
     """Rows [start, end) of a buffer that is written once, from its front to its back.
 
     So what was read before stays what it was, and reading is free.

@@ -23,10 +23,10 @@ from pipedraft.inference.ranks.codec import (
     AnyMessage,
     Cancel,
     Failed,
-    Measure,
+    MeasureRequest,
     Prefill,
-    Report,
-    Result,
+    StageReport,
+    StageResult,
     Step,
 )
 from pipedraft.inference.ranks.links import Answers, Outbox
@@ -192,7 +192,7 @@ class ProcessPipeline(Pipeline):
             if not self._layers(stage) and not (is_last_stage and is_last_chunk):
                 continue
             result = self._receive_answer(stage, sequence)
-            assert isinstance(result, Result)
+            assert isinstance(result, StageResult)
             for layer, rows in result.taps.items():
                 parts[layer].append(rows.to(self.target.device))
             if result.verdicts is not None:
@@ -412,7 +412,7 @@ class ProcessPipeline(Pipeline):
     def _take_answer(self, stage: int) -> None:
         """Receive one answer and put it to its flight; the flight may be gone, pruned."""
         message = self._receive(stage)
-        assert isinstance(message, Result)
+        assert isinstance(message, StageResult)
         under_way = self._flights if self._ahead is None else [*self._flights, self._ahead]
         for flight in under_way:
             if flight.sequence == message.sequence:
@@ -436,11 +436,11 @@ class ProcessPipeline(Pipeline):
     def reports(self) -> list[Values]:
         """Times and counts of every stage since the last ``clear``, in their order."""
         sequence = self._sequence
-        self._send(Measure(action="report"))
+        self._send(MeasureRequest(action="report"))
         found = []
         for stage in range(self.num_stages):
             message = self._receive_answer(stage, sequence)
-            assert isinstance(message, Report)
+            assert isinstance(message, StageReport)
             found.append(json.loads(message.json))
         if found[0]["name"] == self.timeline.name:  # the first stage is in this process
             return found
@@ -449,4 +449,4 @@ class ProcessPipeline(Pipeline):
     def clear(self) -> None:
         """Start measuring anew, here and at every stage."""
         self.timeline.clear()
-        self._send(Measure(action="clear"))
+        self._send(MeasureRequest(action="clear"))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.ranks import is_launched
-from pipedraft.inference.ranks.codec import DTYPES, NAMES, Cancel, Close, DtypeName
+from pipedraft.inference.ranks.codec import DTYPES, NAMES, Cancel, CloseRanks, DtypeName
 from pipedraft.inference.ranks.links import (
     ANSWER,
     CANCEL,
@@ -33,7 +33,7 @@ from pipedraft.inference.ranks.links import (
     Receiver,
     Sender,
 )
-from pipedraft.inference.ranks.watch import BAD_INPUT, CONNECT_TIMEOUT, Limits, Watch
+from pipedraft.inference.ranks.watch import BAD_INPUT, CONNECT_TIMEOUT, Watch, WatchLimits
 from pipedraft.inference.ranks.worker import SharedWorker
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
@@ -67,7 +67,7 @@ class Cluster:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: WatchLimits,
         links: Literal["auto", "device", "host"] = "auto",
         *,
         on_cpu: bool = False,
@@ -260,7 +260,7 @@ class Cluster:
         while True:
             with timeline.span(WAIT):
                 message = inbox.receive()
-            if isinstance(message, Close):
+            if isinstance(message, CloseRanks):
                 break
             worker.handle(message)
         thread.join()

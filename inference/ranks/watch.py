@@ -36,7 +36,7 @@ FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class WatchLimits:
     """Seconds until something counts as failed; all below the 10 s in which every rank ends."""
 
     silence_s: float = 5.0
@@ -70,7 +70,7 @@ class Watch:
     world_size: int
     names: list[str]
     """Of every rank, as "stage 0"; in messages."""
-    limits: Limits = field(default_factory=Limits)
+    limits: WatchLimits = field(default_factory=WatchLimits)
 
     def __post_init__(self) -> None:
         self.timeline: Timeline | None = None

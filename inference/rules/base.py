@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.config import RuleName
-from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import (
     UNFILTERED,
     DraftToken,
@@ -71,7 +71,7 @@ class Verifier(ABC):
         temperature: float,
         random: KeyedRandom,
         *,
-        filters: Filters = UNFILTERED,
+        filters: TokenFilters = UNFILTERED,
         payload_tokens: int = 10,
         tail_samples: int = 4,
     ) -> None:

@@ -24,7 +24,7 @@ from pipedraft.inference.rules.base import (
     Verifier,
     Walk,
 )
-from pipedraft.inference.rules.filters import Filters
+from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import (
     UNFILTERED,
     DraftToken,
@@ -412,7 +412,7 @@ def make_verifier(
     temperature: float,
     random: KeyedRandom,
     *,
-    filters: Filters = UNFILTERED,
+    filters: TokenFilters = UNFILTERED,
     payload_tokens: int,
     tail_samples: int,
 ) -> Verifier:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pipedraft.inference.arguments import encode_chat
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.answers import Choice, Piece
-from pipedraft.inference.serving.decoder import Decoder
+from pipedraft.inference.serving.decoder import SequenceDecoder
 from pipedraft.inference.serving.metrics import Metrics
 from pipedraft.inference.serving.requests import (
+    ApiRequest,
     ChatRequest,
     CompletionRequest,
-    Request,
     RequestError,
 )
 from pipedraft.model_limits import ChatRefused, TemplateLimit
@@ -28,7 +28,7 @@ class Admissions:
     """Requests that are answered now, and the rules by which one more is."""
 
     def __init__(
-        self, decoder: Decoder, *, name: str, limits: HttpLimits, metrics: Metrics
+        self, decoder: SequenceDecoder, *, name: str, limits: HttpLimits, metrics: Metrics
     ) -> None:
         """``name``: of the model, as clients call it."""
         self.decoder, self.name, self.limits, self.metrics = decoder, name, limits, metrics
@@ -39,7 +39,7 @@ class Admissions:
         self.of_client: Counter[str] = Counter()
         """Open sequences of each client."""
 
-    def admit(self, client: str, asked: Request, tell: Callable[[Piece], None]) -> "Admission":
+    def admit(self, client: str, asked: ApiRequest, tell: Callable[[Piece], None]) -> "Admission":
         """Check a request against model, limits and room, tokenize it and make its choices.
 
         Args:
@@ -69,7 +69,7 @@ class Admissions:
         ]
         return Admission(self, client, choices)
 
-    def _check_size(self, asked: Request) -> tuple[int, int]:
+    def _check_size(self, asked: ApiRequest) -> tuple[int, int]:
         """Return the number of outputs, and the new tokens of each at most."""
         limits = self.limits
         if asked.model not in (None, self.name):
@@ -114,7 +114,7 @@ class Admissions:
             headers={"retry-after": str(retry_s)},
         )
 
-    def _encode(self, asked: Request) -> list[list[int]]:
+    def _encode(self, asked: ApiRequest) -> list[list[int]]:
         """Token ids of each prompt."""
         if isinstance(asked, ChatRequest):
             param = "messages"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipedraft.inference.arguments import TextStream
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult, Observer
-from pipedraft.inference.serving.requests import ChatRequest, Json, Request, RequestError
+from pipedraft.inference.serving.requests import ApiRequest, ChatRequest, Json, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,12 +181,12 @@ def known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class Answer:
+class HttpAnswer:
     """The answer to one request, made of the pieces that its choices tell of."""
 
     def __init__(
         self,
-        asked: Request,
+        asked: ApiRequest,
         model: str,
         choices: Sequence[Choice],
         pieces: "asyncio.Queue[Piece]",

@@ -20,14 +20,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pipedraft.inference.servers import find_token
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.admission import NOT_AGAIN, Admission, Admissions
-from pipedraft.inference.serving.answers import Answer, Piece
-from pipedraft.inference.serving.decoder import Decoder
+from pipedraft.inference.serving.answers import HttpAnswer, Piece
+from pipedraft.inference.serving.decoder import SequenceDecoder
 from pipedraft.inference.serving.metrics import Metrics
 from pipedraft.inference.serving.requests import (
+    ApiRequest,
     ChatRequest,
     CompletionRequest,
     Json,
-    Request,
     RequestError,
     parse,
 )
@@ -63,7 +63,7 @@ class Service:
     """What the paths share: the decoder, the limits, and who is served."""
 
     def __init__(
-        self, decoder: Decoder, *, name: str, limits: HttpLimits, keys: Sequence[str] = ()
+        self, decoder: SequenceDecoder, *, name: str, limits: HttpLimits, keys: Sequence[str] = ()
     ) -> None:
         """
         Args:
@@ -137,7 +137,7 @@ class Service:
 
     # -- answering --------------------------------------------------------------------------
 
-    async def answer(self, request: HttpRequest, kind: type[Request]) -> Response:
+    async def answer(self, request: HttpRequest, kind: type[ApiRequest]) -> Response:
         client = self.client_of(request)
         asked = parse(await self.read_body(request), kind)
         loop = asyncio.get_running_loop()
@@ -148,7 +148,7 @@ class Service:
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         admission = self.admissions.admit(client, asked, tell)
-        answer = Answer(asked, self.name, admission.choices, pieces)
+        answer = HttpAnswer(asked, self.name, admission.choices, pieces)
         if asked.stream:
             admission.__enter__()
             return EventStream(self, request, answer, admission)
@@ -217,7 +217,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, service: Service, request: HttpRequest, answer: Answer, admission: Admission
+        self, service: Service, request: HttpRequest, answer: HttpAnswer, admission: Admission
     ):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]

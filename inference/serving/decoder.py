@@ -5,7 +5,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from logging import getLogger
 
-from pipedraft.inference.batch import BatchEngine, Limits
+from pipedraft.inference.batch import BatchEngine, BatchLimits
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.links import LostLink
 from pipedraft.inference.result import DecodeResult
@@ -18,7 +18,7 @@ USUAL_S = 1.0
 """Time of a sequence before one has been decoded."""
 
 
-class Decoder:
+class SequenceDecoder:
     """Decodes sequences that share the pipeline's steps; one that fails ends alone.
 
     A choice goes in by ``submit`` and is told of its tokens and its end, by other threads.
@@ -31,7 +31,7 @@ class Decoder:
         """Why nothing is decoded any more."""
         self.on_failure: Callable[[], object] = lambda: None
         self._usual_s = USUAL_S
-        shared = Limits(
+        shared = BatchLimits(
             sequences=limits.max_sequences,
             kv_bytes=limits.max_cache_mb * 2**20,
             waiting=limits.max_waiting + limits.max_sequences,

@@ -17,7 +17,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.ranks.links import LostLink
 from pipedraft.inference.servers import address_of
 from pipedraft.inference.serving.app import Service, make_app
-from pipedraft.inference.serving.decoder import Decoder
+from pipedraft.inference.serving.decoder import SequenceDecoder
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine
@@ -90,7 +90,7 @@ def run(
     cluster: "Cluster | None" = None,
 ) -> None:
     """Serve until a signal or a lost rank; ``cluster``: of the engine's pipeline."""
-    decoder = Decoder(engine, options)
+    decoder = SequenceDecoder(engine, options)
     service = Service(decoder, name=options.name, limits=options, keys=keys)
     if cluster is not None:
         cluster.watch.on_signal = lambda: service.end()

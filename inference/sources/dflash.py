@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import Expansion, Sampling
+from pipedraft.inference.sources.base import DraftSampling, Expansion
 from pipedraft.inference.sources.graph_rows import CHUNK_ROWS, MAX_ROWS
 from pipedraft.inference.sources.row_cache import GraphText, NewText
 from pipedraft.inference.sources.tree_source import TreeSource
@@ -49,7 +49,7 @@ class DFlashSource(TreeSource):
         self._scored: tuple[object, Tensor] | None = None
         """What was read of the block on a GPU: how it was scored, and the best tokens [2, D, W]."""
 
-    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: Sampling) -> int:
+    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
         """Grow the tree by levels; one pass makes the block of all of them."""
         more = replace(expansion, num_forwards=expansion.num_forwards + 1)
         return super().expand_tree(tree, more, sampling)
@@ -91,7 +91,9 @@ class DFlashSource(TreeSource):
             caches=self._caches,
         )
 
-    def _best(self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling) -> Tensor:
+    def _best(
+        self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
+    ) -> Tensor:
         if self._blocks is None:
             return super()._best(tree, rows, width, sampling)
         self._compute(tree, [row for row in rows if row])
@@ -100,7 +102,9 @@ class DFlashSource(TreeSource):
         scores_Q = torch.tensor([tree.scores[row] for row in rows], dtype=torch.float64)
         return torch.stack([tokens_QW, own_QW + scores_Q[:, None]])
 
-    def _read(self, tree: TokenTree, num_depths: int, width: int, sampling: Sampling) -> Tensor:
+    def _read(
+        self, tree: TokenTree, num_depths: int, width: int, sampling: DraftSampling
+    ) -> Tensor:
         """Best tokens behind all depths of the block so far: [2, D, W], in the host's memory."""
         assert self._blocks is not None
         self._behind(tree, num_depths - 1)
@@ -180,7 +184,7 @@ class GraphBlocks(GraphText):
         )
 
     def best(
-        self, states_SH: Tensor, num_depths: int, width: int, position: int, sampling: Sampling
+        self, states_SH: Tensor, num_depths: int, width: int, position: int, sampling: DraftSampling
     ) -> Tensor:
         """Best tokens behind each depth: float64 [2, D, W] on the CPU, perhaps of more.
 
@@ -208,7 +212,7 @@ class GraphBlocks(GraphText):
         self,
         D: int,
         W: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
         has_noise: bool,
         packed: Tensor,
         states_PH: Tensor | None,

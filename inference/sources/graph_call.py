@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pipedraft.inference.sources.base import Sampling
+from pipedraft.inference.sources.base import DraftSampling
 from pipedraft.inference.sources.row_cache import TEXT
 from pipedraft.models.cuda_graphs import Packing
 from pipedraft.models.layers import KeyValues
@@ -70,7 +70,7 @@ class Ask:
     split: float | None = None
     """Each row goes on by its best child, and by others of a probability above this, the first
     ones, while there are beams for them; None: by the best of all."""
-    sampling: Sampling | None = None
+    sampling: DraftSampling | None = None
     """How children are scored."""
 
     @property

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import Sampling
+from pipedraft.inference.sources.base import DraftSampling
 from pipedraft.inference.sources.graph_call import Ask, CallShape, GraphDraft, Level, Places
 from pipedraft.inference.sources.row_cache import MIN_PLACES, NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
@@ -317,7 +317,7 @@ class GraphRows(RowCache):
         leading: Tensor,
         end: Tensor,
         ask: Ask,
-        sampling: Sampling,
+        sampling: DraftSampling,
     ) -> Tensor:
         """Best children of the leaves, and of the best of these, level by level; float64."""
         columns_S = torch.arange(len(x["text_S"]), device=states_QX.device)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import (
+    DraftSampling,
     DraftSource,
     Growth,
-    Sampling,
     add_children,
     add_layer,
     deepest_rows,
@@ -75,7 +75,7 @@ class PPSDSource(DraftSource):
         features: Mapping[int, Tensor],
         *,
         width: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
     ) -> int:
         """Adds nothing while the deepest rows have not passed the first stage."""
         leaves, stream_H = deepest_rows(tree), features.get(self.draft.exit_layer)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipedraft.inference.sources.base import (
+    DraftSampling,
     DraftSource,
     Growth,
-    Sampling,
     add_children,
     add_layer,
     deepest_rows,
@@ -74,7 +74,7 @@ class SPDSource(DraftSource):
         features: Mapping[int, Tensor],
         *,
         width: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
     ) -> int:
         if self._module is None or sampling.samples_chain:
             logits_QU = self.deepest_logits(tree, features)

@@ -13,10 +13,10 @@ from torch import Tensor
 from pipedraft.inference.rules.sampled import RecursiveVerifier
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import (
+    DraftSampling,
     DraftSource,
     Expansion,
     Growth,
-    Sampling,
     add_children,
     add_layer,
     best_children,
@@ -41,7 +41,7 @@ class _FreshTree:
     """
 
     tree: TokenTree
-    sampling: Sampling
+    sampling: DraftSampling
     merged: dict[int, int] = field(default_factory=lambda: {0: 0})
     """Row -> its row in the session's tree."""
 
@@ -204,7 +204,9 @@ class TreeSource(DraftSource):
         self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + ask.levels
         return graph.grow(tree, text, missing, leaves, ask, name=name)
 
-    def _best(self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling) -> Tensor:
+    def _best(
+        self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
+    ) -> Tensor:
         """The best children of rows, as ``best_children`` gives them."""
         if self._graph_rows is None:
             logits_QU = self._logits(tree, rows)
@@ -214,7 +216,7 @@ class TreeSource(DraftSource):
         return self._graph_rows.levels(flat, len(rows), ask)[0].best_2QW
 
     def _best_rows(
-        self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling
+        self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
     ) -> Tensor:
         """``_best`` of rows of the session's tree."""
         self._adopt_fresh()
@@ -228,7 +230,7 @@ class TreeSource(DraftSource):
         *,
         width: int,
         levels: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
         beams: int = 0,
         split: float | None = None,
     ) -> Iterator[Tensor]:
@@ -263,7 +265,7 @@ class TreeSource(DraftSource):
         features: Mapping[int, Tensor],
         *,
         width: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
     ) -> int:
         leaves = deepest_rows(tree)
         if sampling.samples_chain:
@@ -272,7 +274,7 @@ class TreeSource(DraftSource):
         best_2QW = self._best_rows(tree, leaves, width, sampling)
         return add_children(tree, leaves, best_2QW, width, sampling)
 
-    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: Sampling) -> int:
+    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
         before, limit = len(tree), self.num_forwards + expansion.num_forwards
         by_score = expansion.by_score
         again = by_score and sampling.costs is not None
@@ -322,7 +324,7 @@ class TreeSource(DraftSource):
     # -- fresh trees ------------------------------------------------------------------------
 
     def grow_tree(
-        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: Sampling
+        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: DraftSampling
     ) -> int:
         if shape.is_chain and sampling.samples_chain:
             levels = range(shape.depth)
