@@ -38,7 +38,7 @@ from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.stage_calls import forward_together
-from pipedraft.models.target import Keep, Segment, load_target, load_tokenizer
+from pipedraft.models.target import KeepRows, Segment, load_target, load_tokenizer
 
 NOTHING = Link.constant(up_mbps=1e5, rtt_ms=0)
 TEXTS = (
@@ -181,7 +181,7 @@ def measure_batches(options: argparse.Namespace) -> list[dict[str, float]]:
                 work()
                 seconds[name].append(time.process_time() - started_s)
                 for stage in stages:
-                    stage.keep(Keep((), 0))
+                    stage.keep(KeepRows((), 0))
         best = {name: min(times_s) for name, times_s in seconds.items()}
         rows.append({"sessions": count, **best, "times_faster": best["apart"] / best["together"]})
     return rows

@@ -25,7 +25,7 @@ from pipedraft.inference.rules.sampled import RULES, KeyedRandom, make_verifier
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.lookup import Lookup, LookupKind
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 # -- published and assumed constants of computing and energy, for the virtual clock ---------------
 
@@ -429,7 +429,7 @@ def _decode_alone(simulation: Simulation, prompt_ids: list[int], prompt_index: i
         (logits_U,) = source.leaf_logits(TokenTree(root, position - 1), [0], {})
         root = rule.propose(logits_U, source.draft_ids, position, attempt=0).token
         position += 1
-        source.keep(Keep((0,), 1))
+        source.keep(KeepRows((0,), 1))
         source.observe({}, [root])
         result.emit(
             root,

@@ -41,7 +41,7 @@ from pipedraft.inference.rules.random import probabilities
 from pipedraft.inference.rules.sampled import top_k_bias
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 SAME_TEXT_RULES = ("match", "gumbel")
 """Rules whose output does not depend on the draft tokens: the same random numbers give the same."""
@@ -210,7 +210,7 @@ def _top_k_bias(simulation: Simulation, draft: DraftNetwork | None, result: Deco
         (logits_U,) = source.leaf_logits(TokenTree(result.token_ids[place], first + place), [0], {})
         q_V[source.draft_ids] = probabilities(logits_U, *sampling)
         total += top_k_bias(p_V, q_V, simulation.payload_tokens)
-        source.keep(Keep((0,), 1))
+        source.keep(KeepRows((0,), 1))
         source.observe({}, [token])
     return ratio(total, result.num_tokens)
 

@@ -28,7 +28,7 @@ from pipedraft.inference.sources.lookup import Lookup
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.draft import Draft
 from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.target import Keep, StagedTarget
+from pipedraft.models.target import KeepRows, StagedTarget
 
 DraftNetwork = Draft | LanguageModelDraft | Lookup
 
@@ -367,10 +367,10 @@ class Session:
             return None
         return Ahead(self.tree.segment(first, count), lambda returned: self._verify(returned)[1])
 
-    def _verify(self, returned: Returned) -> tuple[Walk, Keep]:
+    def _verify(self, returned: Returned) -> tuple[Walk, KeepRows]:
         walk = self.pipeline.walk(self.verifier, self.tree, returned)
         if walk.restarts:
-            return walk, Keep(tuple(walk.path), len(walk.path))
+            return walk, KeepRows(tuple(walk.path), len(walk.path))
         return walk, self.tree.keep_for(walk.path, walk.next_token)
 
     def resolve(self, returned: Returned) -> bool:

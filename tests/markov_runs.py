@@ -20,7 +20,7 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import UNFILTERED, probabilities
 from pipedraft.inference.sources.tree_source import TreeSource
-from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 VOCAB, PROMPT = 4, [1, 2]
 
@@ -68,7 +68,7 @@ class MarkovStage:
             contexts.append([(self.committed[-2:] + [seen[at] for at in sorted(seen)])[-2:]])
         return replace(segment, ids=None, hidden=torch.tensor(contexts)[:, 0])
 
-    def keep(self, keep: Keep) -> None:
+    def keep(self, keep: KeepRows) -> None:
         kept = [self.rows[row] for row in keep.rows if row < len(self.rows)]
         committed, self.rows = kept[: keep.num_committed], kept[keep.num_committed :]
         self.committed += [token for token, _ in committed]

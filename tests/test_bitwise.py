@@ -23,7 +23,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom
 from pipedraft.models import bitwise
-from pipedraft.models.stage_cache import Keep, Segment
+from pipedraft.models.stage_cache import KeepRows, Segment
 from pipedraft.models.target import StagedTarget
 
 TOKENS = 24
@@ -118,7 +118,7 @@ def test_a_row_has_the_same_bits_beside_any_others(window):
     tree = Segment(positions=9 + own // 2, visible=visible, ids=both)
     assert torch.equal(forward(target, tree)[1::2], found[0])
     for stage in target.stages:  # and what is kept continues the same text
-        stage.keep(Keep(tuple(range(1, 20, 2)), 10))
+        stage.keep(KeepRows(tuple(range(1, 20, 2)), 10))
     again = forward(target, chain_segment(target, ids[10:]))
     assert torch.equal(again, found[0][10:])
 

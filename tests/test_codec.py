@@ -40,7 +40,7 @@ from pipedraft.inference.ranks.codec import (
     check_tensor,
 )
 from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 ALL_DTYPES = tuple(DTYPES.values())
 SMALL_BYTES = 1 << 20
@@ -105,9 +105,9 @@ def rows(num_rows: int, width: int = 4) -> st.SearchStrategy[Tensor]:
 
 
 @st.composite
-def keeps(draw) -> Keep:
+def keeps(draw) -> KeepRows:
     found = sorted(draw(st.sets(st.integers(0, 70_000), max_size=5)))
-    return Keep(tuple(found), draw(st.integers(0, len(found))))
+    return KeepRows(tuple(found), draw(st.integers(0, len(found))))
 
 
 @st.composite
@@ -260,7 +260,7 @@ def test_thousands_of_damaged_frames_are_refused_or_harmless():
     whole = [
         bytes(CODEC.encode(message).join())
         for message in (
-            Step.of([Keep((0, 2, 5), 2), Keep((), 0)], segment),
+            Step.of([KeepRows((0, 2, 5), 2), KeepRows((), 0)], segment),
             StageResult(taps={4: torch.rand(2, 3)}, verdicts=torch.tensor([4, 7])),
             Prefill(
                 rows=torch.tensor([5, 9, 2]),

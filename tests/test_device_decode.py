@@ -33,7 +33,7 @@ from pipedraft.inference.tree import TokenTree
 from pipedraft.models import stage_cache
 from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs
 from pipedraft.models.stage_calls import can_run_together, forward_together
-from pipedraft.models.target import Keep, Segment, StagedTarget
+from pipedraft.models.target import KeepRows, Segment, StagedTarget
 from pipedraft.placement import place_draft
 
 PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes
@@ -318,7 +318,7 @@ def test_keys_are_not_repeated_for_the_heads_that_share_them(head):
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_a_tree_is_pruned_by_one_graph_whatever_the_layers(num_layers):
     """Rows that survive become neighbors in the cache of every layer."""
-    model, kept = tiny_llama(layers=num_layers), Keep((0, 2, 3), 1)
+    model, kept = tiny_llama(layers=num_layers), KeepRows((0, 2, 3), 1)
     positions, visible = torch.arange(4) + len(PROMPT), torch.ones(4, 5).bool().tril_()
     row = Segment(torch.tensor([len(PROMPT) + 2]), torch.ones(1, 3).bool(), ids=torch.tensor([8]))
     outputs, launches = [], []

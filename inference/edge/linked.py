@@ -44,7 +44,7 @@ from pipedraft.inference.rules.random import Logits, Token, Top
 from pipedraft.inference.rules.sampled import DraftToken, Payload, RejectionVerifier, Verifier, Walk
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 from pipedraft.inference.timeline import Timeline
-from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig
@@ -474,6 +474,6 @@ class LinkedPipeline(Pipeline):
             self._post(self._next(More, count=verifier.next_samples(len(payloads))))
             payloads.append(self._next_reply(Samples).payload)
 
-    def keep(self, keep: Keep) -> dict[int, Tensor]:
+    def keep(self, keep: KeepRows) -> dict[int, Tensor]:
         """The target's side has kept what its verdict said."""
         return {}

@@ -38,7 +38,7 @@ from pipedraft.inference.edge.session_table import (
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
 from pipedraft.inference.servers import address_of, find_token
 from pipedraft.models.fingerprint import vocabulary_hash, weights_hash
-from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -391,7 +391,7 @@ def measure(target: SharedTarget) -> tuple[float, float, int]:
         assert hidden_RH is not None
         # To the host, as a verdict needs them: a GPU would still be computing.
         staged.logits(hidden_RH).cpu()
-        stage.keep(Keep((), 0))
+        stage.keep(KeepRows((), 0))
         return time.perf_counter() - started_s
 
     pass_s(1)

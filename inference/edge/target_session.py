@@ -43,7 +43,7 @@ from pipedraft.inference.rules.random import Token
 from pipedraft.inference.rules.sampled import Top, Verifier
 from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.stage_calls import can_run_together, forward_together
-from pipedraft.models.target import Keep, Segment, StagedTarget, target_fingerprint
+from pipedraft.models.target import KeepRows, Segment, StagedTarget, target_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -277,7 +277,7 @@ class TargetSession:
 
     def _retain(self, num_rows: int, num_committed: int = 0) -> None:
         """Keep the first computed rows, some of them for good; the others are forgotten."""
-        self._stage.keep(Keep(tuple(range(num_rows)), num_committed))
+        self._stage.keep(KeepRows(tuple(range(num_rows)), num_committed))
         for _ in range(len(self._logits) - num_rows):
             self._logits.pop()
         for _ in range(num_committed):
@@ -436,7 +436,7 @@ class TargetSession:
             self._computed_RV = self._staged.prefill(prompt)[0][None]
             return
         if self._stage.num_speculative > self._segment.lo:
-            self._stage.keep(Keep(tuple(range(self._segment.lo)), 0))
+            self._stage.keep(KeepRows(tuple(range(self._segment.lo)), 0))
         hidden_RH = self._stage.forward(self._segment).hidden
         assert hidden_RH is not None
         self._computed_RV = self._staged.logits(hidden_RH)

@@ -16,7 +16,7 @@ from torch import Tensor
 from pipedraft.files import Values
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.rules.sampled import Verifier, Walk
-from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig
@@ -38,8 +38,8 @@ class Ahead:
     """A segment for the step after the coming one, if the coming verdict keeps it."""
 
     segment: Segment
-    keep_after: Callable[[Returned], Keep]
-    """The Keep that a verdict will lead to."""
+    keep_after: Callable[[Returned], KeepRows]
+    """The KeepRows that a verdict will lead to."""
 
 
 class Pipeline(ABC):
@@ -105,7 +105,7 @@ class Pipeline(ABC):
         return verifier.walk(tree, returned.verdicts)
 
     @abstractmethod
-    def keep(self, keep: Keep) -> Mapping[int, Tensor]:
+    def keep(self, keep: KeepRows) -> Mapping[int, Tensor]:
         """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
 
     def make_clock(
@@ -163,7 +163,7 @@ class FeatureStore:
     """Hidden states of the rows in flight, per layer index, in the order of the token tree.
 
     Rows enter and leave the stages first-in first-out, so the rows that have passed a layer are
-    always a prefix of the tree's rows, and a Keep acts on them as on a stage's cache.
+    always a prefix of the tree's rows, and a KeepRows acts on them as on a stage's cache.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class FeatureStore:
         return {layer: rows.view() for layer, rows in self._rows.items()}
 
     @torch.inference_mode()
-    def keep(self, keep: Keep) -> dict[int, Tensor]:
+    def keep(self, keep: KeepRows) -> dict[int, Tensor]:
         """Prune; returns the committed rows [a, H] of every layer."""
         most = max((rows.end - rows.start for rows in self._rows.values()), default=0)
         places, committed = keep.cached(most), {}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pipedraft.inference.config import RuleName
 from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 FillBuffer: TypeAlias = Callable[[memoryview], None]
@@ -347,7 +347,7 @@ class Step(StageMessage, tag="step"):
     """Keeps in the order of their making, then a segment."""
 
     kept: Annotated[tuple[tuple[Rows, Count], ...], Meta(max_length=MAX_ROWS)]
-    """Of each Keep, the rows and how many of them are committed."""
+    """Of each KeepRows, the rows and how many of them are committed."""
     positions: Tensor
     """int64 [l]."""
     visible: Tensor
@@ -358,7 +358,7 @@ class Step(StageMessage, tag="step"):
     """No row of it is wanted any more: caches make room, nothing is computed."""
 
     @classmethod
-    def of(cls, keeps: Sequence[Keep], segment: Segment, *, is_cancelled: bool = False) -> Self:
+    def of(cls, keeps: Sequence[KeepRows], segment: Segment, *, is_cancelled: bool = False) -> Self:
         return cls(
             kept=tuple((keep.rows, keep.num_committed) for keep in keeps),
             positions=segment.positions,
@@ -381,8 +381,8 @@ class Step(StageMessage, tag="step"):
                 raise ValueError(f"rows: {len(self.rows)} of them, {num_rows} positions")
 
     @property
-    def keeps(self) -> list[Keep]:
-        return [Keep(rows=rows, num_committed=count) for rows, count in self.kept]
+    def keeps(self) -> list[KeepRows]:
+        return [KeepRows(rows=rows, num_committed=count) for rows, count in self.kept]
 
     @property
     def segment(self) -> Segment:

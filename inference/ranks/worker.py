@@ -35,7 +35,7 @@ class StageWorker:
     """Layers and cache of one stage, and where its output goes.
 
     Keeps and segments come in one stream, so the cache changes in the same order on every stage
-    and a segment's rows never change between the first stage and the last. What a Keep removed
+    and a segment's rows never change between the first stage and the last. What a KeepRows removed
     from a segment that is further on is dropped by the controller when its verdicts come back.
     """
 

@@ -15,7 +15,7 @@ from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.schedules.base import Growth
 from pipedraft.inference.shapes import RowCosts, TreeShape, rows_that_pay
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class DraftSource:
         """Newly committed positions, in order: hidden states [a, H], and the token after each."""
         raise NotImplementedError
 
-    def keep(self, keep: Keep) -> None:
+    def keep(self, keep: KeepRows) -> None:
         """The tree's rows are renumbered as in ``TokenTree.reroot``; nothing retained: a miss."""
 
     @property

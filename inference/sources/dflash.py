@@ -17,7 +17,7 @@ from pipedraft.inference.tree import TokenTree
 from pipedraft.models.cuda_graphs import Packing, borrow_for, padded_rows
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 
 class DFlashSource(TreeSource):
@@ -119,7 +119,7 @@ class DFlashSource(TreeSource):
         self._scored = key, found
         return found
 
-    def _keep_rows(self, keep: Keep) -> None:
+    def _keep_rows(self, keep: KeepRows) -> None:
         """The block of the new root knows more of the text: every row is continued by it anew."""
         self._forget_block()
 

@@ -57,7 +57,7 @@ class GraphDraft(Protocol):
 
 
 @dataclass(frozen=True)
-class Ask:
+class ChildQuery:
     """A question about the children of some leaves; a graph is made for it."""
 
     width: int = 0

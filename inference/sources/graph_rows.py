@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import DraftSampling
-from pipedraft.inference.sources.graph_call import Ask, CallShape, GraphDraft, Level, Places
+from pipedraft.inference.sources.graph_call import CallShape, ChildQuery, GraphDraft, Level, Places
 from pipedraft.inference.sources.row_cache import MIN_PLACES, NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
@@ -73,7 +73,7 @@ class GraphRows(RowCache):
         text: NewText,
         rows: list[int],
         leaves: list[int],
-        ask: Ask,
+        query: ChildQuery,
         *,
         name: Callable[[int], int] = int,
         given: Mapping[int, Tensor] | None = None,
@@ -91,8 +91,8 @@ class GraphRows(RowCache):
         """
         while len(text.tokens) > MAX_ROWS:
             part = text.split(CHUNK_ROWS)
-            self._call(tree, part, [], [], Ask(), name=name)
-        return self._call(tree, text, rows, leaves, ask, name=name, given=given)
+            self._call(tree, part, [], [], ChildQuery(), name=name)
+        return self._call(tree, text, rows, leaves, query, name=name, given=given)
 
     def _call(
         self,
@@ -100,33 +100,33 @@ class GraphRows(RowCache):
         text: NewText,
         rows: list[int],
         leaves: list[int],
-        ask: Ask,
+        query: ChildQuery,
         *,
         name: Callable[[int], int],
         given: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
         sizes = len(text.tokens), len(rows), len(leaves)
-        can_capture = ask.key is not None and 0 < max(sizes) <= MAX_ROWS
-        at = self._place(text, rows, ask, name)
+        can_capture = query.key is not None and 0 < max(sizes) <= MAX_ROWS
+        at = self._place(text, rows, query, name)
         shape, packing, packed, sources = self._pack(
-            tree, text, rows, leaves, ask, at, given, padded_rows if can_capture else int
+            tree, text, rows, leaves, query, at, given, padded_rows if can_capture else int
         )
-        compute = partial(self._compute, shape, packing, ask)
-        key = (shape, ask.key)
+        compute = partial(self._compute, shape, packing, query)
+        key = (shape, query.key)
         out = self.graphs.run(key, packed, sources, compute, can_capture=can_capture)
         self._slots = at.slots
         self._count_leading()
         self._slots = self._slots[len(at.slots) - len(self._names) :]
-        return out if ask.width else out[: len(leaves)].clone()
+        return out if query.width else out[: len(leaves)].clone()
 
     def _place(
-        self, text: NewText, rows: list[int], ask: Ask, name: Callable[[int], int]
+        self, text: NewText, rows: list[int], query: ChildQuery, name: Callable[[int], int]
     ) -> Places:
         """Give new rows places behind the cached ones, which move together first."""
         first, leading, num_text = len(self._names), self._num_leading, self.num_text
         new = [*[TEXT] * len(text.tokens), *(name(row) for row in rows)]
         names = self._names = [*self._names, *new]
-        self._reserve(leading + len(names) + ask.levels * ask.beams)
+        self._reserve(leading + len(names) + query.levels * query.beams)
         slots = [*range(leading, leading + len(names))]
         self._move([x for x in zip(self._slots, slots, strict=False) if x[0] != x[1]])
         # The last row of the text is the last one of this name.
@@ -148,7 +148,7 @@ class GraphRows(RowCache):
         text: NewText,
         rows: list[int],
         leaves: list[int],
-        ask: Ask,
+        query: ChildQuery,
         at: Places,
         given: Mapping[int, Tensor] | None,
         pad: Callable[[int], int],
@@ -156,19 +156,19 @@ class GraphRows(RowCache):
         """Put all that the host knows of a call into one tensor; hidden states are not copied."""
         A, R, first, end = len(text.tokens), len(rows), at.first, len(at.slots)
         features, sources = self._features(text, rows, given, pad(A), pad(R))
-        first_noise, noise = self._noise(tree, leaves, ask)
+        first_noise, noise = self._noise(tree, leaves, query)
         taken = [[tree.tokens[row] for row in tree.children(leaf)] for leaf in leaves]
-        num_taken = max(map(len, taken), default=0) if ask.levels else 0
-        S = padded_rows(max(end + ask.levels * ask.beams, MIN_COLUMNS))
+        num_taken = max(map(len, taken), default=0) if query.levels else 0
+        S = padded_rows(max(end + query.levels * query.beams, MIN_COLUMNS))
         shape = CallShape(
             num_text=pad(A),
             num_rows=pad(R),
-            num_leaves=len(leaves) if ask.levels else pad(len(leaves)),
-            num_parents=len(leaves) if ask.levels else 0,
+            num_leaves=len(leaves) if query.levels else pad(len(leaves)),
+            num_parents=len(leaves) if query.levels else 0,
             num_taken=num_taken,
             num_columns=S,
             num_features=len(features),
-            num_noise=0 if noise is None else padded_rows(len(noise) - ask.levels) + ask.levels,
+            num_noise=0 if noise is None else padded_rows(len(noise) - query.levels) + query.levels,
         )
         packing = shape.packing(len(self._ids_U))
         positions = [tree.position(row) - self.draft.shift for row in rows]
@@ -176,7 +176,7 @@ class GraphRows(RowCache):
         slots, spare = at.slots[first:], self._num_places
         packed = packing.pack(
             counts=[at.leading, first, end, at.before],
-            split=torch.tensor([ask.split or 0.0], dtype=torch.float64),
+            split=torch.tensor([query.split or 0.0], dtype=torch.float64),
             text_S=[x == TEXT for x in self._names[:first]],
             new=[
                 *_joined(text.tokens, pad(A), [tree.tokens[row] for row in rows], pad(R)),
@@ -189,7 +189,7 @@ class GraphRows(RowCache):
             leaves_Q=[at.of(row) for row in leaves],
             leaf_positions_Q=[tree.position(row) - self.draft.shift for row in leaves],
             leaf_scores_Q=torch.tensor([tree.scores[row] for row in leaves], dtype=torch.float64),
-            leaf_visible_QS=self._visible(tree, leaves if ask.levels else [], at.name, S),
+            leaf_visible_QS=self._visible(tree, leaves if query.levels else [], at.name, S),
             taken_QT=[
                 token for own in taken for token in own + [-1] * (num_taken - len(own)) if num_taken
             ],
@@ -198,15 +198,15 @@ class GraphRows(RowCache):
         )
         return shape, packing, packed, sources
 
-    def levels(self, flat: Tensor, num_leaves: int, ask: Ask) -> list[Level]:
+    def levels(self, flat: Tensor, num_leaves: int, query: ChildQuery) -> list[Level]:
         """Read what ``grow`` gives; the host waits here, once."""
         numbers, found = flat.cpu(), []
-        width, then = (min(width, len(self._ids_U)) for width in (ask.width, ask.then))
-        if not ask.levels:  # the leaves were padded
+        width, then = (min(width, len(self._ids_U)) for width in (query.width, query.then))
+        if not query.levels:  # the leaves were padded
             return [Level(numbers.view(2, -1, width)[:, :num_leaves], [])]
-        for level in range(ask.levels + 1):
+        for level in range(query.levels + 1):
             size = num_leaves * width
-            num_beams = min(ask.beams, size) if level < ask.levels else 0
+            num_beams = min(query.beams, size) if level < query.levels else 0
             best, beams, numbers = numbers.split(
                 [2 * size, num_beams, len(numbers) - 2 * size - num_beams]
             )
@@ -246,13 +246,15 @@ class GraphRows(RowCache):
                 found[layer] += [0] * (num_text + num_rows - len(found[layer]))
         return [place for layer in layers for place in found[layer]], sources
 
-    def _noise(self, tree: TokenTree, leaves: list[int], ask: Ask) -> tuple[int, Tensor | None]:
+    def _noise(
+        self, tree: TokenTree, leaves: list[int], query: ChildQuery
+    ) -> tuple[int, Tensor | None]:
         """Position of the first leaf, and float64 rows for what follows it and each after it."""
         positions = [tree.position(leaf) for leaf in leaves]
-        if ask.sampling is None:
+        if query.sampling is None:
             return min(positions, default=0), None
-        wanted = range(min(positions) + 1, max(positions) + 2 + ask.levels)
-        return min(positions), ask.sampling.rule.noise_rows(self._ids_U, wanted)
+        wanted = range(min(positions) + 1, max(positions) + 2 + query.levels)
+        return min(positions), query.sampling.rule.noise_rows(self._ids_U, wanted)
 
     def _reserve(self, num_places: int) -> None:
         if num_places <= self._num_places:
@@ -280,7 +282,12 @@ class GraphRows(RowCache):
     # -- on the device ----------------------------------------------------------------------
 
     def _compute(
-        self, shape: CallShape, packing: Packing, ask: Ask, packed: Tensor, given_PH: Tensor | None
+        self,
+        shape: CallShape,
+        packing: Packing,
+        query: ChildQuery,
+        packed: Tensor,
+        given_PH: Tensor | None,
     ) -> Tensor:
         """All of a call, from fixed buffers to a new one."""
         x, A, S = packing.unpack(packed), shape.num_text, shape.num_columns
@@ -306,9 +313,9 @@ class GraphRows(RowCache):
             visible_RS = x["visible_RS"].view(-1, S)
             self._forward(new[:, A:], states_RX, leading, visible_RS, in_order=False)
         states_QX = self._states_CX.index_select(0, x["leaves_Q"])
-        if ask.sampling is None:
+        if query.sampling is None:
             return self.draft.logits(states_QX)
-        return self._children(x, states_QX, leading, end, ask, ask.sampling)
+        return self._children(x, states_QX, leading, end, query, query.sampling)
 
     def _children(
         self,
@@ -316,7 +323,7 @@ class GraphRows(RowCache):
         states_QX: Tensor,
         leading: Tensor,
         end: Tensor,
-        ask: Ask,
+        query: ChildQuery,
         sampling: DraftSampling,
     ) -> Tensor:
         """Best children of the leaves, and of the best of these, level by level; float64."""
@@ -327,32 +334,32 @@ class GraphRows(RowCache):
         noise_PU, out = None, []
         if len(x["noise"]):
             noise_PU = x["noise"].view(torch.float64).view(-1, len(self._ids_U))
-        noise_places_Q, width = x["noise_places_Q"], ask.width
+        noise_places_Q, width = x["noise_places_Q"], query.width
         begun_Q = scores_Q.isfinite()  # spare leaves have minus infinity and lead nowhere
-        for level in range(ask.levels + 1):
+        for level in range(query.levels + 1):
             noise_QU = None if noise_PU is None else noise_PU.index_select(0, noise_places_Q)
             scores_QU = sampling.child_scores(self.draft.logits(states_QX), noise_QU)
             best_QW, index_QW = scores_QU.topk(min(width, scores_QU.shape[1]), -1)
             total_QW = best_QW + scores_Q[:, None]  # scores add up along a path
             tokens_QW = self.draft.draft_ids[index_QW]
             out += [tokens_QW.flatten().double(), total_QW.flatten().double()]
-            if level == ask.levels:
+            if level == query.levels:
                 break
             ranked_QW = total_QW  # those taken, or that must not fork, are told, not followed
             if not level and len(x["taken_QT"]):
                 taken_Q1T = x["taken_QT"].view(len(tokens_QW), 1, -1)
                 is_taken_QW = (tokens_QW[:, :, None] == taken_Q1T).any(-1)
                 ranked_QW = ranked_QW.masked_fill(is_taken_QW, -torch.inf)
-            if ask.split is not None:
+            if query.split is not None:
                 is_fork_QW = best_QW.double().exp() > x["split"].view(torch.float64)
-                goes_on_QW = _branches(begun_Q, is_fork_QW, ask.beams)
+                goes_on_QW = _branches(begun_Q, is_fork_QW, query.beams)
                 ranked_QW = ranked_QW.masked_fill(~goes_on_QW, -torch.inf)
             # The best of all leaves' children together are the next level's leaves.
-            ranked_K, place_K = ranked_QW.flatten().topk(min(ask.beams, ranked_QW.numel()))
+            ranked_K, place_K = ranked_QW.flatten().topk(min(query.beams, ranked_QW.numel()))
             scores_Q, begun_Q = total_QW.flatten().index_select(0, place_K), ranked_K.isfinite()
             out.append(place_K.double())
             parent_K, columns_K = place_K // total_QW.shape[1], end + columns_S[: len(place_K)]
-            noise_places_Q, width = noise_places_Q.index_select(0, parent_K) + 1, ask.then
+            noise_places_Q, width = noise_places_Q.index_select(0, parent_K) + 1, query.then
             end = end + len(place_K)  # they see what their parents see, and themselves
             positions_Q = positions_Q.index_select(0, parent_K) + 1
             visible_QS = visible_QS.index_select(0, parent_K) | (columns_S == columns_K[:, None])

@@ -19,13 +19,13 @@ from pipedraft.inference.sources.base import (
     add_layer,
     deepest_rows,
 )
-from pipedraft.inference.sources.graph_call import Ask
+from pipedraft.inference.sources.graph_call import ChildQuery
 from pipedraft.inference.sources.graph_rows import CHUNK_ROWS, MAX_ROWS
 from pipedraft.inference.sources.row_cache import GraphText, NewText
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.cuda_graphs import Packing, borrow_for, padded_rows
 from pipedraft.models.spd import SPD
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 
 class SPDSource(DraftSource):
@@ -65,7 +65,7 @@ class SPDSource(DraftSource):
         else:
             self.draft.extend(self._caches, features, self._caches[0].num_rows)
 
-    def keep(self, keep: Keep) -> None:
+    def keep(self, keep: KeepRows) -> None:
         """Nothing is kept per row: rows in flight are read anew at every step."""
 
     def grow_layer(
@@ -79,30 +79,34 @@ class SPDSource(DraftSource):
         if self._module is None or sampling.samples_chain:
             logits_QU = self.deepest_logits(tree, features)
             return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
-        leaves, ask = deepest_rows(tree), Ask(width, sampling=sampling)
+        leaves, query = deepest_rows(tree), ChildQuery(width, sampling=sampling)
         width = min(width, len(self._module.ids_U))
-        best_2WK = self._ask(self._module, tree, features, ask).cpu().view(2, -1, width)
+        best_2WK = self._query(self._module, tree, features, query).cpu().view(2, -1, width)
         scores_Q1 = torch.tensor([tree.scores[leaf] for leaf in leaves])[:, None]
         best_2WK[1, : len(leaves)] += scores_Q1
         return add_children(tree, leaves, best_2WK[:, : len(leaves)], width, sampling)
 
-    def _ask(
-        self, module: "GraphModule", tree: TokenTree, features: Mapping[int, Tensor], ask: Ask
+    def _query(
+        self,
+        module: "GraphModule",
+        tree: TokenTree,
+        features: Mapping[int, Tensor],
+        query: ChildQuery,
     ) -> Tensor:
         self.num_forwards += 1
         deepest, count = tree.depths[-1], len(tree)
         noise = None
-        if ask.sampling is not None:
+        if query.sampling is not None:
             position = tree.root_position + deepest + 1
-            noise = ask.sampling.rule.noise_rows(module.ids_U, [position])
+            noise = query.sampling.rule.noise_rows(module.ids_U, [position])
         depths = [self._presented(deepest - depth) for depth in tree.depths]
         positions, visible = tree.positions(0, count), tree.visible(0, count)
-        return module.grow(features, depths, positions, visible, ask, noise)
+        return module.grow(features, depths, positions, visible, query, noise)
 
     def deepest_logits(self, tree: TokenTree, features: Mapping[int, Tensor]) -> Tensor:
         """Logits [Q, U] of the token after each of the deepest rows."""
         if self._module is not None:
-            return self._ask(self._module, tree, features, Ask())
+            return self._query(self._module, tree, features, ChildQuery())
         deepest = tree.depths[-1]
         device = self.draft.lm_head.weight.device
         self.num_forwards += 1
@@ -149,7 +153,7 @@ class GraphModule(GraphText):
         depths: Sequence[int],
         positions_R: Tensor,
         visible_RR: Tensor,
-        ask: Ask,
+        query: ChildQuery,
         noise_1U: Tensor | None,
     ) -> Tensor:
         """Logits [Q, U] as of ``SPD.propose``, or the best children of each (on the device).
@@ -164,13 +168,20 @@ class GraphModule(GraphText):
         while len(text.tokens) > MAX_ROWS:
             part = text.split(CHUNK_ROWS)
             self._run(
-                part, {}, [], positions_R[:0], visible_RR[:0, :0], Ask(), None, captures=False
+                part,
+                {},
+                [],
+                positions_R[:0],
+                visible_RR[:0, :0],
+                ChildQuery(),
+                None,
+                captures=False,
             )
-        captures = ask.key is not None
+        captures = query.key is not None
         out = self._run(
-            text, features, depths, positions_R, visible_RR, ask, noise_1U, captures=captures
+            text, features, depths, positions_R, visible_RR, query, noise_1U, captures=captures
         )
-        return out if ask.width else out[: depths.count(0)].clone()
+        return out if query.width else out[: depths.count(0)].clone()
 
     def _run(
         self,
@@ -179,7 +190,7 @@ class GraphModule(GraphText):
         depths: Sequence[int],
         positions_R: Tensor,
         visible_RR: Tensor,
-        ask: Ask,
+        query: ChildQuery,
         noise_1U: Tensor | None,
         *,
         captures: bool,
@@ -194,8 +205,8 @@ class GraphModule(GraphText):
         packing, packed = self._pack(
             (first, count, A), text_places, places, place, positions_R, visible_RR, noise_1U
         )
-        compute = partial(self._compute, packing, ask, (A, W))
-        key = ((A, W), ask.key)
+        compute = partial(self._compute, packing, query, (A, W))
+        key = ((A, W), query.key)
         return self.graphs.run(key, packed, sources, compute, can_capture=captures)
 
     def _place(self, depths: Sequence[int], width: int) -> list[int]:
@@ -279,7 +290,7 @@ class GraphModule(GraphText):
     def _compute(
         self,
         packing: Packing,
-        ask: Ask,
+        query: ChildQuery,
         shape: tuple[int, int],
         packed: Tensor,
         given_PH: Tensor | None,
@@ -313,10 +324,10 @@ class GraphModule(GraphText):
         visible_RC = torch.cat([committed_RP, own_RE], 1)
         taps = dict(zip(draft.taps, picked, strict=True))
         logits_WU = draft.propose_rows(self._caches, taps, depths, x["positions"], visible_RC)
-        if ask.sampling is None:
+        if query.sampling is None:
             return logits_WU
         # Only the best children come back, not the distributions.
         noise = x["noise"].view(torch.float64)[None] if len(x["noise"]) else None
-        scores_WU = ask.sampling.child_scores(logits_WU, noise)
-        best_WK, index_WK = scores_WU.topk(min(ask.width, scores_WU.shape[1]), -1)
+        scores_WU = query.sampling.child_scores(logits_WU, noise)
+        best_WK, index_WK = scores_WU.topk(min(query.width, scores_WU.shape[1]), -1)
         return torch.cat([draft.draft_ids[index_WK].double(), best_WK.double()]).flatten()

@@ -22,12 +22,12 @@ from pipedraft.inference.sources.base import (
     best_children,
     deepest_rows,
 )
-from pipedraft.inference.sources.graph_call import Ask
+from pipedraft.inference.sources.graph_call import ChildQuery
 from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
 from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.draft_calls import call
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 _Child: TypeAlias = tuple[int, float, Tensor | None]
 """Token, cumulative score, and q where it was drawn."""
@@ -139,7 +139,7 @@ class TreeSource(DraftSource):
         """Rows have another name; what is remembered of those without one is dropped."""
         self._states = {names[row]: x for row, x in self._states.items() if row in names}
 
-    def _keep_rows(self, keep: Keep) -> None:
+    def _keep_rows(self, keep: KeepRows) -> None:
         """The tree's rows are renumbered; the new root's output is made anew, as text."""
         retained = keep.rows[keep.num_committed :]
         self._rename_rows({row: place for place, row in enumerate(retained) if place})
@@ -150,7 +150,7 @@ class TreeSource(DraftSource):
     def draft_ids(self) -> Tensor:
         return self.draft.draft_ids
 
-    def keep(self, keep: Keep) -> None:
+    def keep(self, keep: KeepRows) -> None:
         self._adopt_fresh()
         self._keep_rows(keep)
         self._root_waits = True
@@ -182,7 +182,7 @@ class TreeSource(DraftSource):
 
     def _logits(self, tree: TokenTree, rows: list[int]) -> Tensor:
         if self._graph_rows is not None:
-            return self._ask(self._graph_rows, tree, rows, Ask())
+            return self._query(self._graph_rows, tree, rows, ChildQuery())
         # A leaf that got no child the last time it was asked for has its output already.
         names = {row: self._name(tree, row) for row in rows}
         missing = [row for row in rows if row and names[row] not in self._outputs]
@@ -191,18 +191,18 @@ class TreeSource(DraftSource):
         outputs = [self._outputs[names[row]] if row else self._root_output(tree) for row in rows]
         return call(self.draft.logits, torch.stack(outputs))
 
-    def _ask(
+    def _query(
         self,
         graph: GraphRows,
         tree: TokenTree,
         leaves: list[int],
-        ask: Ask,
+        query: ChildQuery,
     ) -> Tensor:
         """Ask about the children of rows, which are forwarded if they were not yet."""
         name, text = partial(self._name, tree), self._take_pending()
         missing = [row for row in leaves if row and name(row) not in graph.known]
-        self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + ask.levels
-        return graph.grow(tree, text, missing, leaves, ask, name=name)
+        self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + query.levels
+        return graph.grow(tree, text, missing, leaves, query, name=name)
 
     def _best(
         self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
@@ -211,9 +211,9 @@ class TreeSource(DraftSource):
         if self._graph_rows is None:
             logits_QU = self._logits(tree, rows)
             return best_children(tree, rows, logits_QU, self.draft_ids, width, sampling)
-        ask = Ask(width, sampling=sampling)
-        flat = self._ask(self._graph_rows, tree, rows, ask)
-        return self._graph_rows.levels(flat, len(rows), ask)[0].best_2QW
+        query = ChildQuery(width, sampling=sampling)
+        flat = self._query(self._graph_rows, tree, rows, query)
+        return self._graph_rows.levels(flat, len(rows), query)[0].best_2QW
 
     def _best_rows(
         self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
@@ -242,9 +242,9 @@ class TreeSource(DraftSource):
         if width == 1:
             split = None
         then = 1 if split is None else width
-        ask = Ask(width, levels - 1, beams, then, split, sampling)
-        found = graph.levels(self._ask(graph, tree, leaves, ask), len(leaves), ask)
-        self.num_forwards -= ask.levels  # those count whose children are asked for
+        query = ChildQuery(width, levels - 1, beams, then, split, sampling)
+        found = graph.levels(self._query(graph, tree, leaves, query), len(leaves), query)
+        self.num_forwards -= query.levels  # those count whose children are asked for
         order = list(range(len(leaves)))
         for number, level in enumerate(found):
             self.num_forwards += number > 0
@@ -362,9 +362,9 @@ class TreeSource(DraftSource):
             for _ in range(levels):
                 self._expand(fresh, self._beams(fresh, top_k), top_k)
             return
-        ask = Ask(top_k, levels, top_k, top_k, sampling=fresh.sampling)
-        flat = self._ask(graph, fresh.tree, parents, ask)
-        for level in graph.levels(flat, len(parents), ask):
+        query = ChildQuery(top_k, levels, top_k, top_k, sampling=fresh.sampling)
+        flat = self._query(graph, fresh.tree, parents, query)
+        for level in graph.levels(flat, len(parents), query):
             rows = [
                 fresh.tree.add(parent, int(token), score)
                 for parent, *best in zip(parents, *level.best_2QW.tolist(), strict=True)
@@ -461,7 +461,7 @@ class TextSource(TreeSource):
     def _restart(self) -> None:
         super()._restart()
         self._num_taken_in = 0
-        """Of the next tokens to be observed: those whose rows a Keep has made text already."""
+        """Of the next tokens to be observed: those whose rows a KeepRows has made text already."""
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._restart()
@@ -483,7 +483,7 @@ class RowsSource(CacheSource, TextSource):
         self._rows = make_rows(draft, self, next(draft.parameters())[:0])
         super().__init__(draft)
 
-    def _keep_rows(self, keep: Keep) -> None:
+    def _keep_rows(self, keep: KeepRows) -> None:
         """The old root is text here already; the new one becomes it, too."""
         path, retained = keep.rows[1 : keep.num_committed + 1], keep.rows[keep.num_committed :]
         computed = [row for row in path if row in self._known]
