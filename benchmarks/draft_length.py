@@ -31,7 +31,7 @@ import numpy as np
 
 from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.eval.edge_methods import TIMES, radio_energy, radio_of
-from pipedraft.inference.channel import (
+from pipedraft.inference.edge.channel import (
     PRESETS,
     Channel,
     EnergyModel,
@@ -40,7 +40,7 @@ from pipedraft.inference.channel import (
     LinkState,
     read_trace,
 )
-from pipedraft.inference.draft_length import (
+from pipedraft.inference.edge.draft_length import (
     DraftLengthPolicy,
     RoundCost,
     RoundShape,
@@ -241,7 +241,6 @@ def named(name: str) -> Contestant:
 
 CONTESTANTS = {
     **{name: named(name) for name in ("fixed:2", "fixed:4", "eq11", "alg2", "geometric")},
-    "survival": named("survival"),
     "oracle, est. link": Contestant(Informed),
     "oracle": Contestant(Informed, knows_link=True),
 }

@@ -40,12 +40,10 @@ from pipedraft.errors import Failure, make_folder
 from pipedraft.eval.record import Results, parse
 from pipedraft.files import write_atomically
 from pipedraft.inference.config import read_cost
-from pipedraft.inference.transport.session_messages import (
-    HELLO,
+from pipedraft.inference.edge.session_messages import (
     REPLIES,
     REQUESTS,
     Close,
-    Hello,
     More,
     Open,
     Preverify,
@@ -55,7 +53,7 @@ from pipedraft.inference.transport.session_messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.transport.target_session import SharedTarget, TargetSession
+from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
 from pipedraft.models.draft import TargetReference, load_untied
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.layers import LayerConfig
@@ -244,7 +242,7 @@ class Areas:
 
     # -- messages -----------------------------------------------------------------------------
 
-    def _messages(self, rng: random.Random) -> Iterator[Hello | Request]:
+    def _messages(self, rng: random.Random) -> Iterator[Request]:
         rule: Any = rng.choice(("match", "gumbel", "rejection", "tail_escape", "topk"))
         settings = Settings(rule=rule, temperature=rng.choice((0.0, 1.0)), max_new_tokens=20)
         prompt = [rng.randrange(16) for _ in range(rng.randint(1, 5))]
@@ -276,7 +274,7 @@ class Areas:
         """A session gets mutated messages while another one is streamed its sequence."""
         hostile, said = TargetSession(self.shared), None
         for message in self._messages(rng):
-            data = REQUESTS.to_bytes(message)  # type: ignore[arg-type]  # no Hello
+            data = REQUESTS.to_bytes(message)
             data = mutate_bytes(data, rng) if rng.random() < 0.6 else data
             try:
                 request = REQUESTS.decode(data)
@@ -290,11 +288,10 @@ class Areas:
             except ValueError as error:
                 said = error
             self._check_honest()
-        for codec in (HELLO, REPLIES):
-            try:
-                codec.decode(mutate_bytes(data, rng))
-            except ValueError as error:
-                said = error
+        try:
+            REPLIES.decode(mutate_bytes(data, rng))
+        except ValueError as error:
+            said = error
         if said is not None:
             raise said
 

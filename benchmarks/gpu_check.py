@@ -4,7 +4,7 @@
 
 Random networks of a small model's size, so that nothing is downloaded; about ten minutes on one
 GPU, and with several also the links between them. DIR gets report.json and report.md: kernels
-against the CPU's, a row's outputs beside other rows, recorded graphs against the layers one by one,
+against the CPU's, a row's outputs beside other rows, CUDA graphs against the layers one by one,
 NCCL links, the output of every schedule against plain decoding in float32, in bfloat16 with
 --bitwise (and, as a share, without it), launches and waits of the host by step, the time of a step
 over that of its slowest stage, and training with its peak memory against the plan's. A section that
@@ -46,8 +46,8 @@ from pipedraft.benchmarks.training_step import make_batch, make_step
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.ranks.links import DeviceLink
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.transport.ranks import DeviceLink
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.stage_cache import Segment
 from pipedraft.models.target import StagedTarget
@@ -144,7 +144,7 @@ def rows(args: Namespace) -> Findings:
 
 
 def graphs(args: Namespace) -> Findings:
-    """Hidden states by recorded graphs and by the layers one by one, in float32."""
+    """Hidden states by CUDA graphs and by the layers one by one, in float32."""
     model = random_model(args, torch.float32)
     recorded, plain = StagedTarget(model, 2), StagedTarget(model, 2)
     for stage in plain.stages:

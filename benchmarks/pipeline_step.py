@@ -272,10 +272,10 @@ def run_ranks(
 ) -> None:
     """Start this script again on every rank; the controller's outcome is printed as JSON."""
     if args.folder is not None:  # one of the ranks
-        from pipedraft.inference.transport.cluster import Cluster
-        from pipedraft.inference.transport.watch import Limits
+        from pipedraft.inference.ranks.cluster import Cluster
+        from pipedraft.inference.ranks.watch import WatchLimits
 
-        with Cluster(Limits(step_s=60)) as cluster:
+        with Cluster(WatchLimits(step_s=60)) as cluster:
             if cluster.is_controller:
                 print(json.dumps(controller(args, cluster)), flush=True)
             else:

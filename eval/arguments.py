@@ -221,7 +221,7 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     methods: tuple[str, ...] = option((), metavar="NAMES")
     """comma list; default: all"""
     links: tuple[str, ...] = option(("5g", "4g", "wifi"), metavar="LINKS")
-    """comma list of 5g, 4g, wifi, TRACE.csv, 5g:TRACE.csv, PROFILES.json:NAME"""
+    """comma list of 5g, 4g, wifi, TRACE.csv, 5g:TRACE.csv"""
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
     """comma list"""
     times: str = option("picospec", metavar="TIMES")
@@ -233,7 +233,7 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     """acceptance at T > 0; default: each method's own"""
     policy: str = "geometric"
     """draft length, except of stop_and_wait, dssd and pearl, which have their own: fixed:K, eq11,
-    alg2, geometric or survival"""
+    alg2 or geometric"""
     token_bytes: int = option(0, metavar="B", least=0)
     """that go up with each draft token besides its id"""
     payload_tokens: int = option(10, metavar="K", least=1)

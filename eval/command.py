@@ -26,9 +26,9 @@ from pipedraft.inference.config import make_schedule, read_cost
 from pipedraft.inference.engine import DraftNetwork
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.lookup import make_lookup
-from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.target import (
     StagedTarget,

@@ -13,19 +13,19 @@ from transformers import PreTrainedTokenizerBase
 
 from pipedraft.errors import UsageError
 from pipedraft.files import Values, read_json
-from pipedraft.inference.channel import Channel, EnergyModel, Link
 from pipedraft.inference.config import DecodeConfig, RuleName
+from pipedraft.inference.edge.channel import Channel, EnergyModel, Link
+from pipedraft.inference.edge.link import LinkPipeline, Times
+from pipedraft.inference.edge.linked import RemoteTarget
+from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import DraftNetwork, Engine
-from pipedraft.inference.filters import Filters, sampling_label
-from pipedraft.inference.pipelines.link import LinkPipeline, Times
-from pipedraft.inference.pipelines.linked import RemoteTarget
 from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.rules.filters import TokenFilters, sampling_label
+from pipedraft.inference.rules.sampled import RULES, KeyedRandom, make_verifier
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.lookup import Lookup, LookupKind
-from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import RULES, KeyedRandom, make_verifier
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 # -- published and assumed constants of computing and energy, for the virtual clock ---------------
 
@@ -223,7 +223,7 @@ temperature 0 only, as a greedy correction is one token."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulation(Filters):
+class Simulation(TokenFilters):
     """Where methods are tried on the virtual clock: networks, link, constants, settings."""
 
     target: SharedTarget
@@ -429,7 +429,7 @@ def _decode_alone(simulation: Simulation, prompt_ids: list[int], prompt_index: i
         (logits_U,) = source.leaf_logits(TokenTree(root, position - 1), [0], {})
         root = rule.propose(logits_U, source.draft_ids, position, attempt=0).token
         position += 1
-        source.keep(Keep((0,), 1))
+        source.keep(KeepRows((0,), 1))
         source.observe({}, [root])
         result.emit(
             root,

@@ -33,15 +33,15 @@ from pipedraft.eval.tables import (
 from pipedraft.eval.tasks import Prompt
 from pipedraft.eval.turns import DecodedTurn, check_room, evaluate
 from pipedraft.files import Values, to_json, write_atomically
-from pipedraft.inference.channel import load_link
-from pipedraft.inference.draws import probabilities
+from pipedraft.inference.edge.channel import load_link
+from pipedraft.inference.edge.link import Times
 from pipedraft.inference.engine import DraftNetwork
-from pipedraft.inference.pipelines.link import Times
 from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.rules.random import probabilities
+from pipedraft.inference.rules.sampled import top_k_bias
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import top_k_bias
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 SAME_TEXT_RULES = ("match", "gumbel")
 """Rules whose output does not depend on the draft tokens: the same random numbers give the same."""
@@ -210,7 +210,7 @@ def _top_k_bias(simulation: Simulation, draft: DraftNetwork | None, result: Deco
         (logits_U,) = source.leaf_logits(TokenTree(result.token_ids[place], first + place), [0], {})
         q_V[source.draft_ids] = probabilities(logits_U, *sampling)
         total += top_k_bias(p_V, q_V, simulation.payload_tokens)
-        source.keep(Keep((0,), 1))
+        source.keep(KeepRows((0,), 1))
         source.observe({}, [token])
     return ratio(total, result.num_tokens)
 

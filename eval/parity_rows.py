@@ -120,7 +120,7 @@ class Drafted:
     read: list[Read]
     """All that the draft has been given of the committed text, and of these rows in flight."""
     state: Tensor | None = None
-    """What the LM head read; None with the next two: a recorded graph does not show them."""
+    """What the LM head read; None with the next two: a CUDA graph does not show them."""
     logits_U: Tensor | None = None
     position: int | None = None
     """Rotary position of the draft's last row."""
@@ -254,7 +254,7 @@ def why_decoding_parts(
             f"the draft's row stands at {found.position} in decoding, at {wanted} in training"
         )
     if found.logits_U is None or found.state is None:
-        return "the draft", "its tokens differ, and a recorded graph shows no more; --device cpu"
+        return "the draft", "its tokens differ, and a CUDA graph shows no more; --device cpu"
     if bool((difference(state[None], found.state) > rounding * size_of(state)).any()):
         return "attention", (
             "tokens, hidden states and positions are equal, what the LM head reads is not: other "

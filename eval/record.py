@@ -19,7 +19,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from pipedraft.errors import UsageError
 from pipedraft.files import Values, read_bounded
-from pipedraft.inference.filters import sampling_label
+from pipedraft.inference.rules.filters import sampling_label
 
 MAX_BYTES = 2**29
 """Largest file that is read: some hundred thousand prompts by ten methods."""

@@ -22,8 +22,8 @@ from pipedraft.eval.traces import Recording, read_recordings
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.config import ROW_COSTS, read_cost
-from pipedraft.inference.filters import sampling_label
 from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.rules.filters import sampling_label
 from pipedraft.inference.schedules.base import Refusal, Round, Schedule
 from pipedraft.models import stage_boundaries
 from pipedraft.options import Options, option

@@ -34,7 +34,7 @@ from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.eval.traces import traces_of
 from pipedraft.eval.turns import DecodedTurn, evaluate
 from pipedraft.files import Values, to_json, write_atomically
-from pipedraft.inference.channel import PRESETS
+from pipedraft.inference.edge.channel import PRESETS
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.sources.lookup import Lookup

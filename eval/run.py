@@ -48,7 +48,7 @@ from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.eval.traces import TraceFile, Traces
 from pipedraft.eval.turns import DecodedTurn, any_fits, check_room, evaluate
 from pipedraft.files import Values
-from pipedraft.inference.batch import BatchEngine, Limits
+from pipedraft.inference.batch import BatchEngine, BatchLimits
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines import Pipeline
@@ -407,7 +407,7 @@ class Evaluation:
             self.tokenizer,
             method.config,
             method.draft,
-            limits=Limits(sequences=self.sequences, rows=LOTS, prompt_rows=LOTS, waiting=LOTS),
+            limits=BatchLimits(sequences=self.sequences, rows=LOTS, prompt_rows=LOTS, waiting=LOTS),
             counts_alone=True,
             connect=self.connect,
         )

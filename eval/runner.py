@@ -39,16 +39,16 @@ from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import traces_of
 from pipedraft.files import Values
-from pipedraft.inference.channel import PRESETS, load_link
 from pipedraft.inference.config import RULE_NAMES
-from pipedraft.inference.draft_length import parse_policy
+from pipedraft.inference.edge.channel import PRESETS, load_link
+from pipedraft.inference.edge.draft_length import parse_policy
+from pipedraft.inference.edge.link import Times
+from pipedraft.inference.edge.linked import check_draft
+from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import DraftNetwork, Engine
-from pipedraft.inference.pipelines.link import Times
-from pipedraft.inference.pipelines.linked import check_draft
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.lookup import make_lookup
-from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity

@@ -16,8 +16,8 @@ from pipedraft.files import make_place, write_atomically
 from pipedraft.inference.arguments import (
     EngineOptions,
     FilterOptions,
-    ServerOptions,
-    Stream,
+    PrintedText,
+    RemoteOptions,
     backend_of,
     read_temperature,
 )
@@ -26,8 +26,8 @@ from pipedraft.options import Values, option, subcommand
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig
-    from pipedraft.inference.timeline import Report
-    from pipedraft.inference.transport.cluster import Cluster
+    from pipedraft.inference.ranks.cluster import Cluster
+    from pipedraft.inference.timeline import TimelineReport
 
 EXAMPLE = """example:
   python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
@@ -51,13 +51,13 @@ With --server and without a draft give --tokenizer, a folder or Hub id with the 
 MAX_PROMPT_BYTES = 2**24
 SUBCOMMANDS = {
     "edge": "pipedraft.inference.__main__",
-    "serve": "pipedraft.inference.transport.serve",
+    "serve": "pipedraft.inference.edge.serve",
 }
 """First word of the command line -> module with the parser of the words after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeOptions(ServerOptions, EngineOptions, FilterOptions):
+class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
     """Decode one prompt: text is streamed as it becomes certain, then the figures."""
 
     PROG: ClassVar[str] = "pipedraft inference"
@@ -113,7 +113,7 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
 
     traces = options.trace is not None
     engine = load_engine(options, cluster, options.decode_settings(), traces=traces)
-    stream = Stream(engine.tokenizer)
+    stream = PrintedText(engine.tokenizer)
     result = engine.decode(encode(engine.tokenizer, text, options.raw), on_token=stream)
     stream.finish_line(result.text)
     if not options.quiet:
@@ -136,7 +136,7 @@ def print_figures(config: "DecodeConfig", result: DecodeResult, where: str) -> N
     )
 
 
-def report_processes(reports: "list[Report]", options: DecodeOptions) -> None:
+def report_processes(reports: "list[TimelineReport]", options: DecodeOptions) -> None:
     from pipedraft.inference.timeline import chrome_trace
 
     if not options.quiet:
@@ -154,7 +154,7 @@ def main(words: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if words is None else words
     first = words[0] if words and not words[0].startswith("-") else ""
     if first and subcommand(first, list(SUBCOMMANDS)) == "serve":
-        from pipedraft.inference.transport import serve
+        from pipedraft.inference.edge import serve
 
         serve.run(words[1:])
         return

@@ -1,8 +1,6 @@
 """Options about decoding that several commands share, and the engine that they describe."""
 
-import ipaddress
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,21 +12,20 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_t
 from jsonargparse import ArgumentParser
 
 from pipedraft.errors import UsageError
-from pipedraft.files import read_text
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
-from pipedraft.inference.filters import Filters
+from pipedraft.inference.ranks import is_launched
+from pipedraft.inference.ranks.launch import run_ranks
+from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Budget, TreeShape
-from pipedraft.inference.transport import is_launched
-from pipedraft.inference.transport.launch import run_ranks
 from pipedraft.options import Group, Options, Values, checked, flag_name, help_of, listed, option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from pipedraft.inference.transport.cluster import Cluster
+    from pipedraft.inference.ranks.cluster import Cluster
 
-FILTER_NAMES = [f.name for f in fields(Filters)]
+FILTER_NAMES = [f.name for f in fields(TokenFilters)]
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 MAX_SECONDS = 1_000_000
@@ -89,7 +86,7 @@ class FilterOptions(Options):
         Raises:
             ValueError: one is out of range.
         """
-        return Filters(**{name: getattr(self, name) for name in FILTER_NAMES}).active
+        return TokenFilters(**{name: getattr(self, name) for name in FILTER_NAMES}).active
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,10 +228,10 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
                 f"--processes: {options.processes}, but the launcher started "
                 f"{os.environ['WORLD_SIZE']}; leave --processes out"
             )
-    from pipedraft.inference.transport.cluster import Cluster
-    from pipedraft.inference.transport.watch import Limits
+    from pipedraft.inference.ranks.cluster import Cluster
+    from pipedraft.inference.ranks.watch import WatchLimits
 
-    limits = Limits.of_step(options.step_timeout)
+    limits = WatchLimits.of_step(options.step_timeout)
     with Cluster(limits, options.links, on_cpu=options.device == "cpu") as cluster:
         yield cluster
 
@@ -258,7 +255,7 @@ class TextStream:
         return text[first:]
 
 
-class Stream(TextStream):
+class PrintedText(TextStream):
     """Prints what it makes."""
 
     def __call__(self, token: int) -> None:
@@ -277,7 +274,7 @@ SHARED_SETTINGS = ("verifier", "payload_tokens", "tail_samples", "bitwise")
 class EngineOptions(BackendOptions, ScheduleOptions):
     """target, draft and schedule"""
 
-    AT_MOST_ONE = (("checkpoint", "draft_model", "draft"), ("draft_model", "beside"))
+    AT_MOST_ONE = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: str | None = None
     """folder or Hub id of a trained draft"""
@@ -286,8 +283,6 @@ class EngineOptions(BackendOptions, ScheduleOptions):
     schedule is pipeinfer)"""
     draft: Literal["ngram", "suffix"] | None = None
     """a draft without a network: what followed the same tokens before in the text"""
-    beside: Literal["ngram", "suffix"] | None = None
-    """such a draft's chain as one more branch of the checkpoint's trees"""
     target: str | None = None
     """folder or Hub id; default: the one the draft names"""
     schedule: str | None = None
@@ -316,25 +311,15 @@ class EngineOptions(BackendOptions, ScheduleOptions):
 
 # -- a target on a server
 
-TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
-TOKEN = re.compile(r"[!-~]{1,4096}")
-MAX_TOKEN_BYTES = 2**20
 ELSEWHERE = (
     *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
-    *("draft", "beside", "bitwise", "cost"),
+    *("draft", "bitwise", "cost"),
 )
 """Options of a target on this machine, and of drafts that only such a one has."""
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
-
-
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(Options):
+class RemoteOptions(Options):
     """a target on a server (inference serve)"""
 
     server: str | None = option(None, metavar="HOST:PORT")
@@ -354,13 +339,13 @@ class ServerOptions(Options):
     connect_s: float = option(10.0, metavar="S", parse=seconds)
     """for one attempt"""
     answer_s: float = option(30.0, metavar="S", parse=seconds)
-    """without an answer for so long the connection is made again"""
+    """without an answer for so long a new session is opened"""
     give_up_s: float = option(60.0, metavar="S", parse=seconds)
     """without a server for so long the output ends, status 1"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ELSEWHERE if self.server else [part.name for part in fields(ServerOptions)]
+        names = ELSEWHERE if self.server else [part.name for part in fields(RemoteOptions)]
         defaults = {part.name: part.default for part in fields(self)}
         for name in names:
             if name != "server" and getattr(self, name) != defaults[name]:
@@ -368,26 +353,3 @@ class ServerOptions(Options):
                     raise ValueError(f"{flag_name(name)}: it needs --server HOST:PORT")
                 where = self.server
                 raise ValueError(f"{flag_name(name)}: the target is on {where}; leave it out")
-
-
-def read_tokens(
-    file: Path | None, *, option: str = "--token-file", variable: str = TOKEN_VARIABLE
-) -> tuple[str, ...]:
-    """Tokens of the file, a line each, or of the environment; not of the command line, which others
-    can list.
-
-    Raises:
-        ValueError: what is there is no token, as a secret that was not filled in.
-    """
-    place, text = f"${variable}", os.environ.get(variable)
-    if file is not None:
-        place = f"{option}: {str(file)!r}"
-        text = read_text(file, option, MAX_TOKEN_BYTES).strip()
-    if text is None:
-        return ()
-    tokens = tuple(text.split("\n"))
-    if not all(TOKEN.fullmatch(token) for token in tokens):
-        raise ValueError(
-            f"{place} holds no printable ASCII text without spaces; write one, or unset it"
-        )
-    return tokens

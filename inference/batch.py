@@ -47,7 +47,7 @@ class QueueFull(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class BatchLimits:
     """What sequences may take together; requests beyond it wait, first come first served."""
 
     sequences: int = 32
@@ -199,7 +199,7 @@ class BatchEngine:
         config: DecodeConfig,
         draft: Any | None = None,
         *,
-        limits: Limits | None = None,
+        limits: BatchLimits | None = None,
         drafts_together: bool = True,
         counts_alone: bool = False,
         connect: Callable[[Any], Pipeline] = LocalPipeline,
@@ -218,7 +218,7 @@ class BatchEngine:
             ValueError: as of ``Engine``.
         """
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
-        self.limits, self._counts_alone = limits or Limits(), counts_alone
+        self.limits, self._counts_alone = limits or BatchLimits(), counts_alone
         # A draft may say where the target is cut, and plain sequences are cut there, too.
         boundaries = tuple(getattr(draft, "boundaries", None) or config.boundaries)
         self.config = replace(config, boundaries=boundaries)

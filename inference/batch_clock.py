@@ -19,8 +19,8 @@ from pipedraft.inference.shapes import LONGEST, SHARPNESS, RowCosts
 
 if TYPE_CHECKING:
     from pipedraft.inference.pipelines.shared import SharedPipeline
+    from pipedraft.inference.rules.sampled import Walk
     from pipedraft.inference.tree import TokenTree
-    from pipedraft.inference.verify import Walk
 
 
 MEMORY = 0.99

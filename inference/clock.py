@@ -11,8 +11,8 @@ import numpy as np
 from pipedraft.inference.shapes import LONGEST, RowCosts
 
 if TYPE_CHECKING:
+    from pipedraft.inference.rules.sampled import Walk
     from pipedraft.inference.tree import TokenTree
-    from pipedraft.inference.verify import Walk
 
 MAX_COST = 1e6
 """Target passes."""

@@ -15,21 +15,20 @@ from pipedraft.files import Values, read_optional
 from pipedraft.inference.arguments import (
     EngineOptions,
     PlaceOptions,
-    ServerOptions,
-    Stream,
-    is_loopback,
-    read_tokens,
+    PrintedText,
+    RemoteOptions,
 )
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
+from pipedraft.inference.edge.stream import Access, Connection
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
+from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.result import DecodeResult, shown
-from pipedraft.inference.sources import default_schedule, make_source
-from pipedraft.inference.sources.lookup import beside, make_lookup
-from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.transport.stream import Access, Connection
-from pipedraft.inference.verify import RULES
+from pipedraft.inference.rules.sampled import RULES
+from pipedraft.inference.servers import is_loopback, read_tokens
+from pipedraft.inference.sources import default_schedule
+from pipedraft.inference.sources.lookup import make_lookup
 from pipedraft.models import load_draft
 from pipedraft.models.draft import read_description, resolve_folder
 from pipedraft.models.fingerprint import vocabulary_hash
@@ -66,7 +65,7 @@ def place_of(options: PlaceOptions, cluster: Cluster | None = None) -> torch.dev
 
 
 @dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     target: str
     revision: str | None
     schedule: str
@@ -74,7 +73,7 @@ class Choice:
     boundaries: tuple[int, ...]
 
 
-def describe(options: EngineOptions) -> Choice:
+def describe(options: EngineOptions) -> EngineChoice:
     """Which target and schedule the options and the checkpoint's description ask for."""
     stages, cut = options.stages, options.boundaries
     if options.checkpoint is None:
@@ -85,16 +84,16 @@ def describe(options: EngineOptions) -> Choice:
         if options.draft_model is not None or options.draft is not None:
             kind = options.draft or "language_model"
             schedule = options.schedule or default_schedule(kind)
-            return Choice(options.target, None, schedule, stages, cut)
+            return EngineChoice(options.target, None, schedule, stages, cut)
         if options.schedule not in (None, "autoregressive"):
             raise ValueError(
                 f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, "
                 "--draft-model DIR, --draft ngram, or --schedule autoregressive"
             )
-        return Choice(options.target, None, "autoregressive", stages, cut)
+        return EngineChoice(options.target, None, "autoregressive", stages, cut)
     description = read_description(resolve_folder(options.checkpoint))
     reference, architecture = description["target"], description["architecture"]
-    return Choice(
+    return EngineChoice(
         options.target or reference["name"],
         reference.get("revision") if options.target is None else None,
         options.schedule or default_schedule(description["draft_type"]),
@@ -115,8 +114,6 @@ def load_engine(
     Raises:
         ValueError: options that do not fit each other, the draft or the target.
     """
-    if options.beside is not None and options.checkpoint is None:
-        raise ValueError(f"--beside: {options.beside!r} without --checkpoint; give one, or --draft")
     quieten()
     choice = describe(options)
     num_stages = 1 if choice.num_stages is None else choice.num_stages
@@ -151,17 +148,14 @@ def load_engine(
         draft = load_draft_model(options.draft_model, target, tokenizer)
     elif options.draft is not None:
         draft = make_lookup(options.draft, target)
-    source = None
-    if options.beside is not None:
-        source = beside(make_source(draft), options.beside)
     connect = LocalPipeline if cluster is None else cluster.connect
-    return Engine(target, tokenizer, config, draft, source=source, connect=connect)
+    return Engine(target, tokenizer, config, draft, connect=connect)
 
 
 # -- a target on a server
 
 
-def read_access(options: ServerOptions) -> Access:
+def read_access(options: RemoteOptions) -> Access:
 
     tokens, uses_tls = read_tokens(options.token_file), options.tls or options.tls_ca is not None
     if len(tokens) > 1:
@@ -241,7 +235,7 @@ def decode_remotely(options: DecodeOptions) -> None:
     draft, tokenizer = load_edge(options)
     if config.schedule.grows is not None and RULES[config.rule].caveat:
         print(f"warning: {RULES[config.rule].caveat}", file=sys.stderr)
-    stream = Stream(tokenizer)
+    stream = PrintedText(tokenizer)
     with Connection(access) as connection:
         pipeline = RemotePipeline(
             connection,
@@ -274,9 +268,5 @@ def print_figures(name: str, result: DecodeResult, pipeline: RemotePipeline) -> 
         f"({result.stop_reason})",
         file=sys.stderr,
     )
-    num_breaks, num_reopened = pipeline.connection.num_breaks, pipeline.num_reopened
-    if num_breaks:
-        print(
-            f"{num_breaks} connections broke, {num_reopened} sessions began again",
-            file=sys.stderr,
-        )
+    if pipeline.num_reopened:
+        print(f"{pipeline.num_reopened} sessions broke and were opened again", file=sys.stderr)

@@ -18,7 +18,7 @@ import msgspec
 from pipedraft.errors import UsageError, check_ranges
 from pipedraft.files import Values, read_text
 from pipedraft.inference.clock import CostModel
-from pipedraft.inference.filters import Filters, sampling_label
+from pipedraft.inference.rules.filters import TokenFilters, sampling_label
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule, check_at_least
 from pipedraft.inference.schedules.spd import SPD
@@ -40,7 +40,7 @@ RuleName = Literal[
     "recursive",
     "traversal",
 ]
-"""Acceptance rules; ``verify.py`` has them."""
+"""Acceptance rules; ``rules/`` has them."""
 RULE_NAMES: list[RuleName] = list(get_args(RuleName))
 SAMPLING_RULES = ("rejection", "tail_escape", "topk")
 """Their draft tokens are drawn from the draft's distribution."""
@@ -52,7 +52,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(Filters):
+class DecodeConfig(TokenFilters):
     """A schedule with its settings, and what every schedule has."""
 
     schedule: Schedule = field(default_factory=SPD)

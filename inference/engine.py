@@ -13,22 +13,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipedraft.inference.config import DecodeConfig, check_prompt
+from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget, check_draft
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
-from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget, check_draft
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult, Observer
+from pipedraft.inference.rules.sampled import DraftToken, KeyedRandom, Walk, make_verifier
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPD
 from pipedraft.inference.shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
 from pipedraft.inference.sources import make_source
-from pipedraft.inference.sources.base import DraftSource, Expansion, Sampling
+from pipedraft.inference.sources.base import DraftSampling, DraftSource, Expansion
 from pipedraft.inference.sources.lookup import Lookup
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import DraftToken, KeyedRandom, Walk, make_verifier
 from pipedraft.models.draft import Draft
 from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.target import Keep, StagedTarget
+from pipedraft.models.target import KeepRows, StagedTarget
 
 DraftNetwork = Draft | LanguageModelDraft | Lookup
 
@@ -192,7 +192,7 @@ class Session:
             payload_tokens=config.payload_tokens,
             tail_samples=config.tail_samples,
         )
-        self.sampling = Sampling(self.verifier)
+        self.sampling = DraftSampling(self.verifier)
         self.source = engine.make_source()
         settings = (config.cost, engine.target.boundaries, engine.draft_cost)
         self.clock = self.pipeline.make_clock(*settings)
@@ -315,10 +315,10 @@ class Session:
         self.result.num_drafted += len(self.tree) - num_rows
         self.pending_forwards += source.num_forwards - num_forwards
 
-    def _round_sampling(self, costs: RowCosts | None = None) -> Sampling:
+    def _round_sampling(self, costs: RowCosts | None = None) -> DraftSampling:
         return replace(self.sampling, attempt=self.num_rounds, costs=costs)
 
-    def step_sampling(self, budget: Budget) -> Sampling:
+    def step_sampling(self, budget: Budget) -> DraftSampling:
         """Sampling of draft tokens that enter at every step."""
         costs = self.clock.step_costs(self.result.num_tokens) if budget == "auto" else None
         return self._round_sampling(costs)
@@ -367,10 +367,10 @@ class Session:
             return None
         return Ahead(self.tree.segment(first, count), lambda returned: self._verify(returned)[1])
 
-    def _verify(self, returned: Returned) -> tuple[Walk, Keep]:
+    def _verify(self, returned: Returned) -> tuple[Walk, KeepRows]:
         walk = self.pipeline.walk(self.verifier, self.tree, returned)
         if walk.restarts:
-            return walk, Keep(tuple(walk.path), len(walk.path))
+            return walk, KeepRows(tuple(walk.path), len(walk.path))
         return walk, self.tree.keep_for(walk.path, walk.next_token)
 
     def resolve(self, returned: Returned) -> bool:

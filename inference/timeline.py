@@ -22,7 +22,7 @@ WAIT = "wait"
 UNFINISHED = "unfinished"
 """Kind of the spans that ended with an exception, whatever they were."""
 
-Report: TypeAlias = Values
+TimelineReport: TypeAlias = Values
 """What a process measured, as JSON holds it."""
 
 
@@ -138,7 +138,7 @@ class Timeline:
         if self.traces and len(self.events) < MAX_EVENTS:
             self.events.append((kind, start, end, num_rows))
 
-    def report(self) -> Report:
+    def report(self) -> TimelineReport:
         self._settle()
         return {
             "name": self.name,
@@ -151,11 +151,11 @@ class Timeline:
         }
 
 
-def chrome_trace(reports: list[Report]) -> Report:
+def chrome_trace(reports: list[TimelineReport]) -> TimelineReport:
     """Spans of all processes for chrome://tracing or Perfetto; one track each."""
     starts = [start for report in reports for _, start, _, _ in report["events"]]
     origin = min(starts, default=0.0)
-    events: list[Report] = []
+    events: list[TimelineReport] = []
     for track, report in enumerate(reports):
         name = {"name": report["name"]}
         events.append({"ph": "M", "name": "process_name", "pid": track, "args": name})

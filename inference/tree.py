@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 
 class TokenTree:
@@ -113,8 +113,8 @@ class TokenTree:
             ids=torch.tensor(self.tokens[start:stop], dtype=torch.int64),
         )
 
-    def keep_for(self, path: list[int], next_token: int) -> Keep:
-        """Keep that commits ``path`` (root first) and retains the subtree of ``next_token``.
+    def keep_for(self, path: list[int], next_token: int) -> KeepRows:
+        """KeepRows that commits ``path`` (root first) and retains the subtree of ``next_token``.
 
         Without such a child nothing is retained: a miss.
         """
@@ -122,10 +122,10 @@ class TokenTree:
         retained: list[int] = []
         if child is not None:  # its descendants and itself
             retained = np.flatnonzero(self._ancestor_matrix()[: len(self), child]).tolist()
-        return Keep(rows=(*path, *retained), num_committed=len(path))
+        return KeepRows(rows=(*path, *retained), num_committed=len(path))
 
-    def reroot(self, keep: Keep) -> TokenTree:
-        """The tree that is left after a Keep with retained rows; the first of them is the root."""
+    def reroot(self, keep: KeepRows) -> TokenTree:
+        """The tree that is left after a KeepRows with retained rows; the first of them is the root."""
         rows = list(keep.rows[keep.num_committed :])
         root = rows[0]
         place = {row: index for index, row in enumerate(rows)}

@@ -266,7 +266,7 @@ class FlexSpec(Draft):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Run ``rows`` as a recorded graph calls it: the row before each is known, or in order."""
+        """Run ``rows`` as a CUDA graph calls it: the row before each is known, or in order."""
         index_R = torch.arange(len(tokens_R), device=tokens_R.device)
         before_R = torch.where(index_R > 0, index_R + len(tokens_R) - 1, 0)
         return self.rows(

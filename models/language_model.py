@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.models.draft import CONFIG_FILE
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.stage_calls import can_record, folding_heads, shared_heads
+from pipedraft.models.stage_calls import can_capture, folding_heads, shared_heads
 from pipedraft.models.target import StagedTarget, layer_kinds, load_target, load_tokenizer
 
 
@@ -54,12 +54,12 @@ class LanguageModelDraft(nn.Module):
         """Logits of raw hidden states after the last layer, float32 [R, V]."""
         return self.model.lm_head(self.model.get_decoder().norm(hidden_RH)).float()
 
-    # -- as recorded graphs call it -----------------------------------------------------------
+    # -- as CUDA graphs call it -----------------------------------------------------------
 
     @property
-    def can_record(self) -> bool:
+    def can_capture(self) -> bool:
         config = self.model.get_decoder().config
-        return can_record(config) and set(layer_kinds(config)) == {"full_attention"}
+        return can_capture(config) and set(layer_kinds(config)) == {"full_attention"}
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """What a pipeline stage receives (segments, Keeps) and what it remembers (its cache).
 
 A stage mirrors the controller's sequence in one order: the committed prefix, then the speculative
-rows S[0:m). A segment is data; ``Keep(I, a)`` is the only control message: it commits, prunes,
+rows S[0:m). A segment is data; ``KeepRows(I, a)`` is the only control message: it commits, prunes,
 rolls back and flushes, and its arithmetic is defined here once.
 
 Shape suffixes: l rows of a segment, S mask columns, H hidden, C rows in use, N key/value heads,
@@ -20,7 +20,7 @@ MIN_CAPACITY = 128  # rows; buffers double from here, so that n appends cost O(n
 
 
 @dataclass(frozen=True)
-class Keep:
+class KeepRows:
     """Retain the rows I of the ordered token tree S; the first a of them are committed.
 
     For a holder of the rows S[lo:hi) this means: keep its rows [i - lo for i in I if lo <= i < hi];
@@ -58,7 +58,7 @@ class Keep:
         """
         committed = self.rows[: self.num_committed]
         assert not committed or committed[-1] < num_cached, (
-            f"Keep commits row {committed[-1]}, but this stage holds only {num_cached} speculative "
+            f"KeepRows commits row {committed[-1]}, but this stage holds only {num_cached} speculative "
             f"rows; commit a row after it has left the last stage"
         )
 
@@ -104,11 +104,11 @@ class Segment:
         return replace(self, ids=None, hidden=hidden_lH, taps={**self.taps, **collected})
 
 
-def prune_segment(segment: Segment, keep: Keep, num_cached: int) -> Segment | None:
-    """Apply a Keep to a segment that waits at the input of a stage.
+def prune_segment(segment: Segment, keep: KeepRows, num_cached: int) -> Segment | None:
+    """Apply a KeepRows to a segment that waits at the input of a stage.
 
     Args:
-        num_cached: speculative rows ahead of the segment before the Keep: the stage's cached ones
+        num_cached: speculative rows ahead of the segment before the KeepRows: the stage's cached ones
             plus those of segments that wait in front of this one.
 
     Returns:
@@ -180,7 +180,7 @@ class StageCache:
     and counted with ``advance``; a forward that fails in between leaves the cache as it was.
 
     Recurrent layers cannot drop rows from their state, so the state after every speculative row is
-    remembered: each row starts from its parent's, and a Keep drops those of the rows it drops.
+    remembered: each row starts from its parent's, and a KeepRows drops those of the rows it drops.
     """
 
     def __init__(self, recurrent_layers: Collection[int]):
@@ -285,7 +285,7 @@ class StageCache:
         self._new_states = self._states[-1:] * self._num_new
         self.advance(committed=False)
 
-    def keep(self, keep: Keep, move: Callable[[list[int], int], None] | None = None) -> None:
+    def keep(self, keep: KeepRows, move: Callable[[list[int], int], None] | None = None) -> None:
         """Gather the retained rows in place; a prefix that stays where it is costs nothing.
 
         Args:

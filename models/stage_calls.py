@@ -1,4 +1,4 @@
-"""Two faster calls of a stage's layers: recorded as a CUDA graph, and several sequences at once.
+"""Two faster calls of a stage's layers: captured as a CUDA graph, and several sequences at once.
 
 Graphs: embedding, masks and rotary tables are made of what is packed on the host, inside the graph.
 Attention looks at the whole capacity of the cache behind a mask.
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
 from pipedraft.models.layers import grouped_attention
-from pipedraft.models.recorded import Packing, Recordings, hidden_columns, lend, padded_rows
 from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ READ_BY_HOST = ("dynamic", "longrope")
 """Rotary tables that depend on the longest position."""
 
 
-def can_record(config: "PreTrainedConfig") -> bool:
+def can_capture(config: "PreTrainedConfig") -> bool:
     rope = config.rope_parameters.get("rope_type", "default")
     is_fixed = config.model_type in FAMILIES and rope not in READ_BY_HOST
     return is_fixed and config._attn_implementation == "sdpa"
 
 
-class StageGraphs(Recordings):
+class StageGraphs(Graphs):
     """Runs rows through the layers of one stage and into its cache.
 
     A step is one copy to the device, the hidden states of the stage before, one graph, and a copy
@@ -104,7 +104,7 @@ class StageGraphs(Recordings):
             return packed
 
         key = ("move",)
-        if (key, len(packed), 0) not in self._recorded:  # recording runs it, and more than once
+        if (key, len(packed), 0) not in self._graphs:  # capturing runs it, and more than once
             itself = torch.arange(len(packed) // 2).repeat(2)
             self.run(key, itself, [], compute)
         self.run(key, packed, [], compute)
@@ -188,7 +188,7 @@ def lend_graphs(stage: "Stage") -> StageGraphs:
     def make() -> StageGraphs:
         return StageGraphs(copy(stage))  # a twin, which may outlive it
 
-    graphs = lend(stage.layers[0], stage, (stage.start, stage.end), make)
+    graphs = borrow_for(stage.layers[0], stage, (stage.start, stage.end), make)
     graphs.stage.cache.reset()
     return graphs
 

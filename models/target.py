@@ -22,7 +22,7 @@ from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprin
 from pipedraft.models.layers import packed_call
 from pipedraft.models.stage_cache import (
     Abandoned,
-    Keep,
+    KeepRows,
     Segment,
     StageCache,
     additive_mask,
@@ -32,7 +32,7 @@ from pipedraft.models.stage_calls import StageGraphs
 from pipedraft.pretrained import load_model, load_tokenizer, read_config
 
 __all__ = [
-    "Keep",
+    "KeepRows",
     "Segment",
     "Stage",
     "StagedTarget",
@@ -157,12 +157,12 @@ class Stage:
         self.device = next(self.layers[0].parameters()).device
         self.cache = StageCache(recurrent)
         self.is_bitwise = False
-        can_record = stage_calls.can_record(decoder.config)
+        can_capture = stage_calls.can_capture(decoder.config)
         on_gpu = self.device.type == "cuda"
         self.groups = stage_calls.shared_heads(decoder.config, self.device)
         self.graphs: StageGraphs | None = None
         """Runs speculative rows; None: layer by layer."""
-        if on_gpu and can_record:
+        if on_gpu and can_capture:
             self.graphs = stage_calls.lend_graphs(self)
             self.cache = self.graphs.stage.cache
 
@@ -178,8 +178,8 @@ class Stage:
         self.cache.reset()
 
     @torch.inference_mode()
-    def keep(self, keep: Keep) -> None:
-        """Apply a Keep to the cached rows; see ``prune_segment`` for waiting ones."""
+    def keep(self, keep: KeepRows) -> None:
+        """Apply a KeepRows to the cached rows; see ``prune_segment`` for waiting ones."""
         self.cache.keep(keep, None if self.graphs is None else self.graphs.move)
 
     @torch.inference_mode()

@@ -124,10 +124,10 @@ def main() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import pipedraft.inference.command
-    import pipedraft.inference.pipelines.remote
+    import pipedraft.inference.edge.remote
+    import pipedraft.inference.edge.serve
+    import pipedraft.inference.edge.server
     import pipedraft.inference.schedules
-    import pipedraft.inference.transport.serve
-    import pipedraft.inference.transport.server
     import pipedraft.models.target  # noqa: F401
 
     torch.set_num_threads(1)

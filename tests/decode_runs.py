@@ -15,14 +15,14 @@ from scipy.stats import chi2
 from tiny_drafts import make_module
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draws import KeyedRandom, probabilities
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.rules.random import KeyedRandom, probabilities
+from pipedraft.inference.rules.sampled import MatchVerifier, Walk
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import DraftSource, Sampling, add_best
+from pipedraft.inference.sources.base import DraftSampling, DraftSource, add_best
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
-from pipedraft.inference.verify import MatchVerifier, Walk
 from pipedraft.models.target import capture_hidden
 
 NEW_TOKENS = 24
@@ -30,7 +30,7 @@ PROMPTS = [[5], [1, 2], [7, 3, 9, 3, 7, 1], [index * 5 % 16 for index in range(2
 CHAIN = TreeShape(kind="chain", depth=3)
 SMALL = TreeShape(depth=3, top_k=3, num_tokens=8)
 STATIC = TreeShape(kind="static", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-GREEDY = Sampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
+GREEDY = DraftSampling(MatchVerifier(0.0, KeyedRandom(0, 0)))
 GREEDY_TEXTS: dict[tuple, list[int]] = {}
 PUBLISHED = dict(expansion_depth=2, expansion_tokens=5)
 WAYS = [

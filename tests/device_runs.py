@@ -20,8 +20,8 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.inference.ranks.worker import SharedWorker
 from pipedraft.inference.sources.row_cache import TEXT, RowCache
-from pipedraft.inference.transport.worker import SharedWorker
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import StagedTarget
 from pipedraft.pretrained import place_draft
@@ -132,7 +132,7 @@ def decode_on_gpu(
 
 
 def kernels_of_a_layer() -> float:
-    """In the recorded graph of a stage, by which another layer makes it longer."""
+    """In the CUDA graph of a stage, by which another layer makes it longer."""
     config = DecodeConfig.of("autoregressive", num_stages=1, max_new_tokens=4)
     kernels = []
     for layers in (1, 2):

@@ -11,7 +11,7 @@ import asyncio
 import time
 from typing import Any
 
-from pipedraft.inference.channel import Channel, Direction, Link
+from pipedraft.inference.edge.channel import Channel, Direction, Link
 
 
 class EmulatedLink:

@@ -23,7 +23,7 @@ from pipedraft.inference.pipelines.local import step_together
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.app import Service
-from pipedraft.inference.serving.decoder import SharedDecoder, TurnDecoder
+from pipedraft.inference.serving.decoder import SequenceDecoder
 from pipedraft.inference.serving.listen import http_server, serve
 from pipedraft.models.language_model import LanguageModelDraft
 
@@ -137,13 +137,9 @@ def wait_until(is_so: Callable[[], object]) -> None:
 
 
 @contextmanager
-def serving(
-    engine: Engine, *, keys: tuple[str, ...] = (), in_turn: bool = False, **options: Any
-) -> Iterator[Place]:
-    """``in_turn``: as with --beside."""
+def serving(engine: Engine, *, keys: tuple[str, ...] = (), **options: Any) -> Iterator[Place]:
     limits = HttpLimits(**{"grace_s": 5.0, "request_s": WAIT_S, **options})
-    decoder = TurnDecoder(engine) if in_turn else SharedDecoder(engine, limits)
-    service = Service(decoder, name="tiny", limits=limits, keys=keys)
+    service = Service(SequenceDecoder(engine, limits), name="tiny", limits=limits, keys=keys)
     server = http_server(service)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(

@@ -8,10 +8,10 @@ from decode_runs import NEW_TOKENS, PlainTokenizer
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.inference.ranks.codec import CODEC, AnyMessage
+from pipedraft.inference.ranks.links import Answers, Local
+from pipedraft.inference.ranks.worker import SharedWorker
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.codec import CODEC, AnyMessage
-from pipedraft.inference.transport.ranks import Answers, Local
-from pipedraft.inference.transport.worker import SharedWorker
 
 
 class Wire(Local):

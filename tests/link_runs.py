@@ -14,18 +14,18 @@ from conftest import tiny_llama
 from decode_runs import PlainTokenizer, SimulatedSource, StatelessSource, greedy_reference
 
 from pipedraft.eval.edge_methods import Simulation
-from pipedraft.inference.channel import EnergyModel, Link
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.edge.channel import EnergyModel, Link
+from pipedraft.inference.edge.link import LinkPipeline, Times
+from pipedraft.inference.edge.linked import RemoteTarget
+from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.link import LinkPipeline, Times
-from pipedraft.inference.pipelines.linked import RemoteTarget
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.inference.schedules.pearl import PEARL
 from pipedraft.inference.schedules.picospec import PicoSpec
 from pipedraft.inference.schedules.stop_and_wait import StopAndWait
 from pipedraft.inference.sources.base import add_layer, deepest_rows
-from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.target import Segment
 
 TIMES = Times(draft_s=0.02, verify_s=0.09, verify_row_s=0.001, cloud_draft_s=0.005)

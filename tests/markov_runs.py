@@ -16,11 +16,11 @@ from scipy.stats import chi2
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draws import UNFILTERED, probabilities
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.filters import Filters
+from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.inference.rules.random import UNFILTERED, probabilities
 from pipedraft.inference.sources.tree_source import TreeSource
-from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 VOCAB, PROMPT = 4, [1, 2]
 
@@ -68,7 +68,7 @@ class MarkovStage:
             contexts.append([(self.committed[-2:] + [seen[at] for at in sorted(seen)])[-2:]])
         return replace(segment, ids=None, hidden=torch.tensor(contexts)[:, 0])
 
-    def keep(self, keep: Keep) -> None:
+    def keep(self, keep: KeepRows) -> None:
         kept = [self.rows[row] for row in keep.rows if row < len(self.rows)]
         committed, self.rows = kept[: keep.num_committed], kept[keep.num_committed :]
         self.committed += [token for token, _ in committed]
@@ -154,7 +154,7 @@ def markov_texts(num_texts: int, **options) -> list[list[int]]:
 
 
 @cache
-def plain_texts(num_texts: int, length: int, rule: str, filters: Filters) -> list[list[int]]:
+def plain_texts(num_texts: int, length: int, rule: str, filters: TokenFilters) -> list[list[int]]:
     """Plain decoding's."""
     settings = {"max_new_tokens": length, "verifier": rule, **filters.active}
     return markov_texts(num_texts, schedule="autoregressive", num_stages=1, **settings)

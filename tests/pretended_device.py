@@ -45,9 +45,9 @@ class Log:
     """What happened: kernels by operation; where the host meets the device also by place."""
 
     launches: Counter[str] = field(default_factory=Counter)
-    """Kernels, without those of recorded graphs."""
+    """Kernels, without those of CUDA graphs."""
     replayed: Counter[str] = field(default_factory=Counter)
-    """Kernels inside recorded graphs."""
+    """Kernels inside CUDA graphs."""
     uploads: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Copies from the host to the device."""
     syncs: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -471,7 +471,7 @@ def pretended_cuda(*, num_devices: int = 2) -> Iterator[Log]:
         no_autocast = "torch.cuda.amp.common.amp_definitely_not_available"
         stack.enter_context(mock.patch(no_autocast, lambda: False))
         stack.enter_context(
-            mock.patch("pipedraft.models.recorded._capture", lambda c, d, _: log.record(c, d))
+            mock.patch("pipedraft.models.cuda_graphs._capture", lambda c, d, _: log.record(c, d))
         )
         # Tensors of inference mode cannot be wrapped; without gradients they compute the same.
         for name in ("__enter__", "__exit__"):

@@ -20,17 +20,17 @@ from tiny_drafts import make_exit, make_head
 
 from pipedraft.inference.config import ROUND_RULES, DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.ranks.watch import WatchLimits
+from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.transport.watch import Limits
-from pipedraft.inference.verify import RULES
 
 NEW_TOKENS = 16
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with Cluster(Limits(), sys.argv[2]) as cluster:
+    with Cluster(WatchLimits(), sys.argv[2]) as cluster:
         if not cluster.is_controller:
             cluster.serve()
             return

@@ -18,13 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.transport import KEY
-from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.transport.watch import FAILED_KEY, Limits
+from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.ranks.watch import WatchLimits
 
 NUM_STAGES, NUM_RANKS = 2, 3
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # of Linux; Python's socket module does not name them
@@ -42,8 +40,6 @@ class Plan:
     failing_rank: int = -1
     failure: Callable[[Path], None] | None = None
     """Called with ``folder`` in the failing rank soon after its first steps."""
-    key: str = ""
-    """That signs what ranks put into the store."""
 
 
 class PlainTokenizer:
@@ -52,7 +48,7 @@ class PlainTokenizer:
 
 
 def run_rank(plan: Plan) -> None:
-    with Cluster(Limits()) as cluster:
+    with Cluster(WatchLimits()) as cluster:
         (plan.folder / f"rank{cluster.rank}.pid").write_text(str(os.getpid()))
         if cluster.rank == plan.failing_rank:
             signal.signal(signal.SIGUSR2, hold_memory)
@@ -77,7 +73,6 @@ def run_forked_rank(rank: int, port: int, plan: Plan) -> None:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "LOCAL_WORLD_SIZE": str(NUM_RANKS),
-        KEY: plan.key,
     }
     os.dup2(os.open(plan.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     run_rank(plan)
@@ -130,13 +125,6 @@ def hold_memory(*_: object) -> None:
     with suppress(RuntimeError):
         while True:
             HELD.append(torch.empty(PIECE_BYTES, dtype=torch.uint8))
-
-
-def forge_cause(folder: Path) -> None:
-    """As anybody could who reaches the store."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-    store.set(FAILED_KEY, "rank 7 (nobody): pay here")
 
 
 def reset_links(folder: Path, *, peer: int) -> None:

@@ -23,18 +23,18 @@ from tiny_drafts import make_exit, make_head
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.ranks import cluster as cluster_module
+from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.ranks.links import DeviceLink, Sender
+from pipedraft.inference.ranks.watch import WatchLimits
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.transport import cluster as cluster_module
-from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.transport.ranks import DeviceLink, Sender
-from pipedraft.inference.transport.watch import Limits
-from pipedraft.models.recorded import UNDER_WAY, Recordings
+from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs
 from pipedraft.pretrained import place_draft
 
 NEW_TOKENS, PROMPT = 8, PROMPTS[2]
 RANK = int(os.environ["RANK"])
 HANGS_S = 20
-PATIENT = Limits(silence_s=99, undelivered_s=99, step_s=99)
+PATIENT = WatchLimits(silence_s=99, undelivered_s=99, step_s=99)
 """A busy machine is no failure; what hangs is ended by ``Taken``."""
 FORGETS = 0.3
 """Share of the calls before which a rank forgets its graphs, at steps of its own."""
@@ -113,8 +113,8 @@ def over_gloo(right):
 
 def main() -> None:
     folder, counts = Path(sys.argv[1]), {"rank": RANK, "recorded": 0}
-    Recordings._record = recording(Recordings._record, counts)
-    Recordings.run = forgetting(Recordings.run, Random(RANK))
+    Graphs._make = recording(Graphs._make, counts)
+    Graphs.run = forgetting(Graphs.run, Random(RANK))
     cluster_module.DeviceLink, dist.new_group = Rendezvous, over_gloo(dist.new_group)
     # Weights are loaded before, and moved to a GPU that pretends.
     Cluster._load_part = lambda self, job, **_: tiny_llama(layers=4, vocab=16).to(self.device)

@@ -12,23 +12,21 @@ from conftest import tiny_llama
 from decode_runs import PlainTokenizer
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.remote import LocalDraft, RemotePipeline
-from pipedraft.inference.transport import ServerLimits, wire
-from pipedraft.inference.transport.server import Security, Server
-from pipedraft.inference.transport.session_messages import (
-    HELLO,
+from pipedraft.inference.edge import wire
+from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
+from pipedraft.inference.edge.serve import SessionLimits
+from pipedraft.inference.edge.server import Security, Server
+from pipedraft.inference.edge.session_messages import (
     MAX_BYTES,
     REQUESTS,
-    Hello,
     Open,
     Preverify,
-    Request,
     Settings,
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.transport.stream import Access, Connection
+from pipedraft.inference.edge.stream import Access, Connection
+from pipedraft.inference.engine import Engine
 from pipedraft.models.language_model import LanguageModelDraft
 
 LIMIT_S = 300
@@ -45,7 +43,7 @@ def make_server(target: Any, *, tokens: tuple[str, ...] = (), **limits: Any) -> 
         target,
         name="tiny",
         tokenizer=TOKENIZER,
-        limits=ServerLimits(**{"grace_s": 0.2, **limits}),
+        limits=SessionLimits(**{"grace_s": 0.2, **limits}),
         security=Security(tokens=tokens),
     )
 
@@ -140,7 +138,6 @@ async def decode(
                 result=result,
                 bytes=connection.bytes,
                 fallback=pipeline.fallback,
-                num_breaks=connection.num_breaks,
                 num_reopened=pipeline.num_reopened,
                 round_trip_s=pipeline.estimates.link.state.round_trip_s,
             )
@@ -172,10 +169,6 @@ def in_loop(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
         run(scene(*arguments, **fixtures))
 
     return test
-
-
-def encode(message: Hello | Request) -> bytes:
-    return HELLO.to_bytes(message) if isinstance(message, Hello) else REQUESTS.to_bytes(message)
 
 
 class RawConnection:
@@ -213,7 +206,9 @@ class Raw:
 
     async def send(self, *messages: Any) -> None:
         for message in messages:
-            await self.call.write(message if isinstance(message, bytes) else encode(message))
+            await self.call.write(
+                message if isinstance(message, bytes) else REQUESTS.to_bytes(message)
+            )
 
     async def read(self, count: int) -> list[bytes]:
         return [await self.call.read() for _ in range(count)]

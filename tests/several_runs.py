@@ -13,14 +13,14 @@ import torch
 from decode_runs import SMALL, PlainTokenizer, SimulatedSource, attentive_llama, friendly_module
 from tiny_drafts import make_exit, make_head, noisy_copy
 
-from pipedraft.inference.batch import BatchEngine, Limits
+from pipedraft.inference.batch import BatchEngine, BatchLimits
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines import local
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.transport import watch, worker
-from pipedraft.inference.transport.cluster import Cluster
-from pipedraft.inference.verify import KeyedRandom
+from pipedraft.inference.ranks import watch, worker
+from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.rules.sampled import KeyedRandom
 from pipedraft.models import stage_calls
 
 PLAIN = {"schedule": "autoregressive"}
@@ -69,7 +69,7 @@ def requests(rng, ways, num_stages, count):
 def decode_several(target, draft, num_stages, asked, *, rng=None, connect=LocalPipeline, **limits):
     """Handles of requests that join at random steps."""
     config = DecodeConfig.of(**PLAIN, num_stages=num_stages)
-    limits = Limits(**{"prompt_rows": 7, **limits})
+    limits = BatchLimits(**{"prompt_rows": 7, **limits})
     batch = BatchEngine(target, PlainTokenizer(), config, draft, limits=limits, connect=connect)
     handles = []
     for prompt, settings, index in asked:
@@ -146,7 +146,7 @@ def share_seed(monkeypatch):
 
 def main() -> None:
     name = str(Path(sys.argv[1]) / "t")
-    with Cluster(watch.Limits.of_step(60)) as cluster:  # the machine may be busy
+    with Cluster(watch.WatchLimits.of_step(60)) as cluster:  # the machine may be busy
         if not cluster.is_controller:
             cluster.serve()
             return

@@ -13,7 +13,7 @@ import random
 import torch
 import transformers as hf
 
-from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
+from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segment
 
 VOCAB = 61
 NUM_LAYERS = 4
@@ -104,7 +104,7 @@ def chain_segment(target: StagedTarget, ids: torch.Tensor) -> Segment:
     )
 
 
-def keep_everywhere(target: StagedTarget, keep: Keep) -> None:
+def keep_everywhere(target: StagedTarget, keep: KeepRows) -> None:
     for stage in target.stages:
         stage.keep(keep)
 
@@ -114,7 +114,7 @@ def decode_greedily(target: StagedTarget, prompt: torch.Tensor, max_new_tokens: 
     tokens = [int(logits_V.argmax())]
     while len(tokens) < max_new_tokens and tokens[-1] not in target.eos_token_ids:
         segment = run(target, chain_segment(target, torch.tensor(tokens[-1:])))
-        keep_everywhere(target, Keep((0,), 1))
+        keep_everywhere(target, KeepRows((0,), 1))
         tokens.append(int(target.logits(segment.hidden)[0].argmax()))
     return tokens
 
@@ -189,7 +189,7 @@ class Controller:
             self.num_compared += 1
         assert torch.equal(segment.taps[NUM_LAYERS], segment.hidden)
 
-    def random_keep(self) -> Keep:
+    def random_keep(self) -> KeepRows:
         """A path through returned rows is committed, some of what hangs below it is retained."""
         path: list[int] = []
         while self.random.random() < 0.6:
@@ -205,9 +205,9 @@ class Controller:
             if self.parents[row] in alive and self.random.random() < share:
                 alive.add(row)
                 retained.append(row)
-        return Keep(tuple(path + retained), len(path))
+        return KeepRows(tuple(path + retained), len(path))
 
-    def apply(self, keep: Keep) -> None:
+    def apply(self, keep: KeepRows) -> None:
         for index, stage in enumerate(self.target.stages):
             if self.slots[index] is not None:
                 self.slots[index] = prune_segment(self.slots[index], keep, stage.num_speculative)

@@ -1,4 +1,4 @@
-"""A connection and a server that lose, repeat and reorder messages, under a clock of their own."""
+"""Connection and server that break sessions and reorder requests, with a clock of their own."""
 
 import random
 from types import SimpleNamespace
@@ -7,37 +7,31 @@ import pytest
 from decode_runs import PlainTokenizer
 from link_runs import TIMES, config_for
 
+from pipedraft.inference.edge import remote, stream
+from pipedraft.inference.edge.remote import RemotePipeline
+from pipedraft.inference.edge.serve import SessionLimits
+from pipedraft.inference.edge.session_messages import REPLIES, REQUESTS, Description
+from pipedraft.inference.edge.session_table import SessionTable
+from pipedraft.inference.edge.stream import Access
+from pipedraft.inference.edge.target_session import run_together
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines import remote
-from pipedraft.inference.pipelines.remote import RemotePipeline
-from pipedraft.inference.transport import ServerLimits, stream
-from pipedraft.inference.transport.session_messages import (
-    HELLO,
-    REQUESTS,
-    WELCOME,
-    Description,
-    Welcome,
-)
-from pipedraft.inference.transport.session_table import SessionTable
-from pipedraft.inference.transport.stream import Access
-from pipedraft.inference.transport.target_session import run_together
 
 
 class Storm:
     """Stands where a ``Connection`` and a server stand, and where the time is.
 
-    Requests are held and handed over in any order, twice, or not at all; replies come in order, as
-    gRPC has it, until one is lost, or the connection is.
+    Requests are held and handed over in any order, or twice; replies come in order, as gRPC has it,
+    until the stream breaks.
     """
 
-    access = Access(server="127.0.0.1:1", answer_s=0.5, connect_s=0.5, give_up_s=1e9)
-    num_breaks = 0
+    access = Access(server="127.0.0.1:1", answer_s=5.0, connect_s=0.5, give_up_s=1e9)
 
     def __init__(self, target, seed: int, *, loss: float, falls_back_after: int = -1) -> None:
         self.rng, self.loss, self.falls_back_after = random.Random(seed), loss, falls_back_after
-        self.table = SessionTable(target, ServerLimits(max_prompt_tokens=64), 0)
+        self.table = SessionTable(target, SessionLimits(max_prompt_tokens=64), 0)
         self.now_s, self.num_turns = 0.0, 0
         self.lines: list[Line] = []
+        self.patience = stream.Patience(self.access)
         self.pipeline = StormPipeline(self, keeps_drafting=True)
 
     def decode(self, source, prompt, **options):
@@ -72,10 +66,10 @@ class Storm:
         self.num_turns += 1
         assert self.num_turns < 60_000, "the output does not end"
         self.now_s += 0.01
-        line = self.rng.choice(self.lines[-2:])  # what is late may belong to the connection before
+        line = self.lines[-1]
         self.rng.choice([self.compute, line.deliver, line.deliver])()
         if self.rng.random() < self.loss / 50:
-            self.lines[-1].is_up = False
+            line.hang_up()
         if self.num_turns == self.falls_back_after:
             self.pipeline.fallback = "the test says so"
 
@@ -88,9 +82,7 @@ class Storm:
                 held.core.start(self.now_s)
 
     def answer(self, held, replies) -> None:
-        for data in held.add(replies):
-            if held.stream is not None and self.rng.random() >= self.loss:
-                held.stream.down.append(data)
+        held.stream.down += map(REPLIES.to_bytes, replies)
 
 
 class StormPipeline(RemotePipeline):
@@ -108,42 +100,26 @@ class StormPipeline(RemotePipeline):
 
 
 class Line:
-    """One connection."""
+    """One stream."""
 
     def __init__(self, storm: Storm) -> None:
-        self.storm, self.is_up, self.held = storm, True, None
-        self.first, self.up, self.down = [], [], []
+        self.storm, self.is_up, self.session = storm, True, None
+        self.up, self.down = [], []
 
     def write(self, data: bytes) -> None:
-        if len(self.first) < 2 and self.held is None:  # the server waits for both
-            self.first.append(data)
-            self.enter()
-        elif self.storm.rng.random() >= self.storm.loss:
-            self.up.append(data)
-
-    def enter(self) -> None:
-        hello = HELLO.decode(self.first[0])
-        table, now_s = self.storm.table, self.storm.now_s
-        if hello.ticket:
-            self.held = table.find(hello.ticket, now_s)
-            self.held.stream = self
-            self.down = [b"", *self.held.since(hello.next_number)]
-        elif len(self.first) == 2:
-            self.held = table.open(REQUESTS.decode(self.first[1]), now_s)
-            self.held.stream = self
-            self.down, self.up = [b""], [self.first[1]]
-        if self.held is not None:
-            self.down[0] = WELCOME.to_bytes(Welcome(self.held.ticket, self.held.core.next_seq))
+        if not self.up and self.session is None:
+            self.storm.table.open(REQUESTS.decode(data), self.storm.now_s, self)
+        self.up.append(data)
 
     def deliver(self) -> None:
-        if not self.up:
+        if not self.up or not self.is_up:
             return
         index = self.storm.rng.randrange(len(self.up))
         request = REQUESTS.decode(self.up[index])
         if self.storm.rng.random() < 0.8:  # else it comes again
             del self.up[index]
-        self.held.note(request, self.storm.now_s)
-        self.storm.answer(self.held, self.held.core.receive(request, self.storm.now_s))
+        core = self.session.core
+        self.storm.answer(self.session, core.receive(request, self.storm.now_s))
 
     def take(self, timeout_s: float):
         """Also a call that is over hands over what came before."""
@@ -156,3 +132,5 @@ class Line:
 
     def hang_up(self) -> None:
         self.is_up = False
+        if self.session is not None:
+            self.storm.table.drop(self.session)

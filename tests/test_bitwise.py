@@ -19,11 +19,11 @@ from pretended_device import pretended_cuda
 from staged_targets import chain_segment, tiny
 from tiny_drafts import make_exit
 
-from pipedraft.inference.filters import Filters
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.verify import RULES, KeyedRandom
+from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.inference.rules.sampled import RULES, KeyedRandom
 from pipedraft.models import bitwise
-from pipedraft.models.stage_cache import Keep, Segment
+from pipedraft.models.stage_cache import KeepRows, Segment
 from pipedraft.models.target import StagedTarget
 
 TOKENS = 24
@@ -70,7 +70,7 @@ def test_the_rows_of_a_prompt_have_the_same_bits_in_processes(target):
             options = {"num_stages": 4, "max_new_tokens": TOKENS, "bitwise": is_on}
             engine = engine_for(target, schedule="autoregressive", connect=connect, **options)
             engine.pipeline.open(engine.config, 0)
-            verifier = RULES["match"](0.0, KeyedRandom(0, 0), filters=Filters())
+            verifier = RULES["match"](0.0, KeyedRandom(0, 0), filters=TokenFilters())
             _, taps = engine.pipeline.prefill(torch.arange(200), (4,), verifier)
             found.append(taps[4])
     assert torch.equal(found[0], found[2]) and not torch.equal(found[1], found[3])
@@ -118,7 +118,7 @@ def test_a_row_has_the_same_bits_beside_any_others(window):
     tree = Segment(positions=9 + own // 2, visible=visible, ids=both)
     assert torch.equal(forward(target, tree)[1::2], found[0])
     for stage in target.stages:  # and what is kept continues the same text
-        stage.keep(Keep(tuple(range(1, 20, 2)), 10))
+        stage.keep(KeepRows(tuple(range(1, 20, 2)), 10))
     again = forward(target, chain_segment(target, ids[10:]))
     assert torch.equal(again, found[0][10:])
 

@@ -11,7 +11,7 @@ from conftest import REPOSITORY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedraft.inference.channel import (
+from pipedraft.inference.edge.channel import (
     PACKET_BYTES,
     PRESETS,
     Channel,
@@ -21,7 +21,6 @@ from pipedraft.inference.channel import (
     LinkState,
     Steps,
     load_link,
-    read_profiles,
     read_trace,
 )
 
@@ -274,43 +273,13 @@ def test_a_trace_that_is_no_text_is_named(tmp_path: Path) -> None:
         load_link(str(path))
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ('{"a": {"up_mbps": 1, "rtt_ms": 2}', "line 1: .*; give JSON"),
-        ("[1]", "is no object of profiles"),
-        ('{"a": 3}', "a: is no object"),
-        ('{"a": {"up_mbps": 1}}', "a: give up_mbps and either rtt_ms or one_way_ms"),
-        ('{"a": {"up_mbps": 1, "rtt_ms": 2, "one_way_ms": 1}}', "a: give up_mbps and either"),
-        ('{"a": {"up_mbps": 1, "rtt": 2}}', "a.rtt: is unknown"),
-        ('{"a": {"up_mbps": "1", "rtt_ms": 2}}', "a.up_mbps: '1' is no number"),
-        ('{"a": {"up_mbps": 1, "rtt_ms": -2}}', "a.rtt_ms: -2 is no size"),
-        ('{"a": {"up_mbps": 1, "rtt_ms": 2, "loss": 1}}', "a: link.loss: 1 is no share"),
-        (
-            '{"a": {"up_mbps": 1, "rtt_ms": 2, "jitter_ms": 9}}',
-            "a: link.jitter_s: 0.0045 either way",
-        ),
-        ('{"a": {"up_mbps": 0, "rtt_ms": 2}}', "a: link.up_bytes_per_s: from 0.0 to 0.0"),
-    ],
-)
-def test_a_bad_profile_is_one_line_that_says_where(tmp_path: Path, text: str, message: str) -> None:
-    path = write(tmp_path, text, "profiles.json")
-    with pytest.raises(ValueError, match=message) as caught:
-        read_profiles(path)
-    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
-
-
 def test_links_are_found_by_name(tmp_path: Path) -> None:
     assert load_link("4g") is PRESETS["4g"]
     assert PRESETS["4g"].state(7.0) == LinkState(
         up_bytes_per_s=6.25e6, down_bytes_per_s=6.25e6, round_trip_s=0.06
     )
-    satellite = load_link(f"{TRACES}/profiles.json:satellite")
-    assert satellite.state(0.0).round_trip_s == pytest.approx(1.2)
     with pytest.raises(ValueError, match="link: '6g' is unknown; give 5g, 4g, wifi, TRACE.csv"):
         load_link("6g")
-    with pytest.raises(ValueError, match=r"profiles.json has no profile 'moon'; give urban_5g,"):
-        load_link(f"{TRACES}/profiles.json:moon")
     with pytest.raises(ValueError, match="link: '.*missing.csv' cannot be read"):
         load_link(f"5g:{tmp_path}/missing.csv")
 

@@ -17,30 +17,30 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.config import RULE_NAMES
-from pipedraft.inference.filters import Filters
-from pipedraft.inference.transport.codec import (
+from pipedraft.inference.ranks.codec import (
     CODEC,
     DTYPES,
     MAGIC,
     PREFIX,
     AnyMessage,
     Cancel,
-    Close,
+    CloseRanks,
     Codec,
     Failed,
     Header,
     Leave,
-    Measure,
+    MeasureRequest,
     Message,
     Prefill,
-    Report,
-    Result,
+    StageReport,
+    StageResult,
     Step,
     TensorHeader,
     Together,
     check_tensor,
 )
-from pipedraft.models.target import Keep, Segment
+from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.models.target import KeepRows, Segment
 
 ALL_DTYPES = tuple(DTYPES.values())
 SMALL_BYTES = 1 << 20
@@ -105,9 +105,9 @@ def rows(num_rows: int, width: int = 4) -> st.SearchStrategy[Tensor]:
 
 
 @st.composite
-def keeps(draw) -> Keep:
+def keeps(draw) -> KeepRows:
     found = sorted(draw(st.sets(st.integers(0, 70_000), max_size=5)))
-    return Keep(tuple(found), draw(st.integers(0, len(found))))
+    return KeepRows(tuple(found), draw(st.integers(0, len(found))))
 
 
 @st.composite
@@ -133,14 +133,14 @@ prefills = st.builds(
     is_last=st.booleans(),
     taps=st.lists(st.integers(0, 200), max_size=3).map(tuple),
     temperature=st.floats(0, 10),
-    filters=st.builds(Filters, top_k=st.integers(0, 9), top_p=st.floats(0.1, 1)),
+    filters=st.builds(TokenFilters, top_k=st.integers(0, 9), top_p=st.floats(0.1, 1)),
     rule=st.sampled_from(RULE_NAMES),
     seed=st.integers(-(2**63), 2**63 - 1),
     prompt=st.integers(0, 2**31 - 1),
 )
 hidden = tensors((torch.float32, torch.bfloat16), st.just([2, 3]))
 results = st.builds(
-    Result,
+    StageResult,
     taps=st.dictionaries(st.integers(0, 99), hidden, max_size=3),
     verdicts=st.none() | tensors((torch.int64,), st.just([3])) | hidden,
 )
@@ -148,9 +148,9 @@ ends = st.builds(Failed, reason=st.text(max_size=50), slot=st.integers(0, 9)) | 
 together = st.builds(Together, parts=st.lists(prefills | steps() | results | ends, max_size=4))
 controls = st.one_of(
     st.builds(Cancel),
-    st.builds(Measure, action=st.sampled_from(["report", "clear"])),
-    st.builds(Report, json=st.text(max_size=50)),
-    st.builds(Close),
+    st.builds(MeasureRequest, action=st.sampled_from(["report", "clear"])),
+    st.builds(StageReport, json=st.text(max_size=50)),
+    st.builds(CloseRanks),
 )
 
 
@@ -260,20 +260,20 @@ def test_thousands_of_damaged_frames_are_refused_or_harmless():
     whole = [
         bytes(CODEC.encode(message).join())
         for message in (
-            Step.of([Keep((0, 2, 5), 2), Keep((), 0)], segment),
-            Result(taps={4: torch.rand(2, 3)}, verdicts=torch.tensor([4, 7])),
+            Step.of([KeepRows((0, 2, 5), 2), KeepRows((), 0)], segment),
+            StageResult(taps={4: torch.rand(2, 3)}, verdicts=torch.tensor([4, 7])),
             Prefill(
                 rows=torch.tensor([5, 9, 2]),
                 first_position=512,
                 is_last=True,
                 taps=(2, 7),
                 temperature=0.7,
-                filters=Filters(top_k=5),
+                filters=TokenFilters(top_k=5),
                 rule="rejection",
                 seed=3,
                 prompt=1,
             ),
-            Report(json="{}"),
+            StageReport(json="{}"),
         )
     ]
     num_refused = 0
@@ -443,9 +443,9 @@ def test_rules_between_fields_are_checked():
     with pytest.raises(ValueError, match="rows: 3 of them, 2 positions"):
         Step.of([], segment)
     with pytest.raises(ValueError, match=r"verdicts: \[1, 2, 3\]; want one or two axes"):
-        Result(verdicts=torch.zeros(1, 2, 3))
+        StageResult(verdicts=torch.zeros(1, 2, 3))
     with pytest.raises(ValueError, match=r"taps 3: torch.int64 \[2\]; want float32 or bfloat16"):
-        Result(taps={3: torch.arange(2)})
+        StageResult(taps={3: torch.arange(2)})
     with pytest.raises(ValueError, match="x: torch.float32 .3.; want int64 of shape .4."):
         check_tensor("x", torch.zeros(3), (torch.int64,), 4)
 

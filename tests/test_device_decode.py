@@ -21,19 +21,19 @@ from torch.overrides import TorchFunctionMode
 
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draws import draw, draw_on_device, probabilities
+from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.filters import Filters
 from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.inference.rules.random import draw, draw_on_device, probabilities
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import default_schedule, make_source
-from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models import stage_cache
-from pipedraft.models.recorded import UNDER_WAY, Recordings
+from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs
 from pipedraft.models.stage_calls import can_run_together, forward_together
-from pipedraft.models.target import Keep, Segment, StagedTarget
+from pipedraft.models.target import KeepRows, Segment, StagedTarget
 from pipedraft.pretrained import place_draft
 
 PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes
@@ -193,7 +193,7 @@ BUDGETS = [
     ],
 )
 def test_a_step_launches_and_waits_a_few_times_only(head, schedule, settings, temperature):
-    """Beside its recorded graph a stage launches no more for more layers, nor does a draft."""
+    """Beside its CUDA graph a stage launches no more for more layers, nor does a draft."""
     counts = decode_on_gpu(HEADS[head], schedule, temperature=temperature, **settings)
     assert counts["syncs_per_step"] <= 2, counts
     assert counts["launches_per_stage"] <= 5, counts
@@ -221,7 +221,7 @@ def test_a_controller_launches_and_waits_a_few_times_only(head, schedule, settin
 def test_tokens_drawn_on_the_device_are_those_drawn_on_the_host():
     generator = torch.Generator().manual_seed(0)
     logits_RV = torch.randn(64, 500, generator=generator) * 4
-    p_RV = probabilities(logits_RV, 1.0, Filters(top_k=7))
+    p_RV = probabilities(logits_RV, 1.0, TokenFilters(top_k=7))
     uniforms = [index / 64 for index in range(63)] + [1 - 2.0**-53]
     drawn = [draw(p_V, uniform) for p_V, uniform in zip(p_RV, uniforms, strict=True)]
     assert draw_on_device(p_RV, uniforms).tolist() == drawn
@@ -231,13 +231,13 @@ def test_tokens_drawn_on_the_device_are_those_drawn_on_the_host():
 
 def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
     """Texts that follow each other, of any length that was expected, take over what is idle."""
-    keys, right = [], Recordings._record
+    keys, right = [], Graphs._make
 
     def record(self, packed, rows, compute):
         keys.append((id(self), len(packed)))
         return right(self, packed, rows, compute)
 
-    monkeypatch.setattr(Recordings, "_record", record)
+    monkeypatch.setattr(Graphs, "_make", record)
     monkeypatch.setattr(stage_cache, "MIN_CAPACITY", 8)
     with pretended_cuda():
         target = tiny_llama().to("cuda:0")
@@ -248,7 +248,7 @@ def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
             del engine
         assert len(keys) == len(set(keys)) == 2, "one for each stage"
         monkeypatch.undo()
-        monkeypatch.setattr(Recordings, "_record", record)
+        monkeypatch.setattr(Graphs, "_make", record)
         source = make_source(make_draft(tiny_llama()))
         for _ in range(2):
             settings = {"plan": "stop_and_wait", "max_new_tokens": NEW_TOKENS}
@@ -271,13 +271,13 @@ class Busy:
 @pytest.mark.parametrize("head", ["spd", "ppsd"])
 def test_nothing_is_recorded_while_a_send_waits_for_its_peer(head, monkeypatch):
     """Recording waits for the device, so for the send, and two ranks that do would never end."""
-    busy, right = Busy(), Recordings._record
+    busy, right = Busy(), Graphs._make
 
     def record(self, packed, rows, compute):
         assert not busy.answers[-1], "would wait for a peer that may be recording, too"
         return right(self, packed, rows, compute)
 
-    monkeypatch.setattr(Recordings, "_record", record)
+    monkeypatch.setattr(Graphs, "_make", record)
     UNDER_WAY.add(busy)
     cpu, gpu = decode_twice(head, head, {}, 0.0, connect_ranks)
     assert cpu.token_ids == gpu.token_ids
@@ -318,7 +318,7 @@ def test_keys_are_not_repeated_for_the_heads_that_share_them(head):
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_a_tree_is_pruned_by_one_graph_whatever_the_layers(num_layers):
     """Rows that survive become neighbors in the cache of every layer."""
-    model, kept = tiny_llama(layers=num_layers), Keep((0, 2, 3), 1)
+    model, kept = tiny_llama(layers=num_layers), KeepRows((0, 2, 3), 1)
     positions, visible = torch.arange(4) + len(PROMPT), torch.ones(4, 5).bool().tril_()
     row = Segment(torch.tensor([len(PROMPT) + 2]), torch.ones(1, 3).bool(), ids=torch.tensor([8]))
     outputs, launches = [], []

@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from pipedraft.inference.channel import PRESETS, LinkState
-from pipedraft.inference.draft_length import (
+from pipedraft.inference.edge.channel import PRESETS, LinkState
+from pipedraft.inference.edge.draft_length import (
     Alg2,
     DraftLengthPolicy,
     Eq11,
@@ -17,7 +17,6 @@ from pipedraft.inference.draft_length import (
     Geometric,
     RoundCost,
     RoundShape,
-    Survival,
     parse_policy,
 )
 
@@ -148,20 +147,17 @@ def test_the_best_length_is_that_of_the_enumerated_outcomes() -> None:
     assert len(chosen[True]) == MAX_LENGTH and len(chosen[False]) >= 4
 
 
-def test_policies_that_learn_end_at_the_brute_force_length() -> None:
+def test_a_policy_that_learns_ends_at_the_brute_force_length() -> None:
     """With lengths that a runtime might draft, and a cost whose best length is not an end."""
     random = np.random.default_rng(1)
     cost = linear_cost(0.2, 0.03)
-    for acceptance_K, policy in (
-        (np.full(MAX_LENGTH, 0.7), Geometric(MAX_LENGTH, memory=1e6)),
-        (FALLING_K, Survival(MAX_LENGTH, memories=[1e6])),
-    ):
-        best = brute_force(np.cumprod(acceptance_K), lambda k, _: 0.2 + 0.03 * k, True)
-        assert 1 < best < MAX_LENGTH
-        for _ in range(4000):
-            length = int(random.integers(1, MAX_LENGTH + 1))
-            policy.observe(length, play(acceptance_K, length, random)[0])
-        assert policy.choose(cost) == best
+    acceptance_K, policy = np.full(MAX_LENGTH, 0.7), Geometric(MAX_LENGTH, memory=1e6)
+    best = brute_force(np.cumprod(acceptance_K), lambda k, _: 0.2 + 0.03 * k, True)
+    assert 1 < best < MAX_LENGTH
+    for _ in range(4000):
+        length = int(random.integers(1, MAX_LENGTH + 1))
+        policy.observe(length, play(acceptance_K, length, random)[0])
+    assert policy.choose(cost) == best
 
 
 class NaiveRate:
@@ -178,20 +174,7 @@ class NaiveRate:
         return float(np.mean(self.ratios))
 
 
-class NaiveSurvival:
-    """Known bad: rounds that accepted at least k, over all rounds, however short these were."""
-
-    def __init__(self) -> None:
-        self.rounds: list[int] = []
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self.rounds.append(num_accepted)
-
-    def survival(self) -> np.ndarray:
-        return (np.array(self.rounds)[:, None] >= POSITION_K).mean(0)
-
-
-class CensoredAsRejected(Survival):
+class CensoredAsRejected(Geometric):
     """Known bad: a round accepted to its end counts as a rejection behind it."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -212,24 +195,6 @@ def test_one_rate_is_recovered_from_censored_rounds() -> None:
         assert naive.acceptance < rate - 2 * tolerance
         expected = estimate.acceptance ** np.arange(1, 4)
         assert estimate.survival()[:3] == pytest.approx(expected)
-
-
-def test_survival_by_position_is_recovered_from_censored_rounds() -> None:
-    random = np.random.default_rng(3)
-    true_K = np.cumprod(FALLING_K)
-    estimates = {
-        "censored": Survival(MAX_LENGTH, memories=[1e6]),
-        "naive": NaiveSurvival(),
-        "censored as rejected": CensoredAsRejected(MAX_LENGTH, memories=[1e6]),
-    }
-    for _ in range(6000):
-        length = int(random.integers(1, MAX_LENGTH + 1))
-        accepted, _ = play(FALLING_K, length, random)
-        for estimate in estimates.values():
-            estimate.observe(length, accepted)
-    errors = {name: np.abs(e.survival() - true_K).max() for name, e in estimates.items()}
-    assert errors["censored"] < 0.03
-    assert errors["naive"] > 0.15 and errors["censored as rejected"] > 0.1
 
 
 ROUNDS = [(4, 4), (4, 1), (3, 0), (2, 2), (1, 0), (4, 3), (4, 4), (1, 1), (3, 2)]
@@ -256,77 +221,6 @@ def test_the_published_average_and_the_censored_rate_are_their_sums() -> None:
     tested = faded([m + (m < k) for k, m in ROUNDS], keep)
     expected = (accepted + 3 * Fraction(3, 4)) / (tested + 3)
     assert rate.acceptance == pytest.approx(float(expected), rel=1e-12)
-
-
-def reference_survival(rounds: list[tuple[int, int]], memory: int) -> list[Fraction]:
-    """Of one memory, position by position in rationals: prior 4/5, weight 2."""
-    keep = 1 - Fraction(1, memory)
-    accepted, tested = [], []
-    for position in range(1, 5):
-        accepted.append(faded([int(m >= position) for _, m in rounds], keep))
-        was_tested = [position <= m or (position == m + 1 and m < k) for k, m in rounds]
-        tested.append(faded([int(was) for was in was_tested], keep))
-    common = (sum(accepted) + 2 * Fraction(4, 5)) / (sum(tested) + 2)
-    survival, held = [], Fraction(1)
-    for a, t in zip(accepted, tested, strict=True):
-        held *= (a + 2 * common) / (t + 2)
-        survival.append(held)
-    return survival
-
-
-def test_survival_is_the_products_of_faded_counts_weighted_by_how_well_they_predicted() -> None:
-    estimate = Survival(4, memories=[4, 16], acceptance=0.8)
-    scores = [0.0, 0.0]
-    for index, (drafted, accepted) in enumerate(ROUNDS):
-        for number, memory in enumerate((4, 16)):
-            at_least = [Fraction(1), *reference_survival(ROUNDS[:index], memory)]
-            behind = at_least[accepted + 1] if accepted < drafted else 0
-            likelihood = float(at_least[accepted] - behind)
-            scores[number] = scores[number] * (1 - 1 / 40) + math.log(likelihood)
-        estimate.observe(drafted, accepted)
-    weights = np.exp(scores) / np.exp(scores).sum()
-    assert abs(weights[0] - weights[1]) > 0.05, "equal weights would test nothing"
-    survival_MK = np.array([reference_survival(ROUNDS, m) for m in (4, 16)], dtype=float)
-    assert estimate.survival() == pytest.approx(weights @ survival_MK, rel=1e-9)
-
-
-def test_positions_never_reached_lean_on_the_common_rate() -> None:
-    estimate = Survival(MAX_LENGTH, memories=[1e9])
-    for accepted in [1, 1, 1, 0] * 500:
-        estimate.observe(1, accepted)
-    assert estimate.survival() == pytest.approx(0.75**POSITION_K, abs=0.01)
-
-
-class Unweighted(Survival):
-    """Known bad: all memories count alike, however wrong they were of late."""
-
-    def survival(self) -> np.ndarray:
-        return self.survival_MK.mean(0)
-
-
-def test_memories_side_by_side_follow_a_change_and_stay_calm_in_between() -> None:
-    def mean_errors(estimate_class: type, memories: list[float]) -> tuple[float, float]:
-        """Of S(1) to S(4): within 25 rounds of a change, and long after one."""
-        soon, late = [], []
-        for seed in range(6):
-            random = np.random.default_rng([4, seed])
-            estimate = estimate_class(MAX_LENGTH, memories=memories)
-            for rate in (0.9, 0.4):
-                for index in range(400):
-                    accepted, _ = play(np.full(MAX_LENGTH, rate), 4, random)
-                    estimate.observe(4, accepted)
-                    error = np.abs(estimate.survival() - rate**POSITION_K)[:4].mean()
-                    if 5 <= index < 25 and rate == 0.4:
-                        soon.append(error)
-                    elif index >= 200:
-                        late.append(error)
-        return float(np.mean(soon)), float(np.mean(late))
-
-    soon, late = mean_errors(Survival, [4, 16, 64])
-    assert soon < 0.5 * mean_errors(Survival, [64])[0], "one long memory is slow"
-    assert late < 0.5 * mean_errors(Survival, [4])[1], "one short memory is noisy"
-    unweighted = mean_errors(Unweighted, [4, 16, 64])
-    assert soon < 0.7 * unweighted[0] and late < 0.7 * unweighted[1]
 
 
 def test_eq_11_as_published_always_takes_the_longest() -> None:
@@ -415,34 +309,33 @@ def rate_of(policy: DraftLengthPolicy, acceptance_K: np.ndarray, cost: RoundCost
     return tokens / seconds
 
 
-def test_survival_comes_within_3_percent_of_the_oracle() -> None:
+def test_geometric_comes_within_3_percent_of_the_oracle_where_one_rate_holds() -> None:
     cases = [
         (np.full(MAX_LENGTH, 0.85), linear_cost(0.12, 0.024)),
-        (FALLING_K, linear_cost(0.3, 0.02)),
-        (np.array([0.6, 0.75, 0.85, 0.9, 0.93, 0.95, 0.95, 0.95]), linear_cost(0.12, 0.024)),
-        (FALLING_K, RoundCost.stop_and_wait(SHAPE, LINK, MAX_LENGTH)),
+        (np.full(MAX_LENGTH, 0.7), linear_cost(0.2, 0.03)),
+        (np.full(MAX_LENGTH, 0.85), RoundCost.stop_and_wait(SHAPE, LINK, MAX_LENGTH)),
     ]
-    worst = {"survival": 1.0, "uncensored": 1.0, "fixed:2": 1.0, "eq11": 1.0, "alg2": 1.0}
+    worst = {"geometric": 1.0, "uncensored": 1.0, "fixed:2": 1.0, "eq11": 1.0, "alg2": 1.0}
     for acceptance_K, cost in cases:
         survival_K = np.cumprod(acceptance_K)
         best = rate_of(Fixed(cost.best_length(survival_K)), acceptance_K, cost)
         for name in worst:
             policy = CensoredAsRejected(MAX_LENGTH) if name == "uncensored" else parse_policy(name)
             worst[name] = min(worst[name], rate_of(policy, acceptance_K, cost) / best)
-    assert worst.pop("survival") > 0.97
+    assert worst.pop("geometric") > 0.97
     assert all(ratio < 0.95 for ratio in worst.values()), worst
 
 
 def test_policies_are_parsed() -> None:
-    assert isinstance(parse_policy("survival"), Survival)
+    assert isinstance(parse_policy("geometric"), Geometric)
     policy = parse_policy("fixed:3")
     assert isinstance(policy, Fixed)
     assert policy.choose(linear_cost(1, 1)) == 3
-    for text in ("fixed", "fixed:0", "fixed:9", "fixed:x", "oracle", "survival:3", ""):
+    for text in ("fixed", "fixed:0", "fixed:9", "fixed:x", "oracle", "geometric:3", "survival", ""):
         with pytest.raises(ValueError, match=r"^policy: '.*' is unknown; give|below 1"):
             parse_policy(text)
     with pytest.raises(ValueError, match="draft_length.max_length: 0 is below 1"):
-        Survival(0)
+        Geometric(0)
     with pytest.raises(ValueError, match="draft_length.memory: 1 rounds; give more than 1"):
-        Survival(8, memories=[1])
-    assert Alg2.caveat and Eq11.caveat and not Survival.caveat
+        Geometric(8, memory=1)
+    assert Alg2.caveat and Eq11.caveat and not Geometric.caveat

@@ -74,7 +74,7 @@ def test_greedy_text_equals_transformers_greedy(way, kind, num_stages, prompts):
 
 
 class Watch:
-    """Counts segments that a Keep left with one row, and steps that returned nothing late."""
+    """Counts segments that a KeepRows left with one row, and steps that returned nothing late."""
 
     def __init__(self, monkeypatch) -> None:
         self.single = self.emptied = 0

@@ -9,8 +9,8 @@ from decode_runs import Script, simplex_points
 from link_runs import TableSource, TableTarget, run_session
 from scipy.stats import chi2, chisquare, kstest
 
-from pipedraft.inference.draws import Token, probabilities
-from pipedraft.inference.verify import (
+from pipedraft.inference.rules.random import Token, probabilities
+from pipedraft.inference.rules.sampled import (
     RULES,
     DraftToken,
     KeyedRandom,

@@ -30,7 +30,7 @@ from train_runs import (
     weights,
 )
 
-from pipedraft.inference.transport.codec import MAGIC, PREFIX
+from pipedraft.inference.ranks.codec import MAGIC, PREFIX
 from pipedraft.models.target import load_tokenizer
 from pipedraft.train.checkpoint import step_folders
 from pipedraft.train.features import __main__ as command

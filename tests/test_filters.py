@@ -13,10 +13,10 @@ from scipy.stats import chisquare
 from transformers.generation import logits_process as warpers
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draws import SharedNoise, probabilities
-from pipedraft.inference.filters import FIRST_TOKENS, Filters, sampling_label
-from pipedraft.inference.transport.session_messages import Settings
-from pipedraft.inference.verify import KeyedRandom, make_verifier
+from pipedraft.inference.edge.session_messages import Settings
+from pipedraft.inference.rules.filters import FIRST_TOKENS, TokenFilters, sampling_label
+from pipedraft.inference.rules.random import SharedNoise, probabilities
+from pipedraft.inference.rules.sampled import KeyedRandom, make_verifier
 
 KINDS = {
     "top_k": lambda value: warpers.TopKLogitsWarper(top_k=value),
@@ -64,7 +64,7 @@ def test_random_logits_keep_the_tokens_that_transformers_keeps():
     for _ in range(1500):
         logits_RV, chosen = random_case(rng)
         temperature = float(rng.choice([0.5, 1.0, 2.0]))
-        ours_RV = probabilities(logits_RV, temperature, Filters(**chosen))
+        ours_RV = probabilities(logits_RV, temperature, TokenFilters(**chosen))
         theirs_RV = as_transformers(logits_RV, temperature, chosen)
         kept_RV, expected_RV = (kept_logits(logits_RV, p_RV) for p_RV in (ours_RV, theirs_RV))
         # A sum that differs in its last bit may move one token over the edge of a nucleus.
@@ -85,18 +85,18 @@ def test_every_filter_is_seen_by_the_comparison(name):
     value = CHOICES[name][2]
     theirs = as_transformers(logits_RV, 1.0, {name: value})
     assert not torch.allclose(probabilities(logits_RV, 1.0), theirs)
-    assert torch.allclose(probabilities(logits_RV, 1.0, Filters(**{name: value})), theirs)
+    assert torch.allclose(probabilities(logits_RV, 1.0, TokenFilters(**{name: value})), theirs)
 
 
 def test_filters_work_one_after_the_other_and_after_the_temperature():
     logits_RV = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]])
     both = {"top_k": 2, "top_p": 0.9}
-    ours = probabilities(logits_RV, 2.0, Filters(**both))
+    ours = probabilities(logits_RV, 2.0, TokenFilters(**both))
     torch.testing.assert_close(ours, as_transformers(logits_RV, 2.0, both))
     assert (ours > 0).sum() == 2
     # The nucleus of the whole distribution would have three of them.
-    assert (probabilities(logits_RV, 2.0, Filters(top_p=0.75)) > 0).sum() == 3
-    assert (probabilities(logits_RV, 2.0, Filters(top_k=2, top_p=0.6)) > 0).sum() == 1
+    assert (probabilities(logits_RV, 2.0, TokenFilters(top_p=0.75)) > 0).sum() == 3
+    assert (probabilities(logits_RV, 2.0, TokenFilters(top_k=2, top_p=0.6)) > 0).sum() == 1
 
 
 def test_nothing_is_sorted_beyond_the_mass_that_is_asked_for(monkeypatch):
@@ -104,9 +104,9 @@ def test_nothing_is_sorted_beyond_the_mass_that_is_asked_for(monkeypatch):
     topk = torch.Tensor.topk
     monkeypatch.setattr(torch.Tensor, "topk", lambda x, k: asked.append(k) or topk(x, k))
     logits_RV = 8 * torch.randn(2, 30_000, generator=torch.Generator().manual_seed(2))
-    Filters(top_p=0.9, typical_p=0.9).apply(logits_RV.double())
+    TokenFilters(top_p=0.9, typical_p=0.9).apply(logits_RV.double())
     assert max(asked) <= 8 * FIRST_TOKENS
-    Filters(top_p=0.9).apply(torch.zeros(1, 30_000).double())
+    TokenFilters(top_p=0.9).apply(torch.zeros(1, 30_000).double())
     assert asked[-1] > FIRST_TOKENS * 8
 
 
@@ -114,7 +114,7 @@ def test_generate_draws_from_the_same_tokens():
     """One token after a prompt, as often as the rarest that is kept needs to come."""
     target, chosen = tiny_llama(layers=1, vocab=16), {"top_k": 9, "top_p": 0.8, "min_p": 0.2}
     ids = torch.tensor([[3, 1, 4]]).expand(2000, -1)
-    p_V = probabilities(target(ids[:1]).logits[0, -1], 0.7, Filters(**chosen, typical_p=0.95))
+    p_V = probabilities(target(ids[:1]).logits[0, -1], 0.7, TokenFilters(**chosen, typical_p=0.95))
     torch.manual_seed(0)
     drawn = target.generate(
         ids,
@@ -133,7 +133,7 @@ def test_generate_draws_from_the_same_tokens():
 
 @pytest.mark.parametrize("rule", ["match", "gumbel", "rejection", "tail_escape", "argmax"])
 def test_no_rule_draws_what_is_removed(rule):
-    filters = Filters(top_k=6, top_p=0.8, typical_p=0.95)
+    filters = TokenFilters(top_k=6, top_p=0.8, typical_p=0.95)
     logits_RV = torch.randn(40, 30, generator=torch.Generator().manual_seed(3)) * 2
     kept_RV = probabilities(logits_RV, 1.3, filters) > 0
     verifier = make_verifier(
@@ -155,7 +155,7 @@ def test_no_rule_draws_what_is_removed(rule):
 
 
 def test_the_gumbel_draw_is_the_draft_draw_where_the_distributions_agree():
-    filters, random = Filters(top_p=0.7), KeyedRandom(2, 0)
+    filters, random = TokenFilters(top_p=0.7), KeyedRandom(2, 0)
     verifier = make_verifier(
         "gumbel", 1.0, random, filters=filters, payload_tokens=3, tail_samples=2
     )
@@ -199,13 +199,13 @@ def test_a_filter_of_greedy_decoding_is_refused():
     with pytest.raises(ValueError, match=message):
         DecodeConfig(top_k=50)
     with pytest.raises(ValueError, match=message):
-        Settings(filters=Filters(top_k=50))
+        Settings(filters=TokenFilters(top_k=50))
 
 
 def test_a_configuration_keeps_its_filters_in_files_and_labels():
     config = DecodeConfig.of("spd", temperature=1.0, top_k=50, min_p=0.05)
     assert DecodeConfig.from_dict(config.to_dict()) == config
-    assert config.filters == Filters(top_k=50, min_p=0.05)
+    assert config.filters == TokenFilters(top_k=50, min_p=0.05)
     assert config.sampling == "1, top-k 50, min-p 0.05"
     assert sampling_label(0.7, {}) == "0.7"
     with pytest.raises(ValueError, match="top_p"):
@@ -215,7 +215,7 @@ def test_a_configuration_keeps_its_filters_in_files_and_labels():
 @pytest.mark.parametrize("rule", ["gumbel", "rejection", "tail_escape"])
 def test_a_target_behind_a_link_filters_as_the_draft_does(rule):
     logits_VV = torch.randn(6, 6, generator=torch.Generator().manual_seed(6)) * 1.5
-    kept_VV = probabilities(logits_VV, 1.0, Filters(top_k=4, top_p=0.8)) > 0
+    kept_VV = probabilities(logits_VV, 1.0, TokenFilters(top_k=4, top_p=0.8)) > 0
     options = {"temperature": 1.0, "top_k": 4, "top_p": 0.8, "max_new_tokens": 200}
     target, draft = TableTarget(logits_VV), TableSource(logits_VV + 0.3)
     options |= {"rule": rule, "plan": "picospec"}

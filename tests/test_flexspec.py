@@ -33,10 +33,10 @@ from tiny_drafts import KINDS, evolved, kind_name, make_draft
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.rules.sampled import DraftToken, RejectionVerifier
 from pipedraft.inference.schedules.pipeinfer import PipeInfer
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.flexspec import FlexSpecSource
-from pipedraft.inference.verify import DraftToken, RejectionVerifier
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference, read_description
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor

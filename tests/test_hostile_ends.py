@@ -144,7 +144,7 @@ runpy.run_module('{}', run_name='__main__')
 """
 RANKS = """
 import sys
-from pipedraft.inference.transport.launch import run_ranks
+from pipedraft.inference.ranks.launch import run_ranks
 program = "import os, time; os.environ['RANK'] == '1' and print('up', flush=True); time.sleep(999)"
 run_ranks(2, [sys.executable, "-c", program])
 """
@@ -167,7 +167,7 @@ def test_ctrl_c_ends_a_command_at_once_and_in_one_line(program):
 
 GENTLE = """
 import sys
-from pipedraft.inference.transport.launch import run_ranks
+from pipedraft.inference.ranks.launch import run_ranks
 program = "import signal; print('up' + chr(10), end='', flush=True); "
 program += "signal.sigwait({15}); signal.sigwait({2})"
 run_ranks(2, [sys.executable, "-c", program], passes_signals=True)

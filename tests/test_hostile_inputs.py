@@ -32,7 +32,7 @@ from pipedraft.files import (
 )
 from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.transport import serve
+from pipedraft.inference.edge import serve
 from pipedraft.options import Options
 from pipedraft.pretrained import ChatRefused, render_chat, resolve_device
 from pipedraft.train.__main__ import RESOLVED
@@ -308,10 +308,10 @@ def test_traces_are_read_into_what_they_should_be(lines, tmp_path):
         read_recordings([path])
 
 
-@pytest.mark.parametrize("name", ["--max-sessions", "--max-message-kb"])
+@pytest.mark.parametrize("name", ["--max-sequences", "--max-message-kb"])
 def test_no_limit_is_beyond_what_grpc_counts(name):
-    with pytest.raises(ValueError, match="give a number above 0 and up to"):
-        serve.ServeOptions.read(["--target", "x", name, "9" * 12])
+    with pytest.raises(ValueError, match=f"{name}: 9+; give at most"):
+        serve.SessionServerOptions.read(["--target", "x", name, "9" * 12])
 
 
 def test_a_device_that_holds_nothing_is_refused():

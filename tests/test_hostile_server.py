@@ -27,25 +27,27 @@ from serve_runs import (
 
 from pipedraft.errors import Failure
 from pipedraft.inference.__main__ import DecodeOptions
-from pipedraft.inference.arguments import read_tokens
 from pipedraft.inference.command import read_access
-from pipedraft.inference.transport import stream, wire
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge import stream, wire
+from pipedraft.inference.edge.session_messages import (
     REPLIES,
-    WELCOME,
     Close,
     Error,
-    Hello,
     More,
     Opened,
     Result,
     Stream,
-    Welcome,
     prefix_hash,
 )
-from pipedraft.inference.transport.session_table import Pace, Refused, SessionTable
-from pipedraft.inference.transport.stream import Access
-from pipedraft.inference.transport.target_session import MAX_MORE, SharedTarget
+from pipedraft.inference.edge.session_table import (
+    MessageRate,
+    ReplyStream,
+    SessionRefused,
+    SessionTable,
+)
+from pipedraft.inference.edge.stream import Access
+from pipedraft.inference.edge.target_session import MAX_MORE, SharedTarget
+from pipedraft.inference.servers import read_tokens
 
 # -- many clients at once ---------------------------------------------------------------------
 
@@ -53,13 +55,13 @@ NEW_TOKENS = 6
 
 
 async def honest(connection: RawConnection, token: str, prompt: list[int]) -> list[int]:
-    """The tokens that a polite client is streamed; it comes again when it is told to."""
+    """The tokens that a polite client is streamed; it tries again, more and more seldom."""
+    wait_s = 0.1
     while True:
         raw = Raw(connection, authorization=f"Bearer {token}")
         tokens: list[int] = []
         with suppress(asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
-            await raw.send(Hello(), opening(prompt, max_new_tokens=NEW_TOKENS, streams=True))
-            await raw.call.read()
+            await raw.send(opening(prompt, max_new_tokens=NEW_TOKENS, streams=True))
             while len(tokens) < NEW_TOKENS:
                 data = await raw.call.read()
                 if data is connection.grpc.aio.EOF:
@@ -71,10 +73,11 @@ async def honest(connection: RawConnection, token: str, prompt: list[int]) -> li
             with suppress(asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
                 await raw.send(Close(epoch=reply.epoch + 1, seq=1))
             return tokens
-        code, text, metadata = await raw.end()
+        code, text, _ = await raw.end()
         # The second: under load this side itself may take as long as the silent may.
-        assert code in ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED") and not tokens, (code, text)
-        await asyncio.sleep(int(metadata.get("retry-after-ms", 100)) / 1000)
+        assert code in ("UNAVAILABLE", "DEADLINE_EXCEEDED") and not tokens, (code, text)
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, 2.0)
 
 
 async def hostile(connection: RawConnection, number: int, over: asyncio.Event) -> None:
@@ -84,7 +87,7 @@ async def hostile(connection: RawConnection, number: int, over: asyncio.Event) -
         raw = Raw(connection, authorization="Bearer evil")
         with suppress(asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
             prompt = [numbers.randrange(16)] * numbers.choice([1, 60])
-            await raw.send(Hello(), opening(prompt, streams=numbers.random() < 0.5))
+            await raw.send(opening(prompt, streams=numbers.random() < 0.5))
             kind = number % 5
             if kind == 0:  # holds what it has, in silence
                 await asyncio.sleep(0.3)
@@ -114,7 +117,7 @@ async def test_honest_clients_get_their_own_sequences_among_hostile_ones(num_cli
         for _ in range(num_clients - num_hostile)
     ]
     tokens = ("evil", *(f"honest{i}" for i in range(len(prompts))))
-    limits = {"max_sessions": 16, "max_client_sessions": 4, "idle_s": 0.5}
+    limits = {"max_sequences": num_hostile + 8, "idle_s": 0.5}
     async with serving(target, tokens=tokens, **limits) as server:
         over = asyncio.Event()
         connections = [RawConnection(access_to(server.port)) for _ in range(num_clients)]
@@ -148,40 +151,17 @@ def make_table(**limits: Any) -> SessionTable:
     return SessionTable(SharedTarget(server.target.model), server.limits, row_bytes=1)
 
 
-def test_one_client_cannot_have_all_sessions():
-    table = make_table(max_sessions=3, max_client_sessions=2)
-    for _ in range(2):
-        table.open(opening([1, 2]), 0.0, "a")
-    with pytest.raises(Refused, match="2 sessions of this client are open") as refused:
-        table.open(opening([1, 2]), 0.0, "a")
-    assert refused.value.retry_s
-    assert table.has_room
-    table.open(opening([1, 2]), 0.0, "b")
+def test_a_full_table_has_room_again_after_a_session():
+    table = make_table(max_sequences=2)
+    first, _ = (table.open(opening([1, 2]), 0.0, ReplyStream()) for _ in range(2))
     assert not table.has_room
+    with pytest.raises(SessionRefused, match="2 sessions are open; try again"):
+        table.open(opening([1, 2]), 0.0, ReplyStream())
+    table.drop(first)
+    assert table.has_room and table.open(opening([1, 2]), 0.0, ReplyStream()).number == 3
 
 
-def test_a_refused_client_is_told_when_a_place_is_likely_free():
-    """Two places; sessions last 3 s, then stand for ever."""
-    table = make_table(max_sessions=2)
-
-    def told(now_s: float, client: str) -> float:
-        with pytest.raises(Refused, match="2 sessions are open; try again in about") as refused:
-            table.open(opening([1, 2]), now_s, client)
-        return refused.value.retry_s
-
-    for start_s in range(0, 300, 3):
-        held = [table.open(opening([1, 2]), float(start_s), "a") for _ in range(2)]
-        if start_s < 297:
-            for session in held:
-                session.seen_s = start_s + 3.0
-                table.drop(session)
-    assert [told(297.0, name) for name in "bcdb"] == pytest.approx([1.5, 3.0, 4.5, 4.5], rel=0.01)
-    assert told(300.1, "e") == pytest.approx(3 * 1.55, rel=0.01)  # c has come; b and d have not
-    assert told(900.0, "b") == pytest.approx(603 / 2)  # they do not end
-    assert told(99_999.0, "b") == table.limits.session_s
-
-
-def test_a_client_comes_again_when_it_was_told_to_and_not_beyond_its_patience(monkeypatch):
+def test_a_client_tries_again_more_and_more_seldom_and_not_beyond_its_patience(monkeypatch):
     clock, waits = SimpleNamespace(s=0.0), []
 
     def sleep(seconds: float) -> None:
@@ -189,18 +169,12 @@ def test_a_client_comes_again_when_it_was_told_to_and_not_beyond_its_patience(mo
         clock.s += seconds
 
     monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: clock.s, sleep=sleep))
-    patience = stream.Patience(Access(server="127.0.0.1:1", give_up_s=60.0))
-    for retry in ("7000", "20000", "999999999"):
-        answer = SimpleNamespace(
-            code=lambda: SimpleNamespace(name="RESOURCE_EXHAUSTED"),
-            details=lambda: "full",
-            trailing_metadata=lambda retry=retry: [(wire.RETRY, retry)],
-        )
-        patience.wait(stream.Break.of(answer))
-    assert waits == [7.0, 20.0, 33.0]
-    with pytest.raises(Failure, match="could not be used for 60 s"):
-        sleep(0.1)
-        patience.wait(stream.Break.of(answer))
+    patience = stream.Patience(Access(server="127.0.0.1:1", give_up_s=9.0))
+    with pytest.raises(Failure, match="could not be used for 9 s .full."):
+        while True:
+            patience.wait(stream.SessionLost("full"))
+            sleep(0.01)
+    assert 0.05 <= waits[0] <= 0.1 and 9.0 < sum(waits) < 9.1 and max(waits) <= 2.0
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "1e9", "9" * 5000, "\u0661"])
@@ -208,44 +182,23 @@ def test_metadata_that_is_no_number_is_none(text):
     answer = SimpleNamespace(
         code=lambda: SimpleNamespace(name="OK"),
         details=lambda: "",
-        trailing_metadata=lambda: [(wire.RETRY, text), (wire.NUM_PASSES, text)],
+        trailing_metadata=lambda: [(wire.NUM_PASSES, text)],
     )
     assert stream.Break.of(answer) == stream.Break("OK", "")
 
 
 def test_waiting_for_a_turn_is_not_silence_and_owing_a_message_is():
     table = make_table(idle_s=1.0)
-    waiting, silent, away = (table.open(opening([1, 2]), 0.0) for _ in range(3))
-    for session in (waiting, away):
-        session.core.receive(opening([1, 2], streams=True), 0.0)
-    for session in (waiting, silent):
-        session.stream = SimpleNamespace()
-    assert waiting.core.owes and away.core.owes and not silent.core.owes
+    waiting, silent = (table.open(opening([1, 2]), 0.0, ReplyStream()) for _ in range(2))
+    waiting.core.receive(opening([1, 2], streams=True), 0.0)
+    assert waiting.core.owes and not silent.core.owes
     for now_s in (0.9, 1.8, 2.7):
         table.expire(now_s)
     assert list(table.held.values()) == [waiting]
-    waiting.stream = None
-    assert [session for session, _ in table.expire(3.8)] == [waiting]
-
-
-def test_prompts_take_turns_by_client():
-    table = make_table()
-    greedy = [table.open(opening([1] * 50), float(i), "a") for i in range(3)]
-    late = table.open(opening([1] * 50), 9.0, "b")
-    for session in (*greedy, late):
-        session.core.receive(opening([1] * 50), 0.0)
-    order = []
-    while waiting := [s for s in (*greedy, late) if s not in order]:
-        order.append(min(waiting, key=table.turn))
-        table.prefilled[order[-1].client] += order[-1].core.num_prompt
-    assert order == [greedy[0], late, *greedy[1:]]
-    for _ in range(99):
-        table.expire(0.0)
-    assert not table.prefilled  # forgotten
 
 
 def test_a_stream_is_read_at_its_pace():
-    pace = Pace(10.0)
+    pace = MessageRate(10.0)
     assert [pace.wait_s(0.0) for _ in range(10)] == [0.0] * 10
     assert [round(pace.wait_s(0.0), 6) for _ in range(3)] == [0.1, 0.2, 0.3]
     assert pace.wait_s(99.0) == 0.0
@@ -258,7 +211,7 @@ def test_a_correction_is_asked_for_a_bounded_number_of_times():
         def more(self, *_):
             return SimpleNamespace()
 
-    core = make_table().open(opening([1, 2]), 0.0).core
+    core = make_table().open(opening([1, 2]), 0.0, ReplyStream()).core
     core._rejected, core._rule = object(), Rule()
     core._numbered = lambda kind, seq, **fields: kind
     for _ in range(MAX_MORE):
@@ -269,7 +222,7 @@ def test_a_correction_is_asked_for_a_bounded_number_of_times():
 
 @in_loop
 async def test_health_tells_alive_from_ready_and_knows_no_other_service():
-    async with raw_serving(make_target(), max_sessions=1) as (server, connection):
+    async with raw_serving(make_target(), max_sequences=1) as (server, connection):
         check = connection.channel.unary_unary(f"/{wire.HEALTH}/Check")
 
         async def ask(request: bytes) -> bytes | str:
@@ -280,8 +233,8 @@ async def test_health_tells_alive_from_ready_and_knows_no_other_service():
 
         alive = [await ask(r) for r in (wire.LIVENESS, wire.READINESS, b"\x0a\x01x")]
         raw = Raw(connection)
-        await raw.send(Hello(), opening([1, 2], streams=False))
-        await raw.read(2)
+        await raw.send(opening([1, 2], streams=False))
+        await raw.read(1)
         full = [await ask(r) for r in (wire.LIVENESS, wire.READINESS)]
         server.table.is_draining = True
         ending = await ask(wire.LIVENESS)
@@ -290,20 +243,19 @@ async def test_health_tells_alive_from_ready_and_knows_no_other_service():
 
 
 @in_loop
-async def test_the_access_log_names_clients_and_says_nothing_that_opens_a_session(caplog):
-    caplog.set_level("INFO", "pipedraft.inference.transport.server.access")
+async def test_the_access_log_names_clients(caplog):
+    caplog.set_level("INFO", "pipedraft.inference.edge.server.access")
     async with raw_serving(make_target(), tokens=("a", "b")) as (_, connection):
         await Raw(connection, authorization="Bearer c").end()
         raw = Raw(connection, authorization="Bearer b")
-        await raw.send(Hello(), opening([1, 2], streams=False))
-        ticket = WELCOME.decode((await raw.read(2))[0]).ticket
+        await raw.send(opening([1, 2], streams=False))
+        await raw.read(1)
         await raw.send(Close(epoch=0, seq=1))
         await raw.end()
     lines = logged(caplog)
     assert any(line.endswith("refused: token missing or wrong") for line in lines)
-    assert any(line.startswith("token 2 opened ") for line in lines)
-    assert any(line.startswith("token 2 closed ") for line in lines)
-    assert not any(ticket.hex()[:17] in line for line in lines)
+    assert any(line.startswith("token 2 opened session 1: 2 prompt tokens") for line in lines)
+    assert any(line.startswith("token 2 closed session 1") for line in lines)
 
 
 # -- tokens -----------------------------------------------------------------------------------
@@ -377,8 +329,8 @@ def verdict(number: int, **fields: Any) -> Result:
 
 LIES: dict[str, tuple[list[Any], str]] = {
     "nothing": ([], "could not be used"),
-    "another number": ([opened(7)], "could not be used"),
-    "one number for ever": ([opened(), *[verdict(0)] * 400], "could not be used"),
+    "another number": ([opened(7)], "reply 7 where 0 is due"),
+    "one number for ever": ([opened(), *[verdict(0)] * 400], "reply 0 where 1 is due"),
     "a token it has not": ([opened(token=99)], "token 99 is outside"),
     "a token the draft has not": ([opened(token=99, vocab_size=2**20)], "token 99 is outside"),
     "a verdict of nothing": ([opened(), verdict(1, token=None)], "says nothing new"),
@@ -399,7 +351,6 @@ async def test_a_server_that_lies_ends_the_output_in_time_and_in_words(replies, 
         return msgspec.msgpack.encode(about)
 
     async def session(requests, context):
-        yield WELCOME.to_bytes(Welcome(b"t" * 24, next_seq=1))
         for reply in replies:
             yield REPLIES.to_bytes(reply)
             await asyncio.sleep(0.01)

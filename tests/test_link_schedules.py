@@ -27,16 +27,16 @@ from link_runs import (
 from pipedraft.eval.edge_methods import METHODS, Simulation, decode
 from pipedraft.eval.edge_methods import TIMES as METHOD_TIMES
 from pipedraft.eval.metrics import decode_seconds
-from pipedraft.inference.channel import Link, LinkEstimate
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.edge.channel import Link, LinkEstimate
+from pipedraft.inference.edge.link import LinkPipeline, Times
+from pipedraft.inference.edge.linked import Estimates, RemoteTarget
+from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.link import LinkPipeline, Times
-from pipedraft.inference.pipelines.linked import Estimates, RemoteTarget
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.eagle import Eagle
 from pipedraft.inference.schedules.picospec import PicoSpec
 from pipedraft.inference.schedules.stop_and_wait import StopAndWait
-from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.models.language_model import LanguageModelDraft
 
 LOSSLESS = [name for name, method in METHODS.items() if not method.caveat]
@@ -76,7 +76,7 @@ def test_greedy_text_equals_transformers_greedy(name, make_target):
 @pytest.mark.parametrize("acceptance", [0.5, 0.9])
 @pytest.mark.parametrize("plan", PLANS)
 def test_greedy_text_is_the_targets_whatever_is_accepted(plan, acceptance):
-    for policy in ("fixed:1", "fixed:4", "survival"):
+    for policy in ("fixed:1", "fixed:4", "geometric"):
         source = BernoulliSource([1, 2], acceptance)
         options = {"plan": plan, "policy": policy, "max_new_tokens": 40}
         result, _ = run_session(SharedTarget(SMALL), source, [1, 2], **options)

@@ -5,16 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from conftest import tiny_llama
-from decode_runs import PROMPTS, SMALL, WAYS, engine_for, greedy_reference
-from tiny_drafts import make_head
+from decode_runs import PROMPTS, WAYS, engine_for, greedy_reference
 
-from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.lookup import (
     ORDER,
     LookupSource,
     NGrams,
     SuffixAutomaton,
-    beside,
     estimate,
     make_lookup,
 )
@@ -126,21 +123,3 @@ def test_a_repeating_text_is_drafted_right_and_costs_nothing():
         result = engine.decode([3, *text])
         assert engine.draft_cost == 0
         assert result.mean_acceptance_length > 2, kind
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "way",
-    [way for way in WAYS if way.get("tree") is SMALL],
-    ids=str,
-)
-def test_a_branch_beside_a_trained_draft_adds_rows_and_changes_no_token(kind, way):
-    target = tiny_llama(vocab=16)
-    head = make_head(target)
-    prompt = [3, 1, 4, 1, 5] * 3
-    options = {"num_stages": 4, "max_new_tokens": 24, **way}
-    source = beside(make_source(head), kind)
-    result = engine_for(target, draft=head, source=source, **options).decode(prompt)
-    alone = engine_for(target, draft=head, **options).decode(prompt)
-    assert result.token_ids == alone.token_ids == greedy_reference(target, prompt, 24)
-    assert result.num_drafted != alone.num_drafted

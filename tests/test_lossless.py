@@ -19,7 +19,7 @@ from decode_runs import (
 )
 
 from pipedraft.inference.clock import continuous_acceptance_length
-from pipedraft.inference.verify import RULES, Walk
+from pipedraft.inference.rules.sampled import RULES, Walk
 
 WAYS = [
     {"schedule": "autoregressive"},

@@ -29,9 +29,9 @@ from tiny_drafts import make_exit, make_head
 from train_runs import BY_HEART, assert_learns_by_heart
 
 from pipedraft.inference.clock import CostModel, continuous_acceptance_length
+from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache
-from pipedraft.inference.verify import RULES
 from pipedraft.models import load_draft
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.ppsd import PPSDConfig

@@ -25,10 +25,10 @@ from tiny_drafts import make_exit, make_head
 
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.inference.ranks.codec import CODEC, StageResult, Step
+from pipedraft.inference.ranks.worker import StageWorker
+from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.timeline import Timeline, chrome_trace
-from pipedraft.inference.transport.codec import CODEC, Result, Step
-from pipedraft.inference.transport.worker import StageWorker
-from pipedraft.inference.verify import RULES
 from pipedraft.models.target_part import load_target_part
 
 SPD_WAYS = [
@@ -101,7 +101,7 @@ def test_plain_decoding_above_temperature_0_sends_a_token_a_step(verifier, is_to
     send = Wire.send
 
     def watched(wire, message):
-        if isinstance(message, Result) and message.verdicts is not None:
+        if isinstance(message, StageResult) and message.verdicts is not None:
             verdicts.append((message.verdicts, len(CODEC.encode(message).join())))
         send(wire, message)
 

@@ -10,7 +10,7 @@ from staged_targets import FAMILIES, NUM_LAYERS, random_ids, tiny
 
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.models.stage_cache import Abandoned, Segment
-from pipedraft.models.target import Keep, StagedTarget
+from pipedraft.models.target import KeepRows, StagedTarget
 
 
 class Ranks:
@@ -146,10 +146,10 @@ def test_a_segment_that_is_abandoned_at_any_layer_leaves_no_trace(name):
                 stage.forward(segment(torch.tensor([11]), 2), (), is_wanted)
             assert stage.num_speculative == 2
             stage.skip(segment(torch.tensor([11]), 2))
-            stage.keep(Keep((0, 1), 1))
-            stage.keep(Keep((0,), 0))
+            stage.keep(KeepRows((0, 1), 1))
+            stage.keep(KeepRows((0,), 0))
         else:
-            stage.keep(Keep((0, 1), 1))
+            stage.keep(KeepRows((0, 1), 1))
         assert (stage.num_committed, stage.num_speculative) == (len(ids) + 1, 1)
         visible = torch.ones(1, 2, dtype=torch.bool)
         after = Segment(torch.tensor([len(ids) + 2]), visible, ids=torch.tensor([5]))

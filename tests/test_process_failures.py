@@ -24,10 +24,10 @@ import torch.distributed as dist
 from conftest import tiny_llama
 from process_failures import NUM_RANKS, Plan, run_forked_rank
 
+from pipedraft.inference.ranks import links as ranks
+from pipedraft.inference.ranks.codec import CODEC, CloseRanks, StageResult
+from pipedraft.inference.ranks.links import is_out_of_memory
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport import KEY, checked, ranks, sign
-from pipedraft.inference.transport.codec import CODEC, Close, Result
-from pipedraft.inference.transport.ranks import is_out_of_memory
 
 NAMES = ["rank 0 (controller)", "rank 1 (stage 0)", "rank 2 (stage 1)"]
 LIMIT_S = 100
@@ -39,7 +39,7 @@ LOOPBACK = "0100007F"
 PREPARED = [  # imported once, by the process that the ranks are forked from
     "pytest",
     "pipedraft.inference.engine",
-    "pipedraft.inference.transport.cluster",
+    "pipedraft.inference.ranks.cluster",
     "transformers.models.llama.modeling_llama",
 ]
 needs_linux = pytest.mark.skipif(
@@ -219,15 +219,6 @@ def test_exhausted_memory_ends_every_rank_with_a_line_and_the_next_start_works(f
     assert outcome.statuses == [0, 0, 0] and not any(map(outcome.lines, range(3))), outcome
 
 
-def test_a_forged_cause_of_failure_is_not_repeated(folder):
-    plan = Plan(folder=folder, failing_rank=2, failure=process_failures.forge_cause, key="secret")
-    outcome = outcome_of(plan)
-    forged = "'pipedraft/failed' in the store .* is not from a rank of it"
-    check_all_failed(outcome, [0, 1, 2], f"{forged}|lost rank")  # whichever a rank sees first
-    output = "".join(outcome.output)
-    assert re.search(forged, output) and "pay here" not in output
-
-
 WAITING = """
 import os, signal, sys, time
 from pathlib import Path
@@ -243,7 +234,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
     """Until then nothing of it can be reached from another machine."""
     words = [sys.executable, "-c", WAITING, str(tmp_path)]
-    start = "from pipedraft.inference.transport import launch\nlaunch.LEAVE_S = 0.2\n"
+    start = "from pipedraft.inference.ranks import launch\nlaunch.LEAVE_S = 0.2\n"
     process = subprocess.Popen([sys.executable, "-c", f"{start}launch.run_ranks(3, {words})"])
     try:
         while len(list(tmp_path.glob("*.pid"))) < NUM_RANKS:
@@ -265,7 +256,7 @@ def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
 def test_a_killed_stage_ends_the_command_that_started_the_ranks(folder):
     """Until then nothing of it can be reached from another machine."""
     words = [sys.executable, process_failures.__file__, str(folder)]
-    start = f"from pipedraft.inference.transport.launch import run_ranks\nrun_ranks(3, {words})"
+    start = f"from pipedraft.inference.ranks.launch import run_ranks\nrun_ranks(3, {words})"
     process = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.PIPE, text=True)
     addresses, children = set(), Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
@@ -285,18 +276,6 @@ def test_a_killed_stage_ends_the_command_that_started_the_ranks(folder):
     for rank in range(NUM_RANKS):
         with pytest.raises(ProcessLookupError):
             os.kill(process_failures.rank_id(folder, rank), 0)
-
-
-def test_what_the_store_holds_is_signed_with_a_key_in_the_environment(monkeypatch):
-    monkeypatch.delenv(KEY, raising=False)
-    assert sign("job", "text") == "text" and checked("job", b"text") == "text"
-    monkeypatch.setenv(KEY, "secret")
-    signed = sign("job", "t\u00e9xt").encode()
-    assert checked("job", signed) == "t\u00e9xt"
-    forgeries = [b"", b"text", signed[:-1], signed + b"x", b"!" + signed[1:], b"\xff" * 80]
-    for stored, name in [*((forgery, "job") for forgery in forgeries), (signed, "failed")]:
-        with pytest.raises(ConnectionError, match=f"'{name}' in the store .*same {KEY}"):
-            checked(name, stored)
 
 
 # -- what is behind the lines ------------------------------------------------------------------
@@ -320,7 +299,7 @@ def test_every_allocator_is_recognized():
 def test_memory_that_a_message_lacks_is_no_lost_link():
     sender = ranks.Sender(1, ranks.ANSWER, Timeline("controller"))
     with pytest.raises(RuntimeError, match="allocate") as caught:
-        sender.send(Result(verdicts=torch.zeros(1).expand(1 << 46)))
+        sender.send(StageResult(verdicts=torch.zeros(1).expand(1 << 46)))
     assert not isinstance(caught.value, ranks.LostLink) and is_out_of_memory(caught.value)
 
 
@@ -332,11 +311,11 @@ def test_a_closed_link_awaits_nothing(monkeypatch):
             pass
 
     def receive_close(buffer, peer, *, tag):
-        frame = CODEC.encode(Close()).join()
+        frame = CODEC.encode(CloseRanks()).join()
         buffer[: len(frame)] = torch.frombuffer(frame, dtype=torch.uint8)
         return Done()
 
     monkeypatch.setattr(dist, "irecv", receive_close)
     receiver = ranks.Receiver(1, ranks.FORWARD)
-    assert receiver.has_arrived() and isinstance(receiver.receive(), Close)
+    assert receiver.has_arrived() and isinstance(receiver.receive(), CloseRanks)
     assert receiver.num_received == ranks.NUM_BUFFERS and not receiver.has_arrived()

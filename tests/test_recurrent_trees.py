@@ -21,7 +21,7 @@ from inline_ranks import decode_both
 from staged_targets import continue_the_row_before, random_ids, tiny
 from tiny_drafts import make_head
 
-from pipedraft.models.target import Keep, Segment, StagedTarget
+from pipedraft.models.target import KeepRows, Segment, StagedTarget
 
 LAYERED = [
     {"schedule": "spd", "tree_width": 2},
@@ -109,6 +109,6 @@ def test_siblings_pass_a_recurrent_layer_as_one_batch():
     hook.remove()
     assert calls == [(1, 1), (4, 1)]
     held = stage.cache.num_bytes
-    stage.keep(Keep((0, 3), 1))
+    stage.keep(KeepRows((0, 3), 1))
     assert (stage.num_committed, stage.num_speculative) == (6, 1)
     assert stage.cache.num_bytes < held

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipedraft.inference import verify
-from pipedraft.inference.draws import KeyedRandom
+from pipedraft.inference.rules import sampled as verify
+from pipedraft.inference.rules.random import KeyedRandom
+from pipedraft.inference.rules.sampled import RULES, BlockVerifier
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import RULES, BlockVerifier
 
 TOKENS = range(3)
 SHAPES = [("block", (1,)), ("block", (0,)), *(("traversal", s) for s in [(2, 1), (1, 2), (3, 3)])]

@@ -6,15 +6,21 @@ import pytest
 import torch
 from markov_runs import markov_p_value, markov_texts, plain_texts
 
-from pipedraft.inference import draws, rules
 from pipedraft.inference.config import ROUND_RULES, DecodeConfig
-from pipedraft.inference.draws import UNFILTERED, DraftToken, KeyedRandom, SharedNoise
-from pipedraft.inference.filters import Filters
+from pipedraft.inference.edge.session_messages import Settings
+from pipedraft.inference.rules import base as rules
+from pipedraft.inference.rules import random as draws
+from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.inference.rules.random import UNFILTERED, DraftToken, KeyedRandom, SharedNoise
+from pipedraft.inference.rules.sampled import (
+    RULES,
+    BlockVerifier,
+    RecursiveVerifier,
+    RejectionVerifier,
+)
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.transport.session_messages import Settings
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import RULES, BlockVerifier, RecursiveVerifier, RejectionVerifier
 
 SMALL = TreeShape(depth=4, top_k=3, num_tokens=10)
 FEW = TreeShape(depth=2, top_k=3, num_tokens=2)
@@ -49,7 +55,7 @@ WAYS = [
     for kind, ways in (("chain", CHAINS), ("tree", TREES))
     for name, settings in ways.items()
 ]
-FILTERED = Filters(top_k=3, min_p=0.15)
+FILTERED = TokenFilters(top_k=3, min_p=0.15)
 
 
 def test_every_schedule_of_stages_is_here():
@@ -60,7 +66,7 @@ def test_every_schedule_of_stages_is_here():
 # -- rules that never look at the draft -----------------------------------------------------
 
 
-@pytest.mark.parametrize("filters", [Filters(), FILTERED], ids=["all", "filtered"])
+@pytest.mark.parametrize("filters", [TokenFilters(), FILTERED], ids=["all", "filtered"])
 @pytest.mark.parametrize("rule", ["match", "gumbel"])
 def test_plain_decoding_has_the_targets_law(rule, filters):
     texts = plain_texts(20, 150, rule, filters)
@@ -70,9 +76,9 @@ def test_plain_decoding_has_the_targets_law(rule, filters):
 @pytest.mark.parametrize(
     ("rule", "filters"),
     [
-        pytest.param("gumbel", Filters(), id="gumbel, all"),
+        pytest.param("gumbel", TokenFilters(), id="gumbel, all"),
         pytest.param("match", FILTERED, id="match, filtered"),
-        pytest.param("match", Filters(), id="match, all", marks=pytest.mark.all),
+        pytest.param("match", TokenFilters(), id="match, all", marks=pytest.mark.all),
         pytest.param("gumbel", FILTERED, id="gumbel, filtered", marks=pytest.mark.all),
     ],
 )
@@ -408,7 +414,7 @@ def test_a_tree_that_is_looked_at_gives_another_text(monkeypatch):
             return rules.Walk([0], tree.tokens[children[0]], [True])
         return plain(self, tree, verdicts_R)
 
-    expected = plain_texts(4, 40, "gumbel", Filters())
+    expected = plain_texts(4, 40, "gumbel", TokenFilters())
     monkeypatch.setattr(RULES["gumbel"], "walk", walk)
     found = markov_texts(4, max_new_tokens=40, verifier="gumbel", schedule="spd")
     assert all(text != other for text, other in zip(found, expected, strict=True))

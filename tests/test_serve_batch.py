@@ -6,10 +6,10 @@ from conftest import tiny_llama, tiny_mistral, tiny_qwen3
 from serve_runs import drafted
 from staged_targets import tiny
 
-from pipedraft.inference.transport.session_messages import Open, Preverify, Settings
-from pipedraft.inference.transport.target_session import SharedTarget, TargetSession, run_together
+from pipedraft.inference.edge.session_messages import Open, Preverify, Settings
+from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
 from pipedraft.models.stage_calls import can_run_together, forward_together
-from pipedraft.models.target import Keep, Segment, StagedTarget
+from pipedraft.models.target import KeepRows, Segment, StagedTarget
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [2, 2]]
 ROWS = [[3, 1], [7], [9, 9, 9, 2, 1], [0, 1, 2]]
@@ -54,7 +54,7 @@ def test_rows_of_several_texts_are_what_each_gives_alone(name):
             torch.testing.assert_close(hidden[index].hidden, expected, atol=2e-4, rtol=2e-4)
             num_kept = turn % stage.num_speculative + 1
             for one in (stage, stages[index]):
-                one.keep(Keep(tuple(range(num_kept)), 2 * num_kept // 3))
+                one.keep(KeepRows(tuple(range(num_kept)), 2 * num_kept // 3))
     assert max(staged.stages[0].num_committed for staged in together) > 128
 
 
@@ -77,7 +77,7 @@ def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
     alone = [TargetSession(target) for _ in PROMPTS]
     passes = []
     monkeypatch.setattr(
-        "pipedraft.inference.transport.target_session.forward_together",
+        "pipedraft.inference.edge.target_session.forward_together",
         lambda stages, segments: passes.append(len(stages)) or forward_together(stages, segments),
     )
     settings = Settings(pre_verifies=True, has_bonus=False)

@@ -19,11 +19,11 @@ from serve_runs import (
     raw_serving,
 )
 
-from pipedraft.inference.transport import server as server_module
-from pipedraft.inference.transport import target_session
-from pipedraft.inference.transport.session_messages import REPLIES, Hello
-from pipedraft.inference.transport.session_table import HeldSession
-from pipedraft.inference.transport.target_session import TargetSession
+from pipedraft.inference.edge import server as server_module
+from pipedraft.inference.edge import target_session
+from pipedraft.inference.edge.session_messages import REPLIES, Close
+from pipedraft.inference.edge.session_table import MessageRate
+from pipedraft.inference.edge.target_session import TargetSession
 
 POISON = 63
 """The token of a session that fails."""
@@ -71,8 +71,8 @@ async def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, mon
 
     async def break_once(connection, port):
         raw = Raw(connection)
-        await raw.send(Hello(), opening([1, 2, 3], streams=False))
-        (opened,) = (await raw.read(2))[1:]
+        await raw.send(opening([1, 2, 3], streams=False))
+        (opened,) = await raw.read(1)
         text = [1, 2, 3, REPLIES.decode(opened).token]
         await raw.send(drafted(text, [POISON]))
         return await raw.end()
@@ -119,7 +119,7 @@ async def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
     async with raw_serving(target) as (server, connection):
         other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(sound)))
         raw = Raw(connection)
-        await raw.send(Hello(), opening([1, POISON], temperature=1.0))
+        await raw.send(opening([1, POISON], temperature=1.0))
         ended = await raw.end()
         after = await decode(server.port, [1, 2], draft=lm_draft(sound))
         texts = [(await other).result.token_ids, after.result.token_ids]
@@ -144,7 +144,7 @@ async def test_a_target_that_computes_nothing_any_more_ends_the_server(monkeypat
 
         monkeypatch.setattr(target.get_decoder().layers[0], "forward", fail)
         raw = Raw(connection)
-        await raw.send(Hello(), opening([1, 2]))
+        await raw.send(opening([1, 2]))
         with pytest.raises(RuntimeError, match="the device is lost"):
             await server.wait(asyncio.Event())
 
@@ -153,13 +153,13 @@ async def test_a_target_that_computes_nothing_any_more_ends_the_server(monkeypat
 async def test_an_unforeseen_failure_of_a_stream_ends_it(monkeypatch, caplog):
     """Not only what is no message: otherwise the edge would wait until the session expires."""
 
-    def fail(session, request, now_s):
+    def fail(pace, now_s):
         raise KeyError("unforeseen")
 
-    monkeypatch.setattr(HeldSession, "note", fail)
+    monkeypatch.setattr(MessageRate, "wait_s", fail)
     async with raw_serving(make_target()) as (_, connection):
         raw = Raw(connection)
-        await raw.send(Hello(), opening([1, 2]))
+        await raw.send(opening([1, 2], streams=False), Close(epoch=0, seq=9))
         ended = await raw.end()
     assert ended[0] == "INTERNAL" and ended[1] == "stream: the server failed; its log says why"
     (line,) = logged(caplog)

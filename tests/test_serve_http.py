@@ -1,7 +1,6 @@
 """`pipedraft serve`: OpenAI's own client, clients without manners, and what the server says."""
 
 import base64
-import contextlib
 import gc
 import hashlib
 import json
@@ -233,7 +232,9 @@ def test_a_full_queue_says_when_to_come_again(monkeypatch):
         waiting.append(in_background(place.chat))
         wait_until(lambda: decoder.num_waiting == 1)
         with monkeypatch.context() as without:
-            without.setattr(place.service, "prompts_of", None)  # a busy server tokenizes nothing
+            without.setattr(
+                place.service.admissions, "_encode", None
+            )  # a busy server tokenizes nothing
             told = place.chat()
         assert told.status == 429 and 1 <= int(told.headers["retry-after"]) <= 120
         assert told.json["error"]["type"] == "rate_limit_error"
@@ -254,17 +255,6 @@ def test_many_at_once_each_get_what_they_would_alone(place, reference):
         assert told["choices"][0]["message"]["content"] == expected.text
         figures = told["metrics"]["speculative_decoding"]
         assert figures["num_accepted_draft_tokens"] == expected.num_accepted
-
-
-def test_in_turn_outputs_are_the_same_and_those_who_left_are_skipped(reference):
-    expected = alone(reference, AS_PROMPT, seed=5).text
-    with serving(make_engine(), in_turn=True) as place:
-        told = place.chat(seed=5, n=2)
-        assert told.json["choices"][0]["message"]["content"] == expected
-        place.chat(stream=True, stop=expected[3])
-        with contextlib.closing(open_request(place, n=8)):
-            wait_until(lambda: place.service.decoder.num_waiting > 0)
-        assert place.chat(seed=5).json["choices"][0]["message"]["content"] == expected
 
 
 def open_request(place: Place, **fields) -> socket.socket:
@@ -292,7 +282,7 @@ def test_a_reader_that_leaves_ends_its_sequence_alone(stream):
         waiting.close()
         wait_until(lambda: service.decoder.num_waiting == 1)
         running.close()
-        wait_until(lambda: service.num_open == 1)
+        wait_until(lambda: service.admissions.num_open == 1)
         held.release()
         assert other.result(WAIT_S).status == 200
         page = place.ask("GET", "/metrics").content.decode()
@@ -311,7 +301,7 @@ def test_an_answer_that_takes_too_long_is_ended(stream):
             else:
                 assert told.status == 504 and told.json["error"]["code"] == "timeout"
                 assert told.headers["x-should-retry"] == "false"
-            wait_until(lambda: place.service.num_open == 0)
+            wait_until(lambda: place.service.admissions.num_open == 0)
         wait_until(lambda: place.service.decoder.num_running == 0)
 
 
@@ -332,7 +322,7 @@ def test_a_sequence_that_fails_takes_no_other_with_it(monkeypatch):
             in_background(lambda stream=stream: place.ask("POST", path, bad | {"stream": stream}))
             for stream in (False, False, True)
         ]
-        wait_until(lambda: place.service.num_open == 4)
+        wait_until(lambda: place.service.admissions.num_open == 4)
         held.release()
         *whole, streamed, right = (answer.result(WAIT_S) for answer in (*asked, other))
         assert not any(b"defect" in told.content for told in (*whole, streamed, right))
@@ -355,7 +345,7 @@ def test_nothing_is_left_of_requests_that_have_ended(place):
     try:
         for stream in (False, True, False, True):
             assert place.chat(stream=stream).status == 200
-        wait_until(lambda: place.service.num_open == 0)
+        wait_until(lambda: place.service.admissions.num_open == 0)
         wait_until(lambda: records() == 0)
     finally:
         gc.enable()
@@ -367,14 +357,14 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(hurries):
         answer = in_background(place.chat)
         wait_until(held.arrived.is_set)
         place.service.end()
-        wait_until(lambda: place.service.is_draining)
+        wait_until(lambda: place.service.admissions.is_draining)
         told = place.chat()
         assert told.status == 503 and told.headers["retry-after"]
         assert place.ask("GET", "/health").status == 503
         if hurries:
             place.service.end()
             answer.result(WAIT_S)  # though its sequence goes no further
-            assert place.service.num_open == 0
+            assert place.service.admissions.num_open == 0
         held.release()
         assert answer.result(WAIT_S).status == (503 if hurries else 200)
         place.thread.join(WAIT_S)

@@ -7,7 +7,7 @@ import random
 from decode_runs import greedy_reference
 from serve_runs import decode, hold_passes, in_loop, lm_draft, make_target, serving
 
-from pipedraft.inference.transport.target_session import TargetSession
+from pipedraft.inference.edge.target_session import TargetSession
 
 NUM_CLIENTS = 50
 NEW_TOKENS = 6
@@ -57,8 +57,7 @@ async def test_fifty_edges_at_once():
             )
         )
 
-    limits = dict.fromkeys(("max_sessions", "max_client_sessions"), NUM_CLIENTS)
-    async with serving(target, **limits) as server:
+    async with serving(target, max_sequences=NUM_CLIENTS) as server:
         watching = asyncio.create_task(watch(server.table))
         outcomes = []
         for num_opened in (NUM_CLIENTS, 2 * NUM_CLIENTS):

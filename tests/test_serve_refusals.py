@@ -114,7 +114,9 @@ def test_a_hostile_body_gets_one_error_in_openais_shape(case, place):
 
 def test_after_all_of_them_the_server_still_answers(place):
     assert place.chat(max_tokens=2).status == 200
-    assert place.service.num_open == 0 and place.ask("GET", "/health").json == {"status": "ok"}
+    assert place.service.admissions.num_open == 0 and place.ask("GET", "/health").json == {
+        "status": "ok"
+    }
 
 
 def test_other_requests_get_errors_of_the_same_shape(place):

@@ -26,7 +26,7 @@ from several_runs import (
 from staged_targets import tiny
 from tiny_drafts import make_exit, make_head, noisy_copy
 
-from pipedraft.inference.batch import BatchEngine, Limits, QueueFull
+from pipedraft.inference.batch import BatchEngine, BatchLimits, QueueFull
 from pipedraft.inference.batch_clock import BatchClock
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
@@ -178,7 +178,7 @@ def test_rows_sequences_and_bytes_stay_within_their_limits(world):
     target, draft = world[0], world[1]["head"]
     config = DecodeConfig.of("flowspec_continued", num_stages=3, max_new_tokens=10)
     one = 2 * 4 * 2 * 8 * 4 * 128  # keys and values, layers, heads, their size, float32, rows
-    limits = Limits(sequences=5, rows=12, prompt_rows=4, kv_bytes=3 * one + one // 2)
+    limits = BatchLimits(sequences=5, rows=12, prompt_rows=4, kv_bytes=3 * one + one // 2)
     batch = BatchEngine(target, PlainTokenizer(), config, draft, limits=limits)
     handles = [batch.submit([index] * 9) for index in range(8)]
     most = 0
@@ -197,7 +197,7 @@ def test_rows_sequences_and_bytes_stay_within_their_limits(world):
 
 def test_requests_beyond_the_queue_and_for_other_stages_are_refused(llama):
     config = DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=3)
-    limits = Limits(sequences=1, waiting=2)
+    limits = BatchLimits(sequences=1, waiting=2)
     batch = BatchEngine(llama, PlainTokenizer(), config, limits=limits)
     handles = [batch.submit([index]) for index in range(2)]
     with pytest.raises(QueueFull):
@@ -217,7 +217,7 @@ def test_requests_beyond_the_queue_and_for_other_stages_are_refused(llama):
 
 def test_others_decode_while_a_prompt_enters(llama):
     config = DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=12)
-    batch = BatchEngine(llama, PlainTokenizer(), config, limits=Limits(prompt_rows=5))
+    batch = BatchEngine(llama, PlainTokenizer(), config, limits=BatchLimits(prompt_rows=5))
     first = batch.submit([1])
     for _ in range(4):
         batch.step()
@@ -339,7 +339,7 @@ def test_the_clock_learns_how_much_a_draft_understates_its_best_tokens(power):
 def test_requests_come_from_any_thread_and_closing_ends_the_rest(llama):
     before = threading.active_count()
     config = DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=12)
-    batch = BatchEngine(llama, PlainTokenizer(), config, limits=Limits(sequences=2))
+    batch = BatchEngine(llama, PlainTokenizer(), config, limits=BatchLimits(sequences=2))
     handles: list = []
     with batch.running():
         threads = [

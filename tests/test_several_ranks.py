@@ -23,7 +23,7 @@ from pipedraft.inference.batch import BatchEngine
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.process import SequenceFailed
-from pipedraft.inference.transport.worker import StageWorker
+from pipedraft.inference.ranks.worker import StageWorker
 
 DRAFTS = {
     "module": friendly_module,

@@ -1,11 +1,11 @@
-"""Layers with fixed shapes against the model's own forward; on a GPU also as recorded graphs."""
+"""Layers with fixed shapes against the model's own forward; on a GPU also as CUDA graphs."""
 
 import pytest
 import torch
 from staged_targets import Controller, assert_close, tiny
 
 from pipedraft.models import stage_cache, stage_calls
-from pipedraft.models.recorded import padded_rows
+from pipedraft.models.cuda_graphs import padded_rows
 from pipedraft.models.stage_calls import StageGraphs
 from pipedraft.models.target import StagedTarget
 
@@ -30,7 +30,7 @@ def test_fixed_shapes_equal_recomputing_each_path_from_scratch(name, num_stages,
     controllers = [fuzz(name, num_stages, seed) for seed in range(2)]
     assert sum(controller.num_compared for controller in controllers) > 25
     graphs = controllers[0].target.stages[-1].graphs
-    assert graphs._recorded, "no segment went this way"
+    assert graphs._graphs, "no segment went this way"
     assert graphs.stage.cache.capacity > 8
 
 
@@ -79,14 +79,14 @@ def test_results_of_a_step_survive_the_next_one():
 def test_few_sizes_are_recorded():
     assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 16, 17, 64)] == [1, 2, 4, 4, 8, 16, 32, 64]
     controller = fuzz("llama", 1, 1)
-    sizes = {rows for (rows, *_), *_ in controller.target.stages[0].graphs._recorded}
+    sizes = {rows for (rows, *_), *_ in controller.target.stages[0].graphs._graphs}
     assert sizes <= {1, 2, 4, 8, "move"}
 
 
 def test_long_segments_go_layer_by_layer(monkeypatch):
     monkeypatch.setattr(stage_calls, "MAX_ROWS", 2)
     controller = fuzz("llama", 2, 2)
-    sizes = {rows for (rows, *_), *_ in controller.target.stages[0].graphs._recorded}
+    sizes = {rows for (rows, *_), *_ in controller.target.stages[0].graphs._graphs}
     assert sizes <= {1, 2, "move"}
 
 

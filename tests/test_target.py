@@ -28,7 +28,7 @@ from staged_targets import (
 from pipedraft.models import target as target_module
 from pipedraft.models.stage_cache import additive_mask
 from pipedraft.models.target import (
-    Keep,
+    KeepRows,
     Segment,
     StagedTarget,
     choose_decoding_threads,
@@ -53,7 +53,7 @@ def test_chained_stages_equal_the_models_forward_in_full_and_row_by_row(name, nu
     start = 17
     for size in [5, 1, 1, 3] + [1] * 13:
         rows.append(target.logits(run(target, chain_segment(target, ids[start:][:size])).hidden))
-        keep_everywhere(target, Keep(tuple(range(size)), size))
+        keep_everywhere(target, KeepRows(tuple(range(size)), size))
         start += size
     assert_close(torch.cat(rows), reference_TV[16:], tolerance(name))
 
@@ -112,7 +112,7 @@ def keep_the_first_rows(monkeypatch) -> None:
     def mutant(keep, num_cached):
         return tuple(range(sum(i < num_cached for i in keep.rows)))
 
-    monkeypatch.setattr(Keep, "cached", mutant)
+    monkeypatch.setattr(KeepRows, "cached", mutant)
 
 
 def keep_the_latest_recurrent_state(monkeypatch) -> None:
@@ -146,12 +146,12 @@ def test_fuzz_catches(mutate, name, monkeypatch):
 @pytest.mark.parametrize(
     "keep",
     [
-        Keep((0, 1, 2, 3, 4, 5), 6),
-        Keep((0, 1, 2), 2),
-        Keep((2,), 0),
-        Keep((0, 2, 5), 1),
-        Keep((), 0),
-        Keep((0,), 1),
+        KeepRows((0, 1, 2, 3, 4, 5), 6),
+        KeepRows((0, 1, 2), 2),
+        KeepRows((2,), 0),
+        KeepRows((0, 2, 5), 1),
+        KeepRows((), 0),
+        KeepRows((0,), 1),
     ],
     ids=["chain commit", "prefix", "one row", "sibling prune", "no row", "commit the root"],
 )
@@ -173,9 +173,9 @@ def test_chain_commit_moves_no_row():
     target.prefill(random_ids(3))
     run(target, chain_segment(target, random_ids(6)))
     target.stages[0].cache._keys = None  # fails when touched
-    keep_everywhere(target, Keep((0, 1, 2, 3), 2))
+    keep_everywhere(target, KeepRows((0, 1, 2, 3), 2))
     with pytest.raises(AttributeError):
-        keep_everywhere(target, Keep((1,), 0))
+        keep_everywhere(target, KeepRows((1,), 0))
 
 
 def test_cache_grows_past_its_first_capacity_without_losing_rows():
@@ -198,12 +198,12 @@ def test_prune_segment_keeps_rows_columns_and_taps_together():
         hidden=torch.arange(3.0)[:, None].expand(3, 4),
         taps={1: torch.arange(3.0)[:, None]},
     )
-    pruned = prune_segment(segment, Keep((0, 1, 3, 4), 1), num_cached=2)
+    pruned = prune_segment(segment, KeepRows((0, 1, 3, 4), 1), num_cached=2)
     assert pruned.positions.tolist() == [8, 9]
     assert torch.equal(pruned.visible, visible[1:][:, [1, 3, 4]])
     assert pruned.hidden[:, 0].tolist() == pruned.taps[1][:, 0].tolist() == [1, 2]
     assert (pruned.lo, pruned.hi) == (1, 3)
-    assert prune_segment(segment, Keep((0, 1), 0), num_cached=2) is None
+    assert prune_segment(segment, KeepRows((0, 1), 0), num_cached=2) is None
 
 
 def test_committing_a_row_that_a_stage_has_not_cached_is_refused():
@@ -211,7 +211,7 @@ def test_committing_a_row_that_a_stage_has_not_cached_is_refused():
     target.prefill(random_ids(3))
     run(target, chain_segment(target, random_ids(2)))
     with pytest.raises(AssertionError, match="commits row 2, but this stage holds only 2"):
-        keep_everywhere(target, Keep((0, 1, 2), 3))
+        keep_everywhere(target, KeepRows((0, 1, 2), 3))
 
 
 def test_recurrent_chain_continues_exactly_after_each_rollback():
@@ -222,7 +222,7 @@ def test_recurrent_chain_continues_exactly_after_each_rollback():
         target.prefill(ids[:10])
         wrong = torch.cat([ids[10 : 10 + num_kept], (ids[10 + num_kept : 14] + 1) % VOCAB])
         run(target, chain_segment(target, wrong))
-        keep_everywhere(target, Keep(tuple(range(num_kept)), num_kept // 2))
+        keep_everywhere(target, KeepRows(tuple(range(num_kept)), num_kept // 2))
         rest = ids[10 + num_kept :]
         logits_lV = target.logits(run(target, chain_segment(target, rest)).hidden)
         assert_close(logits_lV, reference_TV[10 + num_kept :], tolerance("qwen3_5"))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import Keep, prune_segment
+from pipedraft.models.target import KeepRows, prune_segment
 
 VOCAB = 4
 
@@ -171,7 +171,7 @@ def test_keep_means_the_same_to_every_holder_of_rows(seed):
     rng = np.random.default_rng(200 + seed)
     total = int(rng.integers(1, 20))
     rows = tuple(np.flatnonzero(rng.random(total) < 0.6).tolist())
-    keep = Keep(rows=rows, num_committed=int(rng.integers(len(rows) + 1)))
+    keep = KeepRows(rows=rows, num_committed=int(rng.integers(len(rows) + 1)))
     names = [f"row{i}" for i in range(total)]
     kept = [names[i] for i in rows]
     uncommitted = kept[keep.num_committed :]
@@ -185,5 +185,5 @@ def test_keep_means_the_same_to_every_holder_of_rows(seed):
 def test_a_miss_retains_nothing():
     tree = TokenTree(1, 0)
     child = tree.add(0, 2, 0.0)
-    assert tree.keep_for([0], 3) == Keep(rows=(0,), num_committed=1)
-    assert tree.keep_for([0, child], 3) == Keep(rows=(0, child), num_committed=2)
+    assert tree.keep_for([0], 3) == KeepRows(rows=(0,), num_committed=1)
+    assert tree.keep_for([0, child], 3) == KeepRows(rows=(0, child), num_committed=2)

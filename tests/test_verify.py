@@ -10,10 +10,9 @@ from scipy.stats import chisquare, kstest
 
 from pipedraft.inference.arguments import read_temperature
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draws import probabilities
-from pipedraft.inference.transport.session_messages import Settings
-from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import (
+from pipedraft.inference.edge.session_messages import Settings
+from pipedraft.inference.rules.random import probabilities
+from pipedraft.inference.rules.sampled import (
     KeyedRandom,
     MatchVerifier,
     RejectionVerifier,
@@ -21,6 +20,7 @@ from pipedraft.inference.verify import (
     Walk,
     draw,
 )
+from pipedraft.inference.tree import TokenTree
 
 PURPOSES = ("target", "draft", "accept", "residual")
 

@@ -2,7 +2,7 @@
 
     python docs/images/draw_links.py --out docs/images
 
-Schedules run on the virtual clock of inference/pipelines/link.py with PicoSpec's constants (24 ms
+Schedules run on the virtual clock of inference/edge/link.py with PicoSpec's constants (24 ms
 for a draft token, 87 ms for a pass of the target) and a link of 60 ms; known_text.py has the draft.
 """
 
@@ -16,20 +16,20 @@ from known_text import PROMPT, KnownText, draw_luck, greedy_text, make_target
 from picture_files import write_pictures
 
 from pipedraft.eval.edge_methods import TIMES
-from pipedraft.inference.channel import Channel, Link
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.link import LinkPipeline
-from pipedraft.inference.pipelines.linked import Estimates, RemoteTarget
-from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge.channel import Channel, Link
+from pipedraft.inference.edge.link import LinkPipeline
+from pipedraft.inference.edge.linked import Estimates, RemoteTarget
+from pipedraft.inference.edge.session_messages import (
     Preverify,
     Reject,
     Reply,
     Request,
     Result,
 )
-from pipedraft.inference.transport.target_session import SharedTarget, TargetSession
+from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.tree import TokenTree
 
 SEED = 1287
@@ -40,10 +40,10 @@ TEXT_Y, EDGE_Y, CLOUD_Y, HEIGHT = 22.0, 44.0, 142.0, 28.0
 CLOSE_TO_GREEDY = 1e-3
 """A temperature: corrections are drawn from distributions, and the text is the greedy one."""
 PICTURES: dict[str, tuple[str, str, float, str]] = {
-    "flexspec": ("FlexSpec", "flexspec", 0.0, "survival"),
+    "flexspec": ("FlexSpec", "flexspec", 0.0, "geometric"),
     "dssd": ("DSSD", "dssd", CLOSE_TO_GREEDY, "fixed:4"),
     "pearl": ("PEARL", "pearl", 0.0, "fixed:4"),
-    "picospec": ("PicoSpec", "picospec", 0.0, "survival"),
+    "picospec": ("PicoSpec", "picospec", 0.0, "geometric"),
 }
 """File, title, schedule, temperature, draft length."""
 

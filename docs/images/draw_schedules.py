@@ -20,7 +20,7 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import Ahead, LocalPipeline, Returned
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.models.target import Keep, Segment, StagedTarget
+from pipedraft.models.target import KeepRows, Segment, StagedTarget
 
 NUM_STAGES = 4
 SEED = 1287
@@ -112,7 +112,7 @@ class RecordingPipeline(LocalPipeline):
         self.steps.append(Step([list(rows) for rows in self._under_way]))
         return returned
 
-    def keep(self, keep: Keep) -> Any:
+    def keep(self, keep: KeepRows) -> Any:
         kept = [self._tree[row] for row in keep.rows if row < len(self._tree)]
         is_hit = len(keep.rows) > keep.num_committed
         self.steps[-1].restarts = not is_hit

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 VOCABULARY = 64
 LENGTH = 120
@@ -89,7 +89,7 @@ class KnownText(TreeSource):
         self._root_is_new = False
         self._states |= {self._name(tree, row): self._after(tree.position(row)) for row in rows}
 
-    def _keep_rows(self, keep: Keep) -> None:
+    def _keep_rows(self, keep: KeepRows) -> None:
         retained = keep.rows[keep.num_committed :]
         self._root_is_new = not (retained and retained[0] in self._states)
         super()._keep_rows(keep)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pipedraft.files import Values
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.verify import Verifier, Walk
-from pipedraft.models.target import Keep, Segment
+from pipedraft.inference.rules.sampled import Verifier, Walk
+from pipedraft.models.target import KeepRows, Segment
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig
@@ -38,8 +38,8 @@ class Ahead:
     """A segment for the step after the coming one, if the coming verdict keeps it."""
 
     segment: Segment
-    keep_after: Callable[[Returned], Keep]
-    """The Keep that a verdict will lead to."""
+    keep_after: Callable[[Returned], KeepRows]
+    """The KeepRows that a verdict will lead to."""
 
 
 class Pipeline(ABC):
@@ -105,7 +105,7 @@ class Pipeline(ABC):
         return verifier.walk(tree, returned.verdicts)
 
     @abstractmethod
-    def keep(self, keep: Keep) -> Mapping[int, Tensor]:
+    def keep(self, keep: KeepRows) -> Mapping[int, Tensor]:
         """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
 
     def make_clock(
@@ -163,17 +163,17 @@ class FeatureStore:
     """Hidden states of the rows in flight, per layer index, in the order of the token tree.
 
     Rows enter and leave the stages first-in first-out, so the rows that have passed a layer are
-    always a prefix of the tree's rows, and a Keep acts on them as on a stage's cache.
+    always a prefix of the tree's rows, and a KeepRows acts on them as on a stage's cache.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Rows] = {}
+        self._rows: dict[int, _StoredRows] = {}
 
     @torch.inference_mode()
     def append(self, states: Mapping[int, Tensor]) -> None:
         """Layer index -> [R, H]: rows that have passed it; one launch for all layers."""
         rooms = [
-            self._rows.setdefault(layer, _Rows()).room(hidden_RH, len(hidden_RH))
+            self._rows.setdefault(layer, _StoredRows()).room(hidden_RH, len(hidden_RH))
             for layer, hidden_RH in states.items()
         ]
         if rooms:
@@ -184,7 +184,7 @@ class FeatureStore:
         return {layer: rows.view() for layer, rows in self._rows.items()}
 
     @torch.inference_mode()
-    def keep(self, keep: Keep) -> dict[int, Tensor]:
+    def keep(self, keep: KeepRows) -> dict[int, Tensor]:
         """Prune; returns the committed rows [a, H] of every layer."""
         most = max((rows.end - rows.start for rows in self._rows.values()), default=0)
         places, committed = keep.cached(most), {}
@@ -199,7 +199,7 @@ class FeatureStore:
         return committed
 
 
-class _Rows:
+class _StoredRows:
     """Rows [start, end) of a buffer that is written once, from its front to its back.
 
     So what was read before stays what it was, and reading is free.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned
+from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.verify import Verifier
 from pipedraft.models.stage_calls import can_run_together, forward_together
-from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
+from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segment
 
 
 class LocalPipeline(Pipeline):
@@ -87,7 +87,7 @@ class LocalPipeline(Pipeline):
             raise self.error
         return self._returned
 
-    def keep(self, keep: Keep) -> dict[int, Tensor]:
+    def keep(self, keep: KeepRows) -> dict[int, Tensor]:
         """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
         for index, segment in enumerate(self._waiting):
             if segment is not None:
@@ -186,7 +186,7 @@ def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) ->
     for (pipeline, segment), stage, output in zip(pairs, stages, outputs, strict=True):
         try:
             if pipeline.is_prefilling:
-                stage.keep(Keep(tuple(range(segment.num_rows)), segment.num_rows))
+                stage.keep(KeepRows(tuple(range(segment.num_rows)), segment.num_rows))
             pipeline.leave_stage(index, output)
         except Exception as error:
             pipeline.error = error

@@ -19,21 +19,21 @@ from torch import Tensor
 from pipedraft.files import Values
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned, pick_rows
-from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.inference.transport.codec import (
+from pipedraft.inference.ranks.codec import (
     AnyMessage,
     Cancel,
     Failed,
-    Measure,
+    MeasureRequest,
     Prefill,
-    Report,
-    Result,
+    StageReport,
+    StageResult,
     Step,
 )
-from pipedraft.inference.transport.ranks import Answers, Outbox
-from pipedraft.inference.verify import Verifier
+from pipedraft.inference.ranks.links import Answers, Outbox
+from pipedraft.inference.rules.sampled import Verifier
+from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.models.bitwise import PROMPT_ROWS
-from pipedraft.models.target import Keep, Segment, StagedTarget, prune_segment
+from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segment
 
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 512
 
@@ -45,7 +45,7 @@ class _Flight:
     segment: Segment | None
     """What is to be sent; None once it was."""
     alive: list[int]
-    """Rows as sent that no Keep has pruned or committed yet, in the order of the tree."""
+    """Rows as sent that no KeepRows has pruned or committed yet, in the order of the tree."""
     sequence: int = -1
     entered: int = -1
     """Number of the step in which the first stage processes it."""
@@ -109,10 +109,10 @@ class ProcessPipeline(Pipeline):
         self._flights: list[_Flight] = []
         self._states = FeatureStore()
         """Of the rows alive, those of the segment ahead included."""
-        self._keeps: list[Keep] = []
+        self._keeps: list[KeepRows] = []
         self._ahead: _Flight | None = None
         """Sent before its step; it joins the flights when it is injected."""
-        self._keep_after: Callable[[Returned], Keep] | None = None
+        self._keep_after: Callable[[Returned], KeepRows] | None = None
         """While the segment ahead is sent, and computed if the first stage is in this process."""
 
     @property
@@ -192,7 +192,7 @@ class ProcessPipeline(Pipeline):
             if not self._layers(stage) and not (is_last_stage and is_last_chunk):
                 continue
             result = self._receive_answer(stage, sequence)
-            assert isinstance(result, Result)
+            assert isinstance(result, StageResult)
             for layer, rows in result.taps.items():
                 parts[layer].append(rows.to(self.target.device))
             if result.verdicts is not None:
@@ -286,7 +286,7 @@ class ProcessPipeline(Pipeline):
         keep, self._keep_after = self._keep_after(self._returned(due)), None
         return self._keeps_ahead(keep)
 
-    def _keeps_ahead(self, keep: Keep) -> bool:
+    def _keeps_ahead(self, keep: KeepRows) -> bool:
         return sum(len(flight.alive) for flight in self._flights) in keep.rows
 
     @property
@@ -310,10 +310,10 @@ class ProcessPipeline(Pipeline):
         oldest = self._flights[0] if self._flights else None
         return oldest is not None and oldest.verdicts is not None
 
-    def keep(self, keep: Keep) -> dict[int, Tensor]:
+    def keep(self, keep: KeepRows) -> dict[int, Tensor]:
         """Commit, prune, roll back or flush everywhere; returns the committed rows' features.
 
-        The Keep itself travels with the next segment.
+        The KeepRows itself travels with the next segment.
         """
         self._keeps.append(keep)
         lost = self._lost_ahead(keep)
@@ -334,7 +334,7 @@ class ProcessPipeline(Pipeline):
         self._drop_finished(lost)
         return committed
 
-    def _lost_ahead(self, keep: Keep) -> list[_Flight]:
+    def _lost_ahead(self, keep: KeepRows) -> list[_Flight]:
         """The segment ahead, if it is no part of the tree any more."""
         if self._ahead is None or self._keeps_ahead(keep):
             return []
@@ -412,7 +412,7 @@ class ProcessPipeline(Pipeline):
     def _take_answer(self, stage: int) -> None:
         """Receive one answer and put it to its flight; the flight may be gone, pruned."""
         message = self._receive(stage)
-        assert isinstance(message, Result)
+        assert isinstance(message, StageResult)
         under_way = self._flights if self._ahead is None else [*self._flights, self._ahead]
         for flight in under_way:
             if flight.sequence == message.sequence:
@@ -436,11 +436,11 @@ class ProcessPipeline(Pipeline):
     def reports(self) -> list[Values]:
         """Times and counts of every stage since the last ``clear``, in their order."""
         sequence = self._sequence
-        self._send(Measure(action="report"))
+        self._send(MeasureRequest(action="report"))
         found = []
         for stage in range(self.num_stages):
             message = self._receive_answer(stage, sequence)
-            assert isinstance(message, Report)
+            assert isinstance(message, StageReport)
             found.append(json.loads(message.json))
         if found[0]["name"] == self.timeline.name:  # the first stage is in this process
             return found
@@ -449,4 +449,4 @@ class ProcessPipeline(Pipeline):
     def clear(self) -> None:
         """Start measuring anew, here and at every stage."""
         self.timeline.clear()
-        self._send(Measure(action="clear"))
+        self._send(MeasureRequest(action="clear"))

@@ -14,10 +14,10 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.inference.ranks.codec import Leave, Part, Together
+from pipedraft.inference.ranks.links import Local
+from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.codec import Leave, Part, Together
-from pipedraft.inference.transport.ranks import Local
-from pipedraft.inference.verify import Verifier
 from pipedraft.models.bitwise import PROMPT_ROWS
 from pipedraft.models.stage_cache import MIN_CAPACITY
 from pipedraft.models.stage_calls import MAX_ROWS

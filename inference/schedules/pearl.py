@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.draft_length import DraftLengthPolicy, Estimates, parse_policy
+from pipedraft.inference.edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
 from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 
@@ -25,7 +25,7 @@ class PEARL(LinkSchedule):
     name: ClassVar[str] = "pearl"
 
     policy: str = "ratio"
-    """Draft length of a batch: ratio (T_v / t_d), fixed:K, eq11, alg2, geometric or survival."""
+    """Draft length of a batch: ratio (T_v / t_d), fixed:K, eq11, alg2 or geometric."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_length")

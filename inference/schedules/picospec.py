@@ -10,7 +10,7 @@ from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import RuleName
-    from pipedraft.inference.pipelines.linked import LinkedPipeline
+    from pipedraft.inference.edge.linked import LinkedPipeline
 
 
 @dataclass(frozen=True, kw_only=True)

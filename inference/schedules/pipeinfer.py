@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipedraft.inference.engine import Session
-    from pipedraft.inference.sources.base import DraftSource, Sampling
+    from pipedraft.inference.sources.base import DraftSampling, DraftSource
     from pipedraft.inference.tree import TokenTree
 
 STEP = 0.2
@@ -161,7 +161,7 @@ class PipeInfer(Schedule):
         *,
         start: int,
         shift: float,
-        sampling: Sampling,
+        sampling: DraftSampling,
         size: int,
         interrupted: Callable[[], bool],
     ) -> list[int]:

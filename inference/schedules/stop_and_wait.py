@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.draft_length import DraftLengthPolicy, Estimates, parse_policy
+from pipedraft.inference.edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
 from pipedraft.inference.schedules.base import Growth, Schedule, check_at_least
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import RuleName
+    from pipedraft.inference.edge.linked import LinkedPipeline
     from pipedraft.inference.engine import Session
-    from pipedraft.inference.pipelines.linked import LinkedPipeline
 
 MAX_BATCH = 256
 """Draft tokens of a message."""
@@ -29,7 +29,7 @@ class LinkSchedule(Schedule):
     needs_link: ClassVar[bool] = True
 
     policy: str = "geometric"
-    """Draft length of a batch: fixed:K, eq11, alg2, geometric or survival."""
+    """Draft length of a batch: fixed:K, eq11, alg2 or geometric."""
     max_length: int = 8
     """Draft tokens of a batch at most."""
 

@@ -11,9 +11,9 @@ from pipedraft.errors import leave_at_interrupts, run_command
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.inference.arguments import EngineOptions, backend_of, is_loopback, read_tokens
+from pipedraft.inference.arguments import EngineOptions, backend_of
+from pipedraft.inference.servers import ListenOptions, is_loopback, read_tokens
 from pipedraft.inference.serving import HttpLimits
-from pipedraft.inference.transport.serve import ListenOptions
 from pipedraft.options import option
 
 KEY_VARIABLE = "PIPEDRAFT_API_KEY"

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from pipedraft.inference.arguments import TextStream
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult, Observer
-from pipedraft.inference.serving.requests import ChatRequest, Json, Request, RequestError
+from pipedraft.inference.serving.requests import ApiRequest, ChatRequest, Json, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from pipedraft.inference.batch import Handle
     from pipedraft.inference.serving.metrics import Metrics
 
 
@@ -55,8 +56,8 @@ class Choice(Observer):
     is_stopped: bool = False
     """By a stop string."""
     has_ended: bool = False
-    handle: Any = None
-    """The decoder's."""
+    handle: "Handle | None" = None
+    """The sequence in the batch engine; None: it has ended."""
     _shown: int = 0
     """Characters of ``text`` that were told."""
     _steps: list[Sequence[int]] = field(default_factory=list)
@@ -180,12 +181,12 @@ def known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class Answer:
+class HttpAnswer:
     """The answer to one request, made of the pieces that its choices tell of."""
 
     def __init__(
         self,
-        asked: Request,
+        asked: ApiRequest,
         model: str,
         choices: Sequence[Choice],
         pieces: "asyncio.Queue[Piece]",

@@ -4,12 +4,9 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import math
 import re
-import secrets
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,29 +17,26 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import StarletteHTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from pipedraft.inference.servers import find_token
 from pipedraft.inference.serving import HttpLimits
-from pipedraft.inference.serving.answers import Answer, Choice, Piece
-from pipedraft.inference.serving.decoder import Decoder
+from pipedraft.inference.serving.admission import NOT_AGAIN, Admission, Admissions
+from pipedraft.inference.serving.answers import HttpAnswer, Piece
+from pipedraft.inference.serving.decoder import SequenceDecoder
 from pipedraft.inference.serving.metrics import Metrics
 from pipedraft.inference.serving.requests import (
+    ApiRequest,
     ChatRequest,
     CompletionRequest,
     Json,
-    Request,
     RequestError,
     parse,
 )
-from pipedraft.inference.transport import find_token
-from pipedraft.pretrained import ChatRefused, encode_chat
 
 log = getLogger(__name__)
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
 PAGE = Path(__file__).with_name("page.html").read_text()
-MAX_RETRY_S = 120
 BODY_S = 20.0
 """For a request's body to arrive."""
-NOT_AGAIN = {"x-should-retry": "false"}
-"""Tells OpenAI's clients not to ask the same again by themselves."""
 
 
 def page_policy(page: str) -> str:
@@ -69,7 +63,7 @@ class Service:
     """What the paths share: the decoder, the limits, and who is served."""
 
     def __init__(
-        self, decoder: Decoder, *, name: str, limits: HttpLimits, keys: Sequence[str] = ()
+        self, decoder: SequenceDecoder, *, name: str, limits: HttpLimits, keys: Sequence[str] = ()
     ) -> None:
         """
         Args:
@@ -79,16 +73,12 @@ class Service:
         self.decoder, self.name, self.limits, self.keys = decoder, name, limits, keys
         self.engine = decoder.engine
         self.metrics = Metrics(name)
+        self.admissions = Admissions(decoder, name=name, limits=limits, metrics=self.metrics)
         self.created = int(time.time())
-        self.is_draining = False
         self.ending = asyncio.Event()
         """Answers end now, as far as they are."""
-        self.num_open = 0
-        """Requests that are answered now."""
-        self.num_answered = 0
         self.end: Callable[[], object] = lambda: None
         """As a signal; called from any thread."""
-        self._of_client: Counter[str] = Counter()
 
     def describe(self) -> str:
         config, keys = self.decoder.base, len(self.keys)
@@ -134,9 +124,9 @@ class Service:
                         raise RequestError("the client left", status=499)
                     body += message.get("body", b"")
                     is_more = message.get("more_body", False)
-                    if len(body) > self.limits.max_body_kb * 2**10:
+                    if len(body) > self.limits.max_message_kb * 2**10:
                         raise RequestError(
-                            f"the body has more than {self.limits.max_body_kb * 2**10} bytes",
+                            f"the body has more than {self.limits.max_message_kb * 2**10} bytes",
                             status=413,
                             headers={"connection": "close"},
                         )
@@ -145,97 +135,11 @@ class Service:
             raise RequestError(said, status=408, headers=NOT_AGAIN) from error
         return bytes(body)
 
-    def prompts_of(self, asked: Request) -> list[list[int]]:
-        """Token ids of each prompt."""
-        tokenizer = self.engine.tokenizer
-        if isinstance(asked, ChatRequest):
-            if tokenizer.chat_template is None:
-                raise RequestError(
-                    "messages: this model has no chat template; use /v1/completions",
-                    param="messages",
-                )
-            try:
-                prompts = [encode_chat(tokenizer, [turn.turn() for turn in asked.messages])]
-            except ChatRefused as error:
-                raise RequestError(f"messages: {error}", param="messages") from error
-            param = "messages"
-        else:
-            assert isinstance(asked, CompletionRequest)
-            param, given = "prompt", asked.prompts()
-            prompts = [tokenizer(p).input_ids if isinstance(p, str) else p for p in given]
-        for prompt in prompts:
-            self._check(prompt, param)
-        return prompts
-
-    def _check(self, prompt: list[int], param: str) -> None:
-        most = min(self.limits.max_prompt_tokens, self.engine.target.max_positions - 1)
-        if not 0 < len(prompt) <= most:
-            raise RequestError(
-                f"{param}: {len(prompt)} tokens; give 1 to {most}",
-                param=param,
-                code="context_length_exceeded" if prompt else "invalid_value",
-            )
-        size = self.engine.target.vocab_size
-        if max(prompt) >= size:
-            raise RequestError(
-                f"{param}: {max(prompt)} is no token; give 0 to {size - 1}", param=param
-            )
-
-    def check(self, asked: Request) -> int:
-        """Number of outputs that a request asks for.
-
-        Raises:
-            RequestError: a value that the model or the limits do not permit.
-        """
-        if asked.model not in (None, self.name):
-            raise RequestError(
-                f"model: {str(asked.model)[:128]!r} is not here; this is {self.name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
-        most, wanted = self.limits.max_new_tokens, asked.longest()
-        if wanted is not None and wanted > most:
-            raise RequestError(f"max_tokens: {wanted}; give at most {most}", param="max_tokens")
-        count, limits = asked.num_prompts * asked.n, self.limits
-        # More than may ever be open would be told to come again for ever.
-        room = min(limits.max_client_sequences, self.decoder.capacity + limits.max_waiting)
-        most = min(limits.max_choices, room)
-        if count > most:
-            raise RequestError(f"n: {count} outputs; ask for at most {most}", param="n")
-        return count
-
-    def choices_of(self, asked: Request, tell: Callable[[Piece], None]) -> list[Choice]:
-        """The choices of every prompt of a checked request, each with its own seed.
-
-        Raises:
-            RequestError: a prompt that does not fit.
-        """
-        prompts = self.prompts_of(asked)
-        new_tokens = asked.longest() or self.limits.max_new_tokens
-        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-        return [
-            Choice(
-                index=index,
-                prompt_ids=prompts[index // asked.n],
-                config=asked.config(
-                    self.decoder.base, seed=seed + index % asked.n, new_tokens=new_tokens
-                ),
-                stop_strings=asked.stop_strings,
-                tokenizer=self.engine.tokenizer,
-                metrics=self.metrics,
-                tell=tell,
-            )
-            for index in range(len(prompts) * asked.n)
-        ]
-
     # -- answering --------------------------------------------------------------------------
 
-    async def answer(self, request: HttpRequest, kind: type[Request]) -> Response:
+    async def answer(self, request: HttpRequest, kind: type[ApiRequest]) -> Response:
         client = self.client_of(request)
         asked = parse(await self.read_body(request), kind)
-        # A busy server says so before it tokenizes anything.
-        self.check_room(client, self.check(asked))
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
 
@@ -243,67 +147,15 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the loop is gone, and all clients with it
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        choices = self.choices_of(asked, tell)
-        admitted = self._admitted(client, choices)
-        answer = Answer(asked, self.name, choices, pieces)
+        admission = self.admissions.admit(client, asked, tell)
+        answer = HttpAnswer(asked, self.name, admission.choices, pieces)
         if asked.stream:
-            admitted.__enter__()
-            return EventStream(self, request, answer, admitted)
-        with admitted:
+            admission.__enter__()
+            return EventStream(self, request, answer, admission)
+        with admission:
             if await self.until_gone(request.receive, answer.whole()):
                 return JsonResponse(answer.body())
         return Response(status_code=499)  # nobody is there to read it
-
-    def check_room(self, client: str, count: int) -> None:
-        """Raise RequestError if so many further sequences are not taken now."""
-        if self.is_draining:
-            raise RequestError(
-                "the server is about to end", status=503, headers={"retry-after": "5"}
-            )
-        if self.decoder.failure is not None:
-            raise RequestError("the pipeline has failed", status=503, headers=NOT_AGAIN)
-        decoder = self.decoder
-        waiting = decoder.num_waiting + decoder.num_running + count - decoder.capacity
-        if waiting > self.limits.max_waiting:
-            raise self._busy(f"{decoder.num_waiting} sequences wait")
-        if self._of_client[client] + count > self.limits.max_client_sequences:
-            raise self._busy(f"{self._of_client[client]} sequences of this client are open")
-
-    @contextlib.contextmanager
-    def _admitted(self, client: str, choices: list[Choice]) -> Iterator[None]:
-        """The choices are decoded inside; at the end those that still are end."""
-        count = len(choices)
-        self._of_client[client] += count
-        self.num_open += 1
-        try:
-            self._submit(choices)
-            yield
-        finally:
-            for choice in choices:
-                if not choice.has_ended:
-                    self.decoder.cancel(choice)
-            self.num_open -= 1
-            self.num_answered += 1
-            self._of_client[client] -= count
-            self._of_client += Counter()  # forgets clients without one
-
-    def _submit(self, choices: list[Choice]) -> None:
-        try:
-            for choice in choices:
-                self.decoder.submit(choice)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
-        except RuntimeError as error:
-            raise RequestError("the pipeline has failed", status=503, headers=NOT_AGAIN) from error
-
-    def _busy(self, said: str) -> RequestError:
-        retry_s = min(max(math.ceil(self.decoder.wait_s), 1), MAX_RETRY_S)
-        return RequestError(
-            f"{said}; come again in {retry_s} s",
-            status=429,
-            code="rate_limit_exceeded",
-            headers={"retry-after": str(retry_s)},
-        )
 
     async def until_gone(
         self, receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]
@@ -343,9 +195,9 @@ class Service:
 
         An answer that is cut says so at once, whatever its sequence does then.
         """
-        self.is_draining = True
+        self.admissions.is_draining = True
         until_s = time.monotonic() + self.limits.grace_s
-        while self.num_open and not hurry.is_set() and time.monotonic() < until_s:
+        while self.admissions.num_open and not hurry.is_set() and time.monotonic() < until_s:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(hurry.wait(), 0.05)
         self.ending.set()
@@ -364,14 +216,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, request: HttpRequest, answer: Answer, admitted: Any):
+    def __init__(
+        self, service: Service, request: HttpRequest, answer: HttpAnswer, admission: Admission
+    ):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.service, self.request, self.answer, self.admitted = service, request, answer, admitted
+        self.service, self.request = service, request
+        self.answer, self.admission = answer, admission
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         with contextlib.ExitStack() as stack:
-            stack.push(self.admitted)
+            stack.push(self.admission)
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
             try:
@@ -451,7 +306,10 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        states = {"draining": service.is_draining, "failed": service.decoder.failure is not None}
+        states = {
+            "draining": service.admissions.is_draining,
+            "failed": service.decoder.failure is not None,
+        }
         bad = [name for name, holds in states.items() if holds]
         return JsonResponse({"status": bad[-1] if bad else "ok"}, 503 if bad else 200)
 

@@ -14,15 +14,15 @@ import uvicorn
 
 from pipedraft.errors import Failure
 from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.ranks.links import LostLink
+from pipedraft.inference.servers import address_of
 from pipedraft.inference.serving.app import Service, make_app
-from pipedraft.inference.serving.decoder import SharedDecoder, TurnDecoder
-from pipedraft.inference.transport import address_of
-from pipedraft.inference.transport.ranks import LostLink
+from pipedraft.inference.serving.decoder import SequenceDecoder
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine
+    from pipedraft.inference.ranks.cluster import Cluster
     from pipedraft.inference.serving.__main__ import HttpOptions, ServeOptions
-    from pipedraft.inference.transport.cluster import Cluster
 
 MAX_CONNECTIONS = 1024
 LEAVE_S = 2
@@ -90,8 +90,7 @@ def run(
     cluster: "Cluster | None" = None,
 ) -> None:
     """Serve until a signal or a lost rank; ``cluster``: of the engine's pipeline."""
-    is_shared = options.beside is None
-    decoder = SharedDecoder(engine, options) if is_shared else TurnDecoder(engine)
+    decoder = SequenceDecoder(engine, options)
     service = Service(decoder, name=options.name, limits=options, keys=keys)
     if cluster is not None:
         cluster.watch.on_signal = lambda: service.end()
@@ -108,7 +107,7 @@ def run(
     # Requests leave cycles; a collection need not walk over the libraries, and so comes sooner.
     gc.freeze()
     asyncio.run(serve(server, service, listener))
-    print(f"ended: {service.num_answered} requests answered", flush=True)
+    print(f"ended: {service.admissions.num_answered} requests answered", flush=True)
     if isinstance(decoder.failure, LostLink):
         raise decoder.failure  # the cluster says which process it was
     if decoder.failure is not None:

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 if TYPE_CHECKING:
     from pipedraft.inference.serving.answers import Choice
-    from pipedraft.inference.serving.decoder import Decoder
+    from pipedraft.inference.serving.decoder import SequenceDecoder
 
 STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
@@ -106,7 +106,7 @@ class Metrics:
         if math.isfinite(result.equivalent_acceptance_length):
             self._length.observe(result.equivalent_acceptance_length)
 
-    def page(self, decoder: "Decoder") -> bytes:
+    def page(self, decoder: "SequenceDecoder") -> bytes:
         """All metrics in Prometheus' text format."""
         self._waiting.set(decoder.num_waiting)
         self._running.set(decoder.num_running)

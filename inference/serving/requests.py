@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from pipedraft.errors import one_line
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.filters import Filters
+from pipedraft.inference.rules.filters import TokenFilters
 
 MAX_SEED = int(9e18)
 MAX_DEPTH = 16
@@ -94,7 +94,7 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag
     text: str
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Meta(max_length=1024)]
     name: Annotated[str, Meta(max_length=256)] = ""
@@ -106,7 +106,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         return {"role": role, "content": "".join(parts)}
 
 
-class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields that chat and plain completion requests share."""
 
     PATH: ClassVar[str]
@@ -147,7 +147,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             RequestError: a value that the engine does not take.
         """
         is_sampled = self.temperature > 0
-        filters = Filters() if not is_sampled else self._filters()
+        filters = TokenFilters() if not is_sampled else self._filters()
         try:
             return replace(
                 base,
@@ -155,13 +155,13 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 verifier=base.verifier if is_sampled else "auto",
                 seed=seed,
                 max_new_tokens=new_tokens,
-                **{name: getattr(filters, name) for name in Filters.__dataclass_fields__},
+                **{name: getattr(filters, name) for name in TokenFilters.__dataclass_fields__},
             )
         except ValueError as error:
             raise RequestError(str(error), param=str(error).partition(":")[0]) from error
 
-    def _filters(self) -> Filters:
-        return Filters(
+    def _filters(self) -> TokenFilters:
+        return TokenFilters(
             top_k=max(self.top_k, 0),  # -1: all, as vLLM has it
             top_p=self.top_p,
             min_p=self.min_p,
@@ -169,9 +169,9 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
 
-class ChatRequest(Request, kw_only=True):
+class ChatRequest(ApiRequest, kw_only=True):
     PATH = "/v1/chat/completions"
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=1024)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
     max_completion_tokens: Count | None = None
 
     def longest(self) -> int | None:
@@ -179,7 +179,7 @@ class ChatRequest(Request, kw_only=True):
         return min(asked, default=None)
 
 
-class CompletionRequest(Request, kw_only=True):
+class CompletionRequest(ApiRequest, kw_only=True):
     PATH = "/v1/completions"
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     """A text, its token ids, or several of one of these."""
@@ -199,7 +199,7 @@ class CompletionRequest(Request, kw_only=True):
         return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
 
 
-Kind = TypeVar("Kind", bound=Request)
+Kind = TypeVar("Kind", bound=ApiRequest)
 
 
 def parse(body: bytes, kind: type[Kind]) -> Kind:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.schedules.base import Growth
 from pipedraft.inference.shapes import RowCosts, TreeShape, rows_that_pay
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import Verifier
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 
 @dataclass(frozen=True)
-class Sampling:
+class DraftSampling:
     """How draft tokens are chosen from the draft's distribution."""
 
     rule: Verifier
@@ -41,7 +41,7 @@ class Sampling:
         return torch.log_softmax(scores_QU * self.costs.sharpness, -1)
 
     @property
-    def recorded_as(self) -> tuple[object, ...] | None:
+    def graph_key(self) -> tuple[object, ...] | None:
         """Key of what ``child_scores`` launches; None: it depends on what the device finds."""
         filters = self.rule.filters
         if filters.top_p < 1 or filters.typical_p < 1:
@@ -50,7 +50,7 @@ class Sampling:
         return type(self.rule), self.rule.temperature, filters, sharpness
 
     @property
-    def later(self) -> "Sampling":
+    def later(self) -> "DraftSampling":
         """Sampling of draft tokens that could enter a step later, too: they save a step at most."""
         if self.costs is None:
             return self
@@ -110,7 +110,7 @@ class DraftSource:
         """Newly committed positions, in order: hidden states [a, H], and the token after each."""
         raise NotImplementedError
 
-    def keep(self, keep: Keep) -> None:
+    def keep(self, keep: KeepRows) -> None:
         """The tree's rows are renumbered as in ``TokenTree.reroot``; nothing retained: a miss."""
 
     @property
@@ -136,7 +136,7 @@ class DraftSource:
         *,
         width: int,
         levels: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
         beams: int = 0,
         split: float | None = None,
     ) -> Iterator[Tensor]:
@@ -161,7 +161,7 @@ class DraftSource:
         features: Mapping[int, Tensor],
         *,
         width: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
     ) -> int:
         """Add up to ``width`` draft tokens below the deepest rows; returns how many were added.
 
@@ -172,7 +172,7 @@ class DraftSource:
         raise NotImplementedError
 
     def grow_tree(
-        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: Sampling
+        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: DraftSampling
     ) -> int:
         """Draft a fresh tree below the root and merge it by token path; returns rows added.
 
@@ -182,7 +182,7 @@ class DraftSource:
         """
         raise NotImplementedError
 
-    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: Sampling) -> int:
+    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
         """Continue each row once, and the root once per context; returns how many were added."""
         raise NotImplementedError
 
@@ -192,7 +192,7 @@ class DraftSource:
 
 
 def add_sampled(
-    tree: TokenTree, leaf: int, logits_U: Tensor, draft: Any, sampling: Sampling
+    tree: TokenTree, leaf: int, logits_U: Tensor, draft: Any, sampling: DraftSampling
 ) -> int:
     """One token drawn from q, which is stored with it for the test; returns its row.
 
@@ -207,7 +207,7 @@ def add_sampled(
 
 
 def add_layer(
-    tree: TokenTree, logits_QU: Tensor, draft: Any, *, width: int, sampling: Sampling
+    tree: TokenTree, logits_QU: Tensor, draft: Any, *, width: int, sampling: DraftSampling
 ) -> int:
     """Draft tokens below the deepest rows of the tree; returns how many.
 
@@ -232,7 +232,7 @@ def add_best(
     logits_QU: Tensor,
     ids_U: Tensor,
     width: int,
-    sampling: Sampling,
+    sampling: DraftSampling,
 ) -> int:
     """Add the ``width`` children with the best cumulative scores over all leaves, if they pay."""
     best_2QW = best_children(tree, leaves, logits_QU, ids_U, width, sampling)
@@ -245,7 +245,7 @@ def best_children(
     logits_QU: Tensor,
     ids_U: Tensor,
     width: int,
-    sampling: Sampling,
+    sampling: DraftSampling,
 ) -> Tensor:
     """Tokens and cumulative scores of the best children of each leaf: float64 [2, Q, W], on the
     CPU."""
@@ -259,7 +259,7 @@ def best_children(
 
 
 def add_children(
-    tree: TokenTree, leaves: list[int], best_2QW: Tensor, width: int, sampling: Sampling
+    tree: TokenTree, leaves: list[int], best_2QW: Tensor, width: int, sampling: DraftSampling
 ) -> int:
     """Add the best of what ``best_children`` gives, if they pay."""
     tokens_QW, total_QW = best_2QW

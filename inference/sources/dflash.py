@@ -9,15 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import Expansion, Sampling
-from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS
-from pipedraft.inference.sources.row_cache import NewText, RecordedText
+from pipedraft.inference.sources.base import DraftSampling, Expansion
+from pipedraft.inference.sources.graph_rows import CHUNK_ROWS, MAX_ROWS
+from pipedraft.inference.sources.row_cache import GraphText, NewText
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.cuda_graphs import Packing, borrow_for, padded_rows
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.recorded import Packing, lend, padded_rows
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 
 class DFlashSource(TreeSource):
@@ -29,9 +29,9 @@ class DFlashSource(TreeSource):
     """
 
     def __init__(self, draft: DFlash) -> None:
-        self._blocks: RecordedBlocks | None = None
+        self._blocks: GraphBlocks | None = None
         if draft.fc.weight.device.type == "cuda":
-            self._blocks = lend(draft, self, "blocks", partial(RecordedBlocks, draft))
+            self._blocks = borrow_for(draft, self, "blocks", partial(GraphBlocks, draft))
         super().__init__(draft)
         self.taps = draft.taps
 
@@ -49,7 +49,7 @@ class DFlashSource(TreeSource):
         self._scored: tuple[object, Tensor] | None = None
         """What was read of the block on a GPU: how it was scored, and the best tokens [2, D, W]."""
 
-    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: Sampling) -> int:
+    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
         """Grow the tree by levels; one pass makes the block of all of them."""
         more = replace(expansion, num_forwards=expansion.num_forwards + 1)
         return super().expand_tree(tree, more, sampling)
@@ -91,7 +91,9 @@ class DFlashSource(TreeSource):
             caches=self._caches,
         )
 
-    def _best(self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling) -> Tensor:
+    def _best(
+        self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
+    ) -> Tensor:
         if self._blocks is None:
             return super()._best(tree, rows, width, sampling)
         self._compute(tree, [row for row in rows if row])
@@ -100,7 +102,9 @@ class DFlashSource(TreeSource):
         scores_Q = torch.tensor([tree.scores[row] for row in rows], dtype=torch.float64)
         return torch.stack([tokens_QW, own_QW + scores_Q[:, None]])
 
-    def _read(self, tree: TokenTree, num_depths: int, width: int, sampling: Sampling) -> Tensor:
+    def _read(
+        self, tree: TokenTree, num_depths: int, width: int, sampling: DraftSampling
+    ) -> Tensor:
         """Best tokens behind all depths of the block so far: [2, D, W], in the host's memory."""
         assert self._blocks is not None
         self._behind(tree, num_depths - 1)
@@ -115,13 +119,13 @@ class DFlashSource(TreeSource):
         self._scored = key, found
         return found
 
-    def _keep_rows(self, keep: Keep) -> None:
+    def _keep_rows(self, keep: KeepRows) -> None:
         """The block of the new root knows more of the text: every row is continued by it anew."""
         self._forget_block()
 
 
-class RecordedBlocks(RecordedText):
-    """Proposes DFlash's blocks by recorded graphs.
+class GraphBlocks(GraphText):
+    """Proposes DFlash's blocks by CUDA graphs.
 
     Rows of the block are written behind those of the text, and forgotten. The marginals of all
     depths are there after one forward pass, so the host reads them together.
@@ -153,8 +157,8 @@ class RecordedBlocks(RecordedText):
             slots=[*range(first, end)] + [self._num_places] * (A - count),
         )
         compute = partial(self._compute, packing, A, num_rows)
-        can_record = num_rows > 1
-        return self.recordings.run((A, num_rows), packed, sources, compute, can_record=can_record)
+        can_capture = num_rows > 1
+        return self.graphs.run((A, num_rows), packed, sources, compute, can_capture=can_capture)
 
     def _compute(
         self, packing: Packing, A: int, R: int, packed: Tensor, given_PH: Tensor | None
@@ -180,7 +184,7 @@ class RecordedBlocks(RecordedText):
         )
 
     def best(
-        self, states_SH: Tensor, num_depths: int, width: int, position: int, sampling: Sampling
+        self, states_SH: Tensor, num_depths: int, width: int, position: int, sampling: DraftSampling
     ) -> Tensor:
         """Best tokens behind each depth: float64 [2, D, W] on the CPU, perhaps of more.
 
@@ -197,10 +201,10 @@ class RecordedBlocks(RecordedText):
         packed = torch.zeros(1, dtype=torch.int64)
         if noise_DU is not None:
             packed = noise_DU.view(torch.int64).flatten()
-        key = sampling.recorded_as
+        key = sampling.graph_key
         compute = partial(self._ranked, D, W, sampling, noise_DU is not None)
-        found = self.recordings.run(
-            (D, W, key), packed, [states_DH], compute, can_record=key is not None
+        found = self.graphs.run(
+            (D, W, key), packed, [states_DH], compute, can_capture=key is not None
         )
         return found.cpu()
 
@@ -208,7 +212,7 @@ class RecordedBlocks(RecordedText):
         self,
         D: int,
         W: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
         has_noise: bool,
         packed: Tensor,
         states_PH: Tensor | None,

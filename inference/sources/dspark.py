@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import Sampling
+from pipedraft.inference.sources.base import DraftSampling
 from pipedraft.inference.sources.dflash import DFlashSource
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
@@ -20,6 +20,8 @@ class DSparkSource(DFlashSource):
         token = torch.tensor(tree.tokens[row], device=state_H.device)
         return self.draft.behind(state_H, token)
 
-    def _best(self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling) -> Tensor:
+    def _best(
+        self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
+    ) -> Tensor:
         """Row by row also on a GPU: what is best behind a depth depends on the row's token."""
         return TreeSource._best(self, tree, rows, width, sampling)

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.recorded_rows import make_rows
+from pipedraft.inference.sources.graph_rows import make_rows
 from pipedraft.inference.sources.row_cache import TEXT, RowCache
 from pipedraft.inference.sources.tree_source import CacheSource
 from pipedraft.inference.tree import TokenTree
@@ -32,8 +32,8 @@ class EagleSource(CacheSource):
     def __init__(self, draft: EagleHead) -> None:
         like = draft.draft_ids.new_zeros(0, dtype=next(draft.parameters()).dtype)
         # A window of a cached row's age is told row by row.
-        can_record = draft.window is None
-        self._rows = make_rows(draft, self, like) if can_record else RowCache(draft.num_caches)
+        can_capture = draft.window is None
+        self._rows = make_rows(draft, self, like) if can_capture else RowCache(draft.num_caches)
         super().__init__(draft)
         self.taps = draft.taps
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipedraft.inference.sources.tree_source import RowsSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 
 class FlexSpecSource(RowsSource):
@@ -22,9 +22,9 @@ class FlexSpecSource(RowsSource):
         self._text_state = weight.new_zeros(config.num_readings, weight.shape[1])
         """State [E, H] of the last row of the text."""
 
-    def _keep_rows(self, keep: Keep) -> None:
+    def _keep_rows(self, keep: KeepRows) -> None:
         computed = [row for row in keep.rows[1 : keep.num_committed + 1] if row in self._known]
-        if computed and self._recorded is None:
+        if computed and self._graph_rows is None:
             self._text_state = self._outputs[computed[-1]]
         super()._keep_rows(keep)
 

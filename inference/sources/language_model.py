@@ -10,13 +10,13 @@ from torch import Tensor
 from pipedraft.inference.sources.tree_source import RowsSource, TextSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 CHUNK_ROWS = 512  # rows of one forward pass over the prompt; bounds its mask
 
 
-class RecordedLanguageModelSource(RowsSource):
-    """Draft tokens of a causal LM on a GPU, whose forward passes are recorded graphs."""
+class GraphLanguageModelSource(RowsSource):
+    """Draft tokens of a causal LM on a GPU, whose forward passes are CUDA graphs."""
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
         return has_text + bool(rows)
@@ -27,7 +27,7 @@ class LanguageModelSource(TextSource):
 
     The LM is a target of one stage: the text, the pending root included, is committed in its cache
     and the draft tokens are speculative rows there. A draft token that becomes text is committed
-    with a Keep, so what was computed once is never computed again.
+    with a KeepRows, so what was computed once is never computed again.
     """
 
     def __init__(self, draft: LanguageModelDraft) -> None:
@@ -75,23 +75,23 @@ class LanguageModelSource(TextSource):
             num_committed: of the first computed rows, which become text and need no name.
         """
         retained = sorted(self._places.keys() & names.keys(), key=self._places.__getitem__)
-        self._stage.keep(Keep(tuple(self._places[name] for name in retained), num_committed))
+        self._stage.keep(KeepRows(tuple(self._places[name] for name in retained), num_committed))
         retained = retained[num_committed:]
         self._states = {names[name]: self._states[name] for name in retained}
         self._places = {names[name]: place for place, name in enumerate(retained)}
 
-    def _keep_rows(self, keep: Keep) -> None:
+    def _keep_rows(self, keep: KeepRows) -> None:
         """The old root is committed here already; the new one is text as well."""
         text = keep.rows[1 : keep.num_committed + 1]
         self._num_taken_in = sum(row in self._places for row in text)
         if len(keep.rows) > keep.num_committed and text[-1] in self._places:
             self._root_hidden = self._states[text[-1]]
-        # Parents precede their children in a Keep, so those that become text come first.
+        # Parents precede their children in a KeepRows, so those that become text come first.
         first = keep.num_committed
         places = {row: place - first for place, row in enumerate(keep.rows) if place}
         self._rename_rows(places, self._num_taken_in)
 
 
 def language_model_source(draft: LanguageModelDraft) -> TextSource:
-    is_recorded = draft.model.device.type == "cuda" and draft.can_record
-    return RecordedLanguageModelSource(draft) if is_recorded else LanguageModelSource(draft)
+    is_captured = draft.model.device.type == "cuda" and draft.can_capture
+    return GraphLanguageModelSource(draft) if is_captured else LanguageModelSource(draft)

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import DraftSource, Expansion, Sampling
-from pipedraft.inference.sources.tree_source import TextSource, TreeSource
+from pipedraft.inference.sources.tree_source import TextSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import Keep
 
 LookupKind = Literal["ngram", "suffix"]
 """By the last few tokens, or by the longest end of the text that occurred before."""
@@ -209,80 +206,3 @@ def path_to(tree: TokenTree, row: int) -> list[int]:
         path.append(tree.tokens[row])
         row = tree.parents[row]
     return path[::-1]
-
-
-class BesideSource(DraftSource):
-    """A trained draft's trees, and in each a chain that was looked up, as one more branch.
-
-    The chain goes on while its context was seen before, for ``length`` tokens at most.
-    """
-
-    def __init__(self, source: TreeSource, kind: LookupKind, *, length: int = 8) -> None:
-        self.source, self.length, self.kind = source, length, kind
-        self.taps = source.taps
-        self.grows = tuple(verb for verb in source.grows if verb == "trees")
-        self._followers: Followers = MODELS[kind]()
-
-    @property
-    def num_forwards(self) -> int:  # type: ignore[override]  # of the draft that costs something
-        return self.source.num_forwards
-
-    @property
-    def draft_ids(self) -> Tensor:
-        return self.source.draft_ids
-
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        self.source.begin(features, tokens)
-        self._followers = MODELS[self.kind]()
-        for token in tokens:
-            self._followers.extend(token)
-
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        self.source.observe(features, next_tokens)
-        for token in next_tokens:
-            self._followers.extend(token)
-
-    def keep(self, keep: Keep) -> None:
-        self.source.keep(keep)
-
-    def grow_tree(
-        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: Sampling
-    ) -> int:
-        if sampling.rule.needs_q and not shape.is_chain:
-            raise ValueError("beside: a branch that was looked up has no q; use --verifier gumbel")
-        added = self.source.grow_tree(tree, shape, by_score=by_score, sampling=sampling)
-        return added + (0 if shape.is_chain else self._add_chain(tree, self.length))
-
-    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: Sampling) -> int:
-        added = self.source.expand_tree(tree, expansion, sampling)
-        return added + self._add_chain(tree, min(self.length, expansion.max_rows - added))
-
-    def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
-        return self.source.deepen_tree(tree, levels, num_tokens)
-
-    def _add_chain(self, tree: TokenTree, length: int) -> int:
-        before, row, path = len(tree), 0, list[int]()
-        while len(path) < length:
-            contexts = list(self._followers.contexts(path))
-            if len(contexts) < 2:  # nothing but how often tokens are
-                break
-            counts = contexts[-1]
-            token = max(counts, key=lambda token: (counts[token], -token))
-            share = counts[token] / (sum(counts.values()) + 1)
-            path.append(token)
-            row = tree.add(row, token, tree.scores[row] + float(torch.tensor(share).log()))
-        return len(tree) - before
-
-
-def beside(source: DraftSource, kind: LookupKind) -> BesideSource:
-    """A source that adds what a look-up finds to a draft's own trees.
-
-    Raises:
-        ValueError: the draft does not make trees of what it knows of a row.
-    """
-    if not isinstance(source, TreeSource):
-        raise ValueError(
-            f"--beside: {kind!r} for a draft that reads rows in flight and makes no trees; leave "
-            "it out"
-        )
-    return BesideSource(source, kind)

@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import (
+    DraftSampling,
     DraftSource,
     Growth,
-    Sampling,
     add_children,
     add_layer,
     deepest_rows,
 )
-from pipedraft.inference.sources.recorded_rows import Ask, RecordedRows, make_rows
+from pipedraft.inference.sources.graph_call import ChildQuery
+from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
 from pipedraft.inference.sources.row_cache import TEXT, NewText
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.draft_calls import call
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.ppsd import PPSD
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 
 class PPSDSource(DraftSource):
@@ -56,13 +57,13 @@ class PPSDSource(DraftSource):
         if not len(stream_PH):
             return
         first, num_rows = self._rows.num_text, len(stream_PH)
-        if isinstance(self._rows, RecordedRows):
+        if isinstance(self._rows, GraphRows):
             text = NewText([0] * num_rows, [{self.draft.exit_layer: stream_PH}])
-            self._rows.grow(TokenTree(0, first + num_rows), text, [], [], Ask())
+            self._rows.grow(TokenTree(0, first + num_rows), text, [], [], ChildQuery())
             return
         self._forward(TokenTree(0, 0), [], stream_PH, list(range(first, first + num_rows)))
 
-    def keep(self, keep: Keep) -> None:
+    def keep(self, keep: KeepRows) -> None:
         path, retained = keep.rows[: keep.num_committed], keep.rows[keep.num_committed :]
         self._num_moved = sum(row in self._rows.known for row in path)
         names = {row: place for place, row in enumerate(retained)}
@@ -74,7 +75,7 @@ class PPSDSource(DraftSource):
         features: Mapping[int, Tensor],
         *,
         width: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
     ) -> int:
         """Adds nothing while the deepest rows have not passed the first stage."""
         leaves, stream_H = deepest_rows(tree), features.get(self.draft.exit_layer)
@@ -84,13 +85,13 @@ class PPSDSource(DraftSource):
         # A leaf that got no child the last time it was deepest has its output already.
         new = [row for row in needed if row not in self._rows.known]
         self.num_forwards += bool(new)
-        if isinstance(self._rows, RecordedRows):
-            ask = Ask() if sampling.samples_chain else Ask(width, sampling=sampling)
+        if isinstance(self._rows, GraphRows):
+            query = ChildQuery() if sampling.samples_chain else ChildQuery(width, sampling=sampling)
             no_text, given = NewText([], []), {self.draft.exit_layer: stream_H}
-            found = self._rows.grow(tree, no_text, new, leaves, ask, given=given)
+            found = self._rows.grow(tree, no_text, new, leaves, query, given=given)
             if sampling.samples_chain:
                 return add_layer(tree, found, self.draft, width=width, sampling=sampling)
-            (level,) = self._rows.levels(found, len(leaves), ask)
+            (level,) = self._rows.levels(found, len(leaves), query)
             return add_children(tree, leaves, level.best_2QW, width, sampling)
         if new:
             self._forward(tree, new, stream_H[new], [tree.position(row) for row in new])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.cuda_graphs import Graphs, padded_rows
 from pipedraft.models.layers import FixedKeyValues, KeyValues
-from pipedraft.models.recorded import Recordings, padded_rows
 
 TEXT = sys.maxsize
 """Name of every row of the committed text; no tree has as many rows."""
@@ -53,15 +53,15 @@ class NewText:
         return head
 
 
-class RecordedText:
-    """Keys and values of a text in buffers of one size, which recorded graphs read and fill.
+class GraphText:
+    """Keys and values of a text in buffers of one size, which CUDA graphs read and fill.
 
     Buffers and graphs outlive the text. Spare rows go behind its places.
     """
 
     def __init__(self, num_layers: int, draft_ids: Tensor) -> None:
         """``draft_ids`` are on the draft's device."""
-        self.recordings, self.ids_U = Recordings(draft_ids.device), draft_ids.cpu()
+        self.graphs, self.ids_U = Graphs(draft_ids.device), draft_ids.cpu()
         self._caches = [FixedKeyValues(0) for _ in range(num_layers)]
         self._num_places = self._num_spare = 0
         self.restart()
@@ -77,7 +77,7 @@ class RecordedText:
         self._num_spare = padded_rows(max(num_spare, self._num_spare, 1))
         for cache in self._caches:
             cache.grow(self._num_places + self._num_spare)
-        self.recordings.clear()
+        self.graphs.clear()
 
 
 class RowCache:

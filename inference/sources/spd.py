@@ -3,6 +3,7 @@
 # A newly committed rows, R rows in flight with spare ones, W of them of each depth, Q deepest ones
 # P places of committed rows, C of all, U draft vocabulary, H hidden
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -11,19 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipedraft.inference.sources.base import (
+    DraftSampling,
     DraftSource,
     Growth,
-    Sampling,
     add_children,
     add_layer,
     deepest_rows,
 )
-from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS, Ask
-from pipedraft.inference.sources.row_cache import NewText, RecordedText
+from pipedraft.inference.sources.graph_call import ChildQuery
+from pipedraft.inference.sources.graph_rows import CHUNK_ROWS, MAX_ROWS
+from pipedraft.inference.sources.row_cache import GraphText, NewText
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.recorded import Packing, lend, padded_rows
+from pipedraft.models.cuda_graphs import Packing, borrow_for, padded_rows
 from pipedraft.models.spd import SPD
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 
 class SPDSource(DraftSource):
@@ -47,23 +49,23 @@ class SPDSource(DraftSource):
         self.taps = draft.taps
         self.num_forwards = 0
         self._caches = draft.new_caches()
-        self._recorded: RecordedModule | None = None
+        self._module: GraphModule | None = None
         if draft.lm_head.weight.device.type == "cuda":
-            self._recorded = lend(draft, self, "module", partial(RecordedModule, draft))
+            self._module = borrow_for(draft, self, "module", partial(GraphModule, draft))
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._caches = self.draft.new_caches()
-        if self._recorded is not None:
-            self._recorded.restart()
+        if self._module is not None:
+            self._module.restart()
         self.observe(features, tokens[1:])
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        if self._recorded is not None:
-            self._recorded.observe(features)
+        if self._module is not None:
+            self._module.observe(features)
         else:
             self.draft.extend(self._caches, features, self._caches[0].num_rows)
 
-    def keep(self, keep: Keep) -> None:
+    def keep(self, keep: KeepRows) -> None:
         """Nothing is kept per row: rows in flight are read anew at every step."""
 
     def grow_layer(
@@ -72,35 +74,39 @@ class SPDSource(DraftSource):
         features: Mapping[int, Tensor],
         *,
         width: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
     ) -> int:
-        if self._recorded is None or sampling.samples_chain:
+        if self._module is None or sampling.samples_chain:
             logits_QU = self.deepest_logits(tree, features)
             return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
-        leaves, ask = deepest_rows(tree), Ask(width, sampling=sampling)
-        width = min(width, len(self._recorded.ids_U))
-        best_2WK = self._ask(self._recorded, tree, features, ask).cpu().view(2, -1, width)
+        leaves, query = deepest_rows(tree), ChildQuery(width, sampling=sampling)
+        width = min(width, len(self._module.ids_U))
+        best_2WK = self._query(self._module, tree, features, query).cpu().view(2, -1, width)
         scores_Q1 = torch.tensor([tree.scores[leaf] for leaf in leaves])[:, None]
         best_2WK[1, : len(leaves)] += scores_Q1
         return add_children(tree, leaves, best_2WK[:, : len(leaves)], width, sampling)
 
-    def _ask(
-        self, recorded: "RecordedModule", tree: TokenTree, features: Mapping[int, Tensor], ask: Ask
+    def _query(
+        self,
+        module: "GraphModule",
+        tree: TokenTree,
+        features: Mapping[int, Tensor],
+        query: ChildQuery,
     ) -> Tensor:
         self.num_forwards += 1
         deepest, count = tree.depths[-1], len(tree)
         noise = None
-        if ask.sampling is not None:
+        if query.sampling is not None:
             position = tree.root_position + deepest + 1
-            noise = ask.sampling.rule.noise_rows(recorded.ids_U, [position])
+            noise = query.sampling.rule.noise_rows(module.ids_U, [position])
         depths = [self._presented(deepest - depth) for depth in tree.depths]
         positions, visible = tree.positions(0, count), tree.visible(0, count)
-        return recorded.grow(features, depths, positions, visible, ask, noise)
+        return module.grow(features, depths, positions, visible, query, noise)
 
     def deepest_logits(self, tree: TokenTree, features: Mapping[int, Tensor]) -> Tensor:
         """Logits [Q, U] of the token after each of the deepest rows."""
-        if self._recorded is not None:
-            return self._ask(self._recorded, tree, features, Ask())
+        if self._module is not None:
+            return self._query(self._module, tree, features, ChildQuery())
         deepest = tree.depths[-1]
         device = self.draft.lm_head.weight.device
         self.num_forwards += 1
@@ -117,7 +123,7 @@ class SPDSource(DraftSource):
         return distance + self.lead if distance else 0
 
 
-class RecordedModule(RecordedText):
+class GraphModule(GraphText):
     """Takes committed rows in and proposes the next tokens, both in one graph.
 
     Every depth gets as many rows as the widest one has, so that one graph serves however many
@@ -147,7 +153,7 @@ class RecordedModule(RecordedText):
         depths: Sequence[int],
         positions_R: Tensor,
         visible_RR: Tensor,
-        ask: Ask,
+        query: ChildQuery,
         noise_1U: Tensor | None,
     ) -> Tensor:
         """Logits [Q, U] as of ``SPD.propose``, or the best children of each (on the device).
@@ -161,65 +167,106 @@ class RecordedModule(RecordedText):
         text, self._pending = self._pending, NewText([], [])
         while len(text.tokens) > MAX_ROWS:
             part = text.split(CHUNK_ROWS)
-            packing, packed, sources = self._packed(part, {}, [], positions_R[:0], visible_RR)
-            compute = partial(self._compute, packing, Ask(), (padded_rows(len(part.tokens)), 0))
-            self.recordings.run((), packed, sources, compute, can_record=False)
-        num_queries = sum(depth == 0 for depth in depths)
-        packing, packed, sources = self._packed(
-            text, features, depths, positions_R, visible_RR, noise_1U
+            self._run(
+                part,
+                {},
+                [],
+                positions_R[:0],
+                visible_RR[:0, :0],
+                ChildQuery(),
+                None,
+                captures=False,
+            )
+        captures = query.key is not None
+        out = self._run(
+            text, features, depths, positions_R, visible_RR, query, noise_1U, captures=captures
         )
-        width = padded_rows(max(map(depths.count, depths)))
-        shape = (padded_rows(len(text.tokens)), width)
-        compute = partial(self._compute, packing, ask, shape)
-        can_record = ask.key is not None
-        out = self.recordings.run((shape, ask.key), packed, sources, compute, can_record=can_record)
-        return out if ask.width else out[:num_queries].clone()
+        return out if query.width else out[: depths.count(0)].clone()
 
-    def _packed(
+    def _run(
         self,
         text: NewText,
         features: Mapping[int, Tensor],
         depths: Sequence[int],
         positions_R: Tensor,
         visible_RR: Tensor,
-        noise_1U: Tensor | None = None,
-    ) -> tuple[Packing, Tensor, list[Tensor]]:
-        """Inputs that change from call to call, on the host, and the hidden states read."""
-        draft, first, count = self.draft, self._num_text, len(text.tokens)
+        query: ChildQuery,
+        noise_1U: Tensor | None,
+        *,
+        captures: bool,
+    ) -> Tensor:
         # Rounded up, so that few graphs serve all calls; every depth has the rows of the widest.
-        deepest, A = draft.config.max_in_flight, padded_rows(count)
-        W = padded_rows(max(map(depths.count, depths), default=0))
-        R = (deepest + 1) * W
-        self._reserve(first + A, R)
+        first, count = self._num_text, len(text.tokens)
+        A, W = padded_rows(count), padded_rows(max(map(depths.count, depths), default=0))
+        self._reserve(first + A, (self.draft.config.max_in_flight + 1) * W)
         self._num_text += count
-        # Row -> its place among the rows of its depth, the deepest first.
-        rows_of = {depth: [i for i, d in enumerate(depths) if d == depth] for depth in set(depths)}
-        place = {
-            row: (deepest - depth) * W + index
-            for depth, rows in rows_of.items()
-            for index, row in enumerate(rows)
-        }
-        # Hidden states are not copied to the host: rows are named by their place in the sources.
+        place = self._place(depths, W)
+        text_places, places, sources = self._gather(text, features, depths, place, W)
+        packing, packed = self._pack(
+            (first, count, A), text_places, places, place, positions_R, visible_RR, noise_1U
+        )
+        compute = partial(self._compute, packing, query, (A, W))
+        key = ((A, W), query.key)
+        return self.graphs.run(key, packed, sources, compute, can_capture=captures)
+
+    def _place(self, depths: Sequence[int], width: int) -> list[int]:
+        """Place of each row in flight: the deepest rows first, ``width`` places for every depth."""
+        deepest, taken = self.draft.config.max_in_flight, Counter[int]()
+        places = []
+        for depth in depths:
+            places.append((deepest - depth) * width + taken[depth])
+            taken[depth] += 1
+        return places
+
+    def _gather(
+        self,
+        text: NewText,
+        features: Mapping[int, Tensor],
+        depths: Sequence[int],
+        place: Sequence[int],
+        width: int,
+    ) -> tuple[dict[int, list[int]], dict[int, list[int]], list[Tensor]]:
+        """Name the hidden states of all rows by their places in the sources, which are not copied.
+
+        Returns:
+            Layer -> place of each row of the text; layer -> place for each place of rows in
+            flight; sources.
+        """
+        draft = self.draft
         text_places, sources = text.gathered(self._text_layers)
         num_sources = sum(map(len, sources))
-        places = {layer: [0] * R for layer in draft.taps if W}
+        num_rows = (draft.config.max_in_flight + 1) * width
+        places = {layer: [0] * num_rows for layer in draft.taps if width}
         for layer in places:
-            readers = [
-                row
-                for depth, rows in rows_of.items()
-                if layer in draft.feature_layers[depth]
-                for row in rows
-            ]
+            readers = [r for r, depth in enumerate(depths) if layer in draft.feature_layers[depth]]
             if readers:
                 sources.append(features[layer])
                 for row in readers:
                     places[layer][place[row]] = num_sources + row
                 num_sources += len(features[layer])
+        return text_places, places, sources
+
+    def _pack(
+        self,
+        text: tuple[int, int, int],
+        text_places: Mapping[int, list[int]],
+        places: Mapping[int, list[int]],
+        place: list[int],
+        positions_R: Tensor,
+        visible_RR: Tensor,
+        noise_1U: Tensor | None,
+    ) -> tuple[Packing, Tensor]:
+        """Put all that the host knows of a call into one tensor.
+
+        Args:
+            text: first new row of the text, number of new rows, and the same with spare ones.
+        """
+        first, count, A = text
+        R = max(map(len, places.values()), default=0)
         # Spare rows see nothing, and nothing sees them.
-        order = [place[row] for row in range(len(depths))]
         positions, visible = torch.zeros(R, dtype=torch.int64), torch.zeros(R, R, dtype=torch.bool)
-        positions[order] = positions_R
-        visible[torch.tensor(order, dtype=torch.int64)[:, None], order] = visible_RR
+        positions[place] = positions_R
+        visible[torch.tensor(place, dtype=torch.int64)[:, None], place] = visible_RR
         packing = Packing(
             counts=2,
             text_features=A * len(self._text_layers),
@@ -238,12 +285,12 @@ class RecordedModule(RecordedText):
             visible=visible,
             noise=[] if noise_1U is None else noise_1U,
         )
-        return packing, packed, sources
+        return packing, packed
 
     def _compute(
         self,
         packing: Packing,
-        ask: Ask,
+        query: ChildQuery,
         shape: tuple[int, int],
         packed: Tensor,
         given_PH: Tensor | None,
@@ -277,10 +324,10 @@ class RecordedModule(RecordedText):
         visible_RC = torch.cat([committed_RP, own_RE], 1)
         taps = dict(zip(draft.taps, picked, strict=True))
         logits_WU = draft.propose_rows(self._caches, taps, depths, x["positions"], visible_RC)
-        if ask.sampling is None:
+        if query.sampling is None:
             return logits_WU
         # Only the best children come back, not the distributions.
         noise = x["noise"].view(torch.float64)[None] if len(x["noise"]) else None
-        scores_WU = ask.sampling.child_scores(logits_WU, noise)
-        best_WK, index_WK = scores_WU.topk(min(ask.width, scores_WU.shape[1]), -1)
+        scores_WU = query.sampling.child_scores(logits_WU, noise)
+        best_WK, index_WK = scores_WU.topk(min(query.width, scores_WU.shape[1]), -1)
         return torch.cat([draft.draft_ids[index_WK].double(), best_WK.double()]).flatten()

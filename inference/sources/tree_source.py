@@ -10,23 +10,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pipedraft.inference.rules.sampled import RecursiveVerifier
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import (
+    DraftSampling,
     DraftSource,
     Expansion,
     Growth,
-    Sampling,
     add_children,
     add_layer,
     best_children,
     deepest_rows,
 )
-from pipedraft.inference.sources.recorded_rows import Ask, RecordedRows, make_rows
+from pipedraft.inference.sources.graph_call import ChildQuery
+from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
 from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import RecursiveVerifier
 from pipedraft.models.draft_calls import call
-from pipedraft.models.target import Keep
+from pipedraft.models.target import KeepRows
 
 _Child: TypeAlias = tuple[int, float, Tensor | None]
 """Token, cumulative score, and q where it was drawn."""
@@ -40,7 +41,7 @@ class _FreshTree:
     """
 
     tree: TokenTree
-    sampling: Sampling
+    sampling: DraftSampling
     merged: dict[int, int] = field(default_factory=lambda: {0: 0})
     """Row -> its row in the session's tree."""
 
@@ -118,8 +119,8 @@ class TreeSource(DraftSource):
         return self._outputs.keys()
 
     @property
-    def _recorded(self) -> RecordedRows | None:
-        """The draft as recorded graphs of a GPU, in place of ``_root_output`` and ``_compute``."""
+    def _graph_rows(self) -> GraphRows | None:
+        """The draft as CUDA graphs, in place of ``_root_output`` and ``_compute``."""
         return None
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
@@ -138,7 +139,7 @@ class TreeSource(DraftSource):
         """Rows have another name; what is remembered of those without one is dropped."""
         self._states = {names[row]: x for row, x in self._states.items() if row in names}
 
-    def _keep_rows(self, keep: Keep) -> None:
+    def _keep_rows(self, keep: KeepRows) -> None:
         """The tree's rows are renumbered; the new root's output is made anew, as text."""
         retained = keep.rows[keep.num_committed :]
         self._rename_rows({row: place for place, row in enumerate(retained) if place})
@@ -149,7 +150,7 @@ class TreeSource(DraftSource):
     def draft_ids(self) -> Tensor:
         return self.draft.draft_ids
 
-    def keep(self, keep: Keep) -> None:
+    def keep(self, keep: KeepRows) -> None:
         self._adopt_fresh()
         self._keep_rows(keep)
         self._root_waits = True
@@ -180,8 +181,8 @@ class TreeSource(DraftSource):
         return self._logits(tree, rows)
 
     def _logits(self, tree: TokenTree, rows: list[int]) -> Tensor:
-        if self._recorded is not None:
-            return self._ask(self._recorded, tree, rows, Ask())
+        if self._graph_rows is not None:
+            return self._query(self._graph_rows, tree, rows, ChildQuery())
         # A leaf that got no child the last time it was asked for has its output already.
         names = {row: self._name(tree, row) for row in rows}
         missing = [row for row in rows if row and names[row] not in self._outputs]
@@ -190,30 +191,32 @@ class TreeSource(DraftSource):
         outputs = [self._outputs[names[row]] if row else self._root_output(tree) for row in rows]
         return call(self.draft.logits, torch.stack(outputs))
 
-    def _ask(
+    def _query(
         self,
-        recorded: RecordedRows,
+        graph: GraphRows,
         tree: TokenTree,
         leaves: list[int],
-        ask: Ask,
+        query: ChildQuery,
     ) -> Tensor:
         """Ask about the children of rows, which are forwarded if they were not yet."""
         name, text = partial(self._name, tree), self._take_pending()
-        missing = [row for row in leaves if row and name(row) not in recorded.known]
-        self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + ask.levels
-        return recorded.grow(tree, text, missing, leaves, ask, name=name)
+        missing = [row for row in leaves if row and name(row) not in graph.known]
+        self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + query.levels
+        return graph.grow(tree, text, missing, leaves, query, name=name)
 
-    def _best(self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling) -> Tensor:
+    def _best(
+        self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
+    ) -> Tensor:
         """The best children of rows, as ``best_children`` gives them."""
-        if self._recorded is None:
+        if self._graph_rows is None:
             logits_QU = self._logits(tree, rows)
             return best_children(tree, rows, logits_QU, self.draft_ids, width, sampling)
-        ask = Ask(width, sampling=sampling)
-        flat = self._ask(self._recorded, tree, rows, ask)
-        return self._recorded.levels(flat, len(rows), ask)[0].best_2QW
+        query = ChildQuery(width, sampling=sampling)
+        flat = self._query(self._graph_rows, tree, rows, query)
+        return self._graph_rows.levels(flat, len(rows), query)[0].best_2QW
 
     def _best_rows(
-        self, tree: TokenTree, rows: list[int], width: int, sampling: Sampling
+        self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
     ) -> Tensor:
         """``_best`` of rows of the session's tree."""
         self._adopt_fresh()
@@ -227,21 +230,21 @@ class TreeSource(DraftSource):
         *,
         width: int,
         levels: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
         beams: int = 0,
         split: float | None = None,
     ) -> Iterator[Tensor]:
-        recorded, has_child = self._recorded, any(tree.children(leaf) for leaf in leaves)
-        if recorded is None or levels == 1 or not beams or (has_child and split is not None):
+        graph, has_child = self._graph_rows, any(tree.children(leaf) for leaf in leaves)
+        if graph is None or levels == 1 or not beams or (has_child and split is not None):
             yield self._best_rows(tree, leaves, width, sampling)
             return
         self._adopt_fresh()
         if width == 1:
             split = None
         then = 1 if split is None else width
-        ask = Ask(width, levels - 1, beams, then, split, sampling)
-        found = recorded.levels(self._ask(recorded, tree, leaves, ask), len(leaves), ask)
-        self.num_forwards -= ask.levels  # those count whose children are asked for
+        query = ChildQuery(width, levels - 1, beams, then, split, sampling)
+        found = graph.levels(self._query(graph, tree, leaves, query), len(leaves), query)
+        self.num_forwards -= query.levels  # those count whose children are asked for
         order = list(range(len(leaves)))
         for number, level in enumerate(found):
             self.num_forwards += number > 0
@@ -253,7 +256,7 @@ class TreeSource(DraftSource):
                 rows.append(NOBODY if row is None or row < before else row)
             if not {*range(before, len(tree))} <= {*rows}:
                 return  # the caller has added others, as it may
-            recorded.extend(rows)
+            graph.extend(rows)
             leaves, order = rows, [rows.index(row) for row in range(before, len(tree))]
 
     def grow_layer(
@@ -262,7 +265,7 @@ class TreeSource(DraftSource):
         features: Mapping[int, Tensor],
         *,
         width: int,
-        sampling: Sampling,
+        sampling: DraftSampling,
     ) -> int:
         leaves = deepest_rows(tree)
         if sampling.samples_chain:
@@ -271,7 +274,7 @@ class TreeSource(DraftSource):
         best_2QW = self._best_rows(tree, leaves, width, sampling)
         return add_children(tree, leaves, best_2QW, width, sampling)
 
-    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: Sampling) -> int:
+    def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
         before, limit = len(tree), self.num_forwards + expansion.num_forwards
         by_score = expansion.by_score
         again = by_score and sampling.costs is not None
@@ -321,7 +324,7 @@ class TreeSource(DraftSource):
     # -- fresh trees ------------------------------------------------------------------------
 
     def grow_tree(
-        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: Sampling
+        self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: DraftSampling
     ) -> int:
         if shape.is_chain and sampling.samples_chain:
             levels = range(shape.depth)
@@ -353,22 +356,22 @@ class TreeSource(DraftSource):
 
     def _deepen(self, fresh: _FreshTree, parents: list[int], levels: int, top_k: int) -> None:
         """EAGLE-2: k children below each row, and below the best k of them, level by level."""
-        recorded = self._recorded
-        if recorded is None or isinstance(fresh.sampling.rule, RecursiveVerifier):
+        graph = self._graph_rows
+        if graph is None or isinstance(fresh.sampling.rule, RecursiveVerifier):
             self._expand(fresh, parents, top_k)
             for _ in range(levels):
                 self._expand(fresh, self._beams(fresh, top_k), top_k)
             return
-        ask = Ask(top_k, levels, top_k, top_k, sampling=fresh.sampling)
-        flat = self._ask(recorded, fresh.tree, parents, ask)
-        for level in recorded.levels(flat, len(parents), ask):
+        query = ChildQuery(top_k, levels, top_k, top_k, sampling=fresh.sampling)
+        flat = self._query(graph, fresh.tree, parents, query)
+        for level in graph.levels(flat, len(parents), query):
             rows = [
                 fresh.tree.add(parent, int(token), score)
                 for parent, *best in zip(parents, *level.best_2QW.tolist(), strict=True)
                 for token, score in zip(*best, strict=True)
             ]
             parents = [rows[place] for place in level.beams]
-            recorded.extend([self._name(fresh.tree, row) for row in parents])
+            graph.extend([self._name(fresh.tree, row) for row in parents])
 
     def _expand(self, fresh: _FreshTree, parents: list[int], top_k: int) -> None:
         for parent, children in self._children(fresh, parents, top_k).items():
@@ -440,8 +443,8 @@ class CacheSource(TreeSource):
         return self._rows.known
 
     @property
-    def _recorded(self) -> RecordedRows | None:
-        return self._rows if isinstance(self._rows, RecordedRows) else None
+    def _graph_rows(self) -> GraphRows | None:
+        return self._rows if isinstance(self._rows, GraphRows) else None
 
     def _rename_rows(self, names: Mapping[int, int]) -> None:
         self._rows.rename(names)
@@ -458,7 +461,7 @@ class TextSource(TreeSource):
     def _restart(self) -> None:
         super()._restart()
         self._num_taken_in = 0
-        """Of the next tokens to be observed: those whose rows a Keep has made text already."""
+        """Of the next tokens to be observed: those whose rows a KeepRows has made text already."""
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._restart()
@@ -480,7 +483,7 @@ class RowsSource(CacheSource, TextSource):
         self._rows = make_rows(draft, self, next(draft.parameters())[:0])
         super().__init__(draft)
 
-    def _keep_rows(self, keep: Keep) -> None:
+    def _keep_rows(self, keep: KeepRows) -> None:
         """The old root is text here already; the new one becomes it, too."""
         path, retained = keep.rows[1 : keep.num_committed + 1], keep.rows[keep.num_committed :]
         computed = [row for row in path if row in self._known]

@@ -19,7 +19,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from pipedraft.inference.transport.codec import Codec, Fill, Message, check_tensor
+from pipedraft.inference.ranks.codec import Codec, FillBuffer, Message, check_tensor
 from pipedraft.train.features.shards import DTYPES, bytes_per_token, difference, encode
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ ANSWERS: Codec[Hello | Answer | Refusal] = Codec(
 )
 
 
-def filling(link: socket.socket, begin_s: float | None) -> Fill:
+def filling(link: socket.socket, begin_s: float | None) -> FillBuffer:
     """A function that fills a buffer from a socket, within a time for the whole frame.
 
     Args:

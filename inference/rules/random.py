@@ -15,10 +15,10 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.config import MIN_TEMPERATURE
-from pipedraft.inference.filters import Filters
-from pipedraft.inference.transport.codec import Message, check_tensor
+from pipedraft.inference.ranks.codec import Message, check_tensor
+from pipedraft.inference.rules.filters import TokenFilters
 
-UNFILTERED = Filters()
+UNFILTERED = TokenFilters()
 UNDRAWABLE = (
     "probabilities: their sum is {}, so no token can be drawn; a weight of the target or the draft "
     "is NaN or infinite, load another checkpoint"
@@ -55,7 +55,7 @@ class KeyedRandom:
         return np.random.Generator(philox).random(count)
 
 
-def scaled(logits_V: Tensor, temperature: float, filters: Filters = UNFILTERED) -> Tensor:
+def scaled(logits_V: Tensor, temperature: float, filters: TokenFilters = UNFILTERED) -> Tensor:
     """logits / temperature in float64, -inf where a token may not be drawn.
 
     No temperature above 0 overflows: below the smallest one that commands take, the largest logit
@@ -67,7 +67,9 @@ def scaled(logits_V: Tensor, temperature: float, filters: Filters = UNFILTERED) 
     return filters.apply(logits_V / temperature)
 
 
-def probabilities(logits_V: Tensor, temperature: float, filters: Filters = UNFILTERED) -> Tensor:
+def probabilities(
+    logits_V: Tensor, temperature: float, filters: TokenFilters = UNFILTERED
+) -> Tensor:
     """The distribution of samples, float64: sums over a large vocabulary stay exact."""
     return torch.softmax(scaled(logits_V, temperature, filters), -1)
 

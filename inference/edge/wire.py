@@ -1,7 +1,7 @@
 """The gRPC service that carries sessions: its methods and options.
 
     Describe   unary: nothing up, a ``Description`` down
-    Session    stream: Hello and then the edge's messages up, Welcome and then the cloud's down
+    Session    stream: the edge's messages up, Open first; the cloud's replies down
 
 gRPC brings what a socket lacks: flow control for each stream, deadlines, keep-alive pings, TLS, and
 status codes. Methods carry bytes, so nothing is generated and there is no schema beside
@@ -22,8 +22,6 @@ SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 LIVENESS = b""
 READINESS = b"\x0a\x12" + SERVICE.encode()
 """HealthCheckRequest, its field 1 naming no service, or this one."""
-RETRY = "retry-after-ms"
-"""Trailing metadata of a refusal that is worth another try."""
 NUM_PASSES = "passes"
 """Trailing metadata of a session that ended: passes over the target after the prompt's."""
 FRAME_BYTES = 2**16

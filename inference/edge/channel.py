@@ -10,15 +10,13 @@ times, and a policy asks ``Link.state`` or a ``LinkEstimate`` what a round would
     load_link("wifi")                                   # constants
     load_link("5g:assets/net_traces/wifi_busy.csv")     # 5G's bandwidth, the delays of a trace
     load_link("assets/net_traces/drive.csv")            # bandwidth and delays of a trace
-    load_link("assets/net_traces/profiles.json:satellite")
 """
 
 import csv
 import io
-import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -323,7 +321,7 @@ class EnergyModel:
 
 
 def load_link(text: str) -> Link:
-    """The link ``5g``, ``4g``, ``wifi``, ``FILE.csv``, ``PRESET:FILE.csv`` or ``FILE.json:NAME``.
+    """The link ``5g``, ``4g``, ``wifi``, ``FILE.csv`` or ``PRESET:FILE.csv``.
 
     Raises:
         ValueError: none of these, or a file that does not say what it should.
@@ -335,15 +333,9 @@ def load_link(text: str) -> Link:
         return read_trace(Path(trace), base=PRESETS[preset])
     if text.endswith(".csv"):
         return read_trace(Path(text))
-    file, _, name = text.rpartition(":")
-    if file.endswith(".json"):
-        profiles = read_profiles(Path(file))
-        if name not in profiles:
-            raise ValueError(f"link: {file} has no profile {name!r}; give {', '.join(profiles)}")
-        return profiles[name]
     raise ValueError(
-        f"link: {text!r} is unknown; give {', '.join(PRESETS)}, TRACE.csv, one of the names and a "
-        "trace (5g:TRACE.csv), or PROFILES.json:NAME"
+        f"link: {text!r} is unknown; give {', '.join(PRESETS)}, TRACE.csv, or one of the names "
+        "and a trace (5g:TRACE.csv)"
     )
 
 
@@ -429,49 +421,3 @@ def _number(text: str | None, place: str) -> float:
     if not 0 <= value < math.inf:
         raise ValueError(f"{place} is {text!r}; give 0 or more, finite")
     return value
-
-
-PROFILE_FIELDS = {"up_mbps", "down_mbps", "rtt_ms", "one_way_ms", "jitter_ms", "loss"}
-
-
-def read_profiles(path: Path) -> dict[str, Link]:
-    """Constants by name: JSON objects of ``up_mbps``, ``rtt_ms`` or ``one_way_ms``, and what else
-    ``Link.constant`` takes. Names with an underscore in front are remarks.
-
-    Raises:
-        ValueError: names the file, the profile and the field.
-    """
-    try:
-        held = json.loads(read_text(path, "link"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: {error.msg}; give JSON") from error
-    except RecursionError as error:
-        raise ValueError(f"{path}: is nested too deeply; give JSON") from error
-    if not isinstance(held, dict):
-        raise ValueError(f"{path}: is no object of profiles; give {{NAME: {{...}}, ...}}")
-    return {
-        name: _profile(f"{path}: {name}", fields)
-        for name, fields in held.items()
-        if not name.startswith("_")
-    }
-
-
-def _profile(place: str, fields: object) -> Link:
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"{place}: is no object; give up_mbps and rtt_ms")
-    for field, value in fields.items():
-        if field not in PROFILE_FIELDS:
-            raise ValueError(f"{place}.{field}: is unknown; give {', '.join(PROFILE_FIELDS)}")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{place}.{field}: {value!r} is no number")
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{place}.{field}: {value} is no size; give 0 or more, finite")
-    known = dict(fields)
-    if ("rtt_ms" in known) == ("one_way_ms" in known) or "up_mbps" not in known:
-        raise ValueError(f"{place}: give up_mbps and either rtt_ms or one_way_ms")
-    if "one_way_ms" in known:
-        known["rtt_ms"] = 2 * known.pop("one_way_ms")
-    try:
-        return Link.constant(**known)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error

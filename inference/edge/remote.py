@@ -1,8 +1,8 @@
 """A target behind a server: the draft computes in the caller's thread, messages cross gRPC.
 
-A session that its server has forgotten is opened again with the sequence so far. Random numbers
-belong to positions, so a greedy output, and a sampled one by the rules ``match`` and ``gumbel``, is
-the one that an unbroken session would have given.
+A session that breaks is opened again with the output so far, at the cost of one prefill. Random
+numbers belong to positions, so a greedy output, and a sampled one by the rules ``match`` and
+``gumbel``, is the one that an unbroken session would have given.
 """
 
 import math
@@ -13,29 +13,27 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from torch import Tensor
 
-from pipedraft.errors import Failure
-from pipedraft.inference.channel import LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines import Ahead
-from pipedraft.inference.pipelines.linked import (
+from pipedraft.inference.edge.channel import LinkEstimate, LinkState
+from pipedraft.inference.edge.linked import (
     Estimates,
     LinkedPipeline,
     LinkVerdict,
     RemoteTarget,
 )
+from pipedraft.inference.edge.session_messages import Close, Description, Request
+from pipedraft.inference.edge.stream import Connection, SessionLost, SessionStream
+from pipedraft.inference.pipelines import Ahead
+from pipedraft.inference.rules.sampled import Payload, Verifier
 from pipedraft.inference.sources import make_source
-from pipedraft.inference.transport.session_messages import Close, Description, Request
-from pipedraft.inference.transport.stream import Connection, SessionLost, SessionStream
 from pipedraft.inference.tree import TokenTree
-from pipedraft.inference.verify import Payload, Verifier
 
 if TYPE_CHECKING:
     from pipedraft.models.draft import Draft
     from pipedraft.models.language_model import LanguageModelDraft
 
-MAX_EMPTY_SESSIONS = 5
-"""In a row that were lost before their first token."""
 TRIAL_TOKENS = 32
 """Over so many, drafting is compared with what the target alone would take."""
 TOLERANCE = 1.25
@@ -101,7 +99,7 @@ class RemotePipeline(LinkedPipeline):
         self.connection, self.draft, self.warn = connection, draft, warn
         self.keeps_drafting, self.tokenizer = keeps_drafting, tokenizer
         self.num_reopened = 0
-        """Sessions that the server had forgotten."""
+        """Sessions that broke after their first token; each cost a prefill."""
         if draft is not None:
             self.draft_vocab_size = draft.network.target_vocab_size
         self._stream: SessionStream | None = None
@@ -120,6 +118,12 @@ class RemotePipeline(LinkedPipeline):
         return time.monotonic()
 
     # -- sessions ---------------------------------------------------------------------------
+
+    def prefill(
+        self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
+    ) -> tuple[int, dict[int, Tensor]]:
+        self.connection.patience.progressed()
+        return super().prefill(input_ids, taps, verifier)
 
     def _begin(self) -> Estimates:
         about, round_trip_s = self.connection.describe()
@@ -152,24 +156,23 @@ class RemotePipeline(LinkedPipeline):
 
     def _open_session(self, tokens: list[int]) -> int:
         self._num_prompt = self._num_prompt or len(tokens)
-        num_empty = 0
         while True:
             if self.draft is not None and not self._streams:
                 self.estimates.draft_s = self.draft.measure(tokens)
             try:
                 return super()._open_session(list(tokens))
             except SessionLost as lost:
-                num_empty += 1
-                if num_empty == MAX_EMPTY_SESSIONS:
-                    raise Failure(
-                        f"server: {num_empty} sessions ended before their first token ({lost})"
-                    ) from lost
                 self._begin_again(tokens, lost)
 
     def _begin_again(self, tokens: list[int], lost: SessionLost) -> None:
-        self.warn(f"{lost}: opening a new one")
+        """Prepare a session for the output so far, once the server can be asked again.
+
+        Raises:
+            Failure: there was no reply for too long.
+            ValueError: the server refuses, or came back with another target.
+        """
         self._hang_up()
-        self.num_reopened += 1
+        self.connection.patience.wait(lost)
         self._times_s, self._drafting_s = [], 0.0  # the draft is not why the server was away
         self._restart()
         self.estimates = self._begin()
@@ -179,6 +182,11 @@ class RemotePipeline(LinkedPipeline):
     def _reopen(self, lost: SessionLost) -> int:
         """Go on in a new session; returns its first token."""
         tokens = self._tokens
+        self.num_reopened += 1
+        self.warn(
+            f"server: {self.connection.access.server}: the session broke ({lost}); opening a new "
+            f"one with a prefill of {len(tokens)} tokens"
+        )
         self._begin_again(tokens, lost)
         return self._open_session(tokens)
 
@@ -234,7 +242,7 @@ class RemotePipeline(LinkedPipeline):
         """End the session; returns the passes that the server computed.
 
         Returns:
-            0: a server has forgotten what it computed.
+            0: unknown, as a session broke.
         """
         assert self._stream is not None
         num_passes = self._stream.close(self._next(Close))

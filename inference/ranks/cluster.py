@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from pipedraft.inference.pipelines.process import ProcessPipeline
-from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.inference.transport import checked, is_launched, sign
-from pipedraft.inference.transport.codec import DTYPES, NAMES, Cancel, Close, DtypeName
-from pipedraft.inference.transport.ranks import (
+from pipedraft.inference.ranks import is_launched
+from pipedraft.inference.ranks.codec import DTYPES, NAMES, Cancel, CloseRanks, DtypeName
+from pipedraft.inference.ranks.links import (
     ANSWER,
     CANCEL,
     DAY,
@@ -34,8 +33,9 @@ from pipedraft.inference.transport.ranks import (
     Receiver,
     Sender,
 )
-from pipedraft.inference.transport.watch import BAD_INPUT, CONNECT_TIMEOUT, Limits, Watch
-from pipedraft.inference.transport.worker import SharedWorker
+from pipedraft.inference.ranks.watch import BAD_INPUT, CONNECT_TIMEOUT, Watch, WatchLimits
+from pipedraft.inference.ranks.worker import SharedWorker
+from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
 from pipedraft.models.target_part import load_target_part
 from pipedraft.pretrained import quieten
@@ -67,7 +67,7 @@ class Cluster:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: WatchLimits,
         links: Literal["auto", "device", "host"] = "auto",
         *,
         on_cpu: bool = False,
@@ -203,7 +203,7 @@ class Cluster:
             traces=traces,
         )
         self._name_ranks(job)
-        self.watch.store.set(JOB_KEY, sign(JOB_KEY, msgspec.json.encode(job).decode()))
+        self.watch.store.set(JOB_KEY, msgspec.json.encode(job).decode())
         self.job = job
         return self._load_part(job, has_embedding=True, has_head=True)
 
@@ -246,7 +246,7 @@ class Cluster:
         quieten()
         store = self.watch.store
         store.wait([JOB_KEY], LOAD_TIMEOUT)
-        job = msgspec.json.decode(checked(JOB_KEY, store.get(JOB_KEY)), type=Job)
+        job = msgspec.json.decode(store.get(JOB_KEY), type=Job)
         self._name_ranks(job)
         index = self.rank - self._first_rank(job)
         has_head = index == job.num_stages - 1
@@ -260,7 +260,7 @@ class Cluster:
         while True:
             with timeline.span(WAIT):
                 message = inbox.receive()
-            if isinstance(message, Close):
+            if isinstance(message, CloseRanks):
                 break
             worker.handle(message)
         thread.join()

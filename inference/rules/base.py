@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.config import RuleName
-from pipedraft.inference.draws import (
+from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.inference.rules.random import (
     UNFILTERED,
     DraftToken,
     KeyedRandom,
@@ -33,7 +34,6 @@ from pipedraft.inference.draws import (
     probabilities,
     scaled,
 )
-from pipedraft.inference.filters import Filters
 from pipedraft.inference.tree import TokenTree
 
 PENALTY = 8.0
@@ -71,7 +71,7 @@ class Verifier(ABC):
         temperature: float,
         random: KeyedRandom,
         *,
-        filters: Filters = UNFILTERED,
+        filters: TokenFilters = UNFILTERED,
         payload_tokens: int = 10,
         tail_samples: int = 4,
     ) -> None:

@@ -1,8 +1,8 @@
 """What edge and cloud say to each other, and its bytes.
 
 A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., the cloud's have
-``number`` 0, 1, ...; each side takes the other's in order, whatever order they arrive in, so a
-duplicate, late or repeated message changes nothing. A cloud's message names the ``seq`` it answers.
+``number`` 0, 1, .... The cloud takes requests in the order of ``seq``, so a repeated or late one
+changes nothing; the edge refuses a reply out of order. Each reply names the ``seq`` it answers.
 
 An epoch ends whenever the cloud's or the edge's own token follows (a correction, a bonus): what was
 drafted before that token was known belongs to another sequence. What still
@@ -15,9 +15,8 @@ arrives from an ended epoch is stale and dropped.
     Stream() ->                         <- Result(token), Result(token), ...
     Close() ->                          <- Error(text), at any time
 
-Frames of two ``Codec``s, one for each direction. A stream (one connection) begins with ``Hello``
-and ``Welcome``; when it breaks, another one goes on with the session by its ticket, and each side
-sends again what the other has not had.
+Frames of two ``Codec``s, one for each direction. A session lives as long as its gRPC stream. When
+the stream breaks, the edge opens a new session with the output so far as its prompt.
 """
 
 import hashlib
@@ -29,10 +28,10 @@ import msgspec
 from msgspec import Meta
 
 from pipedraft.inference.config import ROUND_RULES, RuleName, check_temperature
-from pipedraft.inference.draws import UNFILTERED
-from pipedraft.inference.filters import Filters
-from pipedraft.inference.transport.codec import Codec, Count, Message
-from pipedraft.inference.verify import (
+from pipedraft.inference.ranks.codec import Codec, Count, Message
+from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.inference.rules.random import UNFILTERED
+from pipedraft.inference.rules.sampled import (
     KeyedRandom,
     Logits,
     Payload,
@@ -41,7 +40,7 @@ from pipedraft.inference.verify import (
     make_verifier,
 )
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_BYTES = 16 * 2**20
 """Of one message: the logits of a vocabulary of four million."""
 MAX_DRAFT_TOKENS = 256
@@ -53,20 +52,9 @@ Ids = Annotated[list[Count], Meta(max_length=MAX_DRAFT_TOKENS)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 PrefixHash = Annotated[bytes, Meta(min_length=8, max_length=8)]
-Ticket = Annotated[bytes, Meta(max_length=64)]
 
 
 # -- from the edge --------------------------------------------------------------------------
-
-
-class Hello(Message, tag="hello"):
-    """The first message of a stream."""
-
-    protocol: Count = PROTOCOL
-    ticket: Ticket = b""
-    """Of the session to go on with; empty: ``Open`` follows."""
-    next_number: Count = 0
-    """Of the first reply that the edge does not have."""
 
 
 class Settings(Message, kw_only=True):
@@ -75,7 +63,7 @@ class Settings(Message, kw_only=True):
     rule: RuleName = "match"
     temperature: float = 0.0
     """0 is greedy, whatever the rule."""
-    filters: Filters = UNFILTERED
+    filters: TokenFilters = UNFILTERED
     seed: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
     prompt: Count = 0
     """Index of the prompt: with the seed the key of all random numbers."""
@@ -180,14 +168,6 @@ Request: TypeAlias = Open | Preverify | Verify | More | Stream | Close
 # -- from the cloud -------------------------------------------------------------------------
 
 
-class Welcome(Message, tag="welcome"):
-    """The first message of a stream; the session's own replies follow."""
-
-    ticket: Ticket
-    next_seq: Count
-    """Of the first request that the cloud does not have."""
-
-
 class _Numbered(Message):
     number: Count
     seq: Count
@@ -239,8 +219,6 @@ class Error(_Numbered, tag="error"):
 
 Reply: TypeAlias = Opened | Result | Reject | Samples | Error
 
-HELLO = Codec(Hello, max_header_bytes=2**10, max_tensor_bytes=0)
-WELCOME = Codec(Welcome, max_header_bytes=2**10, max_tensor_bytes=0)
 REQUESTS: Codec[Request] = Codec(Request, max_header_bytes=MAX_BYTES, max_tensor_bytes=0)
 REPLIES: Codec[Reply] = Codec(Reply, max_header_bytes=2**16, max_tensor_bytes=MAX_BYTES)
 

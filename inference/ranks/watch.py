@@ -21,9 +21,9 @@ from typing import NoReturn, Self
 import msgspec
 import torch.distributed as dist
 
+from pipedraft.inference.ranks import SIGNALS
+from pipedraft.inference.ranks.links import LostLink, Receiver, Sender, is_out_of_memory
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport import SIGNALS, checked, sign
-from pipedraft.inference.transport.ranks import LostLink, Receiver, Sender, is_out_of_memory
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 """For those who start beside this rank."""
@@ -36,7 +36,7 @@ FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class WatchLimits:
     """Seconds until something counts as failed; all below the 10 s in which every rank ends."""
 
     silence_s: float = 5.0
@@ -70,7 +70,7 @@ class Watch:
     world_size: int
     names: list[str]
     """Of every rank, as "stage 0"; in messages."""
-    limits: Limits = field(default_factory=Limits)
+    limits: WatchLimits = field(default_factory=WatchLimits)
 
     def __post_init__(self) -> None:
         self.timeline: Timeline | None = None
@@ -209,9 +209,7 @@ class Watch:
 
     def _exchange_causes(self) -> None:
         """Tell this rank's failure, and leave if another one's came first."""
-        mine = sign(FAILED_KEY, self._failure) if self._failure else ""
-        found = self.store.compare_set(FAILED_KEY, "", mine)
-        cause = checked(FAILED_KEY, found) if found else ""
+        cause = self.store.compare_set(FAILED_KEY, "", self._failure).decode(errors="replace")
         if cause and not cause.startswith(f"rank {self.rank} ("):
             if cause.endswith(BAD_INPUT):
                 os._exit(2)  # whoever found it says it
@@ -223,13 +221,13 @@ class Watch:
         self._beats += 1
         sent = {f"{link.peer}:{link.channel}": link.num_sent for link in self.sent}
         key, beat = f"pipedraft/beat/{self.rank}", Beat(self._beats, sent)
-        self.store.set(key, sign(key, msgspec.json.encode(beat).decode()))
+        self.store.set(key, msgspec.json.encode(beat).decode())
         now = time.monotonic()
         for rank in range(self.world_size):
             key = f"pipedraft/beat/{rank}"
             if rank == self.rank or not self.store.check([key]):
                 continue
-            beat = msgspec.json.decode(checked(key, self.store.get(key)), type=Beat)
+            beat = msgspec.json.decode(self.store.get(key), type=Beat)
             beats, since = self._seen.get(rank, (-1, now))
             if beat.beats != beats:
                 self._seen[rank] = (beat.beats, now)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pipedraft.inference.channel import Channel, Direction, Link, LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.draft_length import Estimates
-from pipedraft.inference.pipelines.linked import LinkedPipeline, RemoteTarget
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge.channel import Channel, Direction, Link, LinkEstimate, LinkState
+from pipedraft.inference.edge.draft_length import Estimates
+from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget
+from pipedraft.inference.edge.session_messages import (
     REPLIES,
     REQUESTS,
     Open,
@@ -24,7 +24,7 @@ from pipedraft.inference.transport.session_messages import (
     Request,
     Verify,
 )
-from pipedraft.inference.transport.target_session import SharedTarget, TargetSession
+from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedraft.inference.ranks.codec import CODEC, AnyMessage, CloseRanks, Part, Together
 from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.codec import CODEC, AnyMessage, Close, Part, Together
-from pipedraft.models.recorded import UNDER_WAY
+from pipedraft.models.cuda_graphs import UNDER_WAY
 
 BUFFER_BYTES = 1 << 18
 NUM_BUFFERS = 2
@@ -155,7 +155,7 @@ class Sender:
     def close(self) -> None:
         """Answer every receive that the other side has posted, and see them all through."""
         for _ in range(NUM_BUFFERS):
-            self.send(Close())
+            self.send(CloseRanks())
         for work, _ in self._under_way:
             work.wait(DAY)
         for work, _ in self._apart:
@@ -214,7 +214,7 @@ class Receiver:
         fetch = None if link is None else partial(link.receive, peer=self.peer)
         message = CODEC.decode(frame.numpy().data, fetch)
         self.num_received += 1
-        if isinstance(message, Close):
+        if isinstance(message, CloseRanks):
             while self._posted:  # one Close for each posted receive
                 work, _ = self._posted.popleft()
                 work.wait(DAY)

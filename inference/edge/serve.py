@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.files import read_optional
-from pipedraft.inference.arguments import PlaceOptions, is_loopback, read_tokens
-from pipedraft.inference.transport import ServerLimits, address_of
+from pipedraft.inference.arguments import PlaceOptions
+from pipedraft.inference.servers import (
+    ListenOptions,
+    ServerLimits,
+    address_of,
+    is_loopback,
+    read_tokens,
+)
 
 if TYPE_CHECKING:
-    from pipedraft.inference.transport.server import Server
-from pipedraft.options import Options, option
+    from pipedraft.inference.edge.server import Server
+from pipedraft.options import option
 
 EXAMPLE = """example:
   python -m pipedraft.inference serve --target assets/target --port 50051
@@ -29,24 +35,16 @@ message.
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListenOptions(Options):
-    """where it listens, and how"""
+class SessionLimits(ServerLimits):
+    """limits of sessions"""
 
-    host: str = "127.0.0.1"
-    """address; 127.0.0.1 is this machine alone"""
-    port: int = 50051
-    """0: any free one"""
-    tls_cert: Path | None = option(None, metavar="FILE")
-    """PEM chain; default: plain text"""
-    tls_key: Path | None = option(None, metavar="FILE")
-    """its private key, PEM"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"--port: {self.port} is no port; give 0 to 65535")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert: it goes with --tls-key; give both or neither")
+    max_sequences: int = option(64, metavar="N", least=1)
+    max_new_tokens: int = option(2048, metavar="N", least=1)
+    request_s: float = option(900.0, metavar="S", least=0.001)
+    max_messages_s: float = option(1000.0, metavar="N", least=1)
+    """of one session that are read in a second; further ones wait"""
+    idle_s: float = option(60.0, metavar="S", least=0.001)
+    """after which a silent session expires"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class SecurityOptions(ListenOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(SecurityOptions, ServerLimits, PlaceOptions):
+class SessionServerOptions(SecurityOptions, SessionLimits, PlaceOptions):
     """Serve a target: it verifies what edges draft, and decodes alone for those that do not."""
 
     PROG: ClassVar[str] = "pipedraft inference serve"
@@ -70,13 +68,13 @@ class ServeOptions(SecurityOptions, ServerLimits, PlaceOptions):
     """a line on stderr for each session, refusal and end, with the client's address"""
 
 
-build_parser = ServeOptions.parser
+build_parser = SessionServerOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
-    options = ServeOptions.read(argv)
-    from pipedraft.inference.transport import wire
-    from pipedraft.inference.transport.server import Security, Server
+    options = SessionServerOptions.read(argv)
+    from pipedraft.inference.edge import wire
+    from pipedraft.inference.edge.server import Security, Server
 
     wire.import_grpc()
     security = Security(
@@ -91,7 +89,7 @@ def run(argv: Sequence[str]) -> None:
     if options.access_log:
         lines = StreamHandler()
         lines.setFormatter(Formatter("%(asctime)s %(message)s"))
-        access = getLogger("pipedraft.inference.transport.server.access")
+        access = getLogger("pipedraft.inference.edge.server.access")
         access.addHandler(lines)
         access.setLevel(INFO)
     tokenizer = load_tokenizer(options.target)

@@ -1,6 +1,6 @@
 """The draft's side of a target behind a network: batches of draft tokens up, verdicts down.
 
-A session (``transport/session_messages.py``) speaks of one chain: tokens that are certain, and
+A session (``edge/session_messages.py``) speaks of one chain: tokens that are certain, and
 draft tokens behind them. A subclass carries the messages, each reply once and in order, and knows
 the time; what it waits for and what it costs to be wrong is in ``Estimates``.
 """
@@ -19,12 +19,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pipedraft.inference.draft_length import Estimates
-from pipedraft.inference.draws import Logits, Token, Top
-from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
-from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
-from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge.draft_length import Estimates
+from pipedraft.inference.edge.session_messages import (
     REPLIES,
     REQUESTS,
     Close,
@@ -43,8 +39,12 @@ from pipedraft.inference.transport.session_messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.verify import DraftToken, Payload, RejectionVerifier, Verifier, Walk
-from pipedraft.models.target import Keep, Segment
+from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
+from pipedraft.inference.rules.random import Logits, Token, Top
+from pipedraft.inference.rules.sampled import DraftToken, Payload, RejectionVerifier, Verifier, Walk
+from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
+from pipedraft.inference.timeline import Timeline
+from pipedraft.models.target import KeepRows, Segment
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig
@@ -474,6 +474,6 @@ class LinkedPipeline(Pipeline):
             self._post(self._next(More, count=verifier.next_samples(len(payloads))))
             payloads.append(self._next_reply(Samples).payload)
 
-    def keep(self, keep: Keep) -> dict[int, Tensor]:
+    def keep(self, keep: KeepRows) -> dict[int, Tensor]:
         """The target's side has kept what its verdict said."""
         return {}

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 import torch
 from msgspec.structs import replace
 
-from pipedraft.inference.timeline import Timeline
-from pipedraft.inference.transport.codec import (
+from pipedraft.inference.ranks.codec import (
     MAX_REASON,
     AnyMessage,
     Cancel,
     Failed,
     Leave,
-    Measure,
+    MeasureRequest,
     Prefill,
-    Report,
-    Result,
     StageMessage,
+    StageReport,
+    StageResult,
     Step,
     Together,
 )
-from pipedraft.inference.transport.ranks import Local, Outbox
-from pipedraft.inference.verify import RULES, KeyedRandom, Verifier
+from pipedraft.inference.ranks.links import Local, Outbox
+from pipedraft.inference.rules.sampled import RULES, KeyedRandom, Verifier
+from pipedraft.inference.timeline import Timeline
 from pipedraft.models.stage_cache import Abandoned
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Segment, StagedTarget
@@ -35,7 +35,7 @@ class StageWorker:
     """Layers and cache of one stage, and where its output goes.
 
     Keeps and segments come in one stream, so the cache changes in the same order on every stage
-    and a segment's rows never change between the first stage and the last. What a Keep removed
+    and a segment's rows never change between the first stage and the last. What a KeepRows removed
     from a segment that is further on is dropped by the controller when its verdicts come back.
     """
 
@@ -63,7 +63,7 @@ class StageWorker:
                     self.run(message)
             case Prefill():
                 self._prefill(message)
-            case Measure():
+            case MeasureRequest():
                 self._report(message)
 
     def cancel(self, message: Cancel) -> None:
@@ -98,7 +98,7 @@ class StageWorker:
         segment, taps = step.segment, {i: output.taps[i] for i in self.taps}
         output.taps = {}
         self._pass_on(Step.of(step.keeps, output), step)
-        result = Result(taps=taps)
+        result = StageResult(taps=taps)
         if self.following is None:
             assert output.hidden is not None and self._verifier is not None
             with self.timeline.span("verify", segment.num_rows):
@@ -113,7 +113,7 @@ class StageWorker:
             self.stage.skip(step.segment)
         self._pass_on(replace(step, rows=None, is_cancelled=True), step)
         if self.taps or self.following is None:
-            self._answer(Result(), step)
+            self._answer(StageResult(), step)
 
     def _prefill(self, prefill: Prefill) -> None:
         if prefill.first_position == 0:
@@ -132,7 +132,7 @@ class StageWorker:
         with self.timeline.span("prefill", num_rows):
             hidden, taps = self.stage.prefill(prefill.rows, positions, self.taps)
         self._pass_on(replace(prefill, rows=hidden), prefill)
-        result = Result(taps=taps)
+        result = StageResult(taps=taps)
         if self.following is None and prefill.is_last:
             assert self._verifier is not None
             logits_1V = self.target.logits(hidden[-1:])
@@ -140,12 +140,12 @@ class StageWorker:
         if taps or result.verdicts is not None:
             self._answer(result, prefill)
 
-    def _report(self, question: Measure) -> None:
+    def _report(self, question: MeasureRequest) -> None:
         self._pass_on(question, question)
         if question.action == "clear":
             self.timeline.clear()
         else:
-            self._answer(Report(json=json.dumps(self.timeline.report())), question)
+            self._answer(StageReport(json=json.dumps(self.timeline.report())), question)
 
     def _pass_on(self, message: AnyMessage, cause: AnyMessage) -> None:
         if self.following is not None:

@@ -1,4 +1,4 @@
-"""A draft's rows in buffers of one size: a recorded graph forwards them and chooses their children.
+"""CUDA-graph version of ``RowCache``: a graph forwards a draft's rows and ranks their children.
 
 On a GPU a draft forward is a few hundred launches of little work, and reading its best tokens waits
 for all of them. Here one graph takes in committed text, forwards rows of a tree, ranks the children
@@ -12,19 +12,18 @@ one tensor before it and reads one behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import Sampling
+from pipedraft.inference.sources.base import DraftSampling
+from pipedraft.inference.sources.graph_call import CallShape, ChildQuery, GraphDraft, Level, Places
 from pipedraft.inference.sources.row_cache import MIN_PLACES, NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.layers import FixedKeyValues, KeyValues
-from pipedraft.models.recorded import Packing, Recordings, hidden_columns, lend, padded_rows
+from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
+from pipedraft.models.layers import FixedKeyValues
 
 MAX_ROWS = 64
 """More rows are forwarded without a graph."""
@@ -33,124 +32,15 @@ CHUNK_ROWS = 512
 MIN_COLUMNS = 64
 
 
-class RecordableDraft(Protocol):
-    """Forwards the rows of a draft, by tensors of fixed shapes alone."""
-
-    @property
-    def num_caches(self) -> int: ...
-    @property
-    def state_shape(self) -> tuple[int, ...]: ...
-    @property
-    def shift(self) -> int:
-        """Distance of a row's rotary position before that of its token."""
-
-    @property
-    def reads_rows(self) -> bool:
-        """Rows of a tree read the target's states, not the draft's own of the row before."""
-
-    @property
-    def draft_ids(self) -> Tensor: ...
-    @property
-    def taps(self) -> tuple[int, ...]: ...
-    def feature(self, taps: Mapping[int, Tensor]) -> Tensor: ...
-    def logits(self, state_X: Tensor) -> Tensor: ...
-
-    def step(
-        self,
-        tokens_R: Tensor,
-        states_RX: Tensor,
-        positions_R: Tensor,
-        caches: Sequence[KeyValues],
-        visible_RC: Tensor,
-        *,
-        in_order: bool,
-    ) -> Tensor:
-        """States [R, X..] of rows, from those of the rows before them.
-
-        Args:
-            in_order: each row stands before the next one.
-        """
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A question about the children of some leaves; a graph is made for it."""
-
-    width: int = 0
-    """Best children of each; 0: the leaves' logits."""
-    levels: int = 0
-    """Further levels, of the best ``beams`` children of the one before that are no rows yet."""
-    beams: int = 0
-    then: int = 0
-    """Best children of each at further levels."""
-    split: float | None = None
-    """Each row goes on by its best child, and by others of a probability above this, the first
-    ones, while there are beams for them; None: by the best of all."""
-    sampling: Sampling | None = None
-    """How children are scored."""
-
-    @property
-    def key(self) -> tuple[object, ...] | None:
-        """Key of what a question launches; None: it depends on what the device finds."""
-        rule = () if self.sampling is None else self.sampling.recorded_as
-        if rule is None:
-            return None
-        return self.width, self.levels, self.beams, self.then, self.split is None, *rule
-
-
-@dataclass(frozen=True)
-class _Shape:
-    num_text: int
-    num_rows: int
-    num_leaves: int
-    num_parents: int
-    """Leaves whose children are continued."""
-    num_taken: int
-    """Children that one of these has already, at most."""
-    num_columns: int
-    num_features: int
-    num_noise: int
-    """Rows of noise: one for each position."""
-
-    def packing(self, vocab_size: int) -> Packing:
-        new, S = self.num_text + self.num_rows, self.num_columns
-        return Packing(
-            counts=4,
-            split=1,
-            text_S=S,
-            new=3 * new,  # tokens, positions, places
-            features=self.num_features,
-            parents_R=self.num_rows,
-            visible_RS=self.num_rows * S,
-            leaves_Q=self.num_leaves,
-            leaf_positions_Q=self.num_leaves,
-            leaf_scores_Q=self.num_leaves,
-            leaf_visible_QS=self.num_parents * S,
-            taken_QT=self.num_parents * self.num_taken,
-            noise_places_Q=self.num_leaves,
-            noise=self.num_noise * vocab_size,
-        )
-
-
-@dataclass
-class Level:
-    """Best children of some rows, in the host's memory."""
-
-    best_2QW: Tensor
-    """As of ``best_children``."""
-    beams: list[int]
-    """Those that the next level continues, counted over all."""
-
-
-class RecordedRows(RowCache):
+class GraphRows(RowCache):
     """A ``RowCache`` whose buffers and graphs outlive a text.
 
     A row that is dropped or renamed costs nothing: rows move when the next ones come.
     """
 
-    def __init__(self, draft: RecordableDraft, like: Tensor) -> None:
+    def __init__(self, draft: GraphDraft, like: Tensor) -> None:
         """``like`` has the draft's device and dtype."""
-        self.draft, self.recordings = draft, Recordings(like.device)
+        self.draft, self.graphs = draft, Graphs(like.device)
         self.buffers = [FixedKeyValues(0) for _ in range(draft.num_caches)]
         self._states_CX = like.new_zeros(0, *draft.state_shape)
         self._num_places = 0
@@ -183,7 +73,7 @@ class RecordedRows(RowCache):
         text: NewText,
         rows: list[int],
         leaves: list[int],
-        ask: Ask,
+        query: ChildQuery,
         *,
         name: Callable[[int], int] = int,
         given: Mapping[int, Tensor] | None = None,
@@ -201,8 +91,8 @@ class RecordedRows(RowCache):
         """
         while len(text.tokens) > MAX_ROWS:
             part = text.split(CHUNK_ROWS)
-            self._call(tree, part, [], [], Ask(), name=name)
-        return self._call(tree, text, rows, leaves, ask, name=name, given=given)
+            self._call(tree, part, [], [], ChildQuery(), name=name)
+        return self._call(tree, text, rows, leaves, query, name=name, given=given)
 
     def _call(
         self,
@@ -210,88 +100,113 @@ class RecordedRows(RowCache):
         text: NewText,
         rows: list[int],
         leaves: list[int],
-        ask: Ask,
+        query: ChildQuery,
         *,
         name: Callable[[int], int],
         given: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        A, R, Q, draft = len(text.tokens), len(rows), len(leaves), self.draft
+        sizes = len(text.tokens), len(rows), len(leaves)
+        can_capture = query.key is not None and 0 < max(sizes) <= MAX_ROWS
+        at = self._place(text, rows, query, name)
+        shape, packing, packed, sources = self._pack(
+            tree, text, rows, leaves, query, at, given, padded_rows if can_capture else int
+        )
+        compute = partial(self._compute, shape, packing, query)
+        key = (shape, query.key)
+        out = self.graphs.run(key, packed, sources, compute, can_capture=can_capture)
+        self._slots = at.slots
+        self._count_leading()
+        self._slots = self._slots[len(at.slots) - len(self._names) :]
+        return out if query.width else out[: len(leaves)].clone()
+
+    def _place(
+        self, text: NewText, rows: list[int], query: ChildQuery, name: Callable[[int], int]
+    ) -> Places:
+        """Give new rows places behind the cached ones, which move together first."""
         first, leading, num_text = len(self._names), self._num_leading, self.num_text
-        names = self._names = [*self._names, *[TEXT] * A, *(name(row) for row in rows)]
-        end = len(names)
-        self._reserve(leading + end + ask.levels * ask.beams)
-        slots = [*range(leading, leading + end)]
+        new = [*[TEXT] * len(text.tokens), *(name(row) for row in rows)]
+        names = self._names = [*self._names, *new]
+        self._reserve(leading + len(names) + query.levels * query.beams)
+        slots = [*range(leading, leading + len(names))]
         self._move([x for x in zip(self._slots, slots, strict=False) if x[0] != x[1]])
         # The last row of the text is the last one of this name.
-        zeros = self._num_places + MAX_ROWS
         before = dict(zip(names[:first], slots, strict=False)).get(TEXT, leading - 1)
-        places = dict(zip(names, slots, strict=True))
-        end_of_text = places.get(TEXT, leading - 1)
+        zeros = self._num_places + MAX_ROWS
+        return Places(
+            num_text=num_text,
+            leading=leading,
+            first=first,
+            slots=slots,
+            before=before if before >= 0 else zeros,
+            slot_of=dict(zip(names, slots, strict=True)),
+            name=name,
+        )
 
-        def place(row: int) -> int:
-            return places.get(name(row), end_of_text)
-
-        can_record = ask.key is not None and 0 < max(A, R, Q) <= MAX_ROWS
-        pad = padded_rows if can_record else int
+    def _pack(
+        self,
+        tree: TokenTree,
+        text: NewText,
+        rows: list[int],
+        leaves: list[int],
+        query: ChildQuery,
+        at: Places,
+        given: Mapping[int, Tensor] | None,
+        pad: Callable[[int], int],
+    ) -> tuple[CallShape, Packing, Tensor, list[Tensor]]:
+        """Put all that the host knows of a call into one tensor; hidden states are not copied."""
+        A, R, first, end = len(text.tokens), len(rows), at.first, len(at.slots)
         features, sources = self._features(text, rows, given, pad(A), pad(R))
-        num_leaves = Q if ask.levels else pad(Q)
-        first_noise, noise = self._noise(tree, leaves, ask)
+        first_noise, noise = self._noise(tree, leaves, query)
         taken = [[tree.tokens[row] for row in tree.children(leaf)] for leaf in leaves]
-        num_taken = max(map(len, taken), default=0) if ask.levels else 0
-        S = padded_rows(max(end + ask.levels * ask.beams, MIN_COLUMNS))
-        shape = _Shape(
+        num_taken = max(map(len, taken), default=0) if query.levels else 0
+        S = padded_rows(max(end + query.levels * query.beams, MIN_COLUMNS))
+        shape = CallShape(
             num_text=pad(A),
             num_rows=pad(R),
-            num_leaves=num_leaves,
-            num_parents=Q if ask.levels else 0,
+            num_leaves=len(leaves) if query.levels else pad(len(leaves)),
+            num_parents=len(leaves) if query.levels else 0,
             num_taken=num_taken,
             num_columns=S,
             num_features=len(features),
-            num_noise=0 if noise is None else padded_rows(len(noise) - ask.levels) + ask.levels,
+            num_noise=0 if noise is None else padded_rows(len(noise) - query.levels) + query.levels,
         )
         packing = shape.packing(len(self._ids_U))
-        positions = [tree.position(row) - draft.shift for row in rows]
+        positions = [tree.position(row) - self.draft.shift for row in rows]
+        text_positions = [*range(at.num_text, at.num_text + A)]
+        slots, spare = at.slots[first:], self._num_places
         packed = packing.pack(
-            counts=[leading, first, end, before if before >= 0 else zeros],
-            split=torch.tensor([ask.split or 0.0], dtype=torch.float64),
-            text_S=[x == TEXT for x in names[:first]],
+            counts=[at.leading, first, end, at.before],
+            split=torch.tensor([query.split or 0.0], dtype=torch.float64),
+            text_S=[x == TEXT for x in self._names[:first]],
             new=[
                 *_joined(text.tokens, pad(A), [tree.tokens[row] for row in rows], pad(R)),
-                *_joined([*range(num_text, num_text + A)], pad(A), positions, pad(R)),
-                *_joined(
-                    slots[first : first + A], pad(A), slots[first + A :], pad(R), self._num_places
-                ),
+                *_joined(text_positions, pad(A), positions, pad(R)),
+                *_joined(slots[:A], pad(A), slots[A:], pad(R), spare),
             ],
             features=features,
-            parents_R=[place(tree.parents[row]) for row in rows],
-            visible_RS=self._visible(tree, rows, name, S),
-            leaves_Q=[place(row) for row in leaves],
-            leaf_positions_Q=[tree.position(row) - draft.shift for row in leaves],
+            parents_R=[at.of(tree.parents[row]) for row in rows],
+            visible_RS=self._visible(tree, rows, at.name, S),
+            leaves_Q=[at.of(row) for row in leaves],
+            leaf_positions_Q=[tree.position(row) - self.draft.shift for row in leaves],
             leaf_scores_Q=torch.tensor([tree.scores[row] for row in leaves], dtype=torch.float64),
-            leaf_visible_QS=self._visible(tree, leaves if ask.levels else [], name, S),
+            leaf_visible_QS=self._visible(tree, leaves if query.levels else [], at.name, S),
             taken_QT=[
                 token for own in taken for token in own + [-1] * (num_taken - len(own)) if num_taken
             ],
             noise_places_Q=[tree.position(row) - first_noise for row in leaves],
             noise=[] if noise is None else noise,
         )
-        compute = partial(self._compute, shape, packing, ask)
-        key = (shape, ask.key)
-        out = self.recordings.run(key, packed, sources, compute, can_record=can_record)
-        self._slots = slots
-        self._count_leading()
-        self._slots = self._slots[end - len(self._names) :]
-        return out if ask.width else out[:Q].clone()
+        return shape, packing, packed, sources
 
-    def levels(self, flat: Tensor, num_leaves: int, ask: Ask) -> list[Level]:
+    def levels(self, flat: Tensor, num_leaves: int, query: ChildQuery) -> list[Level]:
         """Read what ``grow`` gives; the host waits here, once."""
         numbers, found = flat.cpu(), []
-        width, then = (min(width, len(self._ids_U)) for width in (ask.width, ask.then))
-        if not ask.levels:  # the leaves were padded
+        width, then = (min(width, len(self._ids_U)) for width in (query.width, query.then))
+        if not query.levels:  # the leaves were padded
             return [Level(numbers.view(2, -1, width)[:, :num_leaves], [])]
-        for level in range(ask.levels + 1):
+        for level in range(query.levels + 1):
             size = num_leaves * width
-            num_beams = min(ask.beams, size) if level < ask.levels else 0
+            num_beams = min(query.beams, size) if level < query.levels else 0
             best, beams, numbers = numbers.split(
                 [2 * size, num_beams, len(numbers) - 2 * size - num_beams]
             )
@@ -331,13 +246,15 @@ class RecordedRows(RowCache):
                 found[layer] += [0] * (num_text + num_rows - len(found[layer]))
         return [place for layer in layers for place in found[layer]], sources
 
-    def _noise(self, tree: TokenTree, leaves: list[int], ask: Ask) -> tuple[int, Tensor | None]:
+    def _noise(
+        self, tree: TokenTree, leaves: list[int], query: ChildQuery
+    ) -> tuple[int, Tensor | None]:
         """Position of the first leaf, and float64 rows for what follows it and each after it."""
         positions = [tree.position(leaf) for leaf in leaves]
-        if ask.sampling is None:
+        if query.sampling is None:
             return min(positions, default=0), None
-        wanted = range(min(positions) + 1, max(positions) + 2 + ask.levels)
-        return min(positions), ask.sampling.rule.noise_rows(self._ids_U, wanted)
+        wanted = range(min(positions) + 1, max(positions) + 2 + query.levels)
+        return min(positions), query.sampling.rule.noise_rows(self._ids_U, wanted)
 
     def _reserve(self, num_places: int) -> None:
         if num_places <= self._num_places:
@@ -352,10 +269,10 @@ class RecordedRows(RowCache):
             self._states_CX[: used - 1].copy_(small_CX[: used - 1])
         for buffer in self.buffers:
             buffer.grow(size)
-        self.recordings.clear()
+        self.graphs.clear()
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
-        """Not in a graph: one that is recorded runs several times, which must change nothing."""
+        """Move rows outside of graphs: capturing runs each several times, to the same effect."""
         if moves:
             from_M, to_M = torch.tensor(moves).T.contiguous().to(self._states_CX.device)
             for buffer in self.buffers:
@@ -365,7 +282,12 @@ class RecordedRows(RowCache):
     # -- on the device ----------------------------------------------------------------------
 
     def _compute(
-        self, shape: _Shape, packing: Packing, ask: Ask, packed: Tensor, given_PH: Tensor | None
+        self,
+        shape: CallShape,
+        packing: Packing,
+        query: ChildQuery,
+        packed: Tensor,
+        given_PH: Tensor | None,
     ) -> Tensor:
         """All of a call, from fixed buffers to a new one."""
         x, A, S = packing.unpack(packed), shape.num_text, shape.num_columns
@@ -391,9 +313,9 @@ class RecordedRows(RowCache):
             visible_RS = x["visible_RS"].view(-1, S)
             self._forward(new[:, A:], states_RX, leading, visible_RS, in_order=False)
         states_QX = self._states_CX.index_select(0, x["leaves_Q"])
-        if ask.sampling is None:
+        if query.sampling is None:
             return self.draft.logits(states_QX)
-        return self._children(x, states_QX, leading, end, ask, ask.sampling)
+        return self._children(x, states_QX, leading, end, query, query.sampling)
 
     def _children(
         self,
@@ -401,8 +323,8 @@ class RecordedRows(RowCache):
         states_QX: Tensor,
         leading: Tensor,
         end: Tensor,
-        ask: Ask,
-        sampling: Sampling,
+        query: ChildQuery,
+        sampling: DraftSampling,
     ) -> Tensor:
         """Best children of the leaves, and of the best of these, level by level; float64."""
         columns_S = torch.arange(len(x["text_S"]), device=states_QX.device)
@@ -412,32 +334,32 @@ class RecordedRows(RowCache):
         noise_PU, out = None, []
         if len(x["noise"]):
             noise_PU = x["noise"].view(torch.float64).view(-1, len(self._ids_U))
-        noise_places_Q, width = x["noise_places_Q"], ask.width
+        noise_places_Q, width = x["noise_places_Q"], query.width
         begun_Q = scores_Q.isfinite()  # spare leaves have minus infinity and lead nowhere
-        for level in range(ask.levels + 1):
+        for level in range(query.levels + 1):
             noise_QU = None if noise_PU is None else noise_PU.index_select(0, noise_places_Q)
             scores_QU = sampling.child_scores(self.draft.logits(states_QX), noise_QU)
             best_QW, index_QW = scores_QU.topk(min(width, scores_QU.shape[1]), -1)
             total_QW = best_QW + scores_Q[:, None]  # scores add up along a path
             tokens_QW = self.draft.draft_ids[index_QW]
             out += [tokens_QW.flatten().double(), total_QW.flatten().double()]
-            if level == ask.levels:
+            if level == query.levels:
                 break
             ranked_QW = total_QW  # those taken, or that must not fork, are told, not followed
             if not level and len(x["taken_QT"]):
                 taken_Q1T = x["taken_QT"].view(len(tokens_QW), 1, -1)
                 is_taken_QW = (tokens_QW[:, :, None] == taken_Q1T).any(-1)
                 ranked_QW = ranked_QW.masked_fill(is_taken_QW, -torch.inf)
-            if ask.split is not None:
+            if query.split is not None:
                 is_fork_QW = best_QW.double().exp() > x["split"].view(torch.float64)
-                goes_on_QW = _branches(begun_Q, is_fork_QW, ask.beams)
+                goes_on_QW = _branches(begun_Q, is_fork_QW, query.beams)
                 ranked_QW = ranked_QW.masked_fill(~goes_on_QW, -torch.inf)
             # The best of all leaves' children together are the next level's leaves.
-            ranked_K, place_K = ranked_QW.flatten().topk(min(ask.beams, ranked_QW.numel()))
+            ranked_K, place_K = ranked_QW.flatten().topk(min(query.beams, ranked_QW.numel()))
             scores_Q, begun_Q = total_QW.flatten().index_select(0, place_K), ranked_K.isfinite()
             out.append(place_K.double())
             parent_K, columns_K = place_K // total_QW.shape[1], end + columns_S[: len(place_K)]
-            noise_places_Q, width = noise_places_Q.index_select(0, parent_K) + 1, ask.then
+            noise_places_Q, width = noise_places_Q.index_select(0, parent_K) + 1, query.then
             end = end + len(place_K)  # they see what their parents see, and themselves
             positions_Q = positions_Q.index_select(0, parent_K) + 1
             visible_QS = visible_QS.index_select(0, parent_K) | (columns_S == columns_K[:, None])
@@ -490,11 +412,11 @@ def _joined(
     return text + [unused] * (num_text - len(text)) + rows + [unused] * (num_rows - len(rows))
 
 
-def make_rows(draft: RecordableDraft, holder: object, like: Tensor) -> RowCache:
-    """Rows of a draft: on a GPU forwarded by recorded graphs, which later texts take over."""
+def make_rows(draft: GraphDraft, holder: object, like: Tensor) -> RowCache:
+    """Rows of a draft: on a GPU forwarded by CUDA graphs, which later texts take over."""
     if like.device.type != "cuda":
         return RowCache(draft.num_caches)
     assert isinstance(draft, torch.nn.Module)
-    rows = lend(draft, holder, "rows", lambda: RecordedRows(draft, like))
+    rows = borrow_for(draft, holder, "rows", lambda: GraphRows(draft, like))
     rows.restart()
     return rows

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.config import RuleName
-from pipedraft.inference.draws import (
+from pipedraft.inference.rules.base import (
+    ArgmaxVerifier,
+    GumbelVerifier,
+    MatchVerifier,
+    SampledVerifier,
+    Verifier,
+    Walk,
+)
+from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.inference.rules.random import (
     UNFILTERED,
     DraftToken,
     KeyedRandom,
@@ -24,15 +33,6 @@ from pipedraft.inference.draws import (
     Payload,
     Top,
     draw,
-)
-from pipedraft.inference.filters import Filters
-from pipedraft.inference.rules import (
-    ArgmaxVerifier,
-    GumbelVerifier,
-    MatchVerifier,
-    SampledVerifier,
-    Verifier,
-    Walk,
 )
 from pipedraft.inference.tree import TokenTree
 
@@ -412,7 +412,7 @@ def make_verifier(
     temperature: float,
     random: KeyedRandom,
     *,
-    filters: Filters = UNFILTERED,
+    filters: TokenFilters = UNFILTERED,
     payload_tokens: int,
     tail_samples: int,
 ) -> Verifier:

@@ -7,21 +7,20 @@ A policy is asked once per round and told what became of it:
     policy.observe(num_drafted, num_accepted)
 
 A round that was accepted to its end does not say how many more tokens would have been: the count
-is censored there. Both estimators are made for that, the published average of accepted over
-drafted is not.
+is censored there. ``Geometric`` is made for that, the published average of accepted over drafted is
+not.
 """
 
-# K draft lengths 1..max_length, or positions of a draft token in its round; M memories
+# K draft lengths 1..max_length, or positions of a draft token in its round
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
-from pipedraft.inference.channel import LinkEstimate, LinkState
+from pipedraft.inference.edge.channel import LinkEstimate, LinkState
 
 MAX_AWAY = 32
 """Batches at most: half of the messages that a target's side holds before one that is late."""
@@ -333,84 +332,11 @@ class Geometric(DraftLengthPolicy):
         return cost.best_length(self.survival())
 
 
-class Survival(DraftLengthPolicy):
-    """Highest rate under the measured survival of each position: for a draft whose acceptance
-    depends on the position, or changes from text to text, more than recorded ones do.
-
-    The probability that at least the first k draft tokens are accepted, from censored counts:
-
-        S(k) = prod_{j <= k} (1 - rejected_j / tested_j)       Kaplan and Meier 1958, fading counts
-
-    Position j counts as tested only in rounds that came so far: a short round, or one accepted to
-    its end, says nothing about the positions behind it. Each position's rate is shrunk toward the
-    pooled rate, so that lengths that were never drafted have an estimate too.
-
-    Several memories run side by side. Each is weighted by how probable it found what the latest
-    rounds turned out to be, so the short ones take over after a change and the long ones in
-    between; one memory is either slow or noisy (benchmarks/draft_length.py).
-    """
-
-    RECENT = 40.0
-    """Rounds over which the memories are compared."""
-
-    def __init__(
-        self,
-        max_length: int,
-        *,
-        memories: Sequence[float] = (4, 16, 64),
-        acceptance: float = 0.8,
-        weight: float = 2,
-    ) -> None:
-        """
-        Args:
-            memories: rounds, as of ``Geometric``.
-            acceptance: believed of all positions before the first round; weighs two tests.
-            weight: of the common rate in each position's, in tests.
-        """
-        super().__init__(max_length)
-        for memory in memories:
-            check_estimate(memory, acceptance, weight)
-        self.prior, self.weight = acceptance, weight
-        self.keep_M1 = 1 - 1 / np.array(memories, dtype=np.float64)[:, None]
-        self.accepted_MK = np.zeros((len(memories), max_length))
-        self.tested_MK = np.zeros_like(self.accepted_MK)
-        self.score_M = np.zeros(len(memories))
-        self.survival_MK = self._survival()
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """One round; ``num_drafted`` may exceed neither ``max_length`` nor be 0."""
-        is_rejected = num_accepted < num_drafted
-        reached_M = self.survival_MK[:, num_accepted - 1] if num_accepted else 1.0
-        passed_M = self.survival_MK[:, num_accepted] if is_rejected else 0.0
-        self.score_M *= 1 - 1 / self.RECENT
-        self.score_M += np.log(np.maximum(reached_M - passed_M, 1e-12))
-        self.accepted_MK *= self.keep_M1
-        self.tested_MK *= self.keep_M1
-        self.accepted_MK[:, :num_accepted] += 1
-        self.tested_MK[:, : num_accepted + is_rejected] += 1
-        self.survival_MK = self._survival()
-
-    def survival(self) -> np.ndarray:
-        """Chance that the first k draft tokens of a round are all accepted, [K]."""
-        weight_M = np.exp(self.score_M - self.score_M.max())
-        return weight_M @ self.survival_MK / weight_M.sum()
-
-    def choose(self, cost: RoundCost) -> int:
-        return cost.best_length(self.survival())
-
-    def _survival(self) -> np.ndarray:
-        accepted_M1 = self.accepted_MK.sum(1, keepdims=True) + 2 * self.prior
-        common_M1 = accepted_M1 / (self.tested_MK.sum(1, keepdims=True) + 2)
-        shrunk_MK = self.accepted_MK + self.weight * common_M1
-        return np.cumprod(shrunk_MK / (self.tested_MK + self.weight), axis=1)
-
-
 POLICIES: dict[str, type[DraftLengthPolicy]] = {
     "fixed": Fixed,
     "eq11": Eq11,
     "alg2": Alg2,
     "geometric": Geometric,
-    "survival": Survival,
 }
 """What a runtime can be told to use."""
 

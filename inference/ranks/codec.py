@@ -27,11 +27,11 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.config import RuleName
-from pipedraft.inference.filters import Filters
-from pipedraft.models.target import Keep, Segment
+from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.models.target import KeepRows, Segment
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Fill: TypeAlias = Callable[[memoryview], None]
+FillBuffer: TypeAlias = Callable[[memoryview], None]
 """Waits for as many bytes as fit, or raises."""
 Fetch: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Receives the next tensor that travels apart, of this shape and dtype."""
@@ -163,7 +163,7 @@ class Codec(Generic[M]):
             raise ValueError(f"frame: {len(view)} bytes follow it; want one message")
         return message
 
-    def read(self, fill: Fill, max_tensor_bytes: int | None = None) -> M:
+    def read(self, fill: FillBuffer, max_tensor_bytes: int | None = None) -> M:
         """The next message of a stream.
 
         Args:
@@ -259,7 +259,7 @@ def check_tensor(
         )
 
 
-def _read(fill: Fill, size: int) -> bytearray:
+def _read(fill: FillBuffer, size: int) -> bytearray:
     """The next bytes of a stream, in pieces that double: memory follows what has come."""
     data = bytearray()
     while len(data) < size:
@@ -330,7 +330,7 @@ class Prefill(StageMessage, tag="prefill"):
     is_last: bool
     taps: Layers
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
-    filters: Filters
+    filters: TokenFilters
     rule: RuleName
     seed: Int64
     prompt: Count
@@ -347,7 +347,7 @@ class Step(StageMessage, tag="step"):
     """Keeps in the order of their making, then a segment."""
 
     kept: Annotated[tuple[tuple[Rows, Count], ...], Meta(max_length=MAX_ROWS)]
-    """Of each Keep, the rows and how many of them are committed."""
+    """Of each KeepRows, the rows and how many of them are committed."""
     positions: Tensor
     """int64 [l]."""
     visible: Tensor
@@ -358,7 +358,7 @@ class Step(StageMessage, tag="step"):
     """No row of it is wanted any more: caches make room, nothing is computed."""
 
     @classmethod
-    def of(cls, keeps: Sequence[Keep], segment: Segment, *, is_cancelled: bool = False) -> Self:
+    def of(cls, keeps: Sequence[KeepRows], segment: Segment, *, is_cancelled: bool = False) -> Self:
         return cls(
             kept=tuple((keep.rows, keep.num_committed) for keep in keeps),
             positions=segment.positions,
@@ -381,8 +381,8 @@ class Step(StageMessage, tag="step"):
                 raise ValueError(f"rows: {len(self.rows)} of them, {num_rows} positions")
 
     @property
-    def keeps(self) -> list[Keep]:
-        return [Keep(rows=rows, num_committed=count) for rows, count in self.kept]
+    def keeps(self) -> list[KeepRows]:
+        return [KeepRows(rows=rows, num_committed=count) for rows, count in self.kept]
 
     @property
     def segment(self) -> Segment:
@@ -395,7 +395,7 @@ class Step(StageMessage, tag="step"):
         )
 
 
-class Result(StageMessage, tag="result"):
+class StageResult(StageMessage, tag="result"):
     """A stage's answer: hidden states that the draft reads; verdicts if it is the last stage."""
 
     taps: Annotated[dict[Layer, Tensor], Meta(max_length=1000)] = {}
@@ -420,7 +420,7 @@ class Leave(StageMessage, tag="leave"):
     """A sequence has ended; its caches go."""
 
 
-Part: TypeAlias = Prefill | Step | Result | Failed | Leave
+Part: TypeAlias = Prefill | Step | StageResult | Failed | Leave
 
 
 class Together(StageMessage, tag="together"):
@@ -433,24 +433,33 @@ class Cancel(StageMessage, tag="cancel"):
     """Segments up to this number need not be computed."""
 
 
-class Measure(StageMessage, tag="measure"):
+class MeasureRequest(StageMessage, tag="measure"):
     """A question of the controller that travels down the stages."""
 
     action: Literal["report", "clear"]
 
 
-class Report(StageMessage, tag="report"):
+class StageReport(StageMessage, tag="report"):
     """Times and counts that a stage measured."""
 
     json: str
 
 
-class Close(StageMessage, tag="close"):
+class CloseRanks(StageMessage, tag="close"):
     """The last message of a link."""
 
 
 AnyMessage: TypeAlias = (
-    Prefill | Step | Result | Failed | Leave | Together | Cancel | Measure | Report | Close
+    Prefill
+    | Step
+    | StageResult
+    | Failed
+    | Leave
+    | Together
+    | Cancel
+    | MeasureRequest
+    | StageReport
+    | CloseRanks
 )
 CODEC: Codec[AnyMessage] = Codec(
     AnyMessage, max_header_bytes=MAX_HEADER_BYTES, max_tensor_bytes=MAX_TENSOR_BYTES

@@ -1,9 +1,9 @@
-"""Launches of fixed shapes, recorded as CUDA graphs: of a stage's layers, and of a draft.
+"""CUDA graphs of launches with fixed shapes: of a stage's layers, and of a draft.
 
 A decoding step of a few rows launches hundreds of small kernels; on a GPU that takes longer than
 their work. Everything that changes from step to step is packed on the host and copied into a fixed
-buffer at once, rows on the device into another, and the launches are recorded once for each key.
-On a CPU the same functions run without being recorded.
+buffer at once, rows on the device into another, and the launches are captured once for each key.
+On a CPU the same functions run without a graph.
 """
 
 # P padded rows, H hidden, S columns, C rows of a cache
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_IDLE = 1
 """Caches with their graphs that wait for the next text, for each network."""
-Lent = TypeVar("Lent")
+Borrowed = TypeVar("Borrowed")
 
 
 class Transfers(Protocol):
@@ -31,12 +31,12 @@ class Transfers(Protocol):
 
 
 UNDER_WAY: WeakSet[Transfers] = WeakSet()
-"""Recording waits for the whole device, so for these; a process that records, too, cannot take
+"""Capturing waits for the whole device, so for these; a process that captures, too, cannot take
 what another one waits to be rid of."""
 
 
 @dataclass
-class Recorded:
+class CapturedGraph:
     packed: Tensor
     """int64: all that changes from step to step, but rows that are on the device."""
     rows_PH: Tensor | None
@@ -45,20 +45,20 @@ class Recorded:
     """The next replay writes over it."""
 
 
-class Recordings:
-    """Functions of a packed tensor and of rows, each recorded once for its key.
+class Graphs:
+    """CUDA graphs of functions of a packed tensor and of rows, each captured once for its key.
 
     A call is one copy to the device, one launch for the rows, and one graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._recorded: dict[Hashable, Recorded] = {}
+        self._graphs: dict[Hashable, CapturedGraph] = {}
         self._pool: _POOL_HANDLE | None = None
 
     def clear(self) -> None:
         """Forget all graphs: the buffers that they read and write are gone."""
-        self._recorded.clear()
+        self._graphs.clear()
         self._pool = None
 
     def run(
@@ -68,16 +68,16 @@ class Recordings:
         rows: Sequence[Tensor],
         compute: Callable[[Tensor, Tensor | None], Tensor],
         *,
-        can_record: bool = True,
+        can_capture: bool = True,
     ) -> Tensor:
-        """compute(packed, rows), recorded unless it was under this key.
+        """Return compute(packed, rows), by the graph of its key, which is captured at first.
 
         Args:
             key: with the numbers of entries and of rows, which are added to it, all that the
                 launches depend on.
             packed: int64, in the host's memory.
             rows: [.., H] each; ``compute`` sees them as one [P, H] with spare rows.
-            can_record: else the launches are made one by one.
+            can_capture: else the launches are made one by one.
 
         Returns:
             A buffer that the next call of the same key writes over.
@@ -85,18 +85,18 @@ class Recordings:
         num_rows = sum(map(len, rows))
         if self.device.type == "cuda":
             packed = packed.pin_memory()
-        if not can_record:
+        if not can_capture:
             return compute(packed.to(self.device), torch.cat([*rows]) if rows else None)
-        recorded = self._recorded.get((key, len(packed), padded_rows(num_rows)))
-        if recorded is None and any(transfers.is_sending() for transfers in UNDER_WAY):
+        graph = self._graphs.get((key, len(packed), padded_rows(num_rows)))
+        if graph is None and any(transfers.is_sending() for transfers in UNDER_WAY):
             return compute(packed.to(self.device), self._buffer(rows))
-        if recorded is None:
-            recorded = self._record(packed, rows, compute)
-            self._recorded[key, len(packed), padded_rows(num_rows)] = recorded
-        recorded.packed.copy_(packed, non_blocking=True)
-        self._fill(recorded.rows_PH, rows)
-        recorded.replay()
-        return recorded.out
+        if graph is None:
+            graph = self._make(packed, rows, compute)
+            self._graphs[key, len(packed), padded_rows(num_rows)] = graph
+        graph.packed.copy_(packed, non_blocking=True)
+        self._fill(graph.rows_PH, rows)
+        graph.replay()
+        return graph.out
 
     @staticmethod
     def _fill(rows_PH: Tensor | None, rows: Sequence[Tensor]) -> None:
@@ -117,26 +117,26 @@ class Recordings:
         self._fill(rows_PH, rows)
         return rows_PH
 
-    def _record(
+    def _make(
         self,
         packed: Tensor,
         rows: Sequence[Tensor],
         compute: Callable[[Tensor, Tensor | None], Tensor],
-    ) -> Recorded:
+    ) -> CapturedGraph:
         rows_PH = self._buffer(rows)
         buffer = packed.to(self.device, copy=True)
         # The first run makes buffers that are not there yet.
-        recorded = Recorded(buffer, rows_PH, lambda: None, compute(buffer, rows_PH))
+        made = CapturedGraph(buffer, rows_PH, lambda: None, compute(buffer, rows_PH))
 
         def again() -> None:
-            recorded.out = compute(buffer, rows_PH)
+            made.out = compute(buffer, rows_PH)
 
-        recorded.replay = again
+        made.replay = again
         if self.device.type == "cuda":
             # Graphs of one cache never run at once, so they may share the memory between launches.
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            recorded.replay = _capture(again, self.device, self._pool)
-        return recorded
+            made.replay = _capture(again, self.device, self._pool)
+        return made
 
 
 def padded_rows(num_rows: int) -> int:
@@ -178,8 +178,11 @@ def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) 
     return torch.where(column_C < 0, False, hidden_PC)
 
 
-def lend(owner: nn.Module, holder: object, key: Hashable, make: Callable[[], Lent]) -> Lent:
-    """Lend what an earlier holder of a key left behind, or a new one, until ``holder`` dies.
+def borrow_for(
+    owner: nn.Module, holder: object, key: Hashable, make: Callable[[], Borrowed]
+) -> Borrowed:
+    """Borrow buffers and graphs that an earlier holder of a key left behind, or new ones, until
+    ``holder`` dies.
 
     So texts that follow each other, of one engine or of several, share buffers and graphs.
 
@@ -188,22 +191,22 @@ def lend(owner: nn.Module, holder: object, key: Hashable, make: Callable[[], Len
         make: the result must not refer to ``holder``.
     """
     weight = next(owner.parameters())
-    kept = vars(owner).setdefault("_idle_recordings", {})
+    kept = vars(owner).setdefault("_idle_graphs", {})
     idle = kept.setdefault((key, weight.device, weight.dtype, weight.data_ptr()), [])
-    lent = idle.pop() if idle else make()
+    borrowed = idle.pop() if idle else make()
 
     def give_back() -> None:
         if len(idle) < MAX_IDLE:
-            idle.append(lent)
+            idle.append(borrowed)
 
     weakref.finalize(holder, give_back).atexit = False
-    return lent
+    return borrowed
 
 
 def _capture(
     compute: Callable[[], None], device: torch.device, pool: "_POOL_HANDLE"
 ) -> Callable[[], None]:
-    """Record what ``compute`` launches; libraries choose their kernels in runs before."""
+    """Capture what ``compute`` launches; libraries choose their kernels in runs before."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -6,7 +6,6 @@ stdin ends.
 """
 
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from pipedraft.inference.transport import KEY, SIGNALS
+from pipedraft.inference.ranks import SIGNALS
 
 LEAVE_S = 10.0
 """For the other ranks once one has failed: they find out by themselves, and say why."""
@@ -35,7 +34,7 @@ def run_ranks(
     address, port = listener.getsockname()
     world = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     world |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", KEY: secrets.token_hex(16)}
+    world |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
     shared = {"OMP_NUM_THREADS": str(num_threads)} | os.environ | world
     started: list[subprocess.Popen] = []

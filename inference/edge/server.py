@@ -18,30 +18,27 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from pipedraft.inference.transport import ServerLimits, address_of, find_token, wire
-from pipedraft.inference.transport.session_messages import (
-    HELLO,
+from pipedraft.inference.edge import wire
+from pipedraft.inference.edge.serve import SessionLimits
+from pipedraft.inference.edge.session_messages import (
     PROTOCOL,
     REQUESTS,
-    WELCOME,
     Description,
-    Hello,
     Open,
     Reply,
     Request,
-    Welcome,
 )
-from pipedraft.inference.transport.session_table import (
-    KEY_BYTES,
+from pipedraft.inference.edge.session_table import (
     HeldSession,
-    Pace,
-    Refused,
+    MessageRate,
     ReplyStream,
+    SessionRefused,
     SessionTable,
 )
-from pipedraft.inference.transport.target_session import SharedTarget, TargetSession, run_together
+from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
+from pipedraft.inference.servers import address_of, find_token
 from pipedraft.models.fingerprint import vocabulary_hash, weights_hash
-from pipedraft.models.target import Keep, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,7 +58,7 @@ class Security:
     """PEM chain; None: plain text."""
     key: bytes | None = None
     tokens: tuple[str, ...] = ()
-    """One of which every client must send; (): none. With several, each is a client."""
+    """One of which every client must send; (): none. With several, the access log numbers them."""
 
 
 class Server:
@@ -73,7 +70,7 @@ class Server:
         *,
         name: str,
         tokenizer: "PreTrainedTokenizerBase",
-        limits: ServerLimits,
+        limits: SessionLimits,
         security: Security,
     ) -> None:
         self._grpc = wire.import_grpc()
@@ -118,7 +115,7 @@ class Server:
         grpc = self._grpc
         message_bytes = self.limits.max_message_kb * 2**10
         # Streams beyond the sessions: Describe, Health, and the refusals.
-        options = wire.server_options(message_bytes, 2 * self.limits.max_sessions + 16)
+        options = wire.server_options(message_bytes, 2 * self.limits.max_sequences + 16)
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers(self._handlers())
         address, security = address_of(host, port), self.security
@@ -158,29 +155,20 @@ class Server:
         """
         self.table.is_draining = True
         until_s = time.monotonic() + grace_s
-        while self._num_attached and not (hurry.is_set() or self._has_failed):
+        while self.table.held and not (hurry.is_set() or self._has_failed):
             if time.monotonic() > until_s:
                 break
             await asyncio.sleep(0.02)
-        num_cut = self._num_attached
+        num_cut = len(self.table.held)
         for stream in list(self._streams):
-            stream.finish(
-                Refused(
-                    "UNAVAILABLE",
-                    "server: shut down; open a new session with the output so far",
-                    retry_s=1.0,
-                )
-            )
+            text = "server: shut down; open a new session with the output so far"
+            stream.finish(SessionRefused("UNAVAILABLE", text))
         await self._server.stop(1.0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._thread.shutdown(wait=True)
         return num_cut
-
-    @property
-    def _num_attached(self) -> int:
-        return sum(session.stream is not None for session in self.table.held.values())
 
     @property
     def _has_failed(self) -> bool:
@@ -234,53 +222,47 @@ class Server:
     def _end_failed(self, session: HeldSession, what: str) -> None:
         log.error("session ended: %s", what)
         self.table.drop(session)
-        session.finish(
-            Refused("INTERNAL", "session: the server failed to compute it; its log says why")
-        )
+        text = "session: the server failed to compute it; its log says why"
+        session.stream.finish(SessionRefused("INTERNAL", text))
 
     def _next_batch(self) -> list[HeldSession]:
-        """Sessions that have begun a pass: all with rows, and one prompt, so that many new ones do
-        not hold up the others for longer than that."""
+        """Start passes, and return their sessions: all with rows, and one prompt, so that many new
+        sessions do not hold up the others for longer than that."""
         batch, has_prompt = [], False
         # Those that waited longest come first.
-        for session in sorted(self.table.held.values(), key=self.table.turn):
+        for session in sorted(self.table.held.values(), key=lambda held: held.seen_s):
             is_prompt = session.core.wants_prefill
-            if session.stream is None or (is_prompt and has_prompt):
+            if is_prompt and has_prompt:
                 continue
             with self._ending_alone(session):
                 if session.core.start(time.monotonic()):
                     batch.append(session)
                     has_prompt |= is_prompt
-                    self.table.prefilled[session.client] += is_prompt * session.core.num_prompt
         return batch
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             for session, why in self.table.expire(time.monotonic()):
-                text = f"{why}; it has expired, open a new one with the output so far"
-                session.finish(Refused("NOT_FOUND", text))
+                text = f"{why}; open a new one with the output so far"
+                session.stream.finish(SessionRefused("DEADLINE_EXCEEDED", text))
 
     def _send(self, session: HeldSession, replies: list[Reply]) -> None:
-        try:
-            encoded = session.add(replies)
-        except Refused as refusal:
-            self.table.drop(session)
-            session.finish(refusal)
-            return
-        if session.stream is not None:
-            session.stream.put(encoded)
+        stream = session.stream
+        stream.put(replies)
         if session.core.is_closed:
-            access.info("%s closed %s: %d passes", session.client, session.name, session.num_passes)
+            access.info(
+                "%s closed session %d: %d passes", stream.client, session.number, session.num_passes
+            )
             self.table.drop(session)
-            session.finish(Refused("OK", ""))
+            stream.finish(SessionRefused("OK", ""))
 
     # -- calls ------------------------------------------------------------------------------
 
     async def _check(self, request: bytes, context: wire.Untyped) -> bytes:
         """Alive for "", ready for the service's name: there is room for a session."""
         if request not in (wire.LIVENESS, wire.READINESS):
-            await self._refuse(context, Refused("NOT_FOUND", "health: no such service here"))
+            await self._refuse(context, SessionRefused("NOT_FOUND", "health: no such service here"))
         is_well = self.table.has_room if request else not self.table.is_draining
         return wire.SERVING if is_well else wire.NOT_SERVING
 
@@ -309,8 +291,8 @@ class Server:
             reading.cancel()
             self._streams.discard(stream)
             session = stream.session
-            if session is not None and session.stream is stream:
-                session.stream, session.seen_s = None, time.monotonic()
+            if session is not None:
+                self.table.drop(session)
         assert stream.end is not None
         if stream.end.code != "OK":
             await self._refuse(context, stream.end)
@@ -321,67 +303,43 @@ class Server:
         """Read until the stream ends; what is wrong with it becomes its status."""
         try:
             session = await self._enter(requests, stream)
-            pace = Pace(self.limits.max_messages_s)
+            pace = MessageRate(self.limits.max_messages_s)
             async for data in requests:
                 self._receive(session, REQUESTS.decode(data))
                 await stream.drained()
                 await asyncio.sleep(pace.wait_s(time.monotonic()))
-        except Refused as refusal:
+        except SessionRefused as refusal:
             stream.finish(refusal)
         except ValueError as error:  # not a message
-            if stream.session is not None:
-                self.table.drop(stream.session)
-            stream.finish(Refused("INVALID_ARGUMENT", str(error)))
+            stream.finish(SessionRefused("INVALID_ARGUMENT", str(error)))
         except Exception as error:
             log.error("stream ended: %s", describe_failure(error))
-            stream.finish(Refused("INTERNAL", "stream: the server failed; its log says why"))
+            stream.finish(SessionRefused("INTERNAL", "stream: the server failed; its log says why"))
         else:
             # The edge has nothing more to say, as after a Close.
-            stream.finish(Refused("OK", ""))
+            stream.finish(SessionRefused("OK", ""))
 
     async def _enter(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> HeldSession:
         try:
             async with asyncio.timeout(self.limits.idle_s):
-                hello = HELLO.decode(await anext(requests))
-                if hello.protocol != PROTOCOL:
-                    raise Refused(
-                        "FAILED_PRECONDITION",
-                        f"protocol: {hello.protocol}, this server speaks {PROTOCOL}; install the "
-                        "same version on both sides",
-                    )
-                if hello.ticket:
-                    return self._resume(hello, stream)
                 opening = REQUESTS.decode(await anext(requests))
         except (TimeoutError, StopAsyncIteration) as error:
-            raise Refused("DEADLINE_EXCEEDED", "session: nothing was opened") from error
+            raise SessionRefused("DEADLINE_EXCEEDED", "session: nothing was opened") from error
         if not isinstance(opening, Open):
-            raise Refused("INVALID_ARGUMENT", "session: not open; send Open after Hello")
-        session = self.table.open(opening, time.monotonic(), stream.client)
+            raise SessionRefused("INVALID_ARGUMENT", "session: not open; send Open first")
+        session = self.table.open(opening, time.monotonic(), stream)
         access.info(
-            "%s opened %s: %d prompt tokens, %d new at most, %d sessions",
-            *(stream.client, session.name, len(opening.prompt_ids)),
+            "%s opened session %d: %d prompt tokens, %d new at most, %d sessions",
+            *(stream.client, session.number, len(opening.prompt_ids)),
             *(opening.settings.max_new_tokens, len(self.table.held)),
         )
-        session.stream, stream.session = stream, session
-        stream.put([WELCOME.to_bytes(Welcome(session.ticket, next_seq=0))])
         self._receive(session, opening)
         return session
 
-    def _resume(self, hello: Hello, stream: ReplyStream) -> HeldSession:
-        session = self.table.find(hello.ticket, time.monotonic())
-        session.finish(Refused("ABORTED", "session: another stream goes on with it"))
-        session.stream, stream.session = stream, session
-        next_seq = session.core.next_seq
-        stream.put([WELCOME.to_bytes(Welcome(session.ticket, next_seq))])
-        stream.put(session.since(hello.next_number))
-        self._due.set()
-        return session
-
     def _receive(self, session: HeldSession, request: Request) -> None:
-        if session.ticket[:KEY_BYTES] not in self.table.held:
+        if session.number not in self.table.held:
             return  # expired or closed: its stream is about to end
-        now_s = time.monotonic()
-        session.note(request, now_s)
+        session.seen_s = now_s = time.monotonic()
         with self._ending_alone(session):
             self._send(session, session.core.receive(request, now_s))
         self._due.set()
@@ -399,19 +357,16 @@ class Server:
             access.warning("%s refused: token missing or wrong", address)
             await self._refuse(
                 context,
-                Refused(
+                SessionRefused(
                     "UNAUTHENTICATED",
                     "token: missing or wrong; set PIPEDRAFT_TOKEN to the server's",
                 ),
             )
         return f"token {number + 1}" if len(self.security.tokens) > 1 else address
 
-    async def _refuse(self, context: wire.Untyped, refusal: Refused) -> NoReturn:
+    async def _refuse(self, context: wire.Untyped, refusal: SessionRefused) -> NoReturn:
         access.info("%s ended: %s, %s", context.peer(), refusal.code, refusal)
-        metadata = []
-        if refusal.retry_s is not None:
-            metadata.append((wire.RETRY, str(round(refusal.retry_s * 1e3))))
-        await context.abort(self._grpc.StatusCode[refusal.code], str(refusal), tuple(metadata))
+        await context.abort(self._grpc.StatusCode[refusal.code], str(refusal))
         raise AssertionError("abort ends the call")
 
 
@@ -436,7 +391,7 @@ def measure(target: SharedTarget) -> tuple[float, float, int]:
         assert hidden_RH is not None
         # To the host, as a verdict needs them: a GPU would still be computing.
         staged.logits(hidden_RH).cpu()
-        stage.keep(Keep((), 0))
+        stage.keep(KeepRows((), 0))
         return time.perf_counter() - started_s
 
     pass_s(1)

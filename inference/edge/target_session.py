@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from pipedraft.inference.draws import Token
-from pipedraft.inference.result import stop_reason
-from pipedraft.inference.transport.session_messages import (
+from pipedraft.inference.edge.session_messages import (
     WINDOW,
     Close,
     Error,
@@ -40,10 +38,12 @@ from pipedraft.inference.transport.session_messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.verify import Top, Verifier
+from pipedraft.inference.result import stop_reason
+from pipedraft.inference.rules.random import Token
+from pipedraft.inference.rules.sampled import Top, Verifier
 from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.stage_calls import can_run_together, forward_together
-from pipedraft.models.target import Keep, Segment, StagedTarget, target_fingerprint
+from pipedraft.models.target import KeepRows, Segment, StagedTarget, target_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,7 +75,7 @@ class SharedTarget:
         return anchor_hash(self.model)
 
 
-class Refusal(ValueError):
+class RequestRefused(ValueError):
     """A request that cannot be served; one line for its sender."""
 
 
@@ -147,7 +147,7 @@ class TargetSession:
                 replies += self._take(request, arrived_s)
             if not self.wants_prefill:
                 replies += self._test_draft_tokens(now_s)
-        except Refusal as error:
+        except RequestRefused as error:
             self.is_closed = True
             replies.append(self._numbered(Error, self.next_seq - 1, text=str(error)))
         return replies
@@ -157,11 +157,11 @@ class TargetSession:
             self._open(request)
             return []
         if self._opening is None:
-            raise Refusal("session: not open; send Open first")
+            raise RequestRefused("session: not open; send Open first")
         if isinstance(request, Close):
             self.is_closed = True
         elif request.epoch > self._epoch:
-            raise Refusal(f"epoch: {request.epoch} has not begun; this is {self._epoch}")
+            raise RequestRefused(f"epoch: {request.epoch} has not begun; this is {self._epoch}")
         elif request.epoch < self._epoch:
             return []  # stale
         elif not self._stop_reason:
@@ -192,7 +192,7 @@ class TargetSession:
             return []
         if len(request.q) != len(request.ids) * self._rule.needs_q:
             given, wanted = len(request.q), len(request.ids)
-            raise Refusal(f"q: {given} of {wanted} draft tokens by rule {self._rule.name!r}")
+            raise RequestRefused(f"q: {given} of {wanted} draft tokens by rule {self._rule.name!r}")
         self._draft_tokens += request.ids
         self._q += request.q or [1.0] * len(request.ids)
         self._expected_s = now_s + request.next_s
@@ -206,28 +206,34 @@ class TargetSession:
         if isinstance(request, Stream):
             known = known[: request.base]
         if request.base != len(known) or request.prefix_hash != prefix_hash(known):
-            raise Refusal(
+            raise RequestRefused(
                 f"base: {request.base} tokens, but this session has {len(known)} or others; open "
                 "a new session"
             )
         if len(request.certain) != (self._rejected is not None):
-            raise Refusal(f"certain: {len(request.certain)} tokens; the edge owes its correction")
+            raise RequestRefused(
+                f"certain: {len(request.certain)} tokens; the edge owes its correction"
+            )
         ids = [] if isinstance(request, Stream) else request.ids
         if len(self._draft_tokens) + len(ids) > MAX_PENDING:
-            raise Refusal(f"ids: more than {MAX_PENDING} draft tokens would wait for a verdict")
+            raise RequestRefused(
+                f"ids: more than {MAX_PENDING} draft tokens would wait for a verdict"
+            )
         size = self._staged.vocab_size
         wrong = [token for token in (*request.certain, *ids) if token >= size]
         if wrong:
-            raise Refusal(f"ids: {wrong[0]} is outside the target's vocabulary of {size}")
+            raise RequestRefused(f"ids: {wrong[0]} is outside the target's vocabulary of {size}")
         if request.base + len(request.certain) + len(ids) > self._staged.max_positions:
-            raise Refusal(f"ids: more than the target's {self._staged.max_positions} positions")
+            raise RequestRefused(
+                f"ids: more than the target's {self._staged.max_positions} positions"
+            )
 
     def _open(self, opening: Open) -> None:
         size, limit = self._staged.vocab_size, self._staged.max_positions
         if max(opening.prompt_ids) >= size:
-            raise Refusal(f"prompt_ids: {max(opening.prompt_ids)} is outside {size} tokens")
+            raise RequestRefused(f"prompt_ids: {max(opening.prompt_ids)} is outside {size} tokens")
         if len(opening.prompt_ids) >= limit:
-            raise Refusal(
+            raise RequestRefused(
                 f"prompt_ids: {len(opening.prompt_ids)} tokens leave no room in the target's "
                 f"{limit} positions; shorten the prompt"
             )
@@ -238,16 +244,16 @@ class TargetSession:
 
     def _more(self, request: More) -> Samples:
         if self._rejected is None:
-            raise Refusal("more: no correction is owed; do not ask for samples")
+            raise RequestRefused("more: no correction is owed; do not ask for samples")
         self._num_more += 1
         if self._num_more > MAX_MORE:
-            raise Refusal(f"more: asked more than {MAX_MORE} times for one correction")
+            raise RequestRefused(f"more: asked more than {MAX_MORE} times for one correction")
         try:
             payload = self._rule.more(
                 self._rejected, len(self._tokens), self._num_samples, request.count
             )
         except ValueError as error:
-            raise Refusal(str(error)) from error
+            raise RequestRefused(str(error)) from error
         self._num_samples += request.count
         return self._numbered(Samples, request.seq, payload=payload)
 
@@ -271,7 +277,7 @@ class TargetSession:
 
     def _retain(self, num_rows: int, num_committed: int = 0) -> None:
         """Keep the first computed rows, some of them for good; the others are forgotten."""
-        self._stage.keep(Keep(tuple(range(num_rows)), num_committed))
+        self._stage.keep(KeepRows(tuple(range(num_rows)), num_committed))
         for _ in range(len(self._logits) - num_rows):
             self._logits.pop()
         for _ in range(num_committed):
@@ -430,7 +436,7 @@ class TargetSession:
             self._computed_RV = self._staged.prefill(prompt)[0][None]
             return
         if self._stage.num_speculative > self._segment.lo:
-            self._stage.keep(Keep(tuple(range(self._segment.lo)), 0))
+            self._stage.keep(KeepRows(tuple(range(self._segment.lo)), 0))
         hidden_RH = self._stage.forward(self._segment).hidden
         assert hidden_RH is not None
         self._computed_RV = self._staged.logits(hidden_RH)

@@ -20,7 +20,7 @@ FIRST_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filters:
+class TokenFilters:
     """What a distribution keeps after the temperature, in the order of the fields.
 
     The order and the meaning of ``GenerationMixin`` of transformers: each filter works on what the
@@ -60,14 +60,18 @@ class Filters:
             )
 
     @property
-    def filters(self) -> Filters:
+    def filters(self) -> TokenFilters:
         """Nothing but the filters, where a subclass has more."""
-        return Filters(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Filters)})
+        return TokenFilters(
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(TokenFilters)}
+        )
 
     @property
     def active(self) -> dict[str, float]:
         """Filters that remove something, by name."""
-        values = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(Filters))
+        values = (
+            (f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(TokenFilters)
+        )
         return {name: value for name, value, default in values if value != default}
 
     def apply(self, logits_RV: Tensor) -> Tensor:

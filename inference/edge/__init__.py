@@ -1,0 +1,1 @@
+"""Edge and cloud: links, draft lengths, sessions and their messages, gRPC server and client."""

@@ -1,0 +1,199 @@
+"""Sessions of a server: admission by its limits, the replies on their way, and expiry.
+
+A session lives as long as its stream. The caller passes the time.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from pipedraft.inference.edge.serve import SessionLimits
+from pipedraft.inference.edge.session_messages import REPLIES, Open, Reply
+from pipedraft.inference.edge.target_session import MAX_PENDING, SharedTarget, TargetSession
+from pipedraft.models.stage_cache import MIN_CAPACITY
+
+UNSENT_BYTES = 4 * 2**20
+"""Replies that an edge may leave unread, in bytes, before the server stops reading its requests."""
+
+
+class SessionRefused(ValueError):
+    """A stream that ends with a status; the message is one line for its client."""
+
+    def __init__(self, code: str, text: str) -> None:
+        """
+        Args:
+            code: name of a ``grpc.StatusCode``; an edge tries again after ``UNAVAILABLE``.
+        """
+        super().__init__(text)
+        self.code = code
+
+
+class MessageRate:
+    """Rate limit of messages per second, with bursts of one second; the caller passes the time."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._free_s = -math.inf
+        """When all messages so far would have been let through at this rate."""
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds to wait before the next message is read."""
+        self._free_s = max(self._free_s, now_s - 1) + 1 / self.rate
+        return max(0.0, self._free_s - now_s)
+
+
+class ReplyStream:
+    """Replies on their way to one connected edge."""
+
+    def __init__(self, client: str = "") -> None:
+        self.client = client
+        self.session: HeldSession | None = None
+        self.end: SessionRefused | None = None
+        """Why the stream is to end; code OK: the sequence is complete."""
+        self._replies: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._num_unread = 0
+        self._drained = asyncio.Event()
+        self._drained.set()
+
+    def put(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            data = REPLIES.to_bytes(reply)
+            self._replies.put_nowait(data)
+            self._num_unread += len(data)
+        if self._num_unread > UNSENT_BYTES:
+            self._drained.clear()
+
+    def finish(self, end: SessionRefused) -> None:
+        """End the stream after the replies so far; only the first call counts."""
+        self.end = self.end or end
+        self._replies.put_nowait(None)
+
+    async def drained(self) -> None:
+        """Wait while the edge leaves too much unread."""
+        await self._drained.wait()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while (reply := await self._replies.get()) is not None:
+            yield reply
+            self._num_unread -= len(reply)
+            if not self._num_unread:
+                self._drained.set()
+
+
+@dataclass(eq=False)
+class HeldSession:
+    """An open session and its memory."""
+
+    number: int
+    """Name in the access log."""
+    core: TargetSession
+    stream: ReplyStream
+    reserved_bytes: int
+    opened_s: float
+    seen_s: float
+    """When its edge was last heard of."""
+    num_passes: int = 0
+    """Passes over the target after the prompt's."""
+
+
+class SessionTable:
+    """Open sessions, and the memory that they may take."""
+
+    def __init__(self, target: SharedTarget, limits: SessionLimits, row_bytes: int) -> None:
+        """
+        Args:
+            row_bytes: keys and values of one token.
+        """
+        self.target, self.limits, self.row_bytes = target, limits, row_bytes
+        self._max_positions = target.staged().max_positions
+        self.held: dict[int, HeldSession] = {}
+        """Open sessions by number."""
+        self.num_opened = self.num_expired = 0
+        self.is_draining = False
+
+    @property
+    def has_room(self) -> bool:
+        return not self.is_draining and len(self.held) < self.limits.max_sequences
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(session.reserved_bytes for session in self.held.values())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Allocated now; never more than ``reserved_bytes``."""
+        return sum(session.core.cache_bytes for session in self.held.values())
+
+    def open(self, opening: Open, now_s: float, stream: ReplyStream) -> HeldSession:
+        """Open a session and reserve its memory.
+
+        Raises:
+            SessionRefused: no room, or more is asked for than the server allows.
+        """
+        reserved = self._admit(opening)
+        self.num_opened += 1
+        core = TargetSession(self.target)
+        session = HeldSession(self.num_opened, core, stream, reserved, opened_s=now_s, seen_s=now_s)
+        self.held[session.number] = stream.session = session
+        return session
+
+    def _admit(self, opening: Open) -> int:
+        """Return the bytes to reserve for a session.
+
+        Raises:
+            SessionRefused: see ``open``.
+        """
+        limits, wanted = self.limits, opening.settings.max_new_tokens
+        cache_bytes = limits.max_cache_mb * 2**20
+        if self.is_draining:
+            raise SessionRefused("UNAVAILABLE", "server: shutting down; try again")
+        if len(opening.prompt_ids) > limits.max_prompt_tokens:
+            raise SessionRefused(
+                "INVALID_ARGUMENT",
+                f"prompt: {len(opening.prompt_ids)} tokens, this server takes "
+                f"{limits.max_prompt_tokens}; shorten the prompt",
+            )
+        if wanted > limits.max_new_tokens:
+            raise SessionRefused(
+                "INVALID_ARGUMENT",
+                f"max_new_tokens: {wanted}, this server gives {limits.max_new_tokens}; ask for "
+                "fewer",
+            )
+        reserved = self.row_bytes * self._max_rows(len(opening.prompt_ids) + wanted)
+        if reserved > cache_bytes:
+            raise SessionRefused(
+                "INVALID_ARGUMENT",
+                f"session: its keys and values may take {reserved} bytes, this server has "
+                f"{cache_bytes}; ask for a shorter output",
+            )
+        for found, limit, what in (
+            (len(self.held) + 1, limits.max_sequences, "sessions are open"),
+            (self.reserved_bytes + reserved, cache_bytes, "bytes of keys and values are reserved"),
+        ):
+            if found > limit:
+                raise SessionRefused("UNAVAILABLE", f"server: {limit} {what}; try again")
+        return reserved
+
+    def _max_rows(self, num_tokens: int) -> int:
+        """Return the most rows that a session's buffers have: they double from ``MIN_CAPACITY``."""
+        return max(MIN_CAPACITY, 2 * min(num_tokens + MAX_PENDING, self._max_positions))
+
+    def drop(self, session: HeldSession) -> None:
+        """Forget a session and its memory; harmless where that is done."""
+        self.held.pop(session.number, None)
+
+    def expire(self, now_s: float) -> list[tuple[HeldSession, str]]:
+        """Drop the sessions whose time is over; return each with the line for its edge."""
+        over = []
+        for session in list(self.held.values()):
+            if session.core.owes:
+                session.seen_s = now_s  # an edge that waits for the server is not silent
+            if now_s - session.opened_s > self.limits.request_s:
+                over.append((session, f"session: open for {self.limits.request_s:g} s"))
+            elif now_s - session.seen_s > self.limits.idle_s:
+                over.append((session, f"session: silent for {self.limits.idle_s:g} s"))
+        for session, _ in over:
+            self.drop(session)
+            self.num_expired += 1
+        return over

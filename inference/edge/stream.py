@@ -1,0 +1,296 @@
+"""Client side of a session on a gRPC server: one stream, which ends with the session.
+
+The caller's thread sends and takes; a thread of each stream puts what comes into a queue, so
+replies are seen, with the time of their arrival, while the draft computes. A stream that breaks is
+not resumed: ``SessionLost`` asks the caller to open a new session with the output so far.
+"""
+
+import random
+import re
+import threading
+import time
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from pipedraft.errors import Failure
+from pipedraft.inference.edge import wire
+from pipedraft.inference.edge.session_messages import (
+    MAX_BYTES,
+    PROTOCOL,
+    REPLIES,
+    REQUESTS,
+    Close,
+    Description,
+    Reply,
+    Request,
+)
+
+NUMBER = re.compile(r"[0-9]{1,9}")
+HOST = re.compile(r"[\w.-]+|\[[\w.:%]+\]")
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
+"""Between attempts to reach a server; doubled each time."""
+CLOSING_S = 2.0
+"""For the server's last word, once the output is complete."""
+RECOVERABLE = frozenset(
+    ["UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "OK"]
+)
+"""Codes of a stream that broke, of a session that expired, and of a server that is down or full."""
+
+
+class SessionLost(Exception):
+    """A session ended before its output did, or the server could not be reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Where a server is and how it is reached."""
+
+    server: str
+    """host:port"""
+    uses_tls: bool = False
+    root_certificates: bytes | None = None
+    """PEM, that the server's certificate is signed by; None: the system's."""
+    token: str = ""
+    connect_s: float = 10.0
+    """For one attempt."""
+    answer_s: float = 30.0
+    """Without an answer that is owed for so long, the session counts as lost."""
+    give_up_s: float = 60.0
+    """Without a reply for so long, the output ends in a ``Failure``."""
+
+    def __post_init__(self) -> None:
+        host, _, port = self.server.rpartition(":")
+        if not HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(f"--server: {self.server!r}; give host:port, as 127.0.0.1:50051")
+
+    def lost(self, end: "Break") -> SessionLost:
+        """Make the exception for a call that ended.
+
+        Raises:
+            ValueError: the server refuses for good.
+        """
+        if end.code in RECOVERABLE:
+            return SessionLost(end.text)
+        raise ValueError(f"server: {self.server}: {end.text} ({end.code.lower()})")
+
+
+@dataclass(frozen=True)
+class Break:
+    """How a call ended."""
+
+    code: str
+    text: str
+    num_passes: int | None = None
+
+    @classmethod
+    def of(cls, call: wire.Untyped) -> "Break":
+        """Read the end of a call; ``call``: one that is over, or the error that it raised."""
+        passes = str(dict(call.trailing_metadata() or ()).get(wire.NUM_PASSES))
+        num_passes = int(passes) if NUMBER.fullmatch(passes) else None
+        return cls(call.code().name, " ".join(str(call.details()).split()), num_passes)
+
+
+@dataclass
+class Bytes:
+    """Payloads of the messages, without gRPC's 5, HTTP/2's 9 and the headers below."""
+
+    up: int = 0
+    down: int = 0
+    messages_up: int = 0
+    messages_down: int = 0
+
+
+class Patience:
+    """How long to go on trying: ``give_up_s`` without a reply."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self.progressed()
+
+    def progressed(self) -> None:
+        self._since_s, self._wait_s = time.monotonic(), FIRST_WAIT_S
+
+    def wait(self, lost: SessionLost) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            Failure: there was no reply for too long.
+        """
+        access = self.access
+        left_s = self._since_s + access.give_up_s - time.monotonic()
+        if left_s < 0:
+            raise Failure(
+                f"server: {access.server} could not be used for {access.give_up_s:g} s ({lost})"
+            )
+        # Many clients of one server that went down must not come back at the same moment.
+        wait_s = min(self._wait_s, LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+        time.sleep(min(wait_s, left_s))
+        self._wait_s = 2 * self._wait_s
+
+
+class Connection:
+    """A channel to a server; ``with``."""
+
+    def __init__(self, access: Access) -> None:
+        self.grpc, self.access = wire.import_grpc(), access
+        self.bytes, self.patience = Bytes(), Patience(access)
+
+    def __enter__(self) -> "Connection":
+        access, options = self.access, wire.channel_options(MAX_BYTES)
+        if access.uses_tls:
+            credentials = self.grpc.ssl_channel_credentials(access.root_certificates)
+            self._channel = self.grpc.secure_channel(access.server, credentials, options)
+        else:
+            self._channel = self.grpc.insecure_channel(access.server, options)
+        self._describe = self._channel.unary_unary(f"/{wire.SERVICE}/Describe")
+        self._session = self._channel.stream_stream(f"/{wire.SERVICE}/Session")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._channel.close()
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        token = self.access.token
+        return (("authorization", f"Bearer {token}"),) if token else ()
+
+    def call(self) -> "SessionCall":
+        """Begin the stream of a session."""
+        requests: SimpleQueue[bytes | None] = SimpleQueue()
+        answers = self._session(iter(requests.get, None), metadata=self._metadata)
+        return SessionCall(answers, requests, self.bytes, self.grpc.RpcError)
+
+    def describe(self) -> tuple[Description, float]:
+        """Ask what the server is, and measure the round trip once the connection is up."""
+        options = {"metadata": self._metadata, "timeout": self.access.connect_s}
+        while True:
+            try:
+                self._describe(b"", **options)
+                started_s = time.monotonic()
+                data = self._describe(b"", **options)
+                return read_description(data), time.monotonic() - started_s
+            except self.grpc.RpcError as error:
+                self.patience.wait(self.access.lost(Break.of(error)))
+
+
+def read_description(data: bytes) -> Description:
+    """Read how a server describes itself.
+
+    Raises:
+        ValueError: not what a server of this version says.
+    """
+    try:
+        about = msgspec.msgpack.decode(data, type=Description)
+    except msgspec.MsgspecError as error:
+        raise ValueError(
+            f"server: it does not describe itself ({error}); install the same version on both sides"
+        ) from error
+    if about.protocol != PROTOCOL:
+        raise ValueError(
+            f"server: it speaks protocol {about.protocol}, this side {PROTOCOL}; install the same "
+            "version on both sides"
+        )
+    return about
+
+
+class SessionCall:
+    """One gRPC stream; what comes of it, and at last how it ended, goes into ``arrived``."""
+
+    def __init__(
+        self,
+        answers: wire.Untyped,
+        requests: "SimpleQueue[bytes | None]",
+        count: Bytes,
+        error: type[Exception],
+    ) -> None:
+        self._answers, self._requests, self._count, self._error = answers, requests, count, error
+        self.arrived: SimpleQueue[tuple[bytes | Break, float]] = SimpleQueue()
+        threading.Thread(target=self._read, name="replies", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for data in self._answers:
+                self.arrived.put((data, time.monotonic()))
+            end = Break.of(self._answers)
+        except self._error as error:
+            end = Break.of(error)
+        self.arrived.put((end, time.monotonic()))
+
+    def write(self, data: bytes) -> None:
+        self._count.up += len(data)
+        self._count.messages_up += 1
+        self._requests.put(data)
+
+    def take(self, timeout_s: float) -> tuple[bytes | Break, float] | None:
+        """Return the next thing that came, with its time; None: nothing did."""
+        try:
+            data, arrived_s = self.arrived.get(timeout_s > 0, max(timeout_s, 0))
+        except Empty:
+            return None
+        if isinstance(data, bytes):
+            self._count.down += len(data)
+            self._count.messages_down += 1
+        return data, arrived_s
+
+    def hang_up(self) -> None:
+        """End the stream without a word; harmless where it is over."""
+        self._answers.cancel()
+        self._requests.put(None)
+
+
+class SessionStream:
+    """Messages of one session."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._access, self._patience = connection.access, connection.patience
+        self._call = connection.call()
+        self._next_number = 0
+
+    def send(self, request: Request) -> None:
+        self._call.write(REQUESTS.to_bytes(request))
+
+    def take(self, *, waits: bool) -> tuple[Reply, float] | None:
+        """Return the next reply and when it arrived.
+
+        Args:
+            waits: for an answer that is owed; else None where nothing has come.
+
+        Raises:
+            SessionLost: the stream broke, or the answer did not come.
+            ValueError: the server refuses for good, or what came is no reply.
+        """
+        found = self._call.take(self._access.answer_s if waits else 0.0)
+        if found is None:
+            if waits:
+                raise SessionLost("it does not answer")
+            return None
+        data, arrived_s = found
+        if isinstance(data, Break):
+            raise self._access.lost(data)
+        reply = REPLIES.decode(data)
+        if reply.number != self._next_number:
+            raise ValueError(f"server: reply {reply.number} where {self._next_number} is due")
+        self._next_number += 1
+        self._patience.progressed()
+        return reply, arrived_s
+
+    def close(self, closing: Close) -> int | None:
+        """End the session; the server's last word is how many passes it took.
+
+        Returns:
+            Passes over the target after the prompt's; None: unknown.
+        """
+        self.send(closing)
+        until_s = time.monotonic() + CLOSING_S
+        end: Break | None = None
+        while end is None and (found := self._call.take(until_s - time.monotonic())) is not None:
+            if isinstance(found[0], Break):
+                end = found[0]
+        self.hang_up()
+        return None if end is None else end.num_passes
+
+    def hang_up(self) -> None:
+        """Leave without a word."""
+        self._call.hang_up()

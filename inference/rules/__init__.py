@@ -1,0 +1,1 @@
+"""Acceptance rules, their random numbers, and filters of distributions."""

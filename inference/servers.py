@@ -1,0 +1,108 @@
+"""Options and checks that the HTTP server and the session server share; free of torch and grpc."""
+
+import hmac
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from pipedraft.files import read_text
+from pipedraft.options import Options, flag_name, option
+
+TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
+TOKEN = re.compile(r"[!-~]{1,4096}")
+MAX_TOKEN_BYTES = 2**20
+LARGEST = {"max_sequences": 2**20, "max_cache_mb": 2**42, "max_message_kb": 2**20}
+"""What gRPC takes, and counts of bytes below 2 to the 62nd."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits(Options):
+    """limits"""
+
+    max_sequences: int = option(16, metavar="N", least=1)
+    """sequences at once"""
+    max_cache_mb: int = option(4096, metavar="N", least=1)
+    """keys and values of all of these at their longest, in MiB"""
+    max_prompt_tokens: int = option(4096, metavar="N", least=1)
+    """of one sequence"""
+    max_new_tokens: int = option(1024, metavar="N", least=1)
+    """of one sequence"""
+    max_message_kb: int = option(1024, metavar="N", least=1)
+    """of one message or request, in KiB"""
+    request_s: float = option(300.0, metavar="S", least=0.001)
+    """for one request or session"""
+    grace_s: float = option(30.0, metavar="S", least=0.001)
+    """for open requests and sessions when told to end"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for limit in fields(ServerLimits):
+            value, most = getattr(self, limit.name), LARGEST.get(limit.name, 2.0**62)
+            if value > most:
+                raise ValueError(f"{flag_name(limit.name)}: {value}; give at most {most}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions(Options):
+    """where it listens, and how"""
+
+    host: str = "127.0.0.1"
+    """address; 127.0.0.1 is this machine alone"""
+    port: int = 50051
+    """0: any free one"""
+    tls_cert: Path | None = option(None, metavar="FILE")
+    """PEM chain; default: plain text"""
+    tls_key: Path | None = option(None, metavar="FILE")
+    """its private key, PEM"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port: {self.port} is no port; give 0 to 65535")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert: it goes with --tls-key; give both or neither")
+
+
+def address_of(host: str, port: int) -> str:
+    """HOST:PORT; an IPv6 address in brackets, with or without which it may be given."""
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+def read_tokens(
+    file: Path | None, *, option: str = "--token-file", variable: str = TOKEN_VARIABLE
+) -> tuple[str, ...]:
+    """Tokens of the file, a line each, or of the environment; not of the command line, which others
+    can list.
+
+    Raises:
+        ValueError: what is there is no token, as a secret that was not filled in.
+    """
+    place, text = f"${variable}", os.environ.get(variable)
+    if file is not None:
+        place = f"{option}: {str(file)!r}"
+        text = read_text(file, option, MAX_TOKEN_BYTES).strip()
+    if text is None:
+        return ()
+    tokens = tuple(text.split("\n"))
+    if not all(TOKEN.fullmatch(token) for token in tokens):
+        raise ValueError(
+            f"{place} holds no printable ASCII text without spaces; write one, or unset it"
+        )
+    return tokens
+
+
+def find_token(authorization: bytes, tokens: Sequence[str]) -> int | None:
+    """Place of the token that an Authorization header bears; None: it bears none of them."""
+    # All are compared, so that the time says nothing of which.
+    same = [hmac.compare_digest(authorization, f"Bearer {token}".encode()) for token in tokens]
+    return same.index(True) if any(same) else None
