@@ -19,7 +19,7 @@ import torch
 from sampled_trees import BENCHMARKS, TARGET, with_noise
 
 from pipedraft.benchmarks.measurement import make_parser
-from pipedraft.eval.replay import replay_log
+from pipedraft.eval.replay import cost_conflict, replay_log
 from pipedraft.eval.tasks import encode_turn, load_task
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.config import ROW_COSTS, DecodeConfig
@@ -103,7 +103,7 @@ def main() -> None:
                     cost=cost,
                 )
                 engine = Engine(target, tokenizer, config, None if name == "plain" else draft)
-                if not results or config.schedule.cost_conflict(recorded, cost):
+                if not results or cost_conflict(config.schedule, recorded, cost):
                     recorded = cost
                     results = [engine.decode(ids, prompt_index=i) for i, ids in enumerate(prompts)]
                     plain = plain or [result.token_ids for result in results]

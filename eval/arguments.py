@@ -30,7 +30,7 @@ small prompt files are used; --data-dir hub: downloads the published benchmarks.
 
   python -m pipedraft.eval compare out/eval out/other    what differs between runs; see its --help
   python -m pipedraft.eval report out/eval out/other     one HTML page of runs; see its --help
-  python -m pipedraft.eval replay out/eval --stages 2,8  other pipelines from OUT/traces
+  python -m pipedraft.eval replay out/eval --cost h100   other hardware from OUT/traces
   python -m pipedraft.eval edge --help                   drafts on one side of a link
   python -m pipedraft.eval parity --checkpoint DIR       trained well, accepts nothing: why
   python -m pipedraft.eval table NAME --out OUT          a paper's table, ours beside it, or a

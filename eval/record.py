@@ -317,7 +317,7 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
 
 
 class ReplayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation of a recorded run, on another pipeline."""
+    """One conversation of a recorded run, on other hardware."""
 
     benchmark: Name
     id: Name
@@ -328,7 +328,7 @@ class ReplayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One recorded way of decoding on one pipeline and benchmark: an entry of replay.json."""
+    """One recorded run on one cost model and benchmark: an entry of replay.json."""
 
     method: Name
     draft_type: Name | None
@@ -341,13 +341,10 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     filters: Filtered = {}
     seed: int
     max_new_tokens: Count
-    recorded_stages: Count
     benchmark: Name
     stages: Count
     cost_name: Name
     cost: Values
-    how: Name
-    """recorded, exact or assumed: what the figures rest on."""
     prompts: Count
     tokens: Count
     steps: Count

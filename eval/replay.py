@@ -1,4 +1,4 @@
-"""Other pipelines from recorded runs, without a model: `python -m pipedraft.eval replay --help`."""
+"""Recorded runs on other hardware, without a model: `python -m pipedraft.eval replay --help`."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +24,7 @@ from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.config import ROW_COSTS, read_cost
 from pipedraft.inference.filters import sampling_label
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.schedules.base import Refusal, Round, Schedule
-from pipedraft.models import stage_boundaries
+from pipedraft.inference.schedules.base import Schedule
 from pipedraft.options import Options, option
 
 if TYPE_CHECKING:
@@ -33,19 +32,17 @@ if TYPE_CHECKING:
 
 EXAMPLE = """\
 example:
-  python -m pipedraft.eval replay out/eval --stages 2,4,8 --cost out/cost.json --link 0,0.05
-  python -m pipedraft.eval replay out/eval --stages 4 --cost h100 --link 0,1ms --pass-ms 20 --best
+  python -m pipedraft.eval replay out/eval --cost out/cost.json --link 0,0.05
+  python -m pipedraft.eval replay out/eval --cost h100 --link 0,1ms --pass-ms 20 --best
 
-TRACES is the --out folder of an evaluation, its traces folder, or a file in there. Every turn in it
-is replayed; no model is loaded.
+TRACES is the --out folder of an evaluation, its traces folder, or a file in there. The steps of
+every turn go through the clock of the cost model; no model is loaded. Other numbers of stages are
+decoded: eval --stages N.
 """
 LEGEND = """\
-how: recorded, the steps of the run itself on the clock of the cost model; exact, another number of
-stages, whose draft tokens and verdicts are the same; assumed, the draft's tokens depend on the
-number of stages, and those on the new one are taken to be right as often. N tokens, K steps, L' = n
-N / K, S modeled speed-up over plain decoding on the same pipeline, both with 95 % bootstrap
-intervals over conversations; one device: the same over plain decoding with all layers on one. link:
-one hop, in times of a target pass over one token."""
+N tokens, K steps, L' = n N / K, S modeled speed-up over plain decoding on the same pipeline, both
+with 95 % bootstrap intervals over conversations; one device: the same over plain decoding with all
+layers on one. link: one hop, in times of a target pass over one token."""
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -67,49 +64,54 @@ class Hardware:
         return recording.with_draft(cost)
 
 
+class NotReplayable(Exception):
+    """One line: why a recorded run does not say what would happen under another cost model."""
+
+
 @dataclass(frozen=True)
 class Replay:
-    """One recorded way of decoding on one pipeline."""
+    """A recorded run on other hardware."""
 
     recording: Recording
     hardware: Hardware
     cost: CostModel
-    stages: int
-    how: str
     rows: list[ReplayedPrompt]
 
 
-def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
-    """What a recorded run would take on another number of stages and other hardware.
+def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> str:
+    """Say why a run under ``cost`` would have drafted other tokens; "": it would not."""
+    if cost == recorded:
+        return ""
+    if schedule.is_auto:
+        return (
+            f"{schedule.name} chose its budget (auto) by its own cost model; record a run under "
+            "this one"
+        )
+    is_same_draft = (cost.draft_forward, cost.draft_on_first_stage) == (
+        recorded.draft_forward,
+        recorded.draft_on_first_stage,
+    )
+    if schedule.fills_step and not is_same_draft:
+        return (
+            f"{schedule.name} drafted as much as fits beside a step under its own cost model; "
+            "record a run under this one, or with --expansion-depth"
+        )
+    return ""
+
+
+def replay(recording: Recording, hardware: Hardware) -> Replay:
+    """Compute the time that the recorded steps would take on other hardware.
 
     Raises:
-        Refusal: the recorded run does not say what this pipeline would do.
+        NotReplayable: a run there would have drafted other tokens.
     """
     config, cost = recording.config, hardware.cost_for(recording)
-    recorded_cost = recording.with_draft(config.cost)
-    schedule = config.schedule
-    if cost != recorded_cost and (conflict := schedule.cost_conflict(recorded_cost, cost)):
-        raise Refusal(conflict)
-    num_layers = recording.boundaries[-1]
-    if stages > num_layers:
-        raise Refusal(f"the target has {num_layers} layers, too few for {stages} stages")
-    how, boundaries = "recorded", recording.boundaries
-    if stages != config.num_stages:
-        how = schedule.replay_basis(recording.draft_type, config.num_stages, config.cost)
-        boundaries = stage_boundaries(num_layers, stages)
-        for key, result in recording.turns.items():
-            if not follows_rounds(result, recording.clock(recorded_cost), schedule):
-                raise Refusal(
-                    f"the recorded steps of {'/'.join(map(str, key))} are not those of "
-                    f"{schedule.name}'s rounds on {config.num_stages} stages"
-                )
+    if conflict := cost_conflict(config.schedule, recording.with_draft(config.cost), cost):
+        raise NotReplayable(conflict)
     turns: dict[tuple[str, str], list[tuple[int, int, float, float]]] = {}
     for (benchmark, name, _), result in recording.turns.items():
-        clock = VirtualClock(cost, boundaries, cost.draft_forward or 0.0)
-        if how == "recorded":
-            replay_log(result, clock)
-        else:
-            replay_rounds(result, clock, schedule)
+        clock = VirtualClock(cost, recording.boundaries, cost.draft_forward or 0.0)
+        replay_log(result, clock)
         plain = clock.autoregressive_time(result.num_tokens)
         turn = result.num_tokens, clock.num_steps, clock.time, plain
         turns.setdefault((benchmark, name), []).append(turn)
@@ -126,7 +128,7 @@ def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
                 virtual_time_autoregressive=sum(plains, 0.0),
             )
         )
-    return Replay(recording, hardware, cost, stages, how, rows)
+    return Replay(recording, hardware, cost, rows)
 
 
 def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
@@ -148,7 +150,7 @@ def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[s
     found, config = {}, engine.config
     for row in sorted({*ROW_COSTS, config.cost.row}):
         cost = replace(config.cost, row=row)
-        if row != config.cost.row and config.schedule.cost_conflict(config.cost, cost):
+        if cost_conflict(config.schedule, config.cost, cost):
             continue
         clock = VirtualClock(cost, engine.target.boundaries, engine.draft_cost)
         for result in results:
@@ -157,19 +159,6 @@ def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[s
             plain = clock.autoregressive_time(sum(result.num_tokens for result in results))
             found[f"{row:g}"] = plain / clock.time
     return found
-
-
-def replay_rounds(result: DecodeResult, clock: VirtualClock, schedule: Schedule) -> None:
-    """The recorded rounds on the clock's number of stages, by the schedule's own rule."""
-    columns = (result.round_lengths, result.round_ends, result.round_drafted, result.round_forwards)
-    for length, end, drafted, forwards in zip(*columns, strict=True):
-        schedule.replay(clock, Round(length, end, drafted, forwards))
-
-
-def follows_rounds(result: DecodeResult, clock: VirtualClock, schedule: Schedule) -> bool:
-    """Whether the recorded steps are those of the rule; the clock is a fresh one of that run."""
-    replay_rounds(result, clock, schedule)
-    return clock.log == result.step_log
 
 
 def records(found: Replay) -> Iterator[ReplayRecord]:
@@ -195,16 +184,14 @@ def records(found: Replay) -> Iterator[ReplayRecord]:
             filters=config.active,
             seed=config.seed,
             max_new_tokens=config.max_new_tokens,
-            recorded_stages=config.num_stages,
             benchmark=benchmark,
-            stages=found.stages,
+            stages=config.num_stages,
             cost_name=found.hardware.name,
             cost=asdict(found.cost),
-            how=found.how,
             prompts=len(rows),
             tokens=sum(tokens for tokens, _ in counts),
             steps=sum(steps for _, steps in counts),
-            equivalent_acceptance_length=acceptance_length(counts, found.stages),
+            equivalent_acceptance_length=acceptance_length(counts, config.num_stages),
             theoretical_speedup=speedup,
             theoretical_speedup_ci95=speedup_ci95,
             one_device_speedup=speedup * _one_device_share(found),
@@ -214,9 +201,9 @@ def records(found: Replay) -> Iterator[ReplayRecord]:
 
 def _one_device_share(found: Replay) -> float:
     """Plain decoding's time of a token on one device, over that on the pipeline."""
-    layers = found.recording.boundaries[-1]
-    alone = VirtualClock(replace(found.cost, link=0.0, link_row=0.0), (0, layers), 0.0)
-    piped = VirtualClock(found.cost, stage_boundaries(layers, found.stages), 0.0)
+    boundaries = found.recording.boundaries
+    alone = VirtualClock(replace(found.cost, link=0.0, link_row=0.0), (0, boundaries[-1]), 0.0)
+    piped = VirtualClock(found.cost, boundaries, 0.0)
     return alone.autoregressive_time(1) / piped.autoregressive_time(1)
 
 
@@ -238,7 +225,6 @@ COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
     "benchmark": lambda record: record.benchmark,
     "method": lambda record: record.method,
     "T": lambda record: sampling_label(record.temperature, record.filters),
-    "recorded n": lambda record: str(record.recorded_stages),
     "n": lambda record: str(record.stages),
     "cost": lambda record: record.cost_name,
     "link": lambda record: f"{record.cost['link']:g}",
@@ -249,7 +235,6 @@ COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
     "S": lambda record: number(record.theoretical_speedup),
     "95 % CI ": lambda record: bounds(record.theoretical_speedup_ci95),
     "one device": lambda record: number(record.one_device_speedup),
-    "how": lambda record: record.how,
 }
 VARYING: dict[str, Callable[[ReplayRecord], str]] = {
     "max new": lambda record: str(record.max_new_tokens),
@@ -379,7 +364,7 @@ def _in_passes(link: str, pass_ms: float | None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(Options):
-    """N, K, L' and S of recorded runs on other stages, hardware and links."""
+    """N, K, L' and S of recorded runs on other hardware and links."""
 
     PROG: ClassVar[str] = "pipedraft eval replay"
     EXAMPLE: ClassVar[str] = EXAMPLE + "\n" + LEGEND
@@ -389,8 +374,6 @@ class ReplayOptions(Options):
     cost: tuple[str, ...] = option((), metavar="PRESET|FILE", repeated=True)
     """cost model: h100, a100, rtx4090, jetson_orin, this_cpu, or a file as --calibrate writes it;
     may be given several times; default: the run's"""
-    stages: tuple[int, ...] = option((), metavar="N,..", least=1)
-    """pipeline stages; default: the run's"""
     link: tuple[str, ...] = option((), metavar="T,..", parse=read_link)
     """time of a hop in place of the cost model's: in target passes over one token, or with a unit
     (200us, 20ms) and --pass-ms"""
@@ -423,24 +406,18 @@ def run(argv: Sequence[str]) -> None:
     arguments = ReplayOptions.read(argv)
     recordings = read_recordings(arguments.traces)
     wanted = [
-        (recording, stages, hardware)
-        for recording in recordings
-        for stages in arguments.stages or [recording.config.num_stages]
-        for hardware in _hardware(arguments)
+        (recording, hardware) for recording in recordings for hardware in _hardware(arguments)
     ]
     found: list[ReplayRecord] = []
-    refused: dict[tuple[str, str], dict[int, None]] = {}
-    for recording, stages, hardware in tqdm(wanted, desc="replays", unit="pipeline"):
+    refused: list[str] = []
+    for recording, hardware in tqdm(wanted, desc="replays", unit="run"):
         try:
-            found += records(replay(recording, stages, hardware))
-        except Refusal as refusal:
-            refused.setdefault((recording.name, str(refusal)), {})[stages] = None
-    left_out = [
-        f"{name} on {', '.join(map(str, stages))} stages: {reason}"
-        for (name, reason), stages in refused.items()
-    ]
+            found += records(replay(recording, hardware))
+        except NotReplayable as reason:
+            refused.append(f"{recording.name} on {recording.config.num_stages} stages: {reason}")
+    left_out = list(dict.fromkeys(refused))
     if not found:
-        raise UsageError(f"--stages: nothing can be replayed; {left_out[0]}")
+        raise UsageError(f"--cost: nothing can be replayed; {left_out[0]}")
     found = best_of(found) if arguments.best else found
     content = to_json({"replays": found, "left_out": left_out})
     lines = [f"left out: {line}" for line in left_out]
