@@ -14,7 +14,7 @@ from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.replay import fit_cost
 from pipedraft.eval.report import format_table, write_report
 from pipedraft.eval.run import Evaluation, Method
-from pipedraft.eval.scores import make_scorer
+from pipedraft.eval.scores import check_scorable
 from pipedraft.eval.spec import Row, Spec
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import Traces, remove_traces, traces_of
@@ -193,7 +193,8 @@ def evaluate_drafts(
     """
     quieten()
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
-    scorer, lines = make_scorer(options, benchmarks)
+    if options.score:
+        check_scorable(benchmarks)
     target_name, revision, drafts = read_drafts(
         options.checkpoint, options.target, options.draft_model, options.draft
     )
@@ -214,7 +215,8 @@ def evaluate_drafts(
         reference=target.reference,
         trusts_plain=target.trusts_plain,
         connect=target.connect,
-        scorer=scorer,
+        scores=options.score,
+        answers=options.out / "answers" if options.save_answers and not options.shard else None,
         repeats=options.repeats,
         sequences=options.sequences,
         traces=Traces()
@@ -227,8 +229,6 @@ def evaluate_drafts(
             shard=options.shard,
         ),
     )
-    for line in lines:
-        print(line)
     loaded = _load_drafts(options, drafts, target.model, tokenizer)
     spec = _spec(options, target_name, loaded)
     machine = {"boundaries": target.boundaries, "num_stages": target.num_stages, "cost": cost}

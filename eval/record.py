@@ -180,8 +180,6 @@ class ScoreRecord(msgspec.Struct, frozen=True, kw_only=True):
     ci95: Interval
     cut: Count
     """Answers that ran into --max-new-tokens or the context: most of these cannot be right."""
-    isolated: bool | None
-    """Whether programs ran without a network; None: none ran."""
 
 
 class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -42,7 +43,7 @@ from pipedraft.eval.record import (
     number_or_nan,
 )
 from pipedraft.eval.replay import speedups_by_row
-from pipedraft.eval.scores import Scorer, summarize_scores
+from pipedraft.eval.scores import save_answers, score_turns, summarize_scores
 from pipedraft.eval.spec import Row, Spec, decode_config
 from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.eval.traces import TraceFile, Traces
@@ -229,7 +230,10 @@ class Evaluation:
     """Without one, greedy outputs are compared with plain decoding's, as sampled ones are."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
     """Makes the pipeline; see ``Engine``."""
-    scorer: Scorer | None = None
+    scores: bool = False
+    """Score answers of which the right one is known."""
+    answers: Path | None = None
+    """Folder to save every method's answers in."""
     repeats: int = 1
     """Times that everything is decoded; 2 or more tell the machine's noise from the prompts'."""
     sequences: int = 1
@@ -310,8 +314,10 @@ class Evaluation:
             repeats, reports = zip(*(once[name] for once in passes), strict=True)
             where = f"{_described(method)} {name}"
             records = self._with_entropies(repeats[0], method, where)
-            if self.scorer is not None:
-                records = self.scorer.score_records(records, description=f"{where} scores")
+            if self.scores:
+                records = score_turns(records)
+            if self.answers is not None:
+                save_answers(self.answers / name, _described(method), records)
             check, is_greedy, has_reference = None, not config.temperature, bool(self.reference)
             is_compared = has_reference or self.trusts_plain
             repeats_draws = config.bitwise or (is_compared and self.target.dtype.itemsize >= 4)
@@ -414,6 +420,7 @@ class Evaluation:
 
 
 def _described(method: Method) -> str:
-    """Name of a method in progress bars."""
+    """Name of a method in progress bars and files."""
     config = method.config
-    return f"{method.name} n={config.num_stages} T={config.sampling} W={config.schedule.width}"
+    shape = config.schedule.label or f"W={config.schedule.width}"
+    return f"{method.name} n={config.num_stages} T={config.sampling} {shape}"

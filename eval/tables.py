@@ -8,7 +8,6 @@ from msgspec import UNSET, UnsetType
 
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import EntropyRecord, LatencyRecord, Manifest, RunRecord, is_known
-from pipedraft.eval.scores import NOT_ISOLATED
 from pipedraft.inference.config import COST_PRESETS
 
 Column = Callable[[RunRecord], str]
@@ -34,8 +33,8 @@ LEGEND = """\
   and sampled outputs are not compared.
 """
 SCORE_LEGEND = """\
-- **score** share of right answers with its 95 % Wilson interval: last number (GSM8K), or the
-  function passes its test (HumanEval, pass@1). Lossless decoding leaves it as the target's own.
+- **score** share of right answers (last number, GSM8K) with its 95 % Wilson interval. Lossless
+  decoding leaves it as the target's own.
 """
 ROW_COST_TEXT = (
     "Modeled speed-up S where every row after a segment's first makes a stage longer by this part "
@@ -327,15 +326,11 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
                 "the target's context allows."
             )
         score = run.score
-        if score is UNSET:
-            continue
-        if score.cut:
+        if score is not UNSET and score.cut:
             lines.append(
                 f"{where}: {score.cut} of {score.scored} scored answers did not end before "
                 "--max-new-tokens or the target's context."
             )
-        if score.isolated is False:
-            lines.append(f"{where}: programs ran {NOT_ISOLATED}.")
     return lines
 
 

@@ -10,13 +10,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipedraft
-from pipedraft.eval.scores import Check, NumberCheck, ProgramCheck, find_number
+from pipedraft.eval.scores import find_number
 from pipedraft.files import Values, bounded_lines, read_text
 from pipedraft.model_limits import ChatRefused, render_chat
 
@@ -57,8 +58,8 @@ class Prompt:
     reference: str | list[str] | None = None
     """The published answer, in the benchmark's own form; not used for decoding."""
     system: str | None = None
-    check: Check | None = None
-    """Tells a right answer; None: no answer is right or wrong."""
+    expected: Decimal | None = None
+    """Number that a right answer ends on; None: no answer is right or wrong."""
 
 
 def text_of(row: Row, field: str, where: str) -> str:
@@ -107,28 +108,28 @@ def parse_spec_bench(row: Row, where: str) -> Prompt:
             f"{where}: category is {prompt.category!r}, which Spec-Bench has not; give one of "
             f"{known}, or the file's path in --benchmarks"
         )
-    check = None
+    expected = None
     if category == MATH:
         solution = prompt.reference[0] if isinstance(prompt.reference, list) else prompt.reference
-        check = _number_check(solution or "", "reference", where)
-    return replace(prompt, category=category, check=check)
+        expected = _expected_number(solution or "", "reference", where)
+    return replace(prompt, category=category, expected=expected)
 
 
-def _number_check(solution: str, field: str, where: str) -> NumberCheck:
+def _expected_number(solution: str, field: str, where: str) -> Decimal:
     _, mark, result = solution.rpartition("#### ")
     expected = find_number(result) if mark else None
     if expected is None:
         raise ValueError(
             f"{where}: {field} ends with {solution[-20:]!r}; it must end with '#### NUMBER'"
         )
-    return NumberCheck(expected)
+    return expected
 
 
 def _gsm8k(row: Row, where: str) -> Prompt:
     solution = text_of(row, "answer", where)
-    check = _number_check(solution, "answer", where)
+    expected = _expected_number(solution, "answer", where)
     reference = solution.rpartition("#### ")[2]
-    return _single(text_of(row, "question", where), where, reference=reference, check=check)
+    return _single(text_of(row, "question", where), where, reference=reference, expected=expected)
 
 
 def _messages(value: object, where: str) -> tuple[list[str], str | None]:
@@ -171,16 +172,10 @@ def _own_prompt(task: str, row: Row, where: str) -> Prompt:
 
 
 def _humaneval(row: Row, where: str) -> Prompt:
-    head = text_of(row, "prompt", where)
-    code = head.strip("\n")
+    code = text_of(row, "prompt", where).strip("\n")
     prompt = _single(f"{HUMANEVAL_INSTRUCTION}\n```python\n{code}\n```", where)
-    check = ProgramCheck(
-        prompt=head,
-        entry_point=text_of(row, "entry_point", where),
-        test=text_of(row, "test", where),
-    )
     reference = text_of(row, "canonical_solution", where)
-    return replace(prompt, id=text_of(row, "task_id", where), reference=reference, check=check)
+    return replace(prompt, id=text_of(row, "task_id", where), reference=reference)
 
 
 def _alpaca(row: Row, where: str) -> Prompt:

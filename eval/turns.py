@@ -27,7 +27,7 @@ class DecodedTurn:
     result: DecodeResult
     answer: str
     score: Score | None = None
-    """None: the prompt has no right answer, or scores were not asked for."""
+    """None: no right answer is known, or --score was not given."""
     entropies: list[float] | None = None
     """The target's entropy at every token; None: not computed."""
 

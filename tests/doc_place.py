@@ -20,7 +20,6 @@ from eval_runs import PROMPTS
 from transformers import AutoTokenizer
 
 from pipedraft.benchmarks import measurement
-from pipedraft.eval.scores import isolation
 from pipedraft.eval.spec import read_roles
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
@@ -277,10 +276,6 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
         smaller = [*smaller, f"--links={after(words, '--links').split(',')[0]}"]
     elif "--lengths" in words:
         smaller = [*smaller, "--lengths=64"]
-    elif "--allow-code-execution" in words:
-        smaller = [*smaller, "--benchmarks=humaneval"]
-        if not isolation():  # no program of a model runs in reach of the user's files
-            words.remove("--allow-code-execution")
     elif "--server" in words and first == "--data":
         smaller = []
     return override(adapted(words), smaller)
