@@ -156,18 +156,12 @@ class EntropyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RepeatsRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the variance of tokens/s comes from; see ``intervals.VarianceParts``."""
+    """The same prompts decoded several times with the same random numbers."""
 
     repeats: Count
     unequal_turns: Count
     """Turns whose tokens or steps differ between repeats: 0 unless something is broken."""
     tokens_per_s: list[Figure]
-    num_prompts: Count | UnsetType = UNSET
-    mean: Figure | UnsetType = UNSET
-    between_prompts: Figure | UnsetType = UNSET
-    between_repeats: Figure | UnsetType = UNSET
-    residual: Figure | UnsetType = UNSET
-    repeat_share: Figure | UnsetType = UNSET
 
 
 class ScoreRecord(msgspec.Struct, frozen=True, kw_only=True):

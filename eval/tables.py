@@ -52,9 +52,7 @@ Share accepted of the draft tokens tested where the target's distribution has so
 95 % intervals over prompts.
 """
 REPEATS_TEXT = """\
-Everything was decoded several times with the same random numbers. Standard deviations of one
-conversation's tokens/s: between conversations, between repeats (what all conversations of one
-share), and beyond both; the last two are the machine's, with their share of the variance.
+Everything was decoded several times with the same random numbers: only the machine's speed differs.
 """
 PROCESS_TEXT = """\
 Seconds that each process spent on each kind of work, over all prompts.
@@ -260,25 +258,15 @@ def entropy_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def repeats_table(runs: Sequence[RunRecord]) -> Table:
-    """Where the variance of tokens/s comes from."""
+    """Tokens per second of every repeat."""
     header, settings = _setting(runs)
-    parts = {"prompts": "between_prompts", "repeats": "between_repeats", "beyond": "residual"}
     rows = []
     for setting, run in zip(settings, runs, strict=True):
         found = run.repeats
         assert found is not UNSET
-        variances = [getattr(found, field) for field in parts.values()]
-        deviations = [value**0.5 if is_known(value) else None for value in variances]
-        pooled = " ".join(number(speed, 2) for speed in found.tokens_per_s)
-        rows.append(
-            [*setting, str(found.repeats), pooled, *(number(sd, 2) for sd in deviations)]
-            + [number(found.repeat_share), str(found.unequal_turns)]
-        )
-    return Table(
-        [*header, "repeats", "tokens/s of each", *(f"sd {name}" for name in parts)]
-        + ["machine's share", "turns that differ"],
-        rows,
-    )
+        speeds = " ".join(number(speed, 2) for speed in found.tokens_per_s)
+        rows.append([*setting, str(found.repeats), speeds, str(found.unequal_turns)])
+    return Table([*header, "repeats", "tokens/s of each", "turns that differ"], rows)
 
 
 def process_table(runs: Sequence[RunRecord]) -> Table:
