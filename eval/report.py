@@ -47,7 +47,6 @@ A results.json may also hold, or hold alone, times of edge-cloud decoding:
 """
 LENGTH_PLOT = "equivalent_acceptance_length.png"
 POSITION_PLOT = "acceptance_by_position.png"
-ROW_COST_PLOT = "speedup_by_row_cost.png"
 # Not allowed in XML, or able to turn the reading direction of what follows.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
@@ -214,7 +213,6 @@ def build_page(
     if not traces:
         reason = "no trace was given (--trace)"
         charts.append(Chart(title="Time line", caption="", panels={}, axis="ms", missing=reason))
-    repeated = [run for run in pooled if run.repeats is not UNSET]
     summary = _summary(pooled)
     sections = {
         "Summary": summary["summary"],
@@ -238,8 +236,7 @@ def build_page(
         **summary,
         results=tables.results_table(runs, with_benchmark=True) if runs else None,
         legend=_legend(runs),
-        repeats=tables.repeats_table(repeated) if repeated else None,
-        repeats_text=tables.REPEATS_TEXT,
+        details=tables.details(runs),
         charts=charts,
         comparisons=comparisons,
         comparison_legend=compare.LEGEND,
@@ -286,33 +283,9 @@ def format_report(
         parts += [f"## {name}", markdown(tables.results_table(of_benchmark))]
     parts += [tables.legend(runs)]
     parts += [f"![L' by method and benchmark]({LENGTH_PLOT})"] * (LENGTH_PLOT in pictures)
-    drafted = tables.drafted_runs(tables.pooled_runs(runs))
-    if drafted:
-        parts += ["## Tokens per round", "Share of rounds that emitted so many tokens."]
-        parts += [markdown(tables.histogram_table(drafted))]
-        if any(run.theoretical_speedup_by_row for run in drafted):
-            parts += ["## S by the cost of a row", tables.ROW_COST_TEXT]
-            parts += [markdown(tables.row_cost_table(drafted))]
-            parts += [f"![S against the cost of a row]({ROW_COST_PLOT})"] * (
-                ROW_COST_PLOT in pictures
-            )
-        parts += ["## Acceptance by position", tables.POSITION_TEXT]
-        parts += [markdown(tables.position_table(drafted))]
-        parts += [f"![Acceptance by position]({POSITION_PLOT})"] * (POSITION_PLOT in pictures)
-    counted = [run for run in drafted if run.acceptance_by_entropy]
-    if counted:
-        parts += ["## Acceptance by entropy", tables.ENTROPY_TEXT]
-        parts += [markdown(tables.entropy_table(counted))]
-    for name in benchmarks:
-        varied = [r for r in runs if r.benchmark == name and tables.has_categories(r)]
-        if varied:
-            parts += [f"## {name} by category", markdown(tables.category_table(varied))]
-    repeated = [run for run in tables.pooled_runs(runs) if run.repeats is not UNSET]
-    if repeated:
-        parts += ["## Repeats", tables.REPEATS_TEXT, markdown(tables.repeats_table(repeated))]
-    timed = [run for run in tables.pooled_runs(runs) if run.processes]
-    if timed:
-        parts += ["## Processes", tables.PROCESS_TEXT, markdown(tables.process_table(timed))]
+    parts += [f"![Acceptance by position]({POSITION_PLOT})"] * (POSITION_PLOT in pictures)
+    for title, text, table in tables.details(runs):
+        parts += [f"## {title}", text, markdown(table)]
     parts += ["## Provenance", "\n".join(f"- {n}: {text}" for n, text in describe(manifest))]
     return "\n\n".join(parts) + "\n"
 
@@ -333,7 +306,6 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
     charts = {
         LENGTH_PLOT: plots.lengths_by_benchmark(runs),
         POSITION_PLOT: plots.acceptance_by_position(tables.pooled_runs(runs)),
-        ROW_COST_PLOT: plots.speedup_by_row_cost(tables.pooled_runs(runs)),
     }
     pictures = {name: chart.png() for name, chart in charts.items() if not chart.is_empty}
     for name, picture in pictures.items():

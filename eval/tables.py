@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
@@ -36,6 +36,8 @@ SCORE_LEGEND = """\
 - **score** share of right answers (last number, GSM8K) with its 95 % Wilson interval. Lossless
   decoding leaves it as the target's own.
 """
+HISTOGRAM_TEXT = "Share of rounds that emitted so many tokens, the target's own one included."
+CATEGORY_TEXT = "Acceptance and L' of each category of prompts, with 95 % intervals over prompts."
 ROW_COST_TEXT = (
     "Modeled speed-up S where every row after a segment's first makes a stage longer by this part "
     "of its time: the steps of the run, priced again. Draft tokens that were chosen by the cost of "
@@ -61,6 +63,8 @@ Seconds that each process spent on each kind of work, over all prompts.
 
 @dataclass(frozen=True)
 class Table:
+    """Header and cells of a table."""
+
     header: list[str]
     rows: list[list[str]]
 
@@ -290,6 +294,41 @@ def pooled_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
 def drafted_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Entries that say something about a draft."""
     return [run for run in runs if run.schedule != AUTOREGRESSIVE and run.rounds]
+
+
+class Detail(NamedTuple):
+    """A table below the results, in report.md and on the page."""
+
+    title: str
+    text: str
+    table: Table
+
+
+def details(runs: Sequence[RunRecord]) -> list[Detail]:
+    """Tables of what the entries have recorded beside their results."""
+    pooled = pooled_runs(runs)
+    drafted = drafted_runs(pooled)
+    priced = [run for run in drafted if run.theoretical_speedup_by_row]
+    counted = [run for run in drafted if run.acceptance_by_entropy]
+    repeated = [run for run in pooled if run.repeats is not UNSET]
+    timed = [run for run in pooled if run.processes]
+    found = [
+        Detail(title, text, make(chosen))
+        for title, text, make, chosen in (
+            ("Tokens per round", HISTOGRAM_TEXT, histogram_table, drafted),
+            ("S by the cost of a row", ROW_COST_TEXT, row_cost_table, priced),
+            ("Acceptance by position", POSITION_TEXT, position_table, drafted),
+            ("Acceptance by entropy", ENTROPY_TEXT, entropy_table, counted),
+            ("Repeats", REPEATS_TEXT, repeats_table, repeated),
+            ("Processes", PROCESS_TEXT, process_table, timed),
+        )
+        if chosen
+    ]
+    for name in dict.fromkeys(run.benchmark for run in runs):
+        varied = [run for run in runs if run.benchmark == name and has_categories(run)]
+        if varied:
+            found.append(Detail(f"{name} by category", CATEGORY_TEXT, category_table(varied)))
+    return found
 
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
