@@ -34,7 +34,7 @@ small prompt files are used; --data-dir hub: downloads the published benchmarks.
   python -m pipedraft.eval edge --help                   drafts on one side of a link
   python -m pipedraft.eval parity --checkpoint DIR       trained well, accepts nothing: why
   python -m pipedraft.eval table NAME --out OUT          a paper's table, ours beside it, or a
-                                                         YAML file, as drafts on tuned targets
+                                                         YAML file of rows
 """
 EDGE_EXAMPLE = """\
 example:
@@ -52,12 +52,10 @@ example:
   python -m pipedraft.eval table spd1 --limit 4 --data-dir data/eval --out out/tables/spd1
   python -m pipedraft.eval table flowspec1 --target Qwen/Qwen3-8B --checkpoints heads.yaml \\
       --out out/tables/flowspec1
-  python -m pipedraft.eval table configs/eval/retention.yaml --out out/retention
 
 prints the table and writes table.md, table.json, manifest.json and the entries behind it
-(results.json) into --out; drafts on fine-tuned targets also report.md and a plot. A row whose
-checkpoint is missing names the command that makes it. What a pipeline decoded is kept in
-OUT/traces: the same command goes on after a kill.
+(results.json) into --out. A row whose checkpoint is missing names the command that makes it. What
+a pipeline decoded is kept in OUT/traces: the same command goes on after a kill.
 """
 
 
@@ -81,7 +79,7 @@ def read_share(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationOptions(BackendOptions, FilterOptions, ScheduleOptions):
+class EvalOptions(BackendOptions, FilterOptions, ScheduleOptions):
     """Decode benchmarks with drafts and compare them with autoregressive decoding."""
 
     PROG: ClassVar[str] = "pipedraft eval"

@@ -1,4 +1,4 @@
-"""Which charts an evaluation has: those of report.md, report.html and the retention report."""
+"""Which charts an evaluation has: those of report.md and report.html."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,10 +15,8 @@ from pipedraft.eval.charts import (
 )
 from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.record import (
-    DriftRecord,
     EntropyRecord,
     LatencyRecord,
-    RetentionRecord,
     RunRecord,
     number_or_nan,
 )
@@ -104,43 +102,26 @@ def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
     )
 
 
-def _against(
-    runs: Sequence[RunRecord],
-    place: Callable[[RunRecord], float | None],
-    name: Callable[[RunRecord], str],
-    value: Callable[[RunRecord], Estimate],
-) -> Series:
-    """Values of entries that differ in ``place`` alone, where there are several of them.
+def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
+    """A line for each method that was run on several numbers of stages.
 
-    Entries of different folders may make a line. Where folders hold the same place twice, the
+    Entries of different folders may make a line. Where folders hold the same number twice, the
     second ones make another line, in the order of the folders; labels then name these.
     """
-    lines: dict[str, list[dict[float, RunRecord]]] = {}
-    for run in runs:
-        if (x := place(run)) is None:
-            continue
-        alike = lines.setdefault(name(run), [])
-        line = next((line for line in alike if x not in line), None)
+    lines: dict[str, list[dict[int, RunRecord]]] = {}
+    for run in tables.drafted_runs(pooled):
+        alike = lines.setdefault(f"{run.method}, T={run.sampling}, {run.shape}", [])
+        line = next((line for line in alike if run.stages not in line), None)
         if line is None:
             alike.append(line := {})
-        line[x] = run
-    found = {}
+        line[run.stages] = run
+    series: Series = {}
     for label, alike in lines.items():
         for line in (line for line in alike if len(line) > 1):
             ordered = dict(sorted(line.items()))
             folders = ", ".join(dict.fromkeys(run.folder for run in ordered.values()))
             several = f"{label} ({folders})" if len(alike) > 1 else label
-            found[several] = {x: value(run) for x, run in ordered.items()}
-    return found
-
-
-def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
-    series = _against(
-        tables.drafted_runs(pooled),
-        lambda run: run.stages,
-        lambda run: f"{run.method}, T={run.sampling}, {run.shape}",
-        _length,
-    )
+            series[several] = {stages: _length(run) for stages, run in ordered.items()}
     return LineChart(
         title="L' against n",
         caption=f"Pooled over all prompts, with 95 % intervals. {PLAIN}",
@@ -305,23 +286,3 @@ def all_charts(
         seconds_by_process(pooled),
         latencies(latency),
     ]
-
-
-def plot_retention(targets: Sequence[DriftRecord], drafts: Sequence[RetentionRecord]) -> bytes:
-    """Acceptance of every draft on every target with its interval, by the target's drift."""
-    drift = {(entry.domain, entry.target): number_or_nan(entry.kl) for entry in targets}
-    panels: dict[str, Series] = {}
-    for entry in drafts:
-        series = panels.setdefault(entry.domain, {}).setdefault(entry.draft, {})
-        place = drift[entry.domain, entry.target]
-        series[place] = Estimate(number_or_nan(entry.alpha), *entry.alpha_ci95)
-    chart = LineChart(
-        title="Retention",
-        caption="",
-        panels=panels,
-        axis="acceptance rate",
-        place_axis="drift: KL(base || target) per token, nats",
-        limits=(0, 1.02),
-        whole_places=False,
-    )
-    return chart.png()

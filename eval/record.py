@@ -349,64 +349,14 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     per_prompt: list[ReplayedPrompt]
 
 
-class DriftRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One target of a retention report, on the prompts of one domain."""
-
-    domain: Name
-    target: Name
-    kl: Figure
-    """Mean KL(base || target) per token of the base's answers, in nats."""
-    kl_ci95: Interval
-    out_of_scope: list[Name]
-    """Modules that differ from the base's where a draft relies on them."""
-    turns: Count
-    same_text: Count
-    """Turns to which every draft gave the same output."""
-    checkpoint: Name
-    weights: str
-
-
-class AcceptedPerPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    accepted: list[Amount]
-    tested: list[Amount]
-
-
-class RetentionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One draft on one target of a retention report."""
-
-    domain: Name
-    target: Name
-    draft: Name
-    loads: bool
-    """Whether the check of its fingerprint accepts this target."""
-    draft_bytes: Count = 0
-    """Weights of the draft: what is sent where it is trained again for a target."""
-    alpha: Figure
-    alpha_ci95: Interval
-    tau: Figure
-    tau_ci95: Interval
-    retained: Figure
-    """alpha over the same draft's alpha on the base."""
-    retained_ci95: Interval
-    accepted: Count
-    tested: Count
-    emitted: Count
-    rounds: Count
-    per_prompt: AcceptedPerPrompt
-
-
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """The file. An evaluation writes runs and overall, edge-cloud decoding latency and times, a
-    retention report targets and drafts."""
+    """The file. An evaluation writes runs and overall, edge-cloud decoding latency and times."""
 
     runs: list[RunRecord] | UnsetType = UNSET
     overall: list[RunRecord] | UnsetType = UNSET
     """The same, pooled over the benchmarks; empty with a single one."""
     latency: list[LatencyRecord] | UnsetType = UNSET
     times: dict[str, float] | UnsetType = UNSET
-    targets: list[DriftRecord] | UnsetType = UNSET
-    drafts: list[RetentionRecord] | UnsetType = UNSET
-    config: Values | UnsetType = UNSET
 
     @property
     def entries(self) -> list[RunRecord]:

@@ -1,7 +1,7 @@
 """Recorded runs on other hardware, without a model: `python -m pipedraft.eval replay --help`."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -68,16 +68,6 @@ class NotReplayable(Exception):
     """One line: why a recorded run does not say what would happen under another cost model."""
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A recorded run on other hardware."""
-
-    recording: Recording
-    hardware: Hardware
-    cost: CostModel
-    rows: list[ReplayedPrompt]
-
-
 def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> str:
     """Say why a run under ``cost`` would have drafted other tokens; "": it would not."""
     if cost == recorded:
@@ -99,8 +89,11 @@ def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> s
     return ""
 
 
-def replay(recording: Recording, hardware: Hardware) -> Replay:
-    """Compute the time that the recorded steps would take on other hardware.
+def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
+    """Compute what the recorded steps would take on other hardware.
+
+    Returns:
+        One record for each benchmark, and with several "overall".
 
     Raises:
         NotReplayable: a run there would have drafted other tokens.
@@ -108,27 +101,69 @@ def replay(recording: Recording, hardware: Hardware) -> Replay:
     config, cost = recording.config, hardware.cost_for(recording)
     if conflict := cost_conflict(config.schedule, recording.with_draft(config.cost), cost):
         raise NotReplayable(conflict)
-    turns: dict[tuple[str, str], list[tuple[int, int, float, float]]] = {}
+    rows = _replayed_prompts(recording, cost)
+    alone = VirtualClock(replace(cost, link=0.0, link_row=0.0), (0, recording.boundaries[-1]), 0.0)
+    piped = VirtualClock(cost, recording.boundaries, 0.0)
+    # Plain decoding's time of a token on one device, over that on the pipeline.
+    one_device_share = alone.autoregressive_time(1) / piped.autoregressive_time(1)
+    benchmarks = dict.fromkeys(row.benchmark for row in rows)
+    found = []
+    for benchmark in [*benchmarks, *([OVERALL] if len(benchmarks) > 1 else [])]:
+        own = [row for row in rows if benchmark in (row.benchmark, OVERALL)]
+        time_P, plain_P = (
+            np.array([getattr(row, field) for row in own if row.steps], dtype=np.float64)
+            for field in ("virtual_time", "virtual_time_autoregressive")
+        )
+        speedup, speedup_ci95 = pooled_ratio(plain_P, time_P)
+        counts = [(row.tokens, row.steps) for row in own]
+        found.append(
+            ReplayRecord(
+                method=recording.name,
+                draft_type=recording.draft_type,
+                draft_sha256=recording.draft_hash,
+                schedule=config.schedule.name,
+                tree_width=config.schedule.width,
+                tree=config.schedule.label,
+                temperature=config.temperature,
+                filters=config.active,
+                seed=config.seed,
+                max_new_tokens=config.max_new_tokens,
+                benchmark=benchmark,
+                stages=config.num_stages,
+                cost_name=hardware.name,
+                cost=asdict(cost),
+                prompts=len(own),
+                tokens=sum(tokens for tokens, _ in counts),
+                steps=sum(steps for _, steps in counts),
+                equivalent_acceptance_length=acceptance_length(counts, config.num_stages),
+                theoretical_speedup=speedup,
+                theoretical_speedup_ci95=speedup_ci95,
+                one_device_speedup=speedup * one_device_share,
+                per_prompt=own,
+            )
+        )
+    return found
+
+
+def _replayed_prompts(recording: Recording, cost: CostModel) -> list[ReplayedPrompt]:
+    """The turns of each conversation on the clock of another cost model, added up."""
+    clocks: dict[tuple[str, str], list[tuple[int, VirtualClock, float]]] = {}
     for (benchmark, name, _), result in recording.turns.items():
         clock = VirtualClock(cost, recording.boundaries, cost.draft_forward or 0.0)
         replay_log(result, clock)
         plain = clock.autoregressive_time(result.num_tokens)
-        turn = result.num_tokens, clock.num_steps, clock.time, plain
-        turns.setdefault((benchmark, name), []).append(turn)
-    rows = []
-    for (benchmark, name), own in turns.items():
-        tokens, steps, times, plains = zip(*own, strict=True)
-        rows.append(
-            ReplayedPrompt(
-                benchmark=benchmark,
-                id=name,
-                tokens=sum(tokens),
-                steps=sum(steps),
-                virtual_time=sum(times, 0.0),
-                virtual_time_autoregressive=sum(plains, 0.0),
-            )
+        clocks.setdefault((benchmark, name), []).append((result.num_tokens, clock, plain))
+    return [
+        ReplayedPrompt(
+            benchmark=benchmark,
+            id=name,
+            tokens=sum(tokens for tokens, _, _ in turns),
+            steps=sum(clock.num_steps for _, clock, _ in turns),
+            virtual_time=sum((clock.time for _, clock, _ in turns), 0.0),
+            virtual_time_autoregressive=sum((plain for _, _, plain in turns), 0.0),
         )
-    return Replay(recording, hardware, cost, rows)
+        for (benchmark, name), turns in clocks.items()
+    ]
 
 
 def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
@@ -159,52 +194,6 @@ def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[s
             plain = clock.autoregressive_time(sum(result.num_tokens for result in results))
             found[f"{row:g}"] = plain / clock.time
     return found
-
-
-def records(found: Replay) -> Iterator[ReplayRecord]:
-    """One for each benchmark, and with several "overall"."""
-    recording, config = found.recording, found.recording.config
-    benchmarks = dict.fromkeys(row.benchmark for row in found.rows)
-    for benchmark in [*benchmarks, *([OVERALL] if len(benchmarks) > 1 else [])]:
-        rows = [row for row in found.rows if benchmark in (row.benchmark, OVERALL)]
-        counts = [(row.tokens, row.steps) for row in rows]
-        time_P, plain_P = (
-            np.array([getattr(row, field) for row in rows if row.steps], dtype=np.float64)
-            for field in ("virtual_time", "virtual_time_autoregressive")
-        )
-        speedup, speedup_ci95 = pooled_ratio(plain_P, time_P)
-        yield ReplayRecord(
-            method=recording.name,
-            draft_type=recording.draft_type,
-            draft_sha256=recording.draft_hash,
-            schedule=config.schedule.name,
-            tree_width=config.schedule.width,
-            tree=config.schedule.label,
-            temperature=config.temperature,
-            filters=config.active,
-            seed=config.seed,
-            max_new_tokens=config.max_new_tokens,
-            benchmark=benchmark,
-            stages=config.num_stages,
-            cost_name=found.hardware.name,
-            cost=asdict(found.cost),
-            prompts=len(rows),
-            tokens=sum(tokens for tokens, _ in counts),
-            steps=sum(steps for _, steps in counts),
-            equivalent_acceptance_length=acceptance_length(counts, config.num_stages),
-            theoretical_speedup=speedup,
-            theoretical_speedup_ci95=speedup_ci95,
-            one_device_speedup=speedup * _one_device_share(found),
-            per_prompt=rows,
-        )
-
-
-def _one_device_share(found: Replay) -> float:
-    """Plain decoding's time of a token on one device, over that on the pipeline."""
-    boundaries = found.recording.boundaries
-    alone = VirtualClock(replace(found.cost, link=0.0, link_row=0.0), (0, boundaries[-1]), 0.0)
-    piped = VirtualClock(found.cost, boundaries, 0.0)
-    return alone.autoregressive_time(1) / piped.autoregressive_time(1)
 
 
 def best_of(found: Sequence[ReplayRecord]) -> list[ReplayRecord]:
@@ -412,7 +401,7 @@ def run(argv: Sequence[str]) -> None:
     refused: list[str] = []
     for recording, hardware in tqdm(wanted, desc="replays", unit="run"):
         try:
-            found += records(replay(recording, hardware))
+            found += replay(recording, hardware)
         except NotReplayable as reason:
             refused.append(f"{recording.name} on {recording.config.num_stages} stages: {reason}")
     left_out = list(dict.fromkeys(refused))

@@ -67,7 +67,7 @@ def printable(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ReportSource:
     """Files of one evaluation's folder, read."""
 
     name: str
@@ -103,6 +103,7 @@ class Comparison:
     warnings: list[str]
     table: Table | None
     """None: nothing can be compared; the warnings say why."""
+    verdicts: Sequence[str] = ()
 
 
 def _summary(pooled: Sequence[RunRecord]) -> Values:
@@ -146,7 +147,7 @@ def _losses(runs: Sequence[RunRecord]) -> str:
     return f"All {checked} greedy outputs that were checked equal the target's own."
 
 
-def _overview(sources: Sequence[Source], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+def _overview(sources: Sequence[ReportSource], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """Facts at the top of the page: what was measured, on which target."""
 
     def listed(values: Iterable[object]) -> str:
@@ -167,20 +168,6 @@ def _overview(sources: Sequence[Source], runs: Sequence[RunRecord]) -> list[tupl
     return [(name, text) for name, text in found.items() if text]
 
 
-def _disagreements(sources: Sequence[Source]) -> list[str]:
-    """Why the numbers of several folders may not be comparable."""
-    lines = []
-    for name, path in (
-        ("targets", ("target", "fingerprint", "hash")),
-        ("numbers (dtype)", ("dtype",)),
-        ("lengths of answers (--max-new-tokens)", ("config", "max_new_tokens")),
-    ):
-        values = [fact(source.manifest or {}, *path) for source in sources]
-        if len({value for value in values if value is not None}) > 1:
-            lines.append(f"The runs have different {name}: their L' are not comparable.")
-    return lines
-
-
 def _legend(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """The Markdown legend as terms; entries begin with a bold one."""
     plain = " ".join(re.sub(r"[*`]", "", tables.legend(runs)).split())
@@ -189,7 +176,7 @@ def _legend(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
 
 
 def build_page(
-    sources: Sequence[Source],
+    sources: Sequence[ReportSource],
     *,
     comparisons: Sequence[Comparison] = (),
     traces: Mapping[str, Mapping[str, Sequence[Span]]] | None = None,
@@ -231,7 +218,7 @@ def build_page(
         themes=THEMES,
         text_columns=tables.TEXT_COLUMNS,
         facts=_overview(sources, runs),
-        warnings=[*_disagreements(sources), *tables.warnings(runs)],
+        warnings=tables.warnings(runs),
         losses=_losses(runs),
         **summary,
         results=tables.results_table(runs, with_benchmark=True) if runs else None,
@@ -312,7 +299,7 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
         write_atomically(out_dir / name, picture)
     write_atomically(out_dir / "manifest.json", to_json(manifest))
     write_atomically(out_dir / "report.md", format_report(runs, manifest, pictures).encode())
-    source = Source(
+    source = ReportSource(
         name=out_dir.resolve().name,
         entries=parse(content, Results, str(out_dir / "results.json")).entries,
         manifest=manifest,
@@ -326,7 +313,7 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
 # -- the page of several folders -------------------------------------------------------------------
 
 
-def read_source(folder: Path, name: str) -> Source:
+def read_source(folder: Path, name: str) -> ReportSource:
     """Read what an evaluation has left in its folder.
 
     Args:
@@ -338,7 +325,7 @@ def read_source(folder: Path, name: str) -> Source:
     manifest = None
     if about.is_file():
         manifest = printable(parse(read_bytes("OUT", about), dict, f"OUT: {str(about)!r}"))
-    return Source(
+    return ReportSource(
         name=printable(name),
         entries=results.entries,
         manifest=manifest,
@@ -395,9 +382,14 @@ def compare_folders(folders: Sequence[Path], names: Sequence[str]) -> list[Compa
             reason = f"Not compared: {str(error).removeprefix('RUN: ')}."
             found.append(Comparison(title=title, warnings=[reason], table=None))
             continue
-        warnings = compare.find_warnings(baseline, other, lines)
-        table = Table.of(compare.COLUMNS, lines)
-        found.append(Comparison(title=title, warnings=warnings, table=table))
+        found.append(
+            Comparison(
+                title=title,
+                warnings=compare.find_warnings(baseline, other, lines),
+                table=Table.of(compare.COLUMNS, lines),
+                verdicts=compare.verdicts(lines),
+            )
+        )
     return found
 
 

@@ -10,7 +10,7 @@ from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import EntropyRecord, LatencyRecord, Manifest, RunRecord, is_known
 from pipedraft.inference.config import COST_PRESETS
 
-Column = Callable[[RunRecord], str]
+Cell = Callable[[RunRecord], str]
 Entry = TypeVar("Entry")
 HISTOGRAM_LENGTHS = 8
 NUM_POSITIONS = 6
@@ -124,8 +124,8 @@ def _score(run: RunRecord) -> str:
     return "-" if score is UNSET else f"{number(score.mean)} {bounds(score.ci95, 2)}"
 
 
-RUN_COLUMN: dict[str, Column] = {"run": lambda run: run.folder}
-SETTING_COLUMNS: dict[str, Column] = {
+RUN_COLUMN: dict[str, Cell] = {"run": lambda run: run.folder}
+SETTING_COLUMNS: dict[str, Cell] = {
     "method": lambda run: run.method,
     "n": lambda run: str(run.stages),
     "T": lambda run: run.sampling,
@@ -133,7 +133,7 @@ SETTING_COLUMNS: dict[str, Column] = {
     "tree": lambda run: run.tree or "-",
 }
 """Columns that name an entry within its benchmark."""
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, Cell] = {
     **SETTING_COLUMNS,
     "prompts": lambda run: str(run.prompts),
     "N": lambda run: str(run.tokens),
@@ -148,7 +148,7 @@ COLUMNS: dict[str, Column] = {
     "speed-up": lambda run: _wallclock(run, "speedup", 2),
     "lossless": lossless_share,
 }
-SCORE_COLUMN: dict[str, Column] = {"score": _score}
+SCORE_COLUMN: dict[str, Cell] = {"score": _score}
 TEXT_COLUMNS = {"benchmark", "method", "category", "of", "run", "network", "process"}
 TEXT_COLUMNS |= {"domain", "target", "scope"}
 """The other columns hold numbers."""
@@ -162,7 +162,7 @@ def legend(runs: Sequence[RunRecord]) -> str:
     return LEGEND + (SCORE_LEGEND if _is_scored(runs) else "")
 
 
-def _named(runs: Sequence[RunRecord], columns: dict[str, Column]) -> dict[str, Column]:
+def _named(runs: Sequence[RunRecord], columns: dict[str, Cell]) -> dict[str, Cell]:
     return (RUN_COLUMN if any(run.folder for run in runs) else {}) | columns
 
 
@@ -210,11 +210,9 @@ def position_table(runs: Sequence[RunRecord]) -> Table:
     header, rows = _setting(runs)
     for row, run in zip(rows, runs, strict=True):
         rates = run.acceptance_by_position[:NUM_POSITIONS]
-        # Absent from results that were written before there were intervals.
-        intervals = run.acceptance_by_position_ci95 or [(None, None)] * len(rates)
         row += [
             f"{number(rate, 2)} {bounds(interval, 2)}".removesuffix(" -")
-            for rate, interval in zip(rates, intervals, strict=False)
+            for rate, interval in zip(rates, run.acceptance_by_position_ci95, strict=False)
         ]
         row += ["-"] * (NUM_POSITIONS - len(rates))
     return Table(header + [str(j + 1) for j in range(NUM_POSITIONS)], rows)
@@ -372,73 +370,25 @@ def fact(manifest: Manifest, *path: str) -> Any:
     return value
 
 
-def _entries(manifest: Manifest, *path: str) -> list[tuple[str, Any]]:
-    found = fact(manifest, *path)
-    return list(found.items()) if isinstance(found, dict) else []
-
-
-def _model_line(manifest: Manifest, field: str) -> str | None:
-    name, parameters = fact(manifest, field, "name"), fact(manifest, field, "parameters")
-    if name is None:
-        return None
-    size = f", {parameters:,} parameters" if isinstance(parameters, int) else ""
-    digest = fact(manifest, field, "fingerprint", "hash")
-    return f"{name}{size}" + (f", fingerprint {digest}" if digest else "")
-
-
-def _code(manifest: Manifest) -> str | None:
-    commit = fact(manifest, "git", "commit")
-    changed = " with changes that are not committed" * bool(fact(manifest, "git", "modified"))
-    return f"commit {commit}{changed}" if commit else None
-
-
-def _hardware_line(manifest: Manifest) -> str | None:
-    processor = fact(manifest, "hardware", "processor")
-    if processor is None:
-        return None
-    parts = [str(processor)]
-    for field, unit in (("cpu_count", "cores"), ("torch_threads", "threads")):
-        count = fact(manifest, "hardware", field)
-        parts += [f"{count} {unit}"] if count is not None else []
-    parts += [str(fact(manifest, "hardware", field) or "") for field in ("accelerator", "device")]
-    return ", ".join(filter(None, parts))
-
-
-def _tokenizer(manifest: Manifest) -> str | None:
-    name, digest = (fact(manifest, "tokenizer", field) for field in ("name", "sha256"))
-    return f"{name}, SHA-256 {digest}" if name and digest else None
-
-
 def describe(manifest: Manifest) -> list[tuple[str, str]]:
     """Facts (name, value) with which a run is repeated, or by which two runs differ."""
-    single = {
-        "command": fact(manifest, "command"),
-        "created": fact(manifest, "created"),
-        "seed": fact(manifest, "seed"),
-        "dtype": fact(manifest, "dtype"),
-        "target": _model_line(manifest, "target"),
-        "draft model": _model_line(manifest, "draft_model"),
-        "tokenizer": _tokenizer(manifest),
-        "hardware": _hardware_line(manifest),
-        "code": _code(manifest),
-        "versions": ", ".join(f"{name} {text}" for name, text in _entries(manifest, "versions")),
-    }
-    found = [(name, str(value)) for name, value in single.items() if value not in (None, "")]
-    return found + list(_hashes(manifest))
 
+    def leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield from leaves(f"{name} {key}", inner)
+        elif value not in (None, "") and not isinstance(value, list):
+            yield name, str(value)
 
-def _hashes(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    for folder, digest in _entries(manifest, "checkpoints"):
-        yield f"checkpoint {folder}", f"SHA-256 {digest}"
-    for benchmark, _ in _entries(manifest, "prompts"):
-        count, digest = (fact(manifest, "prompts", benchmark, key) for key in ("count", "sha256"))
-        yield f"prompts of {benchmark}", f"{count}, SHA-256 {digest}"
+    facts = (leaves(name, value) for name, value in manifest.items() if name != "config")
+    return [named for found in facts for named in found]
 
 
 def given_options(manifest: Manifest) -> list[tuple[str, str]]:
     """The command's resolved options, those that were left at nothing excluded."""
+    config = fact(manifest, "config")
     return [
         (f"--{name.replace('_', '-')}", str(value))
-        for name, value in _entries(manifest, "config")
+        for name, value in (config.items() if isinstance(config, dict) else ())
         if value not in (None, [], False)
     ]

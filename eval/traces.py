@@ -247,13 +247,8 @@ def read_recordings(places: Iterable[Path]) -> list[Recording]:
         try:
             text, lines = read_lines(path)
             header = msgspec.json.decode(text, type=_Header)
-            if header.config is None or header.repeat:
+            if header.config is None or header.recorded is None or header.repeat:
                 continue  # outputs of the reference, or the same steps at other times
-            if header.recorded is None:
-                raise UsageError(
-                    f"TRACES: {str(path)!r} was written before steps were recorded; run the "
-                    "evaluation again"
-                )
             # Turns that were decoded together are the same ones; they are not a second recording.
             identity = json.loads(text)
             identity.pop("together", None)

@@ -116,6 +116,7 @@ SMALLER = {
         *("--methods=eagle3", "--tokens=64", "--vocabularies=100"),
         *("--hidden_size=128", "--layers=4"),
     ],
+    "benchmarks/retention.py": SMALL_EVALUATION,
     "benchmarks/scaling.py": ["--tokens=20"],
     "benchmarks/sampled_trees.py": ["--prompts=1", "--tokens=2", "--rows=eagle_tree"],
     "benchmarks/several_sequences.py": [
@@ -184,7 +185,7 @@ def made_by(command: str) -> list[str]:
 def trained() -> dict[str, list[str]]:
     """Checkpoints that commands read, and what the documentation trains them with."""
     roles = read_roles().items()
-    found = {f"out/{role.folder or name}": made_by(role.train) for name, role in roles}
+    found = {f"out/{name}": made_by(role.train) for name, role in roles}
     for command in COMMANDS:
         words = command.arguments
         if command.module == "pipedraft.train" and words[:1] == ["--config"]:
@@ -216,8 +217,9 @@ def make_place(folder: Path) -> None:
     shutil.copytree(REPOSITORY / "configs", folder / "configs")
     configs = folder / "configs"
     # for 16 layers and a small vocabulary
-    for config in [*configs.glob("real/*"), *configs.glob("eval/smollm2*")]:
-        config.write_text(fitted(config.read_text()))
+    for pattern in ("real/*", "eval/smollm2*", "retention/smollm2*"):
+        for config in configs.glob(pattern):
+            config.write_text(fitted(config.read_text()))
     sources = re.findall(r"--take ([\w/-]+)=", " ".join(command.text for command in COMMANDS))
     rows = []
     for i in range(30):
@@ -283,12 +285,13 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
 
 def folders_of(words: list[str]) -> list[str]:
     """Files and folders that a command names, itself or in its configuration."""
-    if words[:1] == ["table"] and words[1].endswith(".yaml"):
-        return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(words[1]).read_text()]))
+    for word in words[:2]:
+        if word.endswith(".yaml") and words[0] in ("table", word):
+            return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(word).read_text()]))
     if words[:1] == ["table"] and "--list" not in words:
         text = Path(f"configs/papers/{words[1]}.yaml").read_text()
-        used = {n: role for n, role in read_roles().items() if re.search(rf"\b{n}\b", text)}
-        return [f"out/{role.folder or name}" for name, role in used.items()]
+        used = [name for name in read_roles() if re.search(rf"\b{name}\b", text)]
+        return [f"out/{name}" for name in used]
     return words
 
 

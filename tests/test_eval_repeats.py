@@ -8,7 +8,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from pipedraft.eval.metrics import repeats_record
-from pipedraft.eval.run import Evaluation, Method
+from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.traces import Traces, read_recordings
 from pipedraft.files import to_json
 from pipedraft.inference.config import DecodeConfig
@@ -38,7 +38,7 @@ def evaluate(model, repeats: int, folder=None, temperature: float = 1.0) -> list
         repeats=repeats,
         traces=Traces(folder, {"target": "tiny"}),
     )
-    return comparison.run([Method(name="spd", config=config, draft=model.draft)])
+    return comparison.run([EvalMethod(name="spd", config=config, draft=model.draft)])
 
 
 def test_repeats_decode_the_same_texts_at_times_of_their_own(model, tmp_path, monkeypatch) -> None:

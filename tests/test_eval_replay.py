@@ -13,8 +13,8 @@ from conftest import byte_tokenizer, tiny_llama
 from decode_runs import SMALL, PlainTokenizer
 from eval_runs import assert_refused, first_layer, make_prompts, status
 
-from pipedraft.eval.replay import Hardware, NotReplayable, records, replay, speedups_by_row
-from pipedraft.eval.run import Evaluation, Method, recorded_draft
+from pipedraft.eval.replay import Hardware, NotReplayable, replay, speedups_by_row
+from pipedraft.eval.run import EvalMethod, Evaluation, recorded_draft
 from pipedraft.eval.tables import row_cost_table
 from pipedraft.eval.traces import Recording, Traces, read_recordings
 from pipedraft.files import to_json
@@ -59,15 +59,15 @@ def record(kind: str, stages: int, **way) -> Recording:
 def test_another_cost_model_gives_the_time_of_a_run_under_it(kind) -> None:
     way = {"schedule": "spd", "tree_width": 3} if kind != "none" else {"schedule": "autoregressive"}
     free, costly = record(kind, 4, **way), record(kind, 4, cost=COST, **way)
-    found = replay(free, Hardware("costly", COST, None))
-    for row, result in zip(found.rows, costly.turns.values(), strict=True):
+    (found,) = replay(free, Hardware("costly", COST, None))
+    for row, result in zip(found.per_prompt, costly.turns.values(), strict=True):
         assert row.steps == result.num_steps
         assert row.virtual_time == pytest.approx(result.virtual_time)
         plain = result.virtual_time_autoregressive
         assert row.virtual_time_autoregressive == pytest.approx(plain)
-    slower = replay(free, Hardware("costly", COST, 3.0))
-    assert slower.rows[0].virtual_time > found.rows[0].virtual_time
-    assert slower.cost == replace(COST, link=3.0)
+    (slower,) = replay(free, Hardware("costly", COST, 3.0))
+    assert slower.per_prompt[0].virtual_time > found.per_prompt[0].virtual_time
+    assert slower.cost == vars(replace(COST, link=3.0))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def evaluated(tmp_path_factory):
         {"schedule": "spd", "tree_width": "auto"},
     ]
     methods = [
-        Method(
+        EvalMethod(
             name=way["schedule"],
             draft=draft,
             config=DecodeConfig.of(num_stages=4, max_new_tokens=8, **way),
@@ -221,7 +221,7 @@ def test_every_entry_has_its_speedup_over_the_cost_of_a_row(evaluated) -> None:
         assert values == sorted(values, reverse=True) and values[-1] < values[0]
         recording = next(r for r in read_recordings([folder]) if r.config.schedule.name == method)
         hardware = Hardware("costly", CostModel(row=0.1), None)
-        found = {r.benchmark: r for r in records(replay(recording, hardware))}
+        found = {r.benchmark: r for r in replay(recording, hardware)}
         assert curve[0.1] == pytest.approx(found[benchmark].theoretical_speedup)
     table = row_cost_table([*real.values()])
     assert table.header[-3:] == ["0.035", "0.05", "0.1"]
@@ -280,7 +280,7 @@ def test_recordings_name_what_was_decoded(evaluated) -> None:
     ("arguments", "words"),
     [
         (["{place}/empty"], ["TRACES", "holds no traces"]),
-        (["{place}/old.jsonl"], ["TRACES", "before steps were recorded", "again"]),
+        (["{place}/old.jsonl"], ["TRACES", "no decoded turn"]),
         (["{place}/cost.json"], ["TRACES"]),
         (["{place}/greedy.jsonl"], ["TRACES", "no decoded turn"]),
         (["{folder}", "--cost", "{place}/cost.json"], ["--cost", "no cost model"]),

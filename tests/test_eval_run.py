@@ -18,7 +18,7 @@ from pipedraft.eval import command as command_module
 from pipedraft.eval.lossless import GreedyReference, generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LosslessRecord
-from pipedraft.eval.run import Evaluation, Method
+from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.traces import Traces
 from pipedraft.eval.turns import evaluate, prompt_seed
 from pipedraft.inference.config import DecodeConfig
@@ -37,9 +37,9 @@ def engine(monkeypatch):
     return StubEngine
 
 
-def make_method(**settings) -> Method:
+def make_method(**settings) -> EvalMethod:
     config = DecodeConfig.of(**{"max_new_tokens": MAX_NEW_TOKENS, "num_stages": 4} | settings)
-    return Method(name="spd", config=config, draft=AnyDraft(), checkpoint="out/spd")
+    return EvalMethod(name="spd", config=config, draft=AnyDraft(), checkpoint="out/spd")
 
 
 def compare(target, tokenizer, methods, *, lossless=True, prompts=None, **options):

@@ -23,7 +23,7 @@ from scipy.stats import binomtest
 from pipedraft.eval.intervals import wilson_interval
 from pipedraft.eval.metrics import OVERALL
 from pipedraft.eval.report import format_report, format_table
-from pipedraft.eval.run import Evaluation, Method
+from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.scores import find_number, score_answer
 from pipedraft.eval.tasks import load_task, load_tasks
 from pipedraft.inference.config import DecodeConfig
@@ -139,7 +139,7 @@ def run_scored(target, tokenizer, folder: Path, **settings) -> list[dict]:
         **settings,
     )
     config = DecodeConfig.of(schedule="spd", num_stages=4, max_new_tokens=20)
-    return comparison.run([Method(name="spd", config=config, draft=AnyDraft())])
+    return comparison.run([EvalMethod(name="spd", config=config, draft=AnyDraft())])
 
 
 def test_every_methods_own_texts_are_scored(target, tokenizer, benchmarks) -> None:
