@@ -3,7 +3,6 @@
 Reads the "per_prompt" rows of results.json; the statistics are those of intervals.py.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -111,22 +110,9 @@ class Evaluated:
 
     @classmethod
     def read(cls, folder: Path) -> "Evaluated":
-        where = f"RUN: {str(folder / 'results.json')!r}"
-        entries = read_results("RUN", folder).entries
-        for entry in entries:
-            if not entry.per_prompt:
-                raise UsageError(
-                    f"{where} has an entry without 'per_prompt'; run the evaluation again"
-                )
-            names = Counter((row.benchmark, row.id) for row in entry.per_prompt)
-            for (benchmark, name), times in names.items():
-                if times > 1:
-                    raise UsageError(
-                        f"{where} has {times} prompts of {benchmark} with the id {name!r}; "
-                        "give every row of the benchmark's file an id of its own"
-                    )
         path = folder / "manifest.json"
-        return cls(folder, entries, parse(read_bytes("RUN", path), dict, f"RUN: {str(path)!r}"))
+        manifest = parse(read_bytes("RUN", path), dict, f"RUN: {str(path)!r}")
+        return cls(folder, read_results("RUN", folder).entries, manifest)
 
 
 def _rows_by_id(entry: RunRecord) -> dict[tuple[str, str], PromptRecord]:
@@ -210,26 +196,14 @@ def compare_runs(
         for line in compare_entries(other, entry, quantities)
     ]
     if not lines:
-        if any(
-            _rows_by_id(entry).keys() & _rows_by_id(other).keys()
-            for entry in compared.entries
-            for other in counterparts(entry, baseline.entries)
-        ):
-            raise UsageError(
-                f"RUN: {str(compared.folder)!r} and {str(baseline.folder)!r} have prompts in "
-                "common, but no quantity, as where no token followed the first; evaluate both with "
-                "--max-new-tokens above 1, plain decoding alone without --sequences"
-            )
-
-        def places(run: Evaluated) -> str:
-            return ", ".join(
-                dict.fromkeys(f"{e.benchmark} at T = {e.sampling}" for e in run.entries)
-            )
-
+        places = [
+            f"{str(run.folder)!r} ({', '.join(f'{name} at T = {label}' for name, label in found)})"
+            for run in (compared, baseline)
+            for found in [dict.fromkeys((e.benchmark, e.sampling) for e in run.entries)]
+        ]
         raise UsageError(
-            f"RUN: {str(compared.folder)!r} ({places(compared)}) and {str(baseline.folder)!r} "
-            f"({places(baseline)}) share no prompt of a benchmark and temperature; evaluate both "
-            "with the same --benchmarks and --temperature"
+            f"RUN: {' and '.join(places)} share no prompt with a token after the first; evaluate "
+            "both with the same --benchmarks and --temperature, and --max-new-tokens above 1"
         )
     return lines
 
@@ -264,17 +238,6 @@ def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line
                 f"at T = {line.compared.sampling} ran at {line.result.ratio:.2f} times the "
                 "baseline's tokens/s, and so differ other methods' tokens/s"
             )
-    for run in (baseline, compared):
-        lacking = [
-            quantity.label
-            for quantity in QUANTITIES
-            if not any(has(quantity, entry) for entry in run.entries)
-        ]
-        if lacking:
-            found.append(
-                f"{run.folder}/results.json has no {' nor '.join(lacking)} of single prompts: not "
-                "compared; run the evaluation again to record them"
-            )
     return found
 
 
@@ -283,12 +246,8 @@ def _short(value: object) -> str:
     return text[:12] if len(text) == 64 else text
 
 
-def _described(entry: RunRecord) -> str:
-    return f"{entry.method}, n={entry.stages}, {entry.shape}"
-
-
 def _name(line: Line) -> str:
-    first, second = _described(line.baseline), _described(line.compared)
+    first, second = (f"{e.method}, n={e.stages}, {e.shape}" for e in (line.baseline, line.compared))
     return second if first == second else f"{first} -> {second}"
 
 

@@ -188,28 +188,6 @@ def _alpaca(row: Row, where: str) -> Prompt:
     return _single(turn, where, reference=row.get("output"))
 
 
-# What the Hub has of Spec-Bench's sources, in the words of Spec-Bench.
-
-
-def _wmt14(row: Row, where: str) -> Prompt:
-    pair = row.get("translation")
-    if not isinstance(pair, dict):
-        raise ValueError(f"{where}: translation is {pair!r}; it must hold the texts de and en")
-    turn = "Translate German to English: " + text_of(pair, "de", where)
-    return _single(turn, where, reference=text_of(pair, "en", where))
-
-
-def _cnn_dm(row: Row, where: str) -> Prompt:
-    turn = "Summarize: " + text_of(row, "article", where)
-    return _single(turn, where, reference=text_of(row, "highlights", where))
-
-
-def _natural_questions(row: Row, where: str) -> Prompt:
-    question = text_of(row, "question", where)
-    turn = question[0].upper() + question[1:].rstrip("? ") + "?"
-    return _single(turn, where, reference=row.get("answer"))
-
-
 # -- where a benchmark is found --------------------------------------------------------------------
 
 Parse = Callable[[Row, str], Prompt]
@@ -220,8 +198,6 @@ class HubSet:
     repository: str
     configuration: str | None
     split: str
-    streaming: bool = False
-    """Reads the first rows over the network each time: the other splits are gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +213,8 @@ class Benchmark:
     """The file is Spec-Bench's, of which this is one category."""
 
 
-def _part(category: str, hub: HubSet | None, parse: Parse = parse_spec_bench) -> Benchmark:
-    return Benchmark((SPEC_BENCH_FILE,), hub, parse, category, is_part=True)
+def _part(category: str) -> Benchmark:
+    return Benchmark((SPEC_BENCH_FILE,), None, parse_spec_bench, category, is_part=True)
 
 
 BENCHMARKS = {
@@ -260,16 +236,10 @@ BENCHMARKS = {
         _alpaca,
         "instruction",
     ),
-    "cnn_dm": _part(
-        SUMMARIZATION, HubSet("abisee/cnn_dailymail", "3.0.0", "test", streaming=True), _cnn_dm
-    ),
-    "natural_questions": _part(
-        QUESTIONS,
-        HubSet("google-research-datasets/nq_open", None, "validation"),
-        _natural_questions,
-    ),
-    "wmt14_de_en": _part(TRANSLATION, HubSet("wmt/wmt14", "de-en", "test", streaming=True), _wmt14),
-    "rag": _part(RETRIEVAL, None),
+    "cnn_dm": _part(SUMMARIZATION),
+    "natural_questions": _part(QUESTIONS),
+    "wmt14_de_en": _part(TRANSLATION),
+    "rag": _part(RETRIEVAL),
     "spec_bench": Benchmark((SPEC_BENCH_FILE,), None, parse_spec_bench),
 }
 ALIASES = {"nq": "natural_questions"}
@@ -324,9 +294,7 @@ def _read_hub(source: HubSet) -> Rows:
     import datasets
 
     try:
-        rows = datasets.load_dataset(
-            source.repository, source.configuration, split=source.split, streaming=source.streaming
-        )
+        rows = datasets.load_dataset(source.repository, source.configuration, split=source.split)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -379,16 +347,11 @@ def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse
         rows = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
 
     def parse(row: Row, where: str) -> Prompt:
-        is_shared = benchmark.is_part and "turns" in row
-        prompt = (parse_spec_bench if is_shared else benchmark.parse)(row, where)
+        prompt = benchmark.parse(row, where)
         return replace(prompt, task=name, category=benchmark.category or prompt.category)
 
-    if benchmark.is_part:  # rows of another format are all of the category
-        rows = (
-            (where, row)
-            for where, row in rows
-            if "turns" not in row or row.get("category") == benchmark.category
-        )
+    if benchmark.is_part:
+        rows = ((where, row) for where, row in rows if row.get("category") == benchmark.category)
     return rows, parse
 
 

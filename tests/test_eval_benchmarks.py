@@ -107,35 +107,14 @@ def test_alpaca_may_be_eagles_questions(tmp_path) -> None:
             "2",
         ),
         ("alpaca", ALPACA, ("tatsu-lab/alpaca", None, "train"), "Name a color.", "Red."),
-        (
-            "cnn_dm",
-            {"article": "It rained.", "highlights": "Rain .", "id": "f1"},
-            ("abisee/cnn_dailymail", "3.0.0", "test"),
-            "Summarize: It rained.",
-            "Rain .",
-        ),
-        (
-            "natural_questions",
-            {"question": "who was it", "answer": ["he", "she"]},
-            ("google-research-datasets/nq_open", None, "validation"),
-            "Who was it?",
-            ["he", "she"],
-        ),
-        (
-            "wmt14_de_en",
-            {"translation": {"de": "Ja .", "en": "Yes ."}},
-            ("wmt/wmt14", "de-en", "test"),
-            "Translate German to English: Ja .",
-            "Yes .",
-        ),
     ],
 )
-def test_hub_rows_are_put_in_spec_benchs_words(
+def test_rows_of_the_hub_are_those_of_the_files(
     monkeypatch, name, row, asked, turn, reference
 ) -> None:
     calls = []
 
-    def load_dataset(repository, configuration, *, split, streaming):
+    def load_dataset(repository, configuration, *, split):
         calls.append((repository, configuration, split))
         return [row]
 
@@ -162,7 +141,7 @@ def test_another_hub_set_may_hold_spec_benchs_rows(monkeypatch) -> None:
             ["--data-dir", "no rag", "github.com/hemingkx/Spec-Bench", "--data-dir DIR"],
         ),
         ("spec_bench", None, ["--data-dir: not given", "spec_bench/question.jsonl", "DIR"]),
-        ("cnn_dm", "nowhere", ["'nowhere'", "spec_bench/question.jsonl", "--data-dir hub:"]),
+        ("cnn_dm", "nowhere", ["'nowhere'", "spec_bench/question.jsonl", "hemingkx"]),
         ("alpaca", "nowhere", ["alpaca_data.json nor", "put alpaca's file there", "hub:"]),
     ],
 )
