@@ -110,9 +110,8 @@ class Evaluated:
 
     @classmethod
     def read(cls, folder: Path) -> "Evaluated":
-        path = folder / "manifest.json"
-        manifest = parse(read_bytes("RUN", path), dict, f"RUN: {str(path)!r}")
-        return cls(folder, read_results("RUN", folder).entries, manifest)
+        entries, path = read_results("RUN", folder).entries, folder / "manifest.json"
+        return cls(folder, entries, parse(read_bytes("RUN", path), dict, f"RUN: {str(path)!r}"))
 
 
 def _rows_by_id(entry: RunRecord) -> dict[tuple[str, str], PromptRecord]:
