@@ -41,6 +41,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models import load_draft
+from pipedraft.models.draft import Draft
 from pipedraft.models.fingerprint import fingerprint_mismatch
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model
 from pipedraft.models.target import load_target, load_tokenizer
@@ -256,7 +257,7 @@ def load(
 
 def would_load(draft: DraftNetwork, model: PreTrainedModel) -> bool:
     """Whether the draft loads here without the exception; a language model always does."""
-    if isinstance(draft, LanguageModelDraft):
+    if not isinstance(draft, Draft):
         return True
     return fingerprint_mismatch(draft.reference.fingerprint, draft.fingerprint(model)) is None
 

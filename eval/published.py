@@ -2,14 +2,13 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.arguments import TableOptions
-from pipedraft.eval.checkpoints import CheckpointSearch, TableContext
+from pipedraft.eval.checkpoints import TableContext
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.record import Manifest, is_known
 from pipedraft.eval.report import write_report
@@ -166,14 +165,6 @@ def read_options(options: TableOptions) -> Spec:
     return spec
 
 
-def context_of(options: TableOptions, spec: Spec) -> TableContext:
-    search = CheckpointSearch.of(options.checkpoints, spec.drafts)
-    context = load_context(spec, search, options.out, options.device)
-    if options.fresh:
-        remove_traces(options.out, options.shard)
-    return replace(context, sequences=options.sequences, shard=options.shard)
-
-
 def make_table(options: TableOptions, argv: Sequence[str]) -> None:
     """Run a table, write its files and print it.
 
@@ -195,7 +186,9 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
                 f"{spec.kind}, whose rows are decoded one after the other; leave it out"
             )
     quieten()
-    context = context_of(options, spec)
+    context = load_context(spec, options)
+    if options.fresh:
+        remove_traces(options.out, options.shard)
     if options.shard is not None:
         outcomes, turns = decode_shard(spec, context)
         if turns is None:

@@ -5,10 +5,10 @@ A row that cannot be run says why, in place of its values.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pipedraft.errors import make_folder
+from pipedraft.eval.arguments import TableOptions
 from pipedraft.eval.checkpoints import CheckpointSearch, Drafts, TableContext
 from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation
 from pipedraft.eval.edge_report import LinkRun, measure
@@ -54,11 +54,12 @@ class Finished:
     """The entries behind them; None: nothing could be run."""
 
 
-def load_context(spec: Spec, search: CheckpointSearch, out: Path, device: str) -> TableContext:
-    """Read the prompts, make the output folder, load the target."""
+def load_context(spec: Spec, options: TableOptions) -> TableContext:
+    """Find the drafts, read the prompts, make the output folder, load the target."""
+    search = CheckpointSearch.of(options.checkpoints, spec.drafts)
     benchmarks = load_tasks(spec.benchmarks, spec.data_dir, spec.limit)
-    make_folder("--out", out)
-    place = resolve_device(device)
+    make_folder("--out", options.out)
+    place = resolve_device(options.device)
     dtype = resolve_dtype(spec.dtype, place, spec.target)
     target = load_target(spec.target, dtype=dtype, device=place)
     tokenizer = load_tokenizer(spec.target)
@@ -67,7 +68,9 @@ def load_context(spec: Spec, search: CheckpointSearch, out: Path, device: str) -
         tokenizer=tokenizer,
         benchmarks=benchmarks,
         drafts=Drafts(search, target, tokenizer),
-        out=out,
+        out=options.out,
+        sequences=options.sequences,
+        shard=options.shard,
     )
 
 

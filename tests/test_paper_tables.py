@@ -23,7 +23,7 @@ from pipedraft.eval import published
 from pipedraft.eval.arguments import TableOptions
 from pipedraft.eval.checkpoints import CheckpointSearch, Drafts
 from pipedraft.eval.published import NOT_AVAILABLE, measured, paper_table
-from pipedraft.eval.runner import KINDS, check
+from pipedraft.eval.runner import KINDS, check, load_context
 from pipedraft.eval.spec import (
     FOLDER,
     Column,
@@ -268,7 +268,7 @@ def make(place):
         table = published.read_options(options)
         if name not in ALL_BENCHMARKS:
             table = msgspec.structs.replace(table, benchmarks=["gsm8k"])
-        finished = KINDS[table.kind].run(table, published.context_of(options, table))
+        finished = KINDS[table.kind].run(table, load_context(table, options))
         return table, finished.outcomes, paper_table(table, finished.outcomes)
 
     return made
