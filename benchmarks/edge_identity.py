@@ -59,6 +59,14 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+PARTS: dict[str, dict[str, Any]] = {
+    "picospec_serial": {"serial": True},
+    "picospec_slow": {"slow": True},
+    "picospec_full": {"rule": "rejection"},
+}
+"""PicoSpec with one of its parts left out."""
+
+
 def all_drafts(target: Any) -> dict[str, Any]:
     near = LanguageModelDraft(add_noise(make_target(), 0.02), target)
     return {"language_model": near, "flexspec": make_draft("flexspec", target, 1)}
@@ -67,11 +75,11 @@ def all_drafts(target: Any) -> dict[str, Any]:
 def all_runs(target: Any) -> Iterator[tuple[str, str, Simulation]]:
     """Name, method, and where it decodes."""
     drafts = all_drafts(target)
-    for number, settings in enumerate(WAYS):
-        way = dict(settings)
+    for number, given in enumerate(WAYS):
+        way = dict(given)
         link, times = way.pop("link"), ALL_TIMES[way.pop("times", "picospec")]
         kind = "flexspec" if number % 3 == 2 else "language_model"
-        words = " ".join(f"{key}={value}" for key, value in settings.items())
+        words = " ".join(f"{key}={value}" for key, value in given.items())
         simulation = Simulation(
             target=SharedTarget(target),
             draft=drafts[kind],
@@ -85,6 +93,8 @@ def all_runs(target: Any) -> Iterator[tuple[str, str, Simulation]]:
         )
         for method in METHODS:
             yield f"{method} {kind} {words}", method, simulation
+        for name, settings in PARTS.items():
+            yield f"{name} {kind} {words}", "picospec", replace(simulation, **settings)
 
 
 def summarize(decoded: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pipedraft.errors import leave_at_interrupts, run_command
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.eval.arguments import EdgeOptions, EvaluationOptions, ParityOptions, TableOptions
+from pipedraft.eval.arguments import EdgeOptions, EvalOptions, ParityOptions, TableOptions
 from pipedraft.inference.arguments import backend_of
 from pipedraft.options import Options, subcommand
 
@@ -28,7 +28,7 @@ Modules that need torch are imported once the options are read.
 """
 
 
-build_parser = EvaluationOptions.parser
+build_parser = EvalOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> None:
     if argv and not argv[0].startswith("-"):
         run_subcommand(subcommand(argv[0], list(SUBCOMMANDS)), argv[1:])
         return
-    options = EvaluationOptions.read(argv)
+    options = EvalOptions.read(argv)
     with backend_of(options) as cluster, ExitStack() as held:
         if cluster is None or cluster.is_controller:
             from pipedraft.eval.command import evaluate_drafts
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> None:
 def run_subcommand(name: str, argv: Sequence[str]) -> None:
     if name == "edge":
         edge_options = EdgeOptions.read(argv)
-        from pipedraft.eval.runner import decode_links
+        from pipedraft.eval.edge import decode_links
 
         print(decode_links(edge_options, argv))
     elif name == "parity":

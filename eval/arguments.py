@@ -14,7 +14,7 @@ from pipedraft.inference.arguments import (
     read_temperature,
 )
 from pipedraft.inference.config import RuleName
-from pipedraft.options import Options, option
+from pipedraft.options import option
 
 EXAMPLE = """\
 example:
@@ -30,11 +30,11 @@ small prompt files are used; --data-dir hub: downloads the published benchmarks.
 
   python -m pipedraft.eval compare out/eval out/other    what differs between runs; see its --help
   python -m pipedraft.eval report out/eval out/other     one HTML page of runs; see its --help
-  python -m pipedraft.eval replay out/eval --stages 2,8  other pipelines from OUT/traces
+  python -m pipedraft.eval replay out/eval --cost h100   other hardware from OUT/traces
   python -m pipedraft.eval edge --help                   drafts on one side of a link
   python -m pipedraft.eval parity --checkpoint DIR       trained well, accepts nothing: why
   python -m pipedraft.eval table NAME --out OUT          a paper's table, ours beside it, or a
-                                                         YAML file, as drafts on tuned targets
+                                                         YAML file of rows
 """
 EDGE_EXAMPLE = """\
 example:
@@ -52,12 +52,10 @@ example:
   python -m pipedraft.eval table spd1 --limit 4 --data-dir data/eval --out out/tables/spd1
   python -m pipedraft.eval table flowspec1 --target Qwen/Qwen3-8B --checkpoints heads.yaml \\
       --out out/tables/flowspec1
-  python -m pipedraft.eval table configs/eval/retention.yaml --out out/retention
 
 prints the table and writes table.md, table.json, manifest.json and the entries behind it
-(results.json) into --out; drafts on fine-tuned targets also report.md and a plot. A row whose
-checkpoint is missing names the command that makes it. What a pipeline decoded is kept in
-OUT/traces: the same command goes on after a kill.
+(results.json) into --out. A row whose checkpoint is missing names the command that makes it. What
+a pipeline decoded is kept in OUT/traces: the same command goes on after a kill.
 """
 
 
@@ -81,33 +79,7 @@ def read_share(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreOptions(Options):
-    """scores
-
-    Right answers of gsm8k (and of its part of spec_bench): the last number, or the one after ####,
-    equals the reference. Of humaneval: the answer's function passes the official test.
-
-      pipedraft eval --checkpoint out/spd_tiny --benchmarks gsm8k,humaneval --score
-          --allow-code-execution --max-new-tokens 512 --out out/scored
-
-    The latter runs programs that a model wrote. Each has a process group of its own, 3 s on the
-    CPU, 30 s in all, 1 GiB, no further process, no environment but PATH, no network, and a file
-    system of its own: read-only but for 16 MiB, without homes. Where the system does not permit the
-    namespaces for that, nothing runs without --allow-unisolated-code, by which programs can use the
-    network and read and change your files. The kernel stays the same: use a virtual machine for
-    models you do not trust.
-    """
-
-    score: bool = False
-    """score the answers of every method"""
-    allow_code_execution: bool = False
-    """with --score: run humaneval's answers; without it humaneval is not scored"""
-    allow_unisolated_code: bool = False
-    """also where programs of the model can use the network and read and change your files"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationOptions(ScoreOptions, BackendOptions, FilterOptions, ScheduleOptions):
+class EvalOptions(BackendOptions, FilterOptions, ScheduleOptions):
     """Decode benchmarks with drafts and compare them with autoregressive decoding."""
 
     PROG: ClassVar[str] = "pipedraft eval"
@@ -165,6 +137,12 @@ class EvaluationOptions(ScoreOptions, BackendOptions, FilterOptions, ScheduleOpt
     """cost model for the modeled speed-up S: h100, a100, rtx4090, jetson_orin, this_cpu, or a file
     as --calibrate writes it; default: rows, links and verification free, a draft forward by its
     layers"""
+    score: bool = False
+    """add gsm8k's accuracy (also of its part of spec_bench) to every method: the last number of an
+    answer, or the one after ####, equals the reference"""
+    save_answers: bool = False
+    """write every method's answers into OUT/answers as JSON lines that evalplus (task_id, solution)
+    and lm-evaluation-harness read"""
     calibrate: Path | None = None
     """write the cost model that this run's measurements make: the time of a row more, a hop, a
     verification, a draft forward"""

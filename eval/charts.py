@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from matplotlib import rc_context
@@ -256,8 +256,6 @@ class LineChart(SeriesChart):
 
     place_axis: str
     whole_places: bool = True
-    marks: Mapping[str, float] = field(default_factory=dict)
-    """Name -> place of a dotted line; names near each other stand one above the other."""
 
     def figure(self) -> Figure:
         height = 210 if len(self.panels) == 1 else 160
@@ -272,11 +270,6 @@ class LineChart(SeriesChart):
                 axes.fill_between(places, low, high, color=look["color"], alpha=0.15, linewidth=0)
                 axes.plot(places, [estimate.value for _, estimate in points], **look)
             axes.set_ylim(*self.limits)
-            for index, (name, place) in enumerate(self.marks.items()):
-                axes.axvline(place, color=FAINT, linestyle=":", linewidth=1)
-                share = (index + 1) / (len(self.marks) + 1)
-                where = axes.get_xaxis_transform()
-                axes.text(place, share, f" {name}", transform=where, color=FAINT, fontsize=7)
             axes.xaxis.set_major_locator(MaxNLocator(integer=self.whole_places))
             axes.grid(axis="y")
             axes.set_ylabel(self.axis)

@@ -1,14 +1,16 @@
 """Drafts that a command names, and those that a specification needs, among a user's folders."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
+import msgspec
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.errors import UsageError
-from pipedraft.eval.spec import Role
+from pipedraft.eval.spec import read_roles
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import Values, read_yaml
 from pipedraft.inference.engine import DraftNetwork
@@ -16,8 +18,6 @@ from pipedraft.models import load_draft
 from pipedraft.models.draft import CONFIG_FILE, Draft, read_description, resolve_folder
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.pretrained import place_draft
-
-LANGUAGE_MODEL, TARGET = "language_model", "target"
 
 
 def _folder_of(path: Path) -> Path | None:
@@ -28,32 +28,17 @@ def _folder_of(path: Path) -> Path | None:
     return None
 
 
-def _description(folder: Path) -> Values:
-    """config.json of a folder; empty if it is of something else."""
-    try:
-        found = json.loads((folder / CONFIG_FILE).read_text())
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _is_model(folder: Path) -> bool:
-    return "model_type" in _description(folder)
-
-
-def _describes(folder: Path, role: Role) -> bool:
-    description = _description(folder)
-    if role.kind in (LANGUAGE_MODEL, TARGET):
-        return "model_type" in description
-    if description.get("draft_type") != role.kind:
+    """Whether a folder holds a language model, not a head."""
+    try:
+        return "model_type" in json.loads((folder / CONFIG_FILE).read_text())
+    except ValueError:
         return False
-    architecture = description.get("architecture", {})
-    return all(architecture.get(name) == value for name, value in role.architecture.items())
 
 
-def load_head(folder: Path, target: PreTrainedModel, *, allow_evolved: bool = False) -> Draft:
-    """A checkpoint of this package, on the target's device and in its dtype."""
-    return place_draft(load_draft(str(folder), target, allow_evolved=allow_evolved), target)
+def load_head(folder: Path, target: PreTrainedModel) -> Draft:
+    """Load a checkpoint of this package, on the target's device and in its dtype."""
+    return place_draft(load_draft(str(folder), target), target)
 
 
 def read_drafts(
@@ -89,79 +74,65 @@ def read_drafts(
     return name, revision, drafts
 
 
-class CheckpointSearch:
-    """Where to look, in the order of the command line."""
+def _read_places(path: Path) -> dict[str, Path]:
+    """Read a YAML file of role: checkpoint."""
+    try:
+        content = msgspec.convert(read_yaml(path, "--checkpoints"), dict[str, str])
+    except msgspec.ValidationError as error:
+        raise UsageError(f"--checkpoints: {path}: {error}; write lines of role: folder") from error
+    if unknown := sorted(content.keys() - read_roles().keys()):
+        raise UsageError(
+            f"--checkpoints: {path}: no table asks for {unknown[0]!r}; known: "
+            f"{', '.join(read_roles())}"
+        )
+    return {name: resolve_folder(folder) for name, folder in content.items()}
 
-    def __init__(
-        self,
-        places: Sequence[str],
-        roles: Mapping[str, Role],
-        given: Mapping[str, str] | None = None,
-    ) -> None:
+
+@dataclass(frozen=True)
+class CheckpointSearch:
+    """Where to look for drafts, in the order of the command line."""
+
+    folders: list[Path]
+    given: dict[str, Path]
+    """Checkpoints by the name of their draft."""
+
+    @classmethod
+    def of(cls, places: Iterable[str], drafts: Mapping[str, str] | None = None) -> Self:
         """
         Args:
             places: folders to search, and YAML files of role: checkpoint.
-            given: name -> folder of what a specification names itself.
+            drafts: name -> folder of what a specification names itself.
 
         Raises:
-            UsageError: a file that names no role, a place that is neither, or a folder that a
-                specification names without a checkpoint in it; all of these at once.
+            UsageError: a file that names no role, a place that is neither, or folders that a
+                specification names without a checkpoint in them.
         """
-        self.roles = roles
-        found = {name: _folder_of(Path(place)) for name, place in (given or {}).items()}
-        missing = [f"{given[name]} ({name})" for name, path in found.items() if given and not path]
+        found = {name: _folder_of(Path(place)) for name, place in (drafts or {}).items()}
+        missing = [f"{(drafts or {})[name]} ({name})" for name, path in found.items() if not path]
         if missing:
             raise UsageError(
-                f"drafts, targets: no {CONFIG_FILE} in {', '.join(missing)}; train them, or take "
+                f"drafts: no {CONFIG_FILE} in {', '.join(missing)}; train them, or take "
                 "them out of the specification"
             )
-        self.given: dict[str, Path] = {name: path for name, path in found.items() if path}
-        self.folders: list[Path] = []
-        for place in places:
-            path = Path(place)
-            if path.is_dir():
-                self.folders.append(path)
-            elif path.is_file():
-                self.given |= self._read(path)
+        search = cls([], {name: path for name, path in found.items() if path})
+        for place in map(Path, places):
+            if place.is_dir():
+                search.folders.append(place)
+            elif place.is_file():
+                search.given.update(_read_places(place))
             else:
-                raise ValueError(
-                    f"--checkpoints: there is no folder or file {place!r}; give the folder that "
-                    "holds the runs, or a YAML file of role: folder"
+                raise UsageError(
+                    f"--checkpoints: there is no folder or file {str(place)!r}; give the folder "
+                    "that holds the runs, or a YAML file of role: folder"
                 )
+        return search
 
-    def _read(self, path: Path) -> dict[str, Path]:
-        content = read_yaml(path, "--checkpoints")
-        if not isinstance(content, dict):
-            raise ValueError(f"--checkpoints: {path} is no mapping; write lines of role: folder")
-        for name, folder in content.items():
-            if name not in self.roles:
-                raise ValueError(
-                    f"--checkpoints: {path}: no table asks for {name!r}; known: "
-                    f"{', '.join(self.roles)}"
-                )
-            if not isinstance(folder, str):
-                raise ValueError(f"--checkpoints: {path}: {name}: {folder!r} is no folder")
-        return {name: resolve_folder(folder) for name, folder in content.items()}
-
-    def candidates(self, name: str) -> Iterator[Path]:
-        """Checkpoints for a role: the one given, or those found; the folder of that name first.
-
-        A language model or a fine-tuned target is known by its folder's name alone.
-        """
+    def find(self, name: str) -> Path | None:
+        """Return what is given for a name, or the first folder of that name with a checkpoint."""
         if name in self.given:
-            yield self.given[name]
-            return
-        role = self.roles[name]
-        for folder in self.folders:
-            own = _folder_of(folder / (role.folder or name))
-            if own is not None and _describes(own, role):
-                yield own
-            if role.kind in (LANGUAGE_MODEL, TARGET):
-                continue
-            for path in (folder, *sorted(p for p in folder.iterdir() if p.is_dir())):
-                found = _folder_of(path)
-                if found is not None and found != own and _describes(found, role):
-                    yield found
+            return self.given[name]
+        found = (_folder_of(folder / name) for folder in self.folders)
+        return next((folder for folder in found if folder is not None), None)
 
 
 class Drafts:
@@ -181,35 +152,27 @@ class Drafts:
         """The network; None: there is no checkpoint of this role for this target."""
         if name in self.networks or name in self.missing:
             return self.networks.get(name)
-        reason = "no checkpoint"
-        for folder in self.search.candidates(name):
+        folder, reason = self.search.find(name), "no checkpoint"
+        if folder is not None:
             try:
-                self.networks[name] = self.load(folder, self.target)
+                self.networks[name] = self._load(folder)
+                self.folders[name] = folder
+                return self.networks[name]
             except ValueError as error:  # of another target, or damaged
-                reason = f"{folder}: {error}"
                 if name in self.search.given:
                     raise
-                continue
-            self.folders[name] = folder
-            return self.networks[name]
-        self.missing[name] = f"{reason}; train it: {self.search.roles[name].train}"
+                reason = f"{folder}: {error}"
+        self.missing[name] = f"{reason}; train it: {read_roles()[name].train}"
         return None
+
+    def _load(self, folder: Path) -> DraftNetwork:
+        if _is_model(folder):
+            return load_draft_model(str(folder), self.target, self.tokenizer)
+        return load_head(folder, self.target)
 
     def is_model(self, name: str) -> bool:
         """Whether what was found is a language model, not a head."""
         return _is_model(self.folders[name])
-
-    def load(
-        self, folder: Path, target: PreTrainedModel, *, allow_evolved: bool = False
-    ) -> DraftNetwork:
-        """The draft of a folder: a language model, or a head that this package trained.
-
-        Args:
-            allow_evolved: on a target whose weights are not those that the draft names.
-        """
-        if _is_model(folder):
-            return load_draft_model(str(folder), target, self.tokenizer)
-        return load_head(folder, target, allow_evolved=allow_evolved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +184,6 @@ class TableContext:
     benchmarks: Mapping[str, Sequence[Prompt]]
     drafts: Drafts
     out: Path
-    reference: PreTrainedModel | None
-    """Decodes greedily once more, to compare outputs with; None: they are not compared."""
     sequences: int = 1
     """Conversations of a pipeline that are decoded at once."""
     shard: str | None = None

@@ -1,32 +1,32 @@
 """The command `python -m pipedraft.eval`, from its options to the report."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.errors import make_folder
-from pipedraft.eval.arguments import EvaluationOptions
+from pipedraft.errors import UsageError, make_folder
+from pipedraft.eval.arguments import EvalOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.replay import fit_cost
 from pipedraft.eval.report import format_table, write_report
-from pipedraft.eval.run import Evaluation, Method
-from pipedraft.eval.scores import make_scorer
-from pipedraft.eval.spec import Row, Spec
+from pipedraft.eval.run import EvalMethod, Evaluation
+from pipedraft.eval.scores import check_scorable
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import Traces, remove_traces, traces_of
 from pipedraft.files import Values, locked, make_place, to_json, write_atomically
-from pipedraft.inference.arguments import settings_grid
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.command import place_of
-from pipedraft.inference.config import make_schedule, read_cost
+from pipedraft.inference.config import DecodeConfig, make_schedule, read_cost, setting_owners
 from pipedraft.inference.engine import DraftNetwork
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.lookup import make_lookup
 from pipedraft.models.language_model import load_draft_model
@@ -37,6 +37,7 @@ from pipedraft.models.target import (
     load_tokenizer,
 )
 from pipedraft.models.target_part import weights_identity
+from pipedraft.options import flag_name
 from pipedraft.pretrained import quieten, resolve_dtype
 
 
@@ -52,7 +53,7 @@ def _method_name(folder: Path, drafts: dict[Path, Values]) -> str:
 
 
 def _load_drafts(
-    options: EvaluationOptions,
+    options: EvalOptions,
     drafts: dict[Path, Values],
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -72,50 +73,79 @@ def _load_drafts(
     }
 
 
-def names_of_ways(label: str, schedule: str, ways: Sequence[Values]) -> list[str]:
-    """A name for each way, with its settings where no column of the tables tells ways apart."""
+def _check_settings(given: Values, schedules: Collection[str]) -> None:
+    """Raise UsageError for a setting that none of the schedules has."""
+    for name, owners in setting_owners().items():
+        if name in given and not set(owners) & set(schedules):
+            raise UsageError(
+                f"{flag_name(name)}: {', '.join(schedules)} has no such setting; it belongs to "
+                f"{', '.join(owners)}"
+            )
+
+
+def ways_of(schedule: str, given: Values, label: str) -> list[tuple[str, Schedule]]:
+    """Every combination of the settings that a schedule has, by name, in their order.
+
+    Args:
+        given: setting -> value or list of values; other schedules' settings are left out.
+        label: name of all; the settings are added where no column of the tables tells ways apart.
+    """
+    own = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in given.items()
+        if schedule in setting_owners()[name]
+    }
+    ways = [dict(zip(own, values, strict=True)) for values in product(*own.values())]
     made = [make_schedule(schedule, way) for way in ways]
     if len({(one.label, one.width) for one in made}) == len(ways):
-        return [label] * len(ways)
-    varied = [name for name in ways[0] if len({way[name] for way in ways}) > 1]
-    return [", ".join([label, *(f"{name} {way[name]}" for name in varied)]) for way in ways]
+        return [(label, one) for one in made]
+    varied = [name for name, values in own.items() if len(set(values)) > 1]
+    names = [", ".join([label, *(f"{name} {way[name]}" for name in varied)]) for way in ways]
+    return list(zip(names, made, strict=True))
 
 
-def _spec(
-    options: EvaluationOptions, target: str, drafts: Mapping[str, tuple[str, DraftNetwork]]
-) -> Spec:
+def make_methods(
+    options: EvalOptions,
+    drafts: Mapping[str, tuple[str, DraftNetwork]],
+    target: "_Target",
+    cost: CostModel,
+) -> list[EvalMethod]:
     """Every draft x schedule x temperature x setting of the schedule."""
-    rows = []
     schedules_of = {
-        name: list(options.schedule) or [default_schedule(network.draft_type)]
+        name: options.schedule or (default_schedule(network.draft_type),)
         for name, (_, network) in drafts.items()
     }
     # Of all drafts at once: a setting may belong to the schedule of one of them.
-    used = list(dict.fromkeys(schedule for own in schedules_of.values() for schedule in own))
-    grid = dict(zip(used, settings_grid(options.settings, used), strict=True))
-    for name, schedules in schedules_of.items():
-        for schedule in schedules:
+    used = dict.fromkeys(schedule for own in schedules_of.values() for schedule in own)
+    _check_settings(options.settings, used)
+    shared = {
+        "verifier": options.verifier,
+        "bitwise": options.bitwise,
+        "boundaries": target.boundaries,
+        "cost": cost,
+        "seed": options.seed,
+        "max_new_tokens": options.max_new_tokens,
+        **options.filters,
+    }
+    methods = []
+    for name, (place, network) in drafts.items():
+        num_stages = target.num_stages or network.num_stages
+        cut = {"num_stages": num_stages} if num_stages else {}
+        for schedule in schedules_of[name]:
             # One draft may run under several schedules; its type alone would hide which.
-            label = name if len(schedules) == 1 else f"{name}: {schedule}"
-            labels = names_of_ways(label, schedule, grid[schedule])
-            rows += [
-                Row(name=label, draft=name, run={"schedule": schedule, "temperature": t, **way})
-                for t in options.temperature
-                for label, way in zip(labels, grid[schedule], strict=True)
+            label = name if len(schedules_of[name]) == 1 else f"{name}: {schedule}"
+            ways = ways_of(schedule, options.settings, label)
+            methods += [
+                EvalMethod(
+                    name=named,
+                    config=DecodeConfig.of(way, temperature=temperature, **cut, **shared),
+                    draft=network,
+                    checkpoint=place,
+                )
+                for temperature in options.temperature
+                for named, way in ways
             ]
-    return Spec(
-        title="Evaluation",
-        target=target,
-        rows=rows,
-        run={"verifier": options.verifier, "bitwise": options.bitwise} | options.filters,
-        drafts={name: place for name, (place, _) in drafts.items()},
-        benchmarks=list(options.benchmarks),
-        data_dir=options.data_dir,
-        limit=options.limit,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-        dtype=options.dtype,
-    )
+    return methods
 
 
 @dataclass(frozen=True)
@@ -131,7 +161,7 @@ class _Target:
 
 
 def _load_target(
-    options: EvaluationOptions,
+    options: EvalOptions,
     name: str,
     revision: str | None,
     trained: Iterable[Values],
@@ -181,7 +211,7 @@ def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
 
 
 def evaluate_drafts(
-    options: EvaluationOptions, argv: Sequence[str], cluster: Cluster | None, held: ExitStack
+    options: EvalOptions, argv: Sequence[str], cluster: Cluster | None, held: ExitStack
 ) -> None:
     """Load what the options name, evaluate it, write and print the report.
 
@@ -192,7 +222,8 @@ def evaluate_drafts(
     """
     quieten()
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
-    scorer, lines = make_scorer(options, benchmarks)
+    if options.score:
+        check_scorable(benchmarks)
     target_name, revision, drafts = read_drafts(
         options.checkpoint, options.target, options.draft_model, options.draft
     )
@@ -213,7 +244,8 @@ def evaluate_drafts(
         reference=target.reference,
         trusts_plain=target.trusts_plain,
         connect=target.connect,
-        scorer=scorer,
+        scores=options.score,
+        answers=options.out / "answers" if options.save_answers and not options.shard else None,
         repeats=options.repeats,
         sequences=options.sequences,
         traces=Traces()
@@ -226,16 +258,8 @@ def evaluate_drafts(
             shard=options.shard,
         ),
     )
-    for line in lines:
-        print(line)
     loaded = _load_drafts(options, drafts, target.model, tokenizer)
-    spec = _spec(options, target_name, loaded)
-    machine = {"boundaries": target.boundaries, "num_stages": target.num_stages, "cost": cost}
-    methods = [
-        replace(Method.from_row(spec, row, network, **machine), checkpoint=place)
-        for row in spec.rows
-        for place, network in [loaded[str(row.draft)]]
-    ]
+    methods = make_methods(options, loaded, target, cost)
     if options.shard is not None:
         turns = comparison.decode_shard(methods)
         print(f"{turns} decoded turns of this share are in {options.out}/traces")

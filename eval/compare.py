@@ -3,8 +3,6 @@
 Reads the "per_prompt" rows of results.json; the statistics are those of intervals.py.
 """
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,16 +12,10 @@ import numpy as np
 from msgspec import UNSET
 
 from pipedraft.errors import UsageError
-from pipedraft.eval.intervals import (
-    CONFIDENCE,
-    RELATIVE_DIFFERENCES,
-    PairedComparison,
-    VarianceParts,
-    compare_paired,
-)
-from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, repeated_speeds
+from pipedraft.eval.intervals import PairedComparison, compare_paired
+from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, OVERALL
 from pipedraft.eval.record import Manifest, PromptRecord, RunRecord, parse, read_bytes, read_results
-from pipedraft.eval.tables import Table, align_columns, fact
+from pipedraft.eval.tables import Table, align_columns, bounds, fact
 from pipedraft.files import make_place, to_json, write_atomically
 from pipedraft.options import Options, option
 
@@ -32,15 +24,12 @@ example:
   python -m pipedraft.eval compare out/eval_short out/eval_long --json out/compared.json
 
 A method is compared with the baseline's method of the same name, schedule, stages and tree; where
-there is none, with those most like it. Prompts are matched by id. Two runs of one method with the
-same tokens and steps also show the machine's noise.
+there is none, with those most like it. Prompts are matched by id.
 """
 LEGEND = """\
-difference and ratio: of the values pooled over the prompts, with 95 % intervals of a bootstrap that
-draws prompts with both runs' counts. p: two-sided, runs swapped prompt by prompt; not corrected for
-the number of rows. needed: prompts with which the measured difference, or one of 1, 2, 5 % of the
-baseline, is seen with 80 % power at 5 % (two-sided, spread as measured here). tokens/s: prompts
-count as independent; a machine that is slower for one of the runs looks like a difference."""
+ratio: compared over baseline, of the values pooled over the prompts, with the 95 % interval of a
+bootstrap that draws prompts with both runs' counts. An interval that contains 1 does not tell the
+runs apart. tokens/s: a machine that is slower for one of the runs looks like a difference."""
 
 
 # From the most alike to anything: the fields that the two entries of a comparison share.
@@ -92,6 +81,7 @@ QUANTITIES = (
     Quantity("tokens_per_s", "tokens/s", "tokens", "decode_s"),
 )
 WALLCLOCK = QUANTITIES[-1]
+SPEEDS = QUANTITIES[:-1]
 BY_ENTROPY = tuple(
     Quantity(
         f"draft_acceptance_rate from {low:g} nats",
@@ -120,21 +110,7 @@ class Evaluated:
 
     @classmethod
     def read(cls, folder: Path) -> "Evaluated":
-        where = f"RUN: {str(folder / 'results.json')!r}"
-        entries = read_results("RUN", folder).entries
-        for entry in entries:
-            if not entry.per_prompt:
-                raise UsageError(
-                    f"{where} has an entry without 'per_prompt'; run the evaluation again"
-                )
-            names = Counter((row.benchmark, row.id) for row in entry.per_prompt)
-            for (benchmark, name), times in names.items():
-                if times > 1:
-                    raise UsageError(
-                        f"{where} has {times} prompts of {benchmark} with the id {name!r}; "
-                        "give every row of the benchmark's file an id of its own"
-                    )
-        path = folder / "manifest.json"
+        entries, path = read_results("RUN", folder).entries, folder / "manifest.json"
         return cls(folder, entries, parse(read_bytes("RUN", path), dict, f"RUN: {str(path)!r}"))
 
 
@@ -219,26 +195,14 @@ def compare_runs(
         for line in compare_entries(other, entry, quantities)
     ]
     if not lines:
-        if any(
-            _rows_by_id(entry).keys() & _rows_by_id(other).keys()
-            for entry in compared.entries
-            for other in counterparts(entry, baseline.entries)
-        ):
-            raise UsageError(
-                f"RUN: {str(compared.folder)!r} and {str(baseline.folder)!r} have prompts in "
-                "common, but no quantity, as where no token followed the first; evaluate both with "
-                "--max-new-tokens above 1, plain decoding alone without --sequences"
-            )
-
-        def places(run: Evaluated) -> str:
-            return ", ".join(
-                dict.fromkeys(f"{e.benchmark} at T = {e.sampling}" for e in run.entries)
-            )
-
+        places = [
+            f"{str(run.folder)!r} ({', '.join(f'{name} at T = {label}' for name, label in found)})"
+            for run in (compared, baseline)
+            for found in [dict.fromkeys((e.benchmark, e.sampling) for e in run.entries)]
+        ]
         raise UsageError(
-            f"RUN: {str(compared.folder)!r} ({places(compared)}) and {str(baseline.folder)!r} "
-            f"({places(baseline)}) share no prompt of a benchmark and temperature; evaluate both "
-            "with the same --benchmarks and --temperature"
+            f"RUN: {' and '.join(places)} share no prompt with a token after the first; evaluate "
+            "both with the same --benchmarks and --temperature, and --max-new-tokens above 1"
         )
     return lines
 
@@ -267,22 +231,11 @@ def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line
             found.append(f"{name} differs: {_short(first)} and {_short(second)}")
     for line in lines:
         is_plain = line.compared.schedule == AUTOREGRESSIVE
-        if is_plain and line.result.p_value <= 1 - CONFIDENCE:
+        if is_plain and line.result.differs:
             found.append(
                 f"the machine was not equally fast: plain decoding of {line.compared.benchmark} "
                 f"at T = {line.compared.sampling} ran at {line.result.ratio:.2f} times the "
                 "baseline's tokens/s, and so differ other methods' tokens/s"
-            )
-    for run in (baseline, compared):
-        lacking = [
-            quantity.label
-            for quantity in QUANTITIES
-            if not any(has(quantity, entry) for entry in run.entries)
-        ]
-        if lacking:
-            found.append(
-                f"{run.folder}/results.json has no {' nor '.join(lacking)} of single prompts: not "
-                "compared; run the evaluation again to record them"
             )
     return found
 
@@ -292,63 +245,9 @@ def _short(value: object) -> str:
     return text[:12] if len(text) == 64 else text
 
 
-@dataclass(frozen=True)
-class Noise:
-    """Repeats of one method: the same tokens and steps, other wall-clock times."""
-
-    entry: RunRecord
-    folders: list[str]
-    parts: VarianceParts
-    """Variance of the prompts' tokens per second."""
-    pooled: list[float]
-    """Tokens per second of each run."""
-
-
-def find_noise(runs: Sequence[Evaluated]) -> list[Noise]:
-    """One per method and benchmark that two runs or more decoded in the same steps."""
-    groups: dict[tuple, list[tuple[Evaluated, RunRecord]]] = {}
-    for run in runs:
-        for entry in run.entries:
-            if not has(WALLCLOCK, entry):
-                continue
-            counts = sorted((*key, r.tokens, r.steps) for key, r in _rows_by_id(entry).items())
-            setting = _setting(entry, ("benchmark", "sampling", *LIKENESS[0]))
-            groups.setdefault((setting, tuple(counts)), []).append((run, entry))
-    found = []
-    for repeats in groups.values():
-        keys = sorted(_rows_by_id(repeats[0][1]))
-        tables = [_counts(WALLCLOCK, entry, keys) for _, entry in repeats]
-        # The same tokens in every repeat.
-        pooled, parts = repeated_speeds(tables[0][0], np.stack([seconds for _, seconds in tables]))
-        if parts is None:
-            continue
-        found.append(
-            Noise(
-                entry=repeats[0][1],
-                folders=[str(run.folder) for run, _ in repeats],
-                parts=parts,
-                pooled=pooled,
-            )
-        )
-    return found
-
-
-def _described(entry: RunRecord) -> str:
-    return f"{entry.method}, n={entry.stages}, {entry.shape}"
-
-
 def _name(line: Line) -> str:
-    first, second = _described(line.baseline), _described(line.compared)
+    first, second = (f"{e.method}, n={e.stages}, {e.shape}" for e in (line.baseline, line.compared))
     return second if first == second else f"{first} -> {second}"
-
-
-def _between(interval: tuple[float, float], sign: str = "") -> str:
-    low, high = interval
-    return "-" if math.isnan(low) else f"[{low:{sign}.3f}, {high:{sign}.3f}]"
-
-
-def _whole(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 COLUMNS: dict[str, Callable[[Line], str]] = {
@@ -359,41 +258,34 @@ COLUMNS: dict[str, Callable[[Line], str]] = {
     "prompts": lambda line: str(line.result.num_prompts),
     "baseline": lambda line: f"{line.result.baseline:.3f}",
     "compared": lambda line: f"{line.result.compared:.3f}",
-    "difference": lambda line: f"{line.result.difference:+.3f}",
-    "95 % CI": lambda line: _between(line.result.difference_ci95, "+"),
     "ratio": lambda line: f"{line.result.ratio:.3f}",
-    "95 % CI ": lambda line: _between(line.result.ratio_ci95),
-    "p": lambda line: f"{line.result.p_value:.4f}",
-    "needed": lambda line: _whole(line.result.prompts_for_measured),
-    **{
-        f"{share:.0%}": lambda line, index=index: _whole(  # type: ignore[misc]
-            line.result.prompts_for_relative[index]
-        )
-        for index, share in enumerate(RELATIVE_DIFFERENCES)
-    },
+    "95 % CI": lambda line: bounds(line.result.ratio_ci95),
 }
 
 
-def format_noise(noises: Sequence[Noise]) -> str:
-    lines = ["Noise of tokens/s over repeats (standard deviations of one prompt's value):"]
-    for noise in noises:
-        parts, pooled = noise.parts, ", ".join(f"{value:.2f}" for value in noise.pooled)
-        lines.append(
-            f"  {noise.entry.benchmark}, T={noise.entry.sampling}, "
-            f"{_described(noise.entry)}, {parts.num_repeats} runs of {parts.num_prompts} prompts: "
-            f"mean {parts.mean:.2f}, between prompts {parts.between_prompts**0.5:.2f}, between "
-            f"repeats {parts.between_repeats**0.5:.2f}, beyond both {parts.residual**0.5:.2f} (the "
-            f"last two are {parts.repeat_share:.0%} of the variance); pooled {pooled}"
+def verdicts(lines: Sequence[Line]) -> list[str]:
+    """Say in a sentence for each method which run is faster, by S where it was recorded."""
+    pooled = [line for line in lines if line.compared.benchmark == OVERALL] or lines
+    found: dict[tuple[str, ...], str] = {}
+    for line in pooled:
+        if line.quantity not in SPEEDS or line.compared.schedule == AUTOREGRESSIVE:
+            continue
+        result, label = line.result, line.quantity.label
+        place = f"{line.compared.benchmark}, T={line.compared.sampling}, {_name(line)}"
+        values = f"{label} {result.baseline:.3f} and {result.compared:.3f}"
+        interval = f"ratio {result.ratio:.3f}, 95 % CI {bounds(result.ratio_ci95)}"
+        winner = "the second run is faster" if result.ratio > 1 else "the first run is faster"
+        said = winner if result.differs else "these prompts do not tell the runs apart"
+        found[line.compared.benchmark, line.compared.sampling, _name(line)] = (
+            f"{place}: {said} ({values}, {interval})."
         )
-    return "\n".join(lines)
+    return list(found.values())
 
 
 def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[str, object]:
     def side(run: Evaluated, entry: RunRecord) -> dict[str, object]:
         return {"run": str(run.folder)} | {field: getattr(entry, field) for field in LIKENESS[0]}
 
-    result = asdict(line.result)
-    needed = result.pop("prompts_for_relative")
     return {
         "benchmark": line.compared.benchmark,
         "temperature": line.compared.temperature,
@@ -402,21 +294,7 @@ def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[s
         "of_baseline": side(baseline, line.baseline),
         "of_compared": side(compared, line.compared),
         "left_out": line.left_out,
-        **result,
-        "prompts_for_relative": {
-            f"{share:g}": size for share, size in zip(RELATIVE_DIFFERENCES, needed, strict=True)
-        },
-    }
-
-
-def _noise_record(noise: Noise) -> dict[str, object]:
-    fields = ("benchmark", "temperature", "filters", *LIKENESS[0])
-    return {
-        **{field: getattr(noise.entry, field) for field in fields},
-        "runs": noise.folders,
-        **asdict(noise.parts),
-        "repeat_share": noise.parts.repeat_share,
-        "tokens_per_s": noise.pooled,
+        **asdict(line.result),
     }
 
 
@@ -454,19 +332,15 @@ def run(argv: Sequence[str]) -> None:
         found = find_warnings(baseline, other, lines)
         print(f"{other.folder} compared with {baseline.folder}")
         print("".join(f"warning: {text}\n" for text in found), end="")
-        print(align_columns(Table.of(COLUMNS, lines)) + "\n")
+        print("\n".join([align_columns(Table.of(COLUMNS, lines)), *verdicts(lines), ""]))
         records += [_line_record(line, baseline, other) for line in lines]
         warnings += [f"{other.folder}: {text}" for text in found]
-    noises = find_noise([baseline, *others])
-    if noises:
-        print(format_noise(noises) + "\n")
     print(LEGEND)
     if arguments.json is not None:
         content = {
             "comparisons": records,
             "runs": [str(run.folder) for run in (baseline, *others)],
             "warnings": warnings,
-            "noise": [_noise_record(noise) for noise in noises],
         }
         write_atomically(arguments.json, to_json(content))
         print(f"written: {arguments.json}")

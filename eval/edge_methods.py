@@ -5,7 +5,7 @@ decoded = decode(METHODS["picospec"], simulation, prompt_ids, prompt_index=0)
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import torch
@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from pipedraft.errors import UsageError
 from pipedraft.files import Values, read_json
 from pipedraft.inference.config import DecodeConfig, RuleName
-from pipedraft.inference.edge.channel import Channel, EnergyModel, Link
+from pipedraft.inference.edge.channel import Channel, EnergyModel, Link, load_link
+from pipedraft.inference.edge.draft_length import parse_policy
 from pipedraft.inference.edge.link import LinkPipeline, Times
 from pipedraft.inference.edge.linked import RemoteTarget
 from pipedraft.inference.edge.target_session import SharedTarget
@@ -130,7 +131,7 @@ STATE_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class EdgeMethod:
     """A schedule with settings, and where the draft runs."""
 
     summary: str
@@ -152,74 +153,62 @@ class Method:
     """Why the output is not distributed as the target's; "": it is."""
 
 
-_FULL = "picospec, the whole distribution down on a rejection"
-METHODS: dict[str, Method] = {
-    "cloud": Method(
+METHODS: dict[str, EdgeMethod] = {
+    "cloud": EdgeMethod(
         summary="the target alone, streamed", schedule="autoregressive", drafts_in=None
     ),
-    "cloud_round_trip": Method(
+    "cloud_round_trip": EdgeMethod(
         summary="the target alone, asked for each token",
         schedule="autoregressive",
         drafts_in=None,
         asks_with="id",
     ),
-    "split": Method(
+    "split": EdgeMethod(
         summary="the target's first layers on the edge, the others in the cloud",
         schedule="autoregressive",
         drafts_in=None,
         asks_with="state",
     ),
-    "stop_and_wait": Method(
+    "stop_and_wait": EdgeMethod(
         summary="draft, send, wait; a fixed length", schedule="stop_and_wait", length="fixed"
     ),
-    "colocated": Method(
+    "colocated": EdgeMethod(
         summary="draft and target in one place, streamed", schedule="flexspec", drafts_in="target"
     ),
-    "edge_only": Method(
+    "edge_only": EdgeMethod(
         summary="the draft alone",
         schedule="autoregressive",
         drafts_in="draft",
         caveat="not lossless: the draft's own output",
     ),
-    "flexspec": Method(summary="draft, send, wait; the policy's length", schedule="flexspec"),
-    "prompt_lookup": Method(
+    "flexspec": EdgeMethod(summary="draft, send, wait; the policy's length", schedule="flexspec"),
+    "prompt_lookup": EdgeMethod(
         summary="flexspec with draft tokens looked up in the text by n-grams, as its paper's"
         " baseline",
         schedule="flexspec",
         lookup="ngram",
     ),
-    "dssd": Method(
+    "dssd": EdgeMethod(
         summary="draft, send, wait; the whole distribution comes down on a rejection",
         schedule="dssd",
         length="fixed",
         has_own_rule=True,
     ),
-    "pearl": Method(
+    "pearl": EdgeMethod(
         summary="drafts on while the target verifies, one batch away, verdicts at barriers",
         schedule="pearl",
         length="own",
     ),
-    "picospec": Method(
+    "picospec": EdgeMethod(
         summary="drafts on while the target verifies, several batches away", schedule="picospec"
     ),
-    "picospec_published": Method(
+    "picospec_published": EdgeMethod(
         summary="picospec as published: one batch away, top-K of the distribution down",
         schedule="picospec",
         settings={"window": 1, "verifier": "topk"},
         has_own_rule=True,
     ),
-    "picospec_serial": Method(
-        summary="picospec, waiting for each verdict", schedule="picospec", settings={"serial": True}
-    ),
-    "picospec_slow": Method(
-        summary="picospec without early passes", schedule="picospec", settings={"slow": True}
-    ),
-    "picospec_full": Method(
-        summary=_FULL, schedule="picospec", settings={"verifier": "rejection"}, has_own_rule=True
-    ),
 }
-"""The last three are picospec with one of its parts left out; picospec_full differs above
-temperature 0 only, as a greedy correction is one token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +229,10 @@ class Simulation(TokenFilters):
     """That go up with each draft token besides its id."""
     window: int | None = None
     """Batches of picospec that may be away; None: each method's own."""
+    serial: bool = False
+    """picospec waits for each verdict."""
+    slow: bool = False
+    """picospec makes no early passes."""
     rule: RuleName | None = None
     """For the methods without a rule of their own kind; None: each method's."""
     policy: str = "geometric"
@@ -250,12 +243,20 @@ class Simulation(TokenFilters):
     max_new_tokens: int = 128
     seed: int = 0
 
+    @classmethod
+    def on(cls, network: str, times: Times, **settings: Any) -> "Simulation":
+        """Make a simulation on a link of that name or file, checked before anything is loaded."""
+        energy = radio_energy(radio_of(network), draft_s=times.draft_s)
+        found = cls(link=load_link(network), times=times, energy=energy, **settings)
+        parse_policy(found.policy, max_length=found.max_length)
+        return found
+
     @property
     def sampling(self) -> str:
         """Label of temperature and filters."""
         return sampling_label(self.temperature, self.active)
 
-    def config(self, method: Method) -> DecodeConfig:
+    def config(self, method: EdgeMethod) -> DecodeConfig:
         """Configuration by which a method decodes in this simulation."""
         settings = dict(method.settings)
         if self.temperature == 0:
@@ -271,8 +272,9 @@ class Simulation(TokenFilters):
             settings |= {"policy": f"fixed:{self.fixed_length}", "max_length": longest}
         elif method.length == "own":
             settings["max_length"] = self.max_length
-        if method.schedule == "picospec" and self.window is not None:
-            settings["window"] = self.window
+        if method.schedule == "picospec":
+            settings |= {"serial": self.serial, "slow": self.slow}
+            settings |= {} if self.window is None else {"window": self.window}
         return DecodeConfig.of(
             method.schedule,
             num_stages=1,
@@ -285,13 +287,13 @@ class Simulation(TokenFilters):
             **settings,
         )
 
-    def draft_of(self, method: Method) -> DraftNetwork | None:
+    def draft_of(self, method: EdgeMethod) -> DraftNetwork | None:
         """What a method drafts with."""
         if method.lookup is None:
             return self.draft
         return Lookup(method.lookup, self.target.staged().vocab_size)
 
-    def caveat(self, method: Method) -> str:
+    def caveat(self, method: EdgeMethod) -> str:
         """Why the output is not distributed as the target's; "": it is."""
         if method.drafts_in is None:
             return ""
@@ -299,7 +301,7 @@ class Simulation(TokenFilters):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoded:
+class EdgeOutput:
     """One output and what it cost."""
 
     result: DecodeResult
@@ -318,8 +320,8 @@ class Decoded:
 
 
 def decode(
-    method: Method, simulation: Simulation, prompt_ids: list[int], *, prompt_index: int
-) -> Decoded:
+    method: EdgeMethod, simulation: Simulation, prompt_ids: list[int], *, prompt_index: int
+) -> EdgeOutput:
     """One output on a fresh virtual link.
 
     Raises:
@@ -358,7 +360,7 @@ def decode(
             elapsed_s = _stream_down(result, channel)
         num_drafted = result.num_drafted if method.drafts_in == "both" else 0
     up, down = channel.traffic("up"), channel.traffic("down")
-    return Decoded(
+    return EdgeOutput(
         result=result,
         up_bytes=up.payload_bytes,
         down_bytes=down.payload_bytes,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipedraft.eval.edge_methods import EDGE_W, METHODS, RADIOS, Decoded, Simulation, decode
+from pipedraft.eval.edge_methods import EDGE_W, METHODS, RADIOS, EdgeOutput, Simulation, decode
 from pipedraft.eval.lossless import GreedyReference, check_equal, output_logits
 from pipedraft.eval.metrics import decode_seconds, measure_times, pooled_ratio, ratio
 from pipedraft.eval.record import (
@@ -57,7 +57,7 @@ class LinkRun:
     name: str = ""
     """In results; of a method there may be several at one place. "": the method's."""
     num_prompts: int = 0
-    costs: list[Decoded] = field(default_factory=list)
+    costs: list[EdgeOutput] = field(default_factory=list)
     turns: list[DecodedTurn] = field(default_factory=list)
 
     def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult:

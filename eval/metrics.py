@@ -9,16 +9,10 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from pipedraft.eval.intervals import (
-    VarianceParts,
-    bootstrap_ratio,
-    variance_parts,
-    wilson_over_prompts,
-)
+from pipedraft.eval.intervals import bootstrap_ratio, wilson_over_prompts
 from pipedraft.eval.record import (
     UNCHECKED,
     AcceptanceLength,
@@ -270,20 +264,6 @@ def decode_seconds(result: DecodeResult) -> float:
     return times_s[-1] - times_s[0] if times_s else 0.0
 
 
-def repeated_speeds(
-    tokens_P: np.ndarray, seconds_MP: np.ndarray
-) -> tuple[list[float], VarianceParts | None]:
-    """Tokens per second of every repeat, and where the variance of the conversations' comes from.
-
-    The latter is None where fewer than two repeats or conversations took any time.
-    """
-    speeds = [ratio(float(tokens_P.sum()), float(seconds_P.sum())) for seconds_P in seconds_MP]
-    timed_P = (seconds_MP > 0).all(0)
-    if len(speeds) < 2 or timed_P.sum() < 2:
-        return speeds, None
-    return speeds, variance_parts(tokens_P[timed_P] / seconds_MP[:, timed_P])
-
-
 def unequal_turns(repeats: Sequence[Mapping[Turn, DecodeResult]]) -> int:
     """Turns whose tokens or steps are not the same in every repeat."""
     outcomes = [
@@ -297,22 +277,16 @@ def unequal_turns(repeats: Sequence[Mapping[Turn, DecodeResult]]) -> int:
 def repeats_record(
     rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
 ) -> RepeatsRecord:
-    """Variance components of the conversations' tokens per second, for results.json.
+    """Make the record of repeats for results.json.
 
     Args:
         rows: with ``decode_s_repeats`` of length M.
         repeats: the turns by name, M times.
-
-    Returns:
-        Without components where fewer than two conversations took any time.
     """
-    tokens_P = np.array([row.tokens for row in rows], dtype=np.float64)
-    seconds_MP = np.array([row.decode_s_repeats for row in rows], dtype=np.float64).T
-    speeds, parts = repeated_speeds(tokens_P, seconds_MP)
-    found = RepeatsRecord(
-        repeats=len(repeats), unequal_turns=unequal_turns(repeats), tokens_per_s=[*speeds]
+    tokens = sum(row.tokens for row in rows)
+    seconds_M = np.array([row.decode_s_repeats for row in rows], dtype=np.float64).sum(0).tolist()
+    return RepeatsRecord(
+        repeats=len(repeats),
+        unequal_turns=unequal_turns(repeats),
+        tokens_per_s=[ratio(tokens, seconds) for seconds in seconds_M],
     )
-    if parts is None:
-        return found
-    components = {k: v for k, v in vars(parts).items() if k != "num_repeats"}
-    return msgspec.structs.replace(found, **components, repeat_share=parts.repeat_share)

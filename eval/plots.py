@@ -1,4 +1,4 @@
-"""Which charts an evaluation has: those of report.md, report.html and the retention report."""
+"""Which charts an evaluation has: those of report.md and report.html."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,25 +13,18 @@ from pipedraft.eval.charts import (
     Span,
     SpanChart,
 )
-from pipedraft.eval.metrics import AUTOREGRESSIVE, ratio
+from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.record import (
-    CategoryRecord,
-    DriftRecord,
     EntropyRecord,
     LatencyRecord,
-    RetentionRecord,
     RunRecord,
-    is_known,
     number_or_nan,
 )
 from pipedraft.eval.tables import Table
-from pipedraft.inference.config import COST_PRESETS
 
 MIN_TESTS = 20
 """Positions tested less often are not drawn: their acceptance is noise."""
 MAX_POSITIONS = 16
-MAX_LENGTH = 15
-"""Longest round that is drawn; one more point stands for all that are longer."""
 MAX_SPANS = 40
 """Spans of the busiest process in a time line: about so many bars can be told apart."""
 PLAIN = "The dashed line is autoregressive decoding, 1 by construction."
@@ -82,7 +75,7 @@ def _length(run: RunRecord) -> Estimate:
     return Estimate(number_or_nan(length.pooled), *length.ci95)
 
 
-def _rate(counted: CategoryRecord | EntropyRecord) -> Estimate:
+def _rate(counted: EntropyRecord) -> Estimate:
     return Estimate(
         number_or_nan(counted.draft_acceptance_rate), *counted.draft_acceptance_rate_ci95
     )
@@ -109,43 +102,26 @@ def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
     )
 
 
-def _against(
-    runs: Sequence[RunRecord],
-    place: Callable[[RunRecord], float | None],
-    name: Callable[[RunRecord], str],
-    value: Callable[[RunRecord], Estimate],
-) -> Series:
-    """Values of entries that differ in ``place`` alone, where there are several of them.
+def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
+    """A line for each method that was run on several numbers of stages.
 
-    Entries of different folders may make a line. Where folders hold the same place twice, the
+    Entries of different folders may make a line. Where folders hold the same number twice, the
     second ones make another line, in the order of the folders; labels then name these.
     """
-    lines: dict[str, list[dict[float, RunRecord]]] = {}
-    for run in runs:
-        if (x := place(run)) is None:
-            continue
-        alike = lines.setdefault(name(run), [])
-        line = next((line for line in alike if x not in line), None)
+    lines: dict[str, list[dict[int, RunRecord]]] = {}
+    for run in tables.drafted_runs(pooled):
+        alike = lines.setdefault(f"{run.method}, T={run.sampling}, {run.shape}", [])
+        line = next((line for line in alike if run.stages not in line), None)
         if line is None:
             alike.append(line := {})
-        line[x] = run
-    found = {}
+        line[run.stages] = run
+    series: Series = {}
     for label, alike in lines.items():
         for line in (line for line in alike if len(line) > 1):
             ordered = dict(sorted(line.items()))
             folders = ", ".join(dict.fromkeys(run.folder for run in ordered.values()))
             several = f"{label} ({folders})" if len(alike) > 1 else label
-            found[several] = {x: value(run) for x, run in ordered.items()}
-    return found
-
-
-def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
-    series = _against(
-        tables.drafted_runs(pooled),
-        lambda run: run.stages,
-        lambda run: f"{run.method}, T={run.sampling}, {run.shape}",
-        _length,
-    )
+            series[several] = {stages: _length(run) for stages, run in ordered.items()}
     return LineChart(
         title="L' against n",
         caption=f"Pooled over all prompts, with 95 % intervals. {PLAIN}",
@@ -156,63 +132,6 @@ def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
         table=_numbers(series, "n", "L' pooled"),
         missing="no method was run with several numbers of stages; give the folders of such "
         "evaluations together",
-    )
-
-
-def _other_sizes(run: RunRecord) -> str:
-    """The rest of what is drafted at once: its kind, and its sizes but for the draft length."""
-    kind, _, sizes = (run.tree or "").partition(":")
-    rest = sizes.partition(":")[2]
-    return f"{kind}:*:{rest}" if rest else kind
-
-
-def _draft_length(run: RunRecord) -> float | None:
-    """Draft tokens on the longest path of what is drafted at once; None if it has no bound."""
-    _, _, sizes = (run.tree or "").partition(":")
-    first = sizes.partition(":")[0]
-    return int(first) if first.isdecimal() else None
-
-
-def speedup_by_draft_length(pooled: Sequence[RunRecord]) -> Chart:
-    series = _against(
-        [run for run in tables.drafted_runs(pooled) if is_known(run.theoretical_speedup)],
-        _draft_length,
-        lambda run: f"{run.method}, n={run.stages}, T={run.sampling}, {_other_sizes(run)}",
-        lambda run: Estimate(number_or_nan(run.theoretical_speedup)),
-    )
-    return LineChart(
-        title="S against draft length",
-        caption=f"Modeled speed-up under each run's cost model. {PLAIN}",
-        panels={"": series},
-        axis="modeled speed-up S",
-        place_axis="draft tokens on the longest path",
-        reference=1,
-        table=_numbers(series, "draft length", "S"),
-        missing="no method was run with several draft lengths (--tree chain:3,chain:7)",
-    )
-
-
-def speedup_by_row_cost(pooled: Sequence[RunRecord]) -> Chart:
-    priced = [run for run in pooled if run.theoretical_speedup_by_row]
-    return LineChart(
-        title="S against the cost of a row",
-        caption=tables.ROW_COST_TEXT,
-        panels=_by_temperature(
-            priced,
-            lambda own: {
-                float(row): Estimate(speedup)
-                for run in own
-                for row, speedup in run.theoretical_speedup_by_row.items()
-                if is_known(speedup)
-            },
-        ),
-        axis="modeled speed-up S",
-        place_axis="cost of a row, relative to the first",
-        whole_places=False,
-        marks={name: cost.row for name, cost in COST_PRESETS.items()},
-        reference=1,
-        table=tables.row_cost_table(tables.drafted_runs(priced)),
-        missing="the results were written before steps were priced by their rows",
     )
 
 
@@ -240,32 +159,7 @@ def acceptance_by_position(pooled: Sequence[RunRecord]) -> Chart:
         axis="share accepted",
         place_axis="position in the round",
         limits=(0, 1.02),
-        table=tables.position_table(tables.drafted_runs(pooled)),
         missing=f"no position of a draft was tested {MIN_TESTS} times",
-    )
-
-
-def acceptance_by_category(runs: Sequence[RunRecord]) -> Chart:
-    varied = [run for run in runs if tables.has_categories(run)]
-    benchmarks = list(dict.fromkeys(run.benchmark for run in varied))
-    series = {
-        label: {
-            f"{run.benchmark}/{name}" if len(benchmarks) > 1 else name: _rate(counted)
-            for run in entries
-            for name, counted in run.acceptance_by_category.items()
-            if is_known(counted.draft_acceptance_rate)
-        }
-        for label, entries in drafted_series(varied).items()
-    }
-    return IntervalChart(
-        title="Acceptance by category",
-        caption=f"Share accepted of the tested draft tokens, prompts of {', '.join(benchmarks)}, "
-        "with 95 % intervals over prompts.",
-        panels={"": series},
-        axis="acceptance rate alpha",
-        limits=(0, 1),
-        table=tables.category_table(varied),
-        missing="no benchmark has prompts of several categories",
     )
 
 
@@ -287,30 +181,7 @@ def acceptance_by_entropy(pooled: Sequence[RunRecord]) -> Chart:
         panels={"": series},
         axis="share accepted",
         limits=(0, 1),
-        table=tables.entropy_table(counted),
         missing="results.json has no entropies of the target",
-    )
-
-
-def _length_shares(entries: Sequence[RunRecord]) -> dict[int, Estimate]:
-    counts = [0] * (MAX_LENGTH + 1)
-    for run in entries:
-        for length, count in enumerate(run.acceptance_histogram[1:]):
-            counts[min(length, MAX_LENGTH)] += count
-    last = max((j for j, count in enumerate(counts) if count), default=0)
-    return {j + 1: Estimate(ratio(counts[j], sum(counts))) for j in range(last + 1)}
-
-
-def tokens_per_round(pooled: Sequence[RunRecord]) -> Chart:
-    return LineChart(
-        title="Tokens per round",
-        caption="Share of rounds that emitted so many tokens, the target's own one included; "
-        f"{MAX_LENGTH + 1} stands for longer ones too.",
-        panels=_by_temperature(pooled, _length_shares),
-        axis="share of rounds",
-        place_axis="tokens of a round",
-        table=tables.histogram_table(tables.drafted_runs(pooled)),
-        missing="no entry has a draft",
     )
 
 
@@ -337,7 +208,6 @@ def seconds_by_process(pooled: Sequence[RunRecord]) -> Chart:
         panels=panels,
         axis="seconds",
         window=(0, 1.02 * max((span.end for span in every), default=0) or 1),
-        table=tables.process_table(timed),
         missing="results.json has no times of the processes",
     )
 
@@ -411,32 +281,8 @@ def all_charts(
     return [
         lengths_by_benchmark(runs),
         lengths_by_stages(pooled),
-        speedup_by_draft_length(pooled),
-        speedup_by_row_cost(pooled),
         acceptance_by_position(pooled),
         acceptance_by_entropy(pooled),
-        acceptance_by_category(runs),
-        tokens_per_round(pooled),
         seconds_by_process(pooled),
         latencies(latency),
     ]
-
-
-def plot_retention(targets: Sequence[DriftRecord], drafts: Sequence[RetentionRecord]) -> bytes:
-    """Acceptance of every draft on every target with its interval, by the target's drift."""
-    drift = {(entry.domain, entry.target): number_or_nan(entry.kl) for entry in targets}
-    panels: dict[str, Series] = {}
-    for entry in drafts:
-        series = panels.setdefault(entry.domain, {}).setdefault(entry.draft, {})
-        place = drift[entry.domain, entry.target]
-        series[place] = Estimate(number_or_nan(entry.alpha), *entry.alpha_ci95)
-    chart = LineChart(
-        title="Retention",
-        caption="",
-        panels=panels,
-        axis="acceptance rate",
-        place_axis="drift: KL(base || target) per token, nats",
-        limits=(0, 1.02),
-        whole_places=False,
-    )
-    return chart.png()

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,18 +12,23 @@ from pipedraft.eval.checkpoints import TableContext
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.record import Manifest, is_known
 from pipedraft.eval.report import write_report
-from pipedraft.eval.retention import write_retention
 from pipedraft.eval.runner import (
     KINDS,
     Finished,
-    Outcome,
+    RowOutcome,
     Value,
     check,
     decode_shard,
     load_context,
-    search_for,
 )
-from pipedraft.eval.spec import DEFAULT_TARGET, Measure, Row, Spec, read_spec, table_names
+from pipedraft.eval.spec import (
+    DEFAULT_TARGET,
+    Column,
+    Row,
+    Spec,
+    read_spec,
+    table_names,
+)
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.eval.traces import remove_traces
 from pipedraft.files import to_json, write_atomically
@@ -39,7 +43,7 @@ LEGEND = """\
 - "not available here": the paper may have the number; no source of it was at hand."""
 
 
-def measured(table: Spec, outcomes: Sequence[Outcome], index: int, measure: Measure) -> Value:
+def measured(table: Spec, outcomes: Sequence[RowOutcome], index: int, measure: Column) -> Value:
     """Value of a row's measure; one that divides by a row that was not run does not exist."""
     own = outcomes[index].values.get(measure.benchmark, {}).get(measure.quantity, (None, None))
     if measure.over is None:
@@ -69,11 +73,11 @@ def _published(row: Row, column: str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def _remark(row: Row, outcome: Outcome) -> str:
+def _remark(row: Row, outcome: RowOutcome) -> str:
     return "; ".join(dict.fromkeys(x for x in (outcome.remark, row.remark) if x))
 
 
-def paper_table(table: Spec, outcomes: Sequence[Outcome]) -> Table:
+def paper_table(table: Spec, outcomes: Sequence[RowOutcome]) -> Table:
     """One line for each row: what names it, our values, the published ones, a remark."""
     places = [table.place(row) for row in table.rows]
     has_network = len({place[1] for place in places}) > 1
@@ -88,7 +92,7 @@ def paper_table(table: Spec, outcomes: Sequence[Outcome]) -> Table:
         named += [str(network or "-")] if has_network else []
         named += [str(outcome.stages or "-")] if has_stages else []
         ours = [
-            _cell(measured(table, outcomes, index, Measure.parse(text))) for text in table.measures
+            _cell(measured(table, outcomes, index, Column.parse(text))) for text in table.measures
         ]
         published = [_published(row, column) for column in table.sources]
         shown = [*named, f"{temperature:g}", *ours, outcome.agreement, *published]
@@ -120,13 +124,13 @@ def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
     return lines
 
 
-def table_record(name: str, table: Spec, outcomes: Sequence[Outcome]) -> dict[str, object]:
+def table_record(name: str, table: Spec, outcomes: Sequence[RowOutcome]) -> dict[str, object]:
     """Contents of table.json: every row's measured and published values."""
     rows = []
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
         ours = {}
         for text in table.measures:
-            value, interval = measured(table, outcomes, index, Measure.parse(text))
+            value, interval = measured(table, outcomes, index, Column.parse(text))
             ours[text] = {"value": value, "ci95": interval}
         temperature, network = table.place(row)
         rows.append(
@@ -161,14 +165,6 @@ def read_options(options: TableOptions) -> Spec:
     return spec
 
 
-def context_of(options: TableOptions, spec: Spec) -> TableContext:
-    search = search_for(spec, list(options.checkpoints))
-    context = load_context(spec, search, options.out, device=options.device)
-    if options.fresh:
-        remove_traces(options.out, options.shard)
-    return replace(context, sequences=options.sequences, shard=options.shard)
-
-
 def make_table(options: TableOptions, argv: Sequence[str]) -> None:
     """Run a table, write its files and print it.
 
@@ -190,7 +186,9 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
                 f"{spec.kind}, whose rows are decoded one after the other; leave it out"
             )
     quieten()
-    context = context_of(options, spec)
+    context = load_context(spec, options)
+    if options.fresh:
+        remove_traces(options.out, options.shard)
     if options.shard is not None:
         outcomes, turns = decode_shard(spec, context)
         if turns is None:
@@ -220,7 +218,7 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
     print(_write(options, spec, finished, manifest, context))
 
 
-def _nothing_runs(name: str, outcomes: Sequence[Outcome]) -> ValueError:
+def _nothing_runs(name: str, outcomes: Sequence[RowOutcome]) -> ValueError:
     reasons = dict.fromkeys(outcome.remark for outcome in outcomes)
     return ValueError(f"--checkpoints: nothing of {name} can be run: {'; '.join(reasons)}")
 
@@ -234,23 +232,19 @@ def _write(
 ) -> str:
     """Write the files; returns what the terminal shows."""
     out: Path = options.out
-    results, shown = finished.results, []
+    results = finished.results
     assert results is not None
     if spec.kind == "pipeline":
         write_report(out, results.runs or [], manifest)
-    elif spec.kind == "retention":
-        shown.append(write_retention(out, results, manifest))
     else:
         write_atomically(out / "manifest.json", to_json(manifest))
         write_atomically(out / "results.json", to_json(results))
-    if spec.rows:
-        lines = notes(spec, context, manifest["hardware"]["processor"])
-        table = paper_table(spec, finished.outcomes)
-        parts = [f"# {spec.title}", f"    {manifest['command']}", markdown(table)]
-        parts += ["\n".join(f"- {line}" for line in lines), LEGEND]
-        write_atomically(out / "table.md", ("\n\n".join(parts) + "\n").encode())
-        content = to_json(table_record(options.name, spec, finished.outcomes))
-        write_atomically(out / "table.json", content)
-        shown = [for_terminal(table), *lines]
-    names = "table.md, table.json, results.json" if spec.rows else "report.md, results.json"
-    return "\n".join([*shown, f"written: {shlex.quote(str(out))}/{names}"])
+    lines = notes(spec, context, manifest["hardware"]["processor"])
+    table = paper_table(spec, finished.outcomes)
+    parts = [f"# {spec.title}", f"    {manifest['command']}", markdown(table)]
+    parts += ["\n".join(f"- {line}" for line in lines), LEGEND]
+    write_atomically(out / "table.md", ("\n\n".join(parts) + "\n").encode())
+    content = to_json(table_record(options.name, spec, finished.outcomes))
+    write_atomically(out / "table.json", content)
+    written = f"written: {shlex.quote(str(out))}/table.md, table.json, results.json"
+    return "\n".join([for_terminal(table), *lines, written])

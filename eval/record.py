@@ -156,18 +156,12 @@ class EntropyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RepeatsRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the variance of tokens/s comes from; see ``intervals.VarianceParts``."""
+    """The same prompts decoded several times with the same random numbers."""
 
     repeats: Count
     unequal_turns: Count
     """Turns whose tokens or steps differ between repeats: 0 unless something is broken."""
     tokens_per_s: list[Figure]
-    num_prompts: Count | UnsetType = UNSET
-    mean: Figure | UnsetType = UNSET
-    between_prompts: Figure | UnsetType = UNSET
-    between_repeats: Figure | UnsetType = UNSET
-    residual: Figure | UnsetType = UNSET
-    repeat_share: Figure | UnsetType = UNSET
 
 
 class ScoreRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,8 +174,6 @@ class ScoreRecord(msgspec.Struct, frozen=True, kw_only=True):
     ci95: Interval
     cut: Count
     """Answers that ran into --max-new-tokens or the context: most of these cannot be right."""
-    isolated: bool | None
-    """Whether programs ran without a network; None: none ran."""
 
 
 class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -317,7 +309,7 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
 
 
 class ReplayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation of a recorded run, on another pipeline."""
+    """One conversation of a recorded run, on other hardware."""
 
     benchmark: Name
     id: Name
@@ -328,7 +320,7 @@ class ReplayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One recorded way of decoding on one pipeline and benchmark: an entry of replay.json."""
+    """One recorded run on one cost model and benchmark: an entry of replay.json."""
 
     method: Name
     draft_type: Name | None
@@ -341,13 +333,10 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     filters: Filtered = {}
     seed: int
     max_new_tokens: Count
-    recorded_stages: Count
     benchmark: Name
     stages: Count
     cost_name: Name
     cost: Values
-    how: Name
-    """recorded, exact or assumed: what the figures rest on."""
     prompts: Count
     tokens: Count
     steps: Count
@@ -360,64 +349,14 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     per_prompt: list[ReplayedPrompt]
 
 
-class DriftRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One target of a retention report, on the prompts of one domain."""
-
-    domain: Name
-    target: Name
-    kl: Figure
-    """Mean KL(base || target) per token of the base's answers, in nats."""
-    kl_ci95: Interval
-    out_of_scope: list[Name]
-    """Modules that differ from the base's where a draft relies on them."""
-    turns: Count
-    same_text: Count
-    """Turns to which every draft gave the same output."""
-    checkpoint: Name
-    weights: str
-
-
-class AcceptedPerPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    accepted: list[Amount]
-    tested: list[Amount]
-
-
-class RetentionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One draft on one target of a retention report."""
-
-    domain: Name
-    target: Name
-    draft: Name
-    loads: bool
-    """Whether the check of its fingerprint accepts this target."""
-    draft_bytes: Count = 0
-    """Weights of the draft: what is sent where it is trained again for a target."""
-    alpha: Figure
-    alpha_ci95: Interval
-    tau: Figure
-    tau_ci95: Interval
-    retained: Figure
-    """alpha over the same draft's alpha on the base."""
-    retained_ci95: Interval
-    accepted: Count
-    tested: Count
-    emitted: Count
-    rounds: Count
-    per_prompt: AcceptedPerPrompt
-
-
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """The file. An evaluation writes runs and overall, edge-cloud decoding latency and times, a
-    retention report targets and drafts."""
+    """The file. An evaluation writes runs and overall, edge-cloud decoding latency and times."""
 
     runs: list[RunRecord] | UnsetType = UNSET
     overall: list[RunRecord] | UnsetType = UNSET
     """The same, pooled over the benchmarks; empty with a single one."""
     latency: list[LatencyRecord] | UnsetType = UNSET
     times: dict[str, float] | UnsetType = UNSET
-    targets: list[DriftRecord] | UnsetType = UNSET
-    drafts: list[RetentionRecord] | UnsetType = UNSET
-    config: Values | UnsetType = UNSET
 
     @property
     def entries(self) -> list[RunRecord]:

@@ -1,7 +1,7 @@
-"""Other pipelines from recorded runs, without a model: `python -m pipedraft.eval replay --help`."""
+"""Recorded runs on other hardware, without a model: `python -m pipedraft.eval replay --help`."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -24,8 +24,7 @@ from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.config import ROW_COSTS, read_cost
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.rules.filters import sampling_label
-from pipedraft.inference.schedules.base import Refusal, Round, Schedule
-from pipedraft.models import stage_boundaries
+from pipedraft.inference.schedules.base import Schedule
 from pipedraft.options import Options, option
 
 if TYPE_CHECKING:
@@ -33,19 +32,17 @@ if TYPE_CHECKING:
 
 EXAMPLE = """\
 example:
-  python -m pipedraft.eval replay out/eval --stages 2,4,8 --cost out/cost.json --link 0,0.05
-  python -m pipedraft.eval replay out/eval --stages 4 --cost h100 --link 0,1ms --pass-ms 20 --best
+  python -m pipedraft.eval replay out/eval --cost out/cost.json --link 0,0.05
+  python -m pipedraft.eval replay out/eval --cost h100 --link 0,1ms --pass-ms 20 --best
 
-TRACES is the --out folder of an evaluation, its traces folder, or a file in there. Every turn in it
-is replayed; no model is loaded.
+TRACES is the --out folder of an evaluation, its traces folder, or a file in there. The steps of
+every turn go through the clock of the cost model; no model is loaded. Other numbers of stages are
+decoded: eval --stages N.
 """
 LEGEND = """\
-how: recorded, the steps of the run itself on the clock of the cost model; exact, another number of
-stages, whose draft tokens and verdicts are the same; assumed, the draft's tokens depend on the
-number of stages, and those on the new one are taken to be right as often. N tokens, K steps, L' = n
-N / K, S modeled speed-up over plain decoding on the same pipeline, both with 95 % bootstrap
-intervals over conversations; one device: the same over plain decoding with all layers on one. link:
-one hop, in times of a target pass over one token."""
+N tokens, K steps, L' = n N / K, S modeled speed-up over plain decoding on the same pipeline, both
+with 95 % bootstrap intervals over conversations; one device: the same over plain decoding with all
+layers on one. link: one hop, in times of a target pass over one token."""
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -67,66 +64,106 @@ class Hardware:
         return recording.with_draft(cost)
 
 
-@dataclass(frozen=True)
-class Replay:
-    """One recorded way of decoding on one pipeline."""
-
-    recording: Recording
-    hardware: Hardware
-    cost: CostModel
-    stages: int
-    how: str
-    rows: list[ReplayedPrompt]
+class NotReplayable(Exception):
+    """One line: why a recorded run does not say what would happen under another cost model."""
 
 
-def replay(recording: Recording, stages: int, hardware: Hardware) -> Replay:
-    """What a recorded run would take on another number of stages and other hardware.
+def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> str:
+    """Say why a run under ``cost`` would have drafted other tokens; "": it would not."""
+    if cost == recorded:
+        return ""
+    if schedule.is_auto:
+        return (
+            f"{schedule.name} chose its budget (auto) by its own cost model; record a run under "
+            "this one"
+        )
+    is_same_draft = (cost.draft_forward, cost.draft_on_first_stage) == (
+        recorded.draft_forward,
+        recorded.draft_on_first_stage,
+    )
+    if schedule.fills_step and not is_same_draft:
+        return (
+            f"{schedule.name} drafted as much as fits beside a step under its own cost model; "
+            "record a run under this one, or with --expansion-depth"
+        )
+    return ""
+
+
+def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
+    """Compute what the recorded steps would take on other hardware.
+
+    Returns:
+        One record for each benchmark, and with several "overall".
 
     Raises:
-        Refusal: the recorded run does not say what this pipeline would do.
+        NotReplayable: a run there would have drafted other tokens.
     """
     config, cost = recording.config, hardware.cost_for(recording)
-    recorded_cost = recording.with_draft(config.cost)
-    schedule = config.schedule
-    if cost != recorded_cost and (conflict := schedule.cost_conflict(recorded_cost, cost)):
-        raise Refusal(conflict)
-    num_layers = recording.boundaries[-1]
-    if stages > num_layers:
-        raise Refusal(f"the target has {num_layers} layers, too few for {stages} stages")
-    how, boundaries = "recorded", recording.boundaries
-    if stages != config.num_stages:
-        how = schedule.replay_basis(recording.draft_type, config.num_stages, config.cost)
-        boundaries = stage_boundaries(num_layers, stages)
-        for key, result in recording.turns.items():
-            if not follows_rounds(result, recording.clock(recorded_cost), schedule):
-                raise Refusal(
-                    f"the recorded steps of {'/'.join(map(str, key))} are not those of "
-                    f"{schedule.name}'s rounds on {config.num_stages} stages"
-                )
-    turns: dict[tuple[str, str], list[tuple[int, int, float, float]]] = {}
-    for (benchmark, name, _), result in recording.turns.items():
-        clock = VirtualClock(cost, boundaries, cost.draft_forward or 0.0)
-        if how == "recorded":
-            replay_log(result, clock)
-        else:
-            replay_rounds(result, clock, schedule)
-        plain = clock.autoregressive_time(result.num_tokens)
-        turn = result.num_tokens, clock.num_steps, clock.time, plain
-        turns.setdefault((benchmark, name), []).append(turn)
-    rows = []
-    for (benchmark, name), own in turns.items():
-        tokens, steps, times, plains = zip(*own, strict=True)
-        rows.append(
-            ReplayedPrompt(
+    if conflict := cost_conflict(config.schedule, recording.with_draft(config.cost), cost):
+        raise NotReplayable(conflict)
+    rows = _replayed_prompts(recording, cost)
+    alone = VirtualClock(replace(cost, link=0.0, link_row=0.0), (0, recording.boundaries[-1]), 0.0)
+    piped = VirtualClock(cost, recording.boundaries, 0.0)
+    # Plain decoding's time of a token on one device, over that on the pipeline.
+    one_device_share = alone.autoregressive_time(1) / piped.autoregressive_time(1)
+    benchmarks = dict.fromkeys(row.benchmark for row in rows)
+    found = []
+    for benchmark in [*benchmarks, *([OVERALL] if len(benchmarks) > 1 else [])]:
+        own = [row for row in rows if benchmark in (row.benchmark, OVERALL)]
+        time_P, plain_P = (
+            np.array([getattr(row, field) for row in own if row.steps], dtype=np.float64)
+            for field in ("virtual_time", "virtual_time_autoregressive")
+        )
+        speedup, speedup_ci95 = pooled_ratio(plain_P, time_P)
+        counts = [(row.tokens, row.steps) for row in own]
+        found.append(
+            ReplayRecord(
+                method=recording.name,
+                draft_type=recording.draft_type,
+                draft_sha256=recording.draft_hash,
+                schedule=config.schedule.name,
+                tree_width=config.schedule.width,
+                tree=config.schedule.label,
+                temperature=config.temperature,
+                filters=config.active,
+                seed=config.seed,
+                max_new_tokens=config.max_new_tokens,
                 benchmark=benchmark,
-                id=name,
-                tokens=sum(tokens),
-                steps=sum(steps),
-                virtual_time=sum(times, 0.0),
-                virtual_time_autoregressive=sum(plains, 0.0),
+                stages=config.num_stages,
+                cost_name=hardware.name,
+                cost=asdict(cost),
+                prompts=len(own),
+                tokens=sum(tokens for tokens, _ in counts),
+                steps=sum(steps for _, steps in counts),
+                equivalent_acceptance_length=acceptance_length(counts, config.num_stages),
+                theoretical_speedup=speedup,
+                theoretical_speedup_ci95=speedup_ci95,
+                one_device_speedup=speedup * one_device_share,
+                per_prompt=own,
             )
         )
-    return Replay(recording, hardware, cost, stages, how, rows)
+    return found
+
+
+def _replayed_prompts(recording: Recording, cost: CostModel) -> list[ReplayedPrompt]:
+    """The turns of each conversation on the clock of another cost model, added up."""
+    clocks: dict[tuple[str, str], list[tuple[int, VirtualClock, float]]] = {}
+    for (benchmark, name, _), result in recording.turns.items():
+        clock = VirtualClock(cost, recording.boundaries, cost.draft_forward or 0.0)
+        replay_log(result, clock)
+        plain = clock.autoregressive_time(result.num_tokens)
+        clocks.setdefault((benchmark, name), []).append((result.num_tokens, clock, plain))
+    return [
+        ReplayedPrompt(
+            benchmark=benchmark,
+            id=name,
+            tokens=sum(tokens for tokens, _, _ in turns),
+            steps=sum(clock.num_steps for _, clock, _ in turns),
+            virtual_time=sum((clock.time for _, clock, _ in turns), 0.0),
+            virtual_time_autoregressive=sum((plain for _, _, plain in turns), 0.0),
+        )
+        for (benchmark, name), turns in clocks.items()
+    ]
 
 
 def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
@@ -148,7 +185,7 @@ def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[s
     found, config = {}, engine.config
     for row in sorted({*ROW_COSTS, config.cost.row}):
         cost = replace(config.cost, row=row)
-        if row != config.cost.row and config.schedule.cost_conflict(config.cost, cost):
+        if cost_conflict(config.schedule, config.cost, cost):
             continue
         clock = VirtualClock(cost, engine.target.boundaries, engine.draft_cost)
         for result in results:
@@ -157,67 +194,6 @@ def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[s
             plain = clock.autoregressive_time(sum(result.num_tokens for result in results))
             found[f"{row:g}"] = plain / clock.time
     return found
-
-
-def replay_rounds(result: DecodeResult, clock: VirtualClock, schedule: Schedule) -> None:
-    """The recorded rounds on the clock's number of stages, by the schedule's own rule."""
-    columns = (result.round_lengths, result.round_ends, result.round_drafted, result.round_forwards)
-    for length, end, drafted, forwards in zip(*columns, strict=True):
-        schedule.replay(clock, Round(length, end, drafted, forwards))
-
-
-def follows_rounds(result: DecodeResult, clock: VirtualClock, schedule: Schedule) -> bool:
-    """Whether the recorded steps are those of the rule; the clock is a fresh one of that run."""
-    replay_rounds(result, clock, schedule)
-    return clock.log == result.step_log
-
-
-def records(found: Replay) -> Iterator[ReplayRecord]:
-    """One for each benchmark, and with several "overall"."""
-    recording, config = found.recording, found.recording.config
-    benchmarks = dict.fromkeys(row.benchmark for row in found.rows)
-    for benchmark in [*benchmarks, *([OVERALL] if len(benchmarks) > 1 else [])]:
-        rows = [row for row in found.rows if benchmark in (row.benchmark, OVERALL)]
-        counts = [(row.tokens, row.steps) for row in rows]
-        time_P, plain_P = (
-            np.array([getattr(row, field) for row in rows if row.steps], dtype=np.float64)
-            for field in ("virtual_time", "virtual_time_autoregressive")
-        )
-        speedup, speedup_ci95 = pooled_ratio(plain_P, time_P)
-        yield ReplayRecord(
-            method=recording.name,
-            draft_type=recording.draft_type,
-            draft_sha256=recording.draft_hash,
-            schedule=config.schedule.name,
-            tree_width=config.schedule.width,
-            tree=config.schedule.label,
-            temperature=config.temperature,
-            filters=config.active,
-            seed=config.seed,
-            max_new_tokens=config.max_new_tokens,
-            recorded_stages=config.num_stages,
-            benchmark=benchmark,
-            stages=found.stages,
-            cost_name=found.hardware.name,
-            cost=asdict(found.cost),
-            how=found.how,
-            prompts=len(rows),
-            tokens=sum(tokens for tokens, _ in counts),
-            steps=sum(steps for _, steps in counts),
-            equivalent_acceptance_length=acceptance_length(counts, found.stages),
-            theoretical_speedup=speedup,
-            theoretical_speedup_ci95=speedup_ci95,
-            one_device_speedup=speedup * _one_device_share(found),
-            per_prompt=rows,
-        )
-
-
-def _one_device_share(found: Replay) -> float:
-    """Plain decoding's time of a token on one device, over that on the pipeline."""
-    layers = found.recording.boundaries[-1]
-    alone = VirtualClock(replace(found.cost, link=0.0, link_row=0.0), (0, layers), 0.0)
-    piped = VirtualClock(found.cost, stage_boundaries(layers, found.stages), 0.0)
-    return alone.autoregressive_time(1) / piped.autoregressive_time(1)
 
 
 def best_of(found: Sequence[ReplayRecord]) -> list[ReplayRecord]:
@@ -238,7 +214,6 @@ COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
     "benchmark": lambda record: record.benchmark,
     "method": lambda record: record.method,
     "T": lambda record: sampling_label(record.temperature, record.filters),
-    "recorded n": lambda record: str(record.recorded_stages),
     "n": lambda record: str(record.stages),
     "cost": lambda record: record.cost_name,
     "link": lambda record: f"{record.cost['link']:g}",
@@ -249,7 +224,6 @@ COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
     "S": lambda record: number(record.theoretical_speedup),
     "95 % CI ": lambda record: bounds(record.theoretical_speedup_ci95),
     "one device": lambda record: number(record.one_device_speedup),
-    "how": lambda record: record.how,
 }
 VARYING: dict[str, Callable[[ReplayRecord], str]] = {
     "max new": lambda record: str(record.max_new_tokens),
@@ -379,7 +353,7 @@ def _in_passes(link: str, pass_ms: float | None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(Options):
-    """N, K, L' and S of recorded runs on other stages, hardware and links."""
+    """N, K, L' and S of recorded runs on other hardware and links."""
 
     PROG: ClassVar[str] = "pipedraft eval replay"
     EXAMPLE: ClassVar[str] = EXAMPLE + "\n" + LEGEND
@@ -389,8 +363,6 @@ class ReplayOptions(Options):
     cost: tuple[str, ...] = option((), metavar="PRESET|FILE", repeated=True)
     """cost model: h100, a100, rtx4090, jetson_orin, this_cpu, or a file as --calibrate writes it;
     may be given several times; default: the run's"""
-    stages: tuple[int, ...] = option((), metavar="N,..", least=1)
-    """pipeline stages; default: the run's"""
     link: tuple[str, ...] = option((), metavar="T,..", parse=read_link)
     """time of a hop in place of the cost model's: in target passes over one token, or with a unit
     (200us, 20ms) and --pass-ms"""
@@ -423,24 +395,18 @@ def run(argv: Sequence[str]) -> None:
     arguments = ReplayOptions.read(argv)
     recordings = read_recordings(arguments.traces)
     wanted = [
-        (recording, stages, hardware)
-        for recording in recordings
-        for stages in arguments.stages or [recording.config.num_stages]
-        for hardware in _hardware(arguments)
+        (recording, hardware) for recording in recordings for hardware in _hardware(arguments)
     ]
     found: list[ReplayRecord] = []
-    refused: dict[tuple[str, str], dict[int, None]] = {}
-    for recording, stages, hardware in tqdm(wanted, desc="replays", unit="pipeline"):
+    refused: list[str] = []
+    for recording, hardware in tqdm(wanted, desc="replays", unit="run"):
         try:
-            found += records(replay(recording, stages, hardware))
-        except Refusal as refusal:
-            refused.setdefault((recording.name, str(refusal)), {})[stages] = None
-    left_out = [
-        f"{name} on {', '.join(map(str, stages))} stages: {reason}"
-        for (name, reason), stages in refused.items()
-    ]
+            found += replay(recording, hardware)
+        except NotReplayable as reason:
+            refused.append(f"{recording.name} on {recording.config.num_stages} stages: {reason}")
+    left_out = list(dict.fromkeys(refused))
     if not found:
-        raise UsageError(f"--stages: nothing can be replayed; {left_out[0]}")
+        raise UsageError(f"--cost: nothing can be replayed; {left_out[0]}")
     found = best_of(found) if arguments.best else found
     content = to_json({"replays": found, "left_out": left_out})
     lines = [f"left out: {line}" for line in left_out]

@@ -47,7 +47,6 @@ A results.json may also hold, or hold alone, times of edge-cloud decoding:
 """
 LENGTH_PLOT = "equivalent_acceptance_length.png"
 POSITION_PLOT = "acceptance_by_position.png"
-ROW_COST_PLOT = "speedup_by_row_cost.png"
 # Not allowed in XML, or able to turn the reading direction of what follows.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
@@ -68,7 +67,7 @@ def printable(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ReportSource:
     """Files of one evaluation's folder, read."""
 
     name: str
@@ -104,6 +103,7 @@ class Comparison:
     warnings: list[str]
     table: Table | None
     """None: nothing can be compared; the warnings say why."""
+    verdicts: Sequence[str] = ()
 
 
 def _summary(pooled: Sequence[RunRecord]) -> Values:
@@ -147,7 +147,7 @@ def _losses(runs: Sequence[RunRecord]) -> str:
     return f"All {checked} greedy outputs that were checked equal the target's own."
 
 
-def _overview(sources: Sequence[Source], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+def _overview(sources: Sequence[ReportSource], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """Facts at the top of the page: what was measured, on which target."""
 
     def listed(values: Iterable[object]) -> str:
@@ -168,20 +168,6 @@ def _overview(sources: Sequence[Source], runs: Sequence[RunRecord]) -> list[tupl
     return [(name, text) for name, text in found.items() if text]
 
 
-def _disagreements(sources: Sequence[Source]) -> list[str]:
-    """Why the numbers of several folders may not be comparable."""
-    lines = []
-    for name, path in (
-        ("targets", ("target", "fingerprint", "hash")),
-        ("numbers (dtype)", ("dtype",)),
-        ("lengths of answers (--max-new-tokens)", ("config", "max_new_tokens")),
-    ):
-        values = [fact(source.manifest or {}, *path) for source in sources]
-        if len({value for value in values if value is not None}) > 1:
-            lines.append(f"The runs have different {name}: their L' are not comparable.")
-    return lines
-
-
 def _legend(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """The Markdown legend as terms; entries begin with a bold one."""
     plain = " ".join(re.sub(r"[*`]", "", tables.legend(runs)).split())
@@ -190,7 +176,7 @@ def _legend(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
 
 
 def build_page(
-    sources: Sequence[Source],
+    sources: Sequence[ReportSource],
     *,
     comparisons: Sequence[Comparison] = (),
     traces: Mapping[str, Mapping[str, Sequence[Span]]] | None = None,
@@ -214,7 +200,6 @@ def build_page(
     if not traces:
         reason = "no trace was given (--trace)"
         charts.append(Chart(title="Time line", caption="", panels={}, axis="ms", missing=reason))
-    repeated = [run for run in pooled if run.repeats is not UNSET]
     summary = _summary(pooled)
     sections = {
         "Summary": summary["summary"],
@@ -233,13 +218,12 @@ def build_page(
         themes=THEMES,
         text_columns=tables.TEXT_COLUMNS,
         facts=_overview(sources, runs),
-        warnings=[*_disagreements(sources), *tables.warnings(runs)],
+        warnings=tables.warnings(runs),
         losses=_losses(runs),
         **summary,
         results=tables.results_table(runs, with_benchmark=True) if runs else None,
         legend=_legend(runs),
-        repeats=tables.repeats_table(repeated) if repeated else None,
-        repeats_text=tables.REPEATS_TEXT,
+        details=tables.details(runs),
         charts=charts,
         comparisons=comparisons,
         comparison_legend=compare.LEGEND,
@@ -286,33 +270,9 @@ def format_report(
         parts += [f"## {name}", markdown(tables.results_table(of_benchmark))]
     parts += [tables.legend(runs)]
     parts += [f"![L' by method and benchmark]({LENGTH_PLOT})"] * (LENGTH_PLOT in pictures)
-    drafted = tables.drafted_runs(tables.pooled_runs(runs))
-    if drafted:
-        parts += ["## Tokens per round", "Share of rounds that emitted so many tokens."]
-        parts += [markdown(tables.histogram_table(drafted))]
-        if any(run.theoretical_speedup_by_row for run in drafted):
-            parts += ["## S by the cost of a row", tables.ROW_COST_TEXT]
-            parts += [markdown(tables.row_cost_table(drafted))]
-            parts += [f"![S against the cost of a row]({ROW_COST_PLOT})"] * (
-                ROW_COST_PLOT in pictures
-            )
-        parts += ["## Acceptance by position", tables.POSITION_TEXT]
-        parts += [markdown(tables.position_table(drafted))]
-        parts += [f"![Acceptance by position]({POSITION_PLOT})"] * (POSITION_PLOT in pictures)
-    counted = [run for run in drafted if run.acceptance_by_entropy]
-    if counted:
-        parts += ["## Acceptance by entropy", tables.ENTROPY_TEXT]
-        parts += [markdown(tables.entropy_table(counted))]
-    for name in benchmarks:
-        varied = [r for r in runs if r.benchmark == name and tables.has_categories(r)]
-        if varied:
-            parts += [f"## {name} by category", markdown(tables.category_table(varied))]
-    repeated = [run for run in tables.pooled_runs(runs) if run.repeats is not UNSET]
-    if repeated:
-        parts += ["## Repeats", tables.REPEATS_TEXT, markdown(tables.repeats_table(repeated))]
-    timed = [run for run in tables.pooled_runs(runs) if run.processes]
-    if timed:
-        parts += ["## Processes", tables.PROCESS_TEXT, markdown(tables.process_table(timed))]
+    parts += [f"![Acceptance by position]({POSITION_PLOT})"] * (POSITION_PLOT in pictures)
+    for title, text, table in tables.details(runs):
+        parts += [f"## {title}", text, markdown(table)]
     parts += ["## Provenance", "\n".join(f"- {n}: {text}" for n, text in describe(manifest))]
     return "\n\n".join(parts) + "\n"
 
@@ -333,14 +293,13 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
     charts = {
         LENGTH_PLOT: plots.lengths_by_benchmark(runs),
         POSITION_PLOT: plots.acceptance_by_position(tables.pooled_runs(runs)),
-        ROW_COST_PLOT: plots.speedup_by_row_cost(tables.pooled_runs(runs)),
     }
     pictures = {name: chart.png() for name, chart in charts.items() if not chart.is_empty}
     for name, picture in pictures.items():
         write_atomically(out_dir / name, picture)
     write_atomically(out_dir / "manifest.json", to_json(manifest))
     write_atomically(out_dir / "report.md", format_report(runs, manifest, pictures).encode())
-    source = Source(
+    source = ReportSource(
         name=out_dir.resolve().name,
         entries=parse(content, Results, str(out_dir / "results.json")).entries,
         manifest=manifest,
@@ -354,7 +313,7 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
 # -- the page of several folders -------------------------------------------------------------------
 
 
-def read_source(folder: Path, name: str) -> Source:
+def read_source(folder: Path, name: str) -> ReportSource:
     """Read what an evaluation has left in its folder.
 
     Args:
@@ -366,7 +325,7 @@ def read_source(folder: Path, name: str) -> Source:
     manifest = None
     if about.is_file():
         manifest = printable(parse(read_bytes("OUT", about), dict, f"OUT: {str(about)!r}"))
-    return Source(
+    return ReportSource(
         name=printable(name),
         entries=results.entries,
         manifest=manifest,
@@ -423,9 +382,14 @@ def compare_folders(folders: Sequence[Path], names: Sequence[str]) -> list[Compa
             reason = f"Not compared: {str(error).removeprefix('RUN: ')}."
             found.append(Comparison(title=title, warnings=[reason], table=None))
             continue
-        warnings = compare.find_warnings(baseline, other, lines)
-        table = Table.of(compare.COLUMNS, lines)
-        found.append(Comparison(title=title, warnings=warnings, table=table))
+        found.append(
+            Comparison(
+                title=title,
+                warnings=compare.find_warnings(baseline, other, lines),
+                table=Table.of(compare.COLUMNS, lines),
+                verdicts=compare.verdicts(lines),
+            )
+        )
     return found
 
 

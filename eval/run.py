@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from pathlib import Path
+from typing import cast
 
 import msgspec
 import transformers
@@ -42,8 +43,7 @@ from pipedraft.eval.record import (
     number_or_nan,
 )
 from pipedraft.eval.replay import speedups_by_row
-from pipedraft.eval.scores import Scorer, summarize_scores
-from pipedraft.eval.spec import Row, Spec, decode_config
+from pipedraft.eval.scores import save_answers, score_turns, summarize_scores
 from pipedraft.eval.tasks import Prompt, encode_turn
 from pipedraft.eval.traces import TraceFile, Traces
 from pipedraft.eval.turns import DecodedTurn, any_fits, check_room, evaluate
@@ -64,26 +64,14 @@ LOTS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class EvalMethod:
     """One line of the table: a draft and the way it is run."""
 
     name: str
     config: DecodeConfig
     draft: DraftNetwork | None
     checkpoint: str | None = None
-
-    @classmethod
-    def from_row(
-        cls, spec: Spec, row: Row, draft: DraftNetwork | None, **settings: Any
-    ) -> "Method":
-        """A method of a table, its loaded draft, and what the machine decides (``settings``)."""
-        config = decode_config(
-            spec.settings(row) | settings,
-            draft_stages=None if draft is None else draft.num_stages,
-            seed=spec.seed,
-            max_new_tokens=spec.max_new_tokens,
-        )
-        return cls(name=row.name, config=config, draft=draft)
+    """Place of the draft."""
 
 
 def draft_hash(draft: DraftNetwork) -> str:
@@ -149,7 +137,7 @@ def _prompt_record(repeats: Sequence[Sequence[DecodedTurn]]) -> PromptRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Decoded:
+class BenchmarkRun:
     """One method on one benchmark, or on all of them together."""
 
     repeats: list[list[DecodedTurn]]
@@ -168,7 +156,9 @@ class _Decoded:
         """Results of all repeats' turns, for their times."""
         return [record.result for records in self.repeats for record in records]
 
-    def entry(self, method: Method, name: str, baseline: "_Decoded", engine: Engine) -> RunRecord:
+    def entry(
+        self, method: EvalMethod, name: str, baseline: "BenchmarkRun", engine: Engine
+    ) -> RunRecord:
         config, plain = method.config, measure_times(baseline.times)
         rows, results = _per_prompt(self.repeats), [record.result for record in self.records]
         repeats = [{(r.conversation, r.turn): r.result for r in rs} for rs in self.repeats]
@@ -204,10 +194,10 @@ class _Decoded:
         )
 
 
-def _pool(parts: Sequence[_Decoded]) -> _Decoded:
+def _pool(parts: Sequence[BenchmarkRun]) -> BenchmarkRun:
     same_repeats = zip(*(part.repeats for part in parts), strict=True)
     checks = [part.lossless for part in parts if part.lossless is not None]
-    return _Decoded(
+    return BenchmarkRun(
         repeats=[[record for records in same for record in records] for same in same_repeats],
         lossless=pool_checks(checks) if checks else None,
         num_turns=sum(part.num_turns for part in parts),
@@ -229,7 +219,10 @@ class Evaluation:
     """Without one, greedy outputs are compared with plain decoding's, as sampled ones are."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
     """Makes the pipeline; see ``Engine``."""
-    scorer: Scorer | None = None
+    scores: bool = False
+    """Score answers of which the right one is known."""
+    answers: Path | None = None
+    """Folder to save every method's answers in."""
     repeats: int = 1
     """Times that everything is decoded; 2 or more tell the machine's noise from the prompts'."""
     sequences: int = 1
@@ -238,7 +231,7 @@ class Evaluation:
     traces: Traces = Traces()
     """Turns that were decoded before; in memory by default."""
 
-    def decode_shard(self, methods: Sequence[Method]) -> int:
+    def decode_shard(self, methods: Sequence[EvalMethod]) -> int:
         """Decode this shard's turns of every method, baselines and greedy references included.
 
         Returns:
@@ -256,7 +249,7 @@ class Evaluation:
         parts = [entry for entry in entries if entry.benchmark != OVERALL]
         return sum(row.turns for entry in parts for row in entry.per_prompt)
 
-    def run(self, methods: Sequence[Method]) -> list[RunRecord]:
+    def run(self, methods: Sequence[EvalMethod]) -> list[RunRecord]:
         """Entries of results.json: for each sampling the baseline first, then each method.
 
         The autoregressive baseline is decoded once for each, on the smallest number of
@@ -274,13 +267,13 @@ class Evaluation:
         for sampling in dict.fromkeys(method.config.sampling for method in by_temperature):
             chosen = [m for m in methods if m.config.sampling == sampling]
             smallest = min(chosen, key=lambda method: method.config.num_stages)
-            baseline = Method(
+            baseline = EvalMethod(
                 name=AUTOREGRESSIVE,
                 draft=None,
                 config=replace(smallest.config, schedule=Autoregressive(), verifier="auto"),
             )
             chosen = [m for m in chosen if m.config.schedule.name != AUTOREGRESSIVE]
-            baseline_parts: dict[str, _Decoded] = {}
+            baseline_parts: dict[str, BenchmarkRun] = {}
             for method in (baseline, *chosen):
                 parts = self._decode(method, references, baseline_parts)
                 baseline_parts = baseline_parts or parts
@@ -295,10 +288,10 @@ class Evaluation:
 
     def _decode(
         self,
-        method: Method,
+        method: EvalMethod,
         references: dict[int, GreedyReference],
-        plain: Mapping[str, _Decoded],
-    ) -> dict[str, _Decoded]:
+        plain: Mapping[str, BenchmarkRun],
+    ) -> dict[str, BenchmarkRun]:
         """``plain``: plain decoding at this temperature; empty where this is it."""
         config = method.config
         self._warm_up(method, self._num_positions - config.max_new_tokens)
@@ -310,8 +303,10 @@ class Evaluation:
             repeats, reports = zip(*(once[name] for once in passes), strict=True)
             where = f"{_described(method)} {name}"
             records = self._with_entropies(repeats[0], method, where)
-            if self.scorer is not None:
-                records = self.scorer.score_records(records, description=f"{where} scores")
+            if self.scores:
+                records = score_turns(records)
+            if self.answers is not None:
+                save_answers(self.answers / name, _described(method), records)
             check, is_greedy, has_reference = None, not config.temperature, bool(self.reference)
             is_compared = has_reference or self.trusts_plain
             repeats_draws = config.bitwise or (is_compared and self.target.dtype.itemsize >= 4)
@@ -322,7 +317,7 @@ class Evaluation:
                 check = reference.check([record.result for record in records])
             elif repeats_draws and (is_greedy or config.rule == "gumbel") and name in plain:
                 check = check_equal(records, plain[name].records)
-            parts[name] = _Decoded(
+            parts[name] = BenchmarkRun(
                 repeats=[records, *repeats[1:]],
                 lossless=check,
                 num_turns=sum(len(prompt.turns) for prompt in prompts),
@@ -333,7 +328,7 @@ class Evaluation:
         return parts
 
     def _decode_once(
-        self, method: Method, engine: Engine, repeat: int
+        self, method: EvalMethod, engine: Engine, repeat: int
     ) -> dict[str, tuple[list[DecodedTurn], list[ProcessRecord]]]:
         """Every benchmark: its turns, and what each process measured meanwhile."""
         traces = self._open_traces(method, engine, repeat)
@@ -357,7 +352,7 @@ class Evaluation:
         return found
 
     def _with_entropies(
-        self, records: list[DecodedTurn], method: Method, description: str
+        self, records: list[DecodedTurn], method: EvalMethod, description: str
     ) -> list[DecodedTurn]:
         """Records with the target's entropies, for those that tested draft tokens."""
         if self.reference is None or method.config.schedule.name == AUTOREGRESSIVE:
@@ -369,7 +364,7 @@ class Evaluation:
             for record in bar
         ]
 
-    def _open_traces(self, method: Method, engine: Engine, repeat: int) -> TraceFile:
+    def _open_traces(self, method: EvalMethod, engine: Engine, repeat: int) -> TraceFile:
         again = {"repeat": repeat} if repeat else {}
         if self.sequences > 1:
             again |= {"together": 1}
@@ -386,7 +381,7 @@ class Evaluation:
         traces = self.traces.open(greedy=transformers.__version__, tokens=max_new_tokens)
         return GreedyReference(self.reference, max_new_tokens, traces)
 
-    def _warm_up(self, method: Method, max_prompt_tokens: int) -> None:
+    def _warm_up(self, method: EvalMethod, max_prompt_tokens: int) -> None:
         """Decode a few tokens untimed: first calls allocate and pick kernels."""
         prompt = next(iter(self.benchmarks.values()))[0]
         prompt_ids = encode_turn(self.tokenizer, prompt, [])
@@ -396,12 +391,12 @@ class Evaluation:
         short = replace(method, config=replace(method.config, max_new_tokens=num_tokens))
         self._engine(short).decode(prompt_ids)
 
-    def _engine(self, method: Method) -> Engine:
+    def _engine(self, method: EvalMethod) -> Engine:
         return Engine(
             self.target, self.tokenizer, method.config, method.draft, connect=self.connect
         )
 
-    def _batch(self, method: Method) -> BatchEngine:
+    def _batch(self, method: EvalMethod) -> BatchEngine:
         return BatchEngine(
             self.target,
             self.tokenizer,
@@ -413,7 +408,8 @@ class Evaluation:
         )
 
 
-def _described(method: Method) -> str:
-    """Name of a method in progress bars."""
+def _described(method: EvalMethod) -> str:
+    """Name of a method in progress bars and files."""
     config = method.config
-    return f"{method.name} n={config.num_stages} T={config.sampling} W={config.schedule.width}"
+    shape = config.schedule.label or f"W={config.schedule.width}"
+    return f"{method.name} n={config.num_stages} T={config.sampling} {shape}"

@@ -28,8 +28,6 @@ FOLDER = ROOT / "configs" / "papers"
 ROLES_FILE = "checkpoints.yaml"
 DEFAULT_TARGET = str(ROOT / "assets" / "target")
 BENCHMARKS = ("mt_bench", "gsm8k", "humaneval")
-BASE = "base"
-"""In place of a fine-tuned target: the target itself."""
 MAX_BYTES = 2**20
 Name = Annotated[str, Meta(min_length=1, max_length=10_000)]
 Names = Annotated[list[Name], Meta(max_length=1_000)]
@@ -39,19 +37,13 @@ T = TypeVar("T")
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A draft, or a fine-tuned target, that specifications ask for by name."""
+    """A draft that specifications ask for by name: a folder of that name in --checkpoints."""
 
-    kind: Name
-    """draft_type of a checkpoint, language_model, or target."""
     train: Name
     """Command that makes it for the embedded target."""
-    architecture: Values = {}
-    """Entries that the description of a checkpoint must have."""
-    folder: Name | None = None
-    """Where it is looked for first, below the folders of --checkpoints; null: the role's name."""
 
 
-class Measure(NamedTuple):
+class Column(NamedTuple):
     """A column of what is measured: QUANTITY [over ROW] [on BENCHMARK]."""
 
     quantity: str
@@ -61,7 +53,7 @@ class Measure(NamedTuple):
     """Benchmark that is measured; None: all of them pooled."""
 
     @classmethod
-    def parse(cls, text: str) -> "Measure":
+    def parse(cls, text: str) -> "Column":
         of_row, _, benchmark = text.partition(" on ")
         quantity, _, over = of_row.partition(" over ")
         return cls(quantity, over or None, benchmark or None)
@@ -82,29 +74,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     remark: str = ""
 
 
-class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Targets that were fine-tuned for one purpose, and prompts of it."""
-
-    benchmarks: Names
-    """Names or files, as --benchmarks takes them."""
-    targets: Places
-    """Name of a fine-tuned target -> its folder, or the output folder of the run that made it."""
-
-
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Specification: what is decoded, how, and what it is compared with."""
 
     title: Name
-    kind: Literal["pipeline", "edge", "retention"] = "pipeline"
+    kind: Literal["pipeline", "edge"] = "pipeline"
     target: Name = DEFAULT_TARGET
     """Folder or Hub name."""
-    rows: Annotated[list[Row], Meta(max_length=10_000)] = []
+    rows: Annotated[list[Row], Meta(min_length=1, max_length=10_000)]
     run: Values = {}
     """Settings of every row."""
     drafts: Places = {}
     """Name -> folder of a checkpoint or language model; other names are roles."""
-    domains: dict[Name, Domain] = {}
-    """For a retention report without rows: every draft runs on every target of these."""
     benchmarks: Names = msgspec.field(default_factory=lambda: list(BENCHMARKS))
     data_dir: Name | None = None
     limit: Positive | None = None
@@ -128,11 +109,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return {name: v for name, v in self.run.items() if name not in foreign} | own
 
     def place(self, row: Row) -> tuple[float, str | None]:
-        """Temperature, and network or benchmark: rows of one place can be compared."""
+        """Temperature and network: rows of one place can be compared."""
         settings = self.settings(row)
-        return settings.get("temperature", 0), settings.get("network", settings.get("benchmark"))
+        return settings.get("temperature", 0), settings.get("network")
 
-    def baseline(self, row: Row, measure: Measure) -> int | None:
+    def baseline(self, row: Row, measure: Column) -> int | None:
         """Index of the row that a measure divides by."""
         for index, other in enumerate(self.rows):
             if other.name == measure.over and self.place(other) == self.place(row):
@@ -143,8 +124,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Raise ValueError for what no paper, checkpoint or column stands behind."""
         known = [*self.drafts, *roles]
         keys = [(row.name, self.place(row)) for row in self.rows]
-        if not self.rows and not (self.kind == "retention" and self.drafts and self.domains):
-            raise ValueError(f"{name}: rows: []; name one, or the drafts and domains of a report")
         for row, key in zip(self.rows, keys, strict=True):
             where = f"{name}: row {row.name!r}"
             if keys.count(key) > 1:
@@ -160,14 +139,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     raise ValueError(
                         f"{where}: published {column!r} has no source; add it to sources"
                     )
-        for domain, found in self.domains.items():
-            if BASE in found.targets:
-                raise ValueError(
-                    f"{name}: domains.{domain}.targets: {BASE!r} is the base; rename the target"
-                )
         tasks = sorted({task_name(benchmark) for benchmark in self.benchmarks})
         for text in self.measures:
-            measure = Measure.parse(text)
+            measure = Column.parse(text)
             if measure.over is not None and measure.over not in [row.name for row in self.rows]:
                 raise ValueError(f"{name}: measure {text!r}: there is no row {measure.over!r}")
             if measure.benchmark is None:
@@ -212,7 +186,7 @@ def _read(path: Path, kind: type[T], where: str) -> T:
         return msgspec.convert(read_yaml(path, where), kind)
     except msgspec.ValidationError as error:
         unknown = re.search(r"unknown field `(.*?)`", str(error))
-        fields = {field for part in (Spec, Row, Domain, Role) for field in part.__struct_fields__}
+        fields = {field for part in (Spec, Row, Role) for field in part.__struct_fields__}
         fix = _near(unknown[1], sorted(fields)) if unknown else "fix it"
         raise UsageError(f"{where}: {error}; {fix}") from error
 

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import EntropyRecord, LatencyRecord, Manifest, RunRecord, is_known
-from pipedraft.eval.scores import NOT_ISOLATED
 from pipedraft.inference.config import COST_PRESETS
 
-Column = Callable[[RunRecord], str]
+Cell = Callable[[RunRecord], str]
 Entry = TypeVar("Entry")
 HISTOGRAM_LENGTHS = 8
 NUM_POSITIONS = 6
@@ -34,9 +33,11 @@ LEGEND = """\
   and sampled outputs are not compared.
 """
 SCORE_LEGEND = """\
-- **score** share of right answers with its 95 % Wilson interval: last number (GSM8K), or the
-  function passes its test (HumanEval, pass@1). Lossless decoding leaves it as the target's own.
+- **score** share of right answers (last number, GSM8K) with its 95 % Wilson interval. Lossless
+  decoding leaves it as the target's own.
 """
+HISTOGRAM_TEXT = "Share of rounds that emitted so many tokens, the target's own one included."
+CATEGORY_TEXT = "Acceptance and L' of each category of prompts, with 95 % intervals over prompts."
 ROW_COST_TEXT = (
     "Modeled speed-up S where every row after a segment's first makes a stage longer by this part "
     "of its time: the steps of the run, priced again. Draft tokens that were chosen by the cost of "
@@ -53,9 +54,7 @@ Share accepted of the draft tokens tested where the target's distribution has so
 95 % intervals over prompts.
 """
 REPEATS_TEXT = """\
-Everything was decoded several times with the same random numbers. Standard deviations of one
-conversation's tokens/s: between conversations, between repeats (what all conversations of one
-share), and beyond both; the last two are the machine's, with their share of the variance.
+Everything was decoded several times with the same random numbers: only the machine's speed differs.
 """
 PROCESS_TEXT = """\
 Seconds that each process spent on each kind of work, over all prompts.
@@ -64,6 +63,8 @@ Seconds that each process spent on each kind of work, over all prompts.
 
 @dataclass(frozen=True)
 class Table:
+    """Header and cells of a table."""
+
     header: list[str]
     rows: list[list[str]]
 
@@ -123,8 +124,8 @@ def _score(run: RunRecord) -> str:
     return "-" if score is UNSET else f"{number(score.mean)} {bounds(score.ci95, 2)}"
 
 
-RUN_COLUMN: dict[str, Column] = {"run": lambda run: run.folder}
-SETTING_COLUMNS: dict[str, Column] = {
+RUN_COLUMN: dict[str, Cell] = {"run": lambda run: run.folder}
+SETTING_COLUMNS: dict[str, Cell] = {
     "method": lambda run: run.method,
     "n": lambda run: str(run.stages),
     "T": lambda run: run.sampling,
@@ -132,7 +133,7 @@ SETTING_COLUMNS: dict[str, Column] = {
     "tree": lambda run: run.tree or "-",
 }
 """Columns that name an entry within its benchmark."""
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, Cell] = {
     **SETTING_COLUMNS,
     "prompts": lambda run: str(run.prompts),
     "N": lambda run: str(run.tokens),
@@ -147,7 +148,7 @@ COLUMNS: dict[str, Column] = {
     "speed-up": lambda run: _wallclock(run, "speedup", 2),
     "lossless": lossless_share,
 }
-SCORE_COLUMN: dict[str, Column] = {"score": _score}
+SCORE_COLUMN: dict[str, Cell] = {"score": _score}
 TEXT_COLUMNS = {"benchmark", "method", "category", "of", "run", "network", "process"}
 TEXT_COLUMNS |= {"domain", "target", "scope"}
 """The other columns hold numbers."""
@@ -161,7 +162,7 @@ def legend(runs: Sequence[RunRecord]) -> str:
     return LEGEND + (SCORE_LEGEND if _is_scored(runs) else "")
 
 
-def _named(runs: Sequence[RunRecord], columns: dict[str, Column]) -> dict[str, Column]:
+def _named(runs: Sequence[RunRecord], columns: dict[str, Cell]) -> dict[str, Cell]:
     return (RUN_COLUMN if any(run.folder for run in runs) else {}) | columns
 
 
@@ -209,11 +210,9 @@ def position_table(runs: Sequence[RunRecord]) -> Table:
     header, rows = _setting(runs)
     for row, run in zip(rows, runs, strict=True):
         rates = run.acceptance_by_position[:NUM_POSITIONS]
-        # Absent from results that were written before there were intervals.
-        intervals = run.acceptance_by_position_ci95 or [(None, None)] * len(rates)
         row += [
             f"{number(rate, 2)} {bounds(interval, 2)}".removesuffix(" -")
-            for rate, interval in zip(rates, intervals, strict=False)
+            for rate, interval in zip(rates, run.acceptance_by_position_ci95, strict=False)
         ]
         row += ["-"] * (NUM_POSITIONS - len(rates))
     return Table(header + [str(j + 1) for j in range(NUM_POSITIONS)], rows)
@@ -261,25 +260,15 @@ def entropy_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def repeats_table(runs: Sequence[RunRecord]) -> Table:
-    """Where the variance of tokens/s comes from."""
+    """Tokens per second of every repeat."""
     header, settings = _setting(runs)
-    parts = {"prompts": "between_prompts", "repeats": "between_repeats", "beyond": "residual"}
     rows = []
     for setting, run in zip(settings, runs, strict=True):
         found = run.repeats
         assert found is not UNSET
-        variances = [getattr(found, field) for field in parts.values()]
-        deviations = [value**0.5 if is_known(value) else None for value in variances]
-        pooled = " ".join(number(speed, 2) for speed in found.tokens_per_s)
-        rows.append(
-            [*setting, str(found.repeats), pooled, *(number(sd, 2) for sd in deviations)]
-            + [number(found.repeat_share), str(found.unequal_turns)]
-        )
-    return Table(
-        [*header, "repeats", "tokens/s of each", *(f"sd {name}" for name in parts)]
-        + ["machine's share", "turns that differ"],
-        rows,
-    )
+        speeds = " ".join(number(speed, 2) for speed in found.tokens_per_s)
+        rows.append([*setting, str(found.repeats), speeds, str(found.unequal_turns)])
+    return Table([*header, "repeats", "tokens/s of each", "turns that differ"], rows)
 
 
 def process_table(runs: Sequence[RunRecord]) -> Table:
@@ -305,6 +294,41 @@ def drafted_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [run for run in runs if run.schedule != AUTOREGRESSIVE and run.rounds]
 
 
+class Detail(NamedTuple):
+    """A table below the results, in report.md and on the page."""
+
+    title: str
+    text: str
+    table: Table
+
+
+def details(runs: Sequence[RunRecord]) -> list[Detail]:
+    """Tables of what the entries have recorded beside their results."""
+    pooled = pooled_runs(runs)
+    drafted = drafted_runs(pooled)
+    priced = [run for run in drafted if run.theoretical_speedup_by_row]
+    counted = [run for run in drafted if run.acceptance_by_entropy]
+    repeated = [run for run in pooled if run.repeats is not UNSET]
+    timed = [run for run in pooled if run.processes]
+    found = [
+        Detail(title, text, make(chosen))
+        for title, text, make, chosen in (
+            ("Tokens per round", HISTOGRAM_TEXT, histogram_table, drafted),
+            ("S by the cost of a row", ROW_COST_TEXT, row_cost_table, priced),
+            ("Acceptance by position", POSITION_TEXT, position_table, drafted),
+            ("Acceptance by entropy", ENTROPY_TEXT, entropy_table, counted),
+            ("Repeats", REPEATS_TEXT, repeats_table, repeated),
+            ("Processes", PROCESS_TEXT, process_table, timed),
+        )
+        if chosen
+    ]
+    for name in dict.fromkeys(run.benchmark for run in runs):
+        varied = [run for run in runs if run.benchmark == name and has_categories(run)]
+        if varied:
+            found.append(Detail(f"{name} by category", CATEGORY_TEXT, category_table(varied)))
+    return found
+
+
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Warnings: what a reader must know before believing the numbers."""
     lines = []
@@ -327,15 +351,11 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
                 "the target's context allows."
             )
         score = run.score
-        if score is UNSET:
-            continue
-        if score.cut:
+        if score is not UNSET and score.cut:
             lines.append(
                 f"{where}: {score.cut} of {score.scored} scored answers did not end before "
                 "--max-new-tokens or the target's context."
             )
-        if score.isolated is False:
-            lines.append(f"{where}: programs ran {NOT_ISOLATED}.")
     return lines
 
 
@@ -350,73 +370,25 @@ def fact(manifest: Manifest, *path: str) -> Any:
     return value
 
 
-def _entries(manifest: Manifest, *path: str) -> list[tuple[str, Any]]:
-    found = fact(manifest, *path)
-    return list(found.items()) if isinstance(found, dict) else []
-
-
-def _model_line(manifest: Manifest, field: str) -> str | None:
-    name, parameters = fact(manifest, field, "name"), fact(manifest, field, "parameters")
-    if name is None:
-        return None
-    size = f", {parameters:,} parameters" if isinstance(parameters, int) else ""
-    digest = fact(manifest, field, "fingerprint", "hash")
-    return f"{name}{size}" + (f", fingerprint {digest}" if digest else "")
-
-
-def _code(manifest: Manifest) -> str | None:
-    commit = fact(manifest, "git", "commit")
-    changed = " with changes that are not committed" * bool(fact(manifest, "git", "modified"))
-    return f"commit {commit}{changed}" if commit else None
-
-
-def _hardware_line(manifest: Manifest) -> str | None:
-    processor = fact(manifest, "hardware", "processor")
-    if processor is None:
-        return None
-    parts = [str(processor)]
-    for field, unit in (("cpu_count", "cores"), ("torch_threads", "threads")):
-        count = fact(manifest, "hardware", field)
-        parts += [f"{count} {unit}"] if count is not None else []
-    parts += [str(fact(manifest, "hardware", field) or "") for field in ("accelerator", "device")]
-    return ", ".join(filter(None, parts))
-
-
-def _tokenizer(manifest: Manifest) -> str | None:
-    name, digest = (fact(manifest, "tokenizer", field) for field in ("name", "sha256"))
-    return f"{name}, SHA-256 {digest}" if name and digest else None
-
-
 def describe(manifest: Manifest) -> list[tuple[str, str]]:
     """Facts (name, value) with which a run is repeated, or by which two runs differ."""
-    single = {
-        "command": fact(manifest, "command"),
-        "created": fact(manifest, "created"),
-        "seed": fact(manifest, "seed"),
-        "dtype": fact(manifest, "dtype"),
-        "target": _model_line(manifest, "target"),
-        "draft model": _model_line(manifest, "draft_model"),
-        "tokenizer": _tokenizer(manifest),
-        "hardware": _hardware_line(manifest),
-        "code": _code(manifest),
-        "versions": ", ".join(f"{name} {text}" for name, text in _entries(manifest, "versions")),
-    }
-    found = [(name, str(value)) for name, value in single.items() if value not in (None, "")]
-    return found + list(_hashes(manifest))
 
+    def leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield from leaves(f"{name} {key}", inner)
+        elif value not in (None, "") and not isinstance(value, list):
+            yield name, str(value)
 
-def _hashes(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    for folder, digest in _entries(manifest, "checkpoints"):
-        yield f"checkpoint {folder}", f"SHA-256 {digest}"
-    for benchmark, _ in _entries(manifest, "prompts"):
-        count, digest = (fact(manifest, "prompts", benchmark, key) for key in ("count", "sha256"))
-        yield f"prompts of {benchmark}", f"{count}, SHA-256 {digest}"
+    facts = (leaves(name, value) for name, value in manifest.items() if name != "config")
+    return [named for found in facts for named in found]
 
 
 def given_options(manifest: Manifest) -> list[tuple[str, str]]:
     """The command's resolved options, those that were left at nothing excluded."""
+    config = fact(manifest, "config")
     return [
         (f"--{name.replace('_', '-')}", str(value))
-        for name, value in _entries(manifest, "config")
+        for name, value in (config.items() if isinstance(config, dict) else ())
         if value not in (None, [], False)
     ]

@@ -10,13 +10,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipedraft
-from pipedraft.eval.scores import Check, NumberCheck, ProgramCheck, find_number
+from pipedraft.eval.scores import find_number
 from pipedraft.files import Values, bounded_lines, read_text
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ class Prompt:
     reference: str | list[str] | None = None
     """The published answer, in the benchmark's own form; not used for decoding."""
     system: str | None = None
-    check: Check | None = None
-    """Tells a right answer; None: no answer is right or wrong."""
+    expected: Decimal | None = None
+    """Number that a right answer ends on; None: no answer is right or wrong."""
 
 
 def text_of(row: Row, field: str, where: str) -> str:
@@ -106,28 +107,28 @@ def parse_spec_bench(row: Row, where: str) -> Prompt:
             f"{where}: category is {prompt.category!r}, which Spec-Bench has not; give one of "
             f"{known}, or the file's path in --benchmarks"
         )
-    check = None
+    expected = None
     if category == MATH:
         solution = prompt.reference[0] if isinstance(prompt.reference, list) else prompt.reference
-        check = _number_check(solution or "", "reference", where)
-    return replace(prompt, category=category, check=check)
+        expected = _expected_number(solution or "", "reference", where)
+    return replace(prompt, category=category, expected=expected)
 
 
-def _number_check(solution: str, field: str, where: str) -> NumberCheck:
+def _expected_number(solution: str, field: str, where: str) -> Decimal:
     _, mark, result = solution.rpartition("#### ")
     expected = find_number(result) if mark else None
     if expected is None:
         raise ValueError(
             f"{where}: {field} ends with {solution[-20:]!r}; it must end with '#### NUMBER'"
         )
-    return NumberCheck(expected)
+    return expected
 
 
 def _gsm8k(row: Row, where: str) -> Prompt:
     solution = text_of(row, "answer", where)
-    check = _number_check(solution, "answer", where)
+    expected = _expected_number(solution, "answer", where)
     reference = solution.rpartition("#### ")[2]
-    return _single(text_of(row, "question", where), where, reference=reference, check=check)
+    return _single(text_of(row, "question", where), where, reference=reference, expected=expected)
 
 
 def _messages(value: object, where: str) -> tuple[list[str], str | None]:
@@ -170,16 +171,10 @@ def _own_prompt(task: str, row: Row, where: str) -> Prompt:
 
 
 def _humaneval(row: Row, where: str) -> Prompt:
-    head = text_of(row, "prompt", where)
-    code = head.strip("\n")
+    code = text_of(row, "prompt", where).strip("\n")
     prompt = _single(f"{HUMANEVAL_INSTRUCTION}\n```python\n{code}\n```", where)
-    check = ProgramCheck(
-        prompt=head,
-        entry_point=text_of(row, "entry_point", where),
-        test=text_of(row, "test", where),
-    )
     reference = text_of(row, "canonical_solution", where)
-    return replace(prompt, id=text_of(row, "task_id", where), reference=reference, check=check)
+    return replace(prompt, id=text_of(row, "task_id", where), reference=reference)
 
 
 def _alpaca(row: Row, where: str) -> Prompt:
@@ -192,28 +187,6 @@ def _alpaca(row: Row, where: str) -> Prompt:
     return _single(turn, where, reference=row.get("output"))
 
 
-# What the Hub has of Spec-Bench's sources, in the words of Spec-Bench.
-
-
-def _wmt14(row: Row, where: str) -> Prompt:
-    pair = row.get("translation")
-    if not isinstance(pair, dict):
-        raise ValueError(f"{where}: translation is {pair!r}; it must hold the texts de and en")
-    turn = "Translate German to English: " + text_of(pair, "de", where)
-    return _single(turn, where, reference=text_of(pair, "en", where))
-
-
-def _cnn_dm(row: Row, where: str) -> Prompt:
-    turn = "Summarize: " + text_of(row, "article", where)
-    return _single(turn, where, reference=text_of(row, "highlights", where))
-
-
-def _natural_questions(row: Row, where: str) -> Prompt:
-    question = text_of(row, "question", where)
-    turn = question[0].upper() + question[1:].rstrip("? ") + "?"
-    return _single(turn, where, reference=row.get("answer"))
-
-
 # -- where a benchmark is found --------------------------------------------------------------------
 
 Parse = Callable[[Row, str], Prompt]
@@ -224,8 +197,6 @@ class HubSet:
     repository: str
     configuration: str | None
     split: str
-    streaming: bool = False
-    """Reads the first rows over the network each time: the other splits are gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -241,8 +212,8 @@ class Benchmark:
     """The file is Spec-Bench's, of which this is one category."""
 
 
-def _part(category: str, hub: HubSet | None, parse: Parse = parse_spec_bench) -> Benchmark:
-    return Benchmark((SPEC_BENCH_FILE,), hub, parse, category, is_part=True)
+def _part(category: str) -> Benchmark:
+    return Benchmark((SPEC_BENCH_FILE,), None, parse_spec_bench, category, is_part=True)
 
 
 BENCHMARKS = {
@@ -264,16 +235,10 @@ BENCHMARKS = {
         _alpaca,
         "instruction",
     ),
-    "cnn_dm": _part(
-        SUMMARIZATION, HubSet("abisee/cnn_dailymail", "3.0.0", "test", streaming=True), _cnn_dm
-    ),
-    "natural_questions": _part(
-        QUESTIONS,
-        HubSet("google-research-datasets/nq_open", None, "validation"),
-        _natural_questions,
-    ),
-    "wmt14_de_en": _part(TRANSLATION, HubSet("wmt/wmt14", "de-en", "test", streaming=True), _wmt14),
-    "rag": _part(RETRIEVAL, None),
+    "cnn_dm": _part(SUMMARIZATION),
+    "natural_questions": _part(QUESTIONS),
+    "wmt14_de_en": _part(TRANSLATION),
+    "rag": _part(RETRIEVAL),
     "spec_bench": Benchmark((SPEC_BENCH_FILE,), None, parse_spec_bench),
 }
 ALIASES = {"nq": "natural_questions"}
@@ -328,9 +293,7 @@ def _read_hub(source: HubSet) -> Rows:
     import datasets
 
     try:
-        rows = datasets.load_dataset(
-            source.repository, source.configuration, split=source.split, streaming=source.streaming
-        )
+        rows = datasets.load_dataset(source.repository, source.configuration, split=source.split)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -383,16 +346,11 @@ def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse
         rows = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
 
     def parse(row: Row, where: str) -> Prompt:
-        is_shared = benchmark.is_part and "turns" in row
-        prompt = (parse_spec_bench if is_shared else benchmark.parse)(row, where)
+        prompt = benchmark.parse(row, where)
         return replace(prompt, task=name, category=benchmark.category or prompt.category)
 
-    if benchmark.is_part:  # rows of another format are all of the category
-        rows = (
-            (where, row)
-            for where, row in rows
-            if "turns" not in row or row.get("category") == benchmark.category
-        )
+    if benchmark.is_part:
+        rows = ((where, row) for where, row in rows if row.get("category") == benchmark.category)
     return rows, parse
 
 

@@ -7,7 +7,7 @@ OUT/traces has one file of JSON lines for each way of decoding and shard. Its na
 hash of everything that an output or its steps depend on, so that other settings never meet old
 lines: they begin files of their own. Times of a turn are those of the launch that decoded it; what
 every process measured (``processes`` in the results) is of the last launch alone. A turn's line is
-its whole ``DecodeResult``, from which ``replay`` works out other pipelines.
+its whole ``DecodeResult``, which ``replay`` prices on other hardware.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from pipedraft.errors import UsageError
 from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import Values
-from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
 
@@ -219,10 +219,6 @@ class Recording:
             return cost
         return replace(cost, draft_forward=self.relative_cost)
 
-    def clock(self, cost: CostModel) -> VirtualClock:
-        """A fresh clock of the recorded pipeline."""
-        return VirtualClock(cost, self.boundaries, cost.draft_forward or 0.0)
-
 
 class _Recorded(msgspec.Struct):
     draft_type: str | None
@@ -251,13 +247,8 @@ def read_recordings(places: Iterable[Path]) -> list[Recording]:
         try:
             text, lines = read_lines(path)
             header = msgspec.json.decode(text, type=_Header)
-            if header.config is None or header.repeat:
+            if header.config is None or header.recorded is None or header.repeat:
                 continue  # outputs of the reference, or the same steps at other times
-            if header.recorded is None:
-                raise UsageError(
-                    f"TRACES: {str(path)!r} was written before steps were recorded; run the "
-                    "evaluation again"
-                )
             # Turns that were decoded together are the same ones; they are not a second recording.
             identity = json.loads(text)
             identity.pop("together", None)

@@ -27,7 +27,7 @@ class DecodedTurn:
     result: DecodeResult
     answer: str
     score: Score | None = None
-    """None: the prompt has no right answer, or scores were not asked for."""
+    """None: no right answer is known, or --score was not given."""
     entropies: list[float] | None = None
     """The target's entropy at every token; None: not computed."""
 
@@ -71,14 +71,14 @@ def check_room(
         )
 
 
-class Decoder(Protocol):
+class PromptDecoder(Protocol):
     """Anything that decodes a prompt: an engine, or a method on a simulated link."""
 
     def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult: ...
 
 
 def evaluate(
-    engine: Decoder | BatchEngine,
+    engine: PromptDecoder | BatchEngine,
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -165,7 +165,7 @@ class _Conversation:
         self.bar.update()
 
 
-def _decode_alone(engine: Decoder, conversation: _Conversation) -> None:
+def _decode_alone(engine: PromptDecoder, conversation: _Conversation) -> None:
     while (prompt_ids := conversation.next_prompt()) is not None:
         conversation.add(engine.decode(prompt_ids, prompt_index=conversation.prompt_index))
 

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -94,7 +93,7 @@ class ScheduleOptions(Options):
     """settings of schedules, each with the schedules that have it; others refuse it"""
 
     SETTINGS_ARE_LISTS: ClassVar[bool] = False
-    """Values are comma lists, for ``settings_grid``."""
+    """Values are comma lists, of which a command makes every combination."""
 
     settings: Values = option(None, hidden=True)
     """The settings that are given."""
@@ -146,27 +145,6 @@ def _add_setting(
     elif is_list:
         text, parse = f"{text}; or a comma list", checked(listed(parse))
     group.add_argument(flag_name(name), type=parse, metavar=metavar, help=text)
-
-
-def settings_grid(given: Values, schedules: Sequence[str]) -> list[list[Values]]:
-    """All combinations, for each schedule, of the given settings that it has.
-
-    Raises:
-        ValueError: a setting that none of the schedules has.
-    """
-    owners = setting_owners()
-    for name in given:
-        if not set(schedules) & set(owners[name]):
-            raise ValueError(
-                f"{flag_name(name)}: {', '.join(schedules)} has no such setting; it "
-                f"belongs to {', '.join(owners[name])}"
-            )
-    grid = []
-    for schedule in schedules:
-        own = {name: value for name, value in given.items() if schedule in owners[name]}
-        lists = [value if isinstance(value, list) else [value] for value in own.values()]
-        grid.append([dict(zip(own, values, strict=True)) for values in product(*lists)])
-    return grid
 
 
 # -- where the stages run ---------------------------------------------------------------------

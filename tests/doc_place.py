@@ -20,7 +20,6 @@ from eval_runs import PROMPTS
 from transformers import AutoTokenizer
 
 from pipedraft.benchmarks import measurement
-from pipedraft.eval.scores import isolation
 from pipedraft.eval.spec import read_roles
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
@@ -122,6 +121,7 @@ SMALLER = {
     "pipedraft.data_recipes.regenerate": ["--max-tokens=4", "--batch=4"],
     "benchmarks/spd_step.py": f"{SMALL_STEP} --n=2 --num-layers=1".split(),
     "benchmarks/eagle3_step.py": f"{SMALL_STEP} --steps=2".split(),
+    "benchmarks/retention.py": SMALL_EVALUATION,
     "benchmarks/scaling.py": ["--tokens=20"],
     "benchmarks/draft_length.py": ["--seeds=2", "--tokens=20", "--traces", "assets/net_traces"],
     "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
@@ -171,7 +171,7 @@ def made_by(command: str) -> tuple[str, list[str]]:
 def trained() -> dict[str, tuple[str, list[str]]]:
     """Checkpoints that commands read, and what the documentation trains them with."""
     roles = read_roles().items()
-    found = {f"out/{role.folder or name}": made_by(role.train) for name, role in roles}
+    found = {f"out/{name}": made_by(role.train) for name, role in roles}
     for command in COMMANDS:
         words = command.arguments
         if command.module in TRAINERS and words[:1] == ["--config"]:
@@ -202,8 +202,9 @@ def make_place(folder: Path) -> None:
     shutil.copytree(REPOSITORY / "configs", folder / "configs")
     configs = folder / "configs"
     # for 16 layers and a small vocabulary
-    for config in [*configs.glob("real/*"), *configs.glob("eval/smollm2*")]:
-        config.write_text(fitted(config.read_text()))
+    for pattern in ("real/*", "eval/smollm2*", "retention/smollm2*"):
+        for config in configs.glob(pattern):
+            config.write_text(fitted(config.read_text()))
     sources = re.findall(r"--take ([\w/-]+)=", " ".join(command.text for command in COMMANDS))
     rows = []
     for i in range(30):
@@ -262,10 +263,6 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
         smaller = [*smaller, f"--links={after(words, '--links').split(',')[0]}"]
     elif "--lengths" in words:
         smaller = [*smaller, "--lengths=64"]
-    elif "--allow-code-execution" in words:
-        smaller = [*smaller, "--benchmarks=humaneval"]
-        if not isolation():  # no program of a model runs in reach of the user's files
-            words.remove("--allow-code-execution")
     elif "--server" in words and first == "--data":
         smaller = []
     return override(adapted(words), smaller)
@@ -273,12 +270,13 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
 
 def folders_of(words: list[str]) -> list[str]:
     """Files and folders that a command names, itself or in its configuration."""
-    if words[:1] == ["table"] and words[1].endswith(".yaml"):
-        return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(words[1]).read_text()]))
+    for word in words[:2]:
+        if word.endswith(".yaml") and words[0] in ("table", word):
+            return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(word).read_text()]))
     if words[:1] == ["table"] and "--list" not in words:
         text = Path(f"configs/papers/{words[1]}.yaml").read_text()
-        used = {n: role for n, role in read_roles().items() if re.search(rf"\b{n}\b", text)}
-        return [f"out/{role.folder or name}" for name, role in used.items()]
+        used = [name for name in read_roles() if re.search(rf"\b{name}\b", text)]
+        return [f"out/{name}" for name in used]
     return words
 
 

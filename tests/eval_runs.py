@@ -24,7 +24,7 @@ from pipedraft.eval.metrics import (
     run_record,
 )
 from pipedraft.eval.record import LosslessRecord, PromptRecord, Results, RunRecord, parse
-from pipedraft.eval.report import Source
+from pipedraft.eval.report import ReportSource
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult
@@ -272,7 +272,7 @@ def read_back(entries: list[RunRecord]) -> list[dict]:
     return json.loads(to_json(entries))
 
 
-def source(entries: list, name: str = "a", *, latency: Sequence[dict] = (), **more) -> Source:
+def source(entries: list, name: str = "a", *, latency: Sequence[dict] = (), **more) -> ReportSource:
     """
     Args:
         entries: records, or what ``read_back`` made of them.
@@ -280,7 +280,9 @@ def source(entries: list, name: str = "a", *, latency: Sequence[dict] = (), **mo
     content = to_json({"runs": entries, "latency": list(latency)})
     found = parse(content, Results, "results.json")
     digest = "0" * 64
-    return Source(name=name, entries=found.entries, latency=found.latency, digest=digest, **more)
+    return ReportSource(
+        name=name, entries=found.entries, latency=found.latency, digest=digest, **more
+    )
 
 
 def first_layer(model) -> LanguageModelDraft:

@@ -8,6 +8,7 @@ from conftest import tiny_llama
 from decode_runs import PROMPTS, engine_for, greedy_reference
 from markov_runs import PROMPT, markov_engine
 
+from pipedraft.eval.replay import cost_conflict
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.shapes import RowCosts, rows_that_pay
@@ -153,5 +154,5 @@ def test_a_budget_of_auto_depends_on_the_cost_model_and_survives_a_file(way):
     config = DecodeConfig.of(**way)
     assert DecodeConfig.from_dict(config.to_dict()) == config
     assert "auto" in (config.schedule.label or "")
-    conflict = config.schedule.cost_conflict(CostModel(), CostModel(row=0.1))
+    conflict = cost_conflict(config.schedule, CostModel(), CostModel(row=0.1))
     assert "auto" in conflict and not config.schedule.is_chain

@@ -165,7 +165,7 @@ def test_every_greedy_text_was_compared_with_transformers_and_none_differs(evalu
 def test_the_report_has_a_table_two_plots_and_a_manifest(evaluated, trained):
     assert {path.name for path in evaluated.iterdir()} == {
         "results.json", "report.md", "report.html", "manifest.json", "traces",
-        "equivalent_acceptance_length.png", "acceptance_by_position.png", "speedup_by_row_cost.png",
+        "equivalent_acceptance_length.png", "acceptance_by_position.png",
     }  # fmt: skip
     for plot in evaluated.glob("*.png"):
         assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 5000

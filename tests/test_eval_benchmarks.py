@@ -9,7 +9,6 @@ import pytest
 from conftest import write_rows
 from eval_runs import OFFICIAL, needs_official, question
 
-from pipedraft.eval.scores import NumberCheck
 from pipedraft.eval.tasks import load_task, load_tasks
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem")
@@ -44,7 +43,7 @@ def test_spec_bench_is_read_whole_with_its_six_subtasks(tmp_path) -> None:
     }
     assert {prompt.task for prompt in prompts} == {"spec_bench"}
     assert prompts[7].turns == ["Why?", "And how?"]
-    assert [p.check for p in prompts if p.check is not None] == [NumberCheck(Decimal(1000))]
+    assert [p.expected for p in prompts if p.expected is not None] == [Decimal(1000)]
 
 
 @pytest.mark.parametrize(
@@ -108,35 +107,14 @@ def test_alpaca_may_be_eagles_questions(tmp_path) -> None:
             "2",
         ),
         ("alpaca", ALPACA, ("tatsu-lab/alpaca", None, "train"), "Name a color.", "Red."),
-        (
-            "cnn_dm",
-            {"article": "It rained.", "highlights": "Rain .", "id": "f1"},
-            ("abisee/cnn_dailymail", "3.0.0", "test"),
-            "Summarize: It rained.",
-            "Rain .",
-        ),
-        (
-            "natural_questions",
-            {"question": "who was it", "answer": ["he", "she"]},
-            ("google-research-datasets/nq_open", None, "validation"),
-            "Who was it?",
-            ["he", "she"],
-        ),
-        (
-            "wmt14_de_en",
-            {"translation": {"de": "Ja .", "en": "Yes ."}},
-            ("wmt/wmt14", "de-en", "test"),
-            "Translate German to English: Ja .",
-            "Yes .",
-        ),
     ],
 )
-def test_hub_rows_are_put_in_spec_benchs_words(
+def test_rows_of_the_hub_are_those_of_the_files(
     monkeypatch, name, row, asked, turn, reference
 ) -> None:
     calls = []
 
-    def load_dataset(repository, configuration, *, split, streaming):
+    def load_dataset(repository, configuration, *, split):
         calls.append((repository, configuration, split))
         return [row]
 
@@ -163,7 +141,7 @@ def test_another_hub_set_may_hold_spec_benchs_rows(monkeypatch) -> None:
             ["--data-dir", "no rag", "github.com/hemingkx/Spec-Bench", "--data-dir DIR"],
         ),
         ("spec_bench", None, ["--data-dir: not given", "spec_bench/question.jsonl", "DIR"]),
-        ("cnn_dm", "nowhere", ["'nowhere'", "spec_bench/question.jsonl", "--data-dir hub:"]),
+        ("cnn_dm", "nowhere", ["'nowhere'", "spec_bench/question.jsonl", "hemingkx"]),
         ("alpaca", "nowhere", ["alpaca_data.json nor", "put alpaca's file there", "hub:"]),
     ],
 )
@@ -199,8 +177,8 @@ def test_missing_benchmark_is_named_with_its_fix(name, data_dir, words) -> None:
         (
             "humaneval",
             "humaneval/HumanEval.jsonl",
-            {"task_id": "a", "prompt": "p", "canonical_solution": "s", "entry_point": "f"},
-            [":1", "test is None"],
+            {"task_id": "a", "prompt": "p", "entry_point": "f"},
+            [":1", "canonical_solution is None"],
         ),
         ("alpaca", "alpaca/alpaca_data.jsonl", {"input": "x"}, [":1", "instruction is None"]),
         ("alpaca", "alpaca/alpaca_data.json", ALPACA, ["no list of objects", "write [{...}"]),
@@ -230,7 +208,7 @@ def test_official_files_have_their_published_counts() -> None:
 @needs_official
 def test_official_calculations_of_spec_bench_are_gsm8ks() -> None:
     read = load_tasks(["gsm8k", "spec_bench"], OFFICIAL)
-    expected = {prompt.turns[0]: prompt.check for prompt in read["gsm8k"]}
-    scored = [prompt for prompt in read["spec_bench"] if prompt.check is not None]
+    expected = {prompt.turns[0]: prompt.expected for prompt in read["gsm8k"]}
+    scored = [prompt for prompt in read["spec_bench"] if prompt.expected is not None]
     assert len(scored) == 80
-    assert all(prompt.check == expected[prompt.turns[0]] for prompt in scored)
+    assert all(prompt.expected == expected[prompt.turns[0]] for prompt in scored)

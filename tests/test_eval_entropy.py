@@ -20,7 +20,7 @@ from pipedraft.eval.metrics import (
     count_by_entropy,
     token_tests,
 )
-from pipedraft.eval.run import Evaluation, Method
+from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -121,7 +121,7 @@ def test_a_certain_target_is_drafted_for_better_and_entries_say_so(tmp_path) -> 
         name: make_prompts(name, *([f"{name} {i}"] for i in range(3))) for name in ("one", "two")
     }
     config = DecodeConfig.of(schedule="spd", num_stages=2, max_new_tokens=24)
-    method = Method(name="spd", config=config, draft=noisy_copy(model, 0.3))
+    method = EvalMethod(name="spd", config=config, draft=noisy_copy(model, 0.3))
 
     def entries(reference):
         comparison = Evaluation(

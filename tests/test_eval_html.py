@@ -15,7 +15,7 @@ from eval_runs import MANIFEST, assert_refused, make_runs, read_back, source
 from pipedraft.eval import __main__ as command
 from pipedraft.eval import report as report_command
 from pipedraft.eval.metrics import AUTOREGRESSIVE
-from pipedraft.eval.report import Source, build_page, write_report
+from pipedraft.eval.report import ReportSource, build_page, write_report
 from pipedraft.files import to_json
 from pipedraft.inference.timeline import Timeline, chrome_trace
 
@@ -62,7 +62,7 @@ class Page(HTMLParser):
         return sum(name == tag for name, _ in self.elements)
 
 
-def page_of(*sources: Source, **more) -> Page:
+def page_of(*sources: ReportSource, **more) -> Page:
     return Page(build_page(sources, **more).decode())
 
 
@@ -177,8 +177,6 @@ def test_every_plot_has_marks_a_legend_and_words(text) -> None:
         "L' by benchmark",
         "L' against n",
         "Acceptance by position",
-        "Acceptance by category",
-        "Tokens per round",
     ]
     for title, body in found.items():
         assert re.search(r"(fill|stroke): var\(--series-\d", body), title
@@ -190,14 +188,12 @@ def test_every_plot_has_marks_a_legend_and_words(text) -> None:
 def test_what_is_left_out_is_said_with_the_reason(text) -> None:
     reasons = left_out(text)
     assert set(reasons) == {
-        "S against draft length",
-        "S against the cost of a row",
         "Acceptance by entropy",
         "Where the time went",
         "Latency against network",
         "Time line",
     }
-    assert "--tree" in reasons["S against draft length"] and "--trace" in reasons["Time line"]
+    assert "--trace" in reasons["Time line"]
 
 
 def test_a_baseline_alone_has_no_empty_plot() -> None:
@@ -268,13 +264,13 @@ def test_a_real_evaluation_writes_its_page(evaluated) -> None:
     results = json.loads((folder / "results.json").read_text())
     Page(page)
     found = figures(page)
-    assert {"L' by benchmark", "S against draft length", "Where the time went"} <= set(found)
+    assert {"L' by benchmark", "Where the time went"} <= set(found)
     for run in results["runs"]:
         if run["schedule"] != AUTOREGRESSIVE:
             assert f"<strong>{run['equivalent_acceptance_length']['pooled']:.3f}</strong>" in page
     digest = hashlib.sha256((folder / "results.json").read_bytes()).hexdigest()
     fingerprint = json.loads((folder / "manifest.json").read_text())["target"]["fingerprint"]
-    for fact in (digest, fingerprint["hash"], "--max-new-tokens", "torch 2."):
+    for fact in (digest, fingerprint["hash"], "--max-new-tokens", "versions torch"):
         assert fact in page
 
 
@@ -283,7 +279,7 @@ def test_several_runs_make_one_page_with_their_differences(evaluated, tmp_path, 
     command.run(["report", *map(str, evaluated), "--out", str(out)])
     assert str(out) in capsys.readouterr().out
     page = out.read_text()
-    assert {"L' against n", "S against draft length"} <= set(figures(page))
+    assert "L' against n" in figures(page)
     (section,) = re.findall(r'id="Comparison">(.*?)id="Provenance"', page, re.S)
     assert "n4 compared with n2" in section
     arguments = ["compare", *map(str, evaluated), "--json", str(tmp_path / "compared.json")]
@@ -291,7 +287,7 @@ def test_several_runs_make_one_page_with_their_differences(evaluated, tmp_path, 
     compared = json.loads((tmp_path / "compared.json").read_text())["comparisons"]
     assert section.count("<tr") == 1 + len(compared)
     for line in compared:
-        assert f">{line['difference']:+.3f}</td>" in section
+        assert f">{line['ratio']:.3f}</td>" in section
     for folder in evaluated:
         assert f"<h3>{folder.name}</h3>" in page.partition('id="Provenance"')[2]
     command.run(["report", str(evaluated[0]), "--out", str(out)])  # a page of its own kind
@@ -356,12 +352,10 @@ def test_latencies_alone_make_a_page(tmp_path) -> None:
 
 def test_repeats_are_a_table() -> None:
     runs = read_back(make_runs(("gsm8k",), stages=(4,)))
-    parts = {"between_prompts": 4.0, "between_repeats": 1.0, "residual": 0.25}
-    record = {"repeats": 2, "unequal_turns": 0, "tokens_per_s": [40.5, 41.5]}
-    runs[1]["repeats"] = record | parts | {"repeat_share": 0.238}
-    section = build_page([source(runs)]).decode().partition("<h3>Repeats</h3>")[2]
+    runs[1]["repeats"] = {"repeats": 2, "unequal_turns": 0, "tokens_per_s": [40.5, 41.5]}
+    section = build_page([source(runs)]).decode().partition("<summary>Repeats</summary>")[2]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", section.partition("</table>")[0])
-    assert {"40.50 41.50", "2.00", "1.00", "0.50", "0.238"} <= set(cells)
+    assert {"40.50 41.50", "2", "0"} <= set(cells)
 
 
 def test_entropies_have_a_row_for_each_bin_with_tests() -> None:
@@ -378,10 +372,11 @@ def test_entropies_have_a_row_for_each_bin_with_tests() -> None:
         }
         for low, high, accepts, tests in bins
     ]
-    body = figures(build_page([source(runs)]).decode())["Acceptance by entropy"]
+    page = build_page([source(runs)]).decode()
+    body = figures(page)["Acceptance by entropy"]
     assert ">0 to 0.5</text>" in body and ">0.5 up</text>" in body
-    assert "9 to 10</text>" not in body and ">9 to 10</td>" in body
-    assert ">0.900</td>" in body and ">0.250</td>" in body
+    assert "9 to 10</text>" not in body and ">9 to 10</td>" in page
+    assert ">0.900</td>" in page and ">0.250</td>" in page
 
 
 @pytest.mark.parametrize(

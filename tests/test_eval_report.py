@@ -9,9 +9,8 @@ import pytest
 from eval_runs import MANIFEST, make_runs
 from msgspec.structs import replace
 
-from pipedraft.eval.command import names_of_ways
+from pipedraft.eval.command import ways_of
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.plots import speedup_by_draft_length
 from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.report import format_table, write_report
 from pipedraft.files import to_json, write_atomically
@@ -141,14 +140,9 @@ def test_failed_write_leaves_the_file_before_it(tmp_path, monkeypatch) -> None:
 
 
 def test_ways_that_no_column_tells_apart_have_their_settings_in_the_name() -> None:
-    ways = [{"draft_tokens": 3, "accept": accept} for accept in (0.0, 0.1)]
-    assert names_of_ways("lm", "pipeinfer", ways) == ["lm, accept 0.0", "lm, accept 0.1"]
-    assert names_of_ways("e", "eagle", [{"tree": "chain:3"}, {"tree": "chain:7"}]) == ["e", "e"]
-
-
-def test_trees_that_differ_beside_their_levels_have_lines_of_their_own() -> None:
-    run = make_runs(("gsm8k",), stages=(4,))[1]
-    trees = [f"dynamic:{levels}:{rest}" for levels in (5, 7) for rest in ("10:59", "4:20")]
-    (lines,) = speedup_by_draft_length([replace(run, tree=tree) for tree in trees]).panels.values()
-    assert [list(line) for line in lines.values()] == [[5, 7]] * 2
-    assert any(label.endswith("dynamic:*:4:20") for label in lines)
+    given = {"draft_tokens": 3, "accept": [0.0, 0.1], "tree": ["chain:3", "chain:7"]}
+    assert [name for name, _ in ways_of("pipeinfer", given, "lm")] == [
+        "lm, accept 0.0",
+        "lm, accept 0.1",
+    ]
+    assert [name for name, _ in ways_of("eagle", given, "e")] == ["e", "e"]

@@ -6,7 +6,7 @@ from eval_runs import assert_refused, command, make_prompts
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from pipedraft.eval.run import Evaluation, Method
+from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.traces import Traces
 from pipedraft.files import to_json
 from pipedraft.inference.batch import BatchEngine
@@ -36,7 +36,7 @@ def evaluate(model, settings, sequences: int, folder=None) -> list:
         sequences=sequences,
         traces=Traces(folder, {"target": "tiny"}),
     )
-    return comparison.run([Method(name="own", config=config, draft=model.draft)])
+    return comparison.run([EvalMethod(name="own", config=config, draft=model.draft)])
 
 
 def counts(entries) -> list[bytes]:

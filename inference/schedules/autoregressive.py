@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.schedules.base import Round, Schedule, travel
+from pipedraft.inference.schedules.base import Schedule
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import RuleName
@@ -26,10 +25,3 @@ class Autoregressive(Schedule):
         while not session.done:
             session.inject()
             session.resolve(session.collect())
-
-    def replay(self, clock: VirtualClock, found: Round) -> None:
-        """Advance the clock by n steps a token."""
-        travel(clock, [1], clock.num_stages, forwards=0, overlap=False)
-
-    def replay_basis(self, draft_type: str | None, num_stages: int, cost: CostModel) -> str:
-        return "exact"

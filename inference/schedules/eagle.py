@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import VirtualClock
-from pipedraft.inference.schedules.base import (
-    Round,
-    TreeSchedule,
-    check_at_least,
-    travel_whole,
-)
+from pipedraft.inference.schedules.base import TreeSchedule, check_at_least
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
@@ -37,6 +31,3 @@ class Eagle(TreeSchedule):
             session.draft_alone()
             session.inject(1, self.max_segment_rows)
             session.resolve(session.collect())
-
-    def replay(self, clock: VirtualClock, found: Round) -> None:
-        travel_whole(clock, found, 1, self.max_segment_rows)

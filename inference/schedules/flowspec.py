@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import CostModel
-from pipedraft.inference.schedules.base import auto_conflict, check_at_least
+from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.schedules.pruned_pp import PrunedPP
 from pipedraft.inference.shapes import Budget
 
@@ -55,6 +54,14 @@ class FlowSpec(PrunedPP):
     def is_chain(self) -> bool:
         return self.tree.is_chain and not self.expansion
 
+    @property
+    def is_auto(self) -> bool:
+        return super().is_auto or (self.expansion and self.expansion_tokens == "auto")
+
+    @property
+    def fills_step(self) -> bool:
+        return self.expansion and not self.expansion_depth
+
     def run(self, session: Session) -> None:
         if not self.expansion:
             super().run(session)
@@ -77,27 +84,7 @@ class FlowSpec(PrunedPP):
                 elif num_steps >= session.num_stages and self.refill_depth:
                     session.deepen_tree(self.refill_depth, self.refill_tokens)
 
-    def cost_conflict(self, recorded: CostModel, cost: CostModel) -> str:
-        if self.expansion and self.expansion_tokens == "auto":
-            return auto_conflict(self.name)
-        conflict = super().cost_conflict(recorded, cost)
-        if self.expansion and not self.expansion_depth:
-            return conflict or forwards_conflict(self.name, recorded, cost)
-        return conflict
-
 
 def beside_step(session: Session, asked: int | None, most: int) -> int:
     """Draft forwards of a step: those asked for, or what fits beside one row, at most ``most``."""
     return asked or min(most, session.clock.hidden_forwards())
-
-
-def forwards_conflict(name: str, recorded: CostModel, cost: CostModel) -> str:
-    """``Schedule.cost_conflict`` of drafting as much as fits beside a step of one row."""
-    if recorded.draft_forward == cost.draft_forward and (
-        recorded.draft_on_first_stage == cost.draft_on_first_stage
-    ):
-        return ""
-    return (
-        f"{name} drafted as much as fits beside a step under its own cost model; record a run "
-        "under this one, or with --expansion-depth"
-    )

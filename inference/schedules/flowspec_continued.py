@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import CostModel
-from pipedraft.inference.schedules.base import Growth, Schedule, auto_conflict, check_at_least
-from pipedraft.inference.schedules.flowspec import beside_step, forwards_conflict
+from pipedraft.inference.schedules.base import Growth, Schedule, check_at_least
+from pipedraft.inference.schedules.flowspec import beside_step
 from pipedraft.inference.schedules.spd import draft_beside_step
 from pipedraft.inference.shapes import MOST_ROWS, Budget
 
@@ -58,6 +57,10 @@ class FlowSpecContinued(Schedule):
         """A root that is continued again may get another draft token."""
         return False
 
+    @property
+    def fills_step(self) -> bool:
+        return not self.expansion_depth
+
     def run(self, session: Session) -> None:
         draft_beside_step(session, lambda: self._continue_tree(session))
 
@@ -68,8 +71,3 @@ class FlowSpecContinued(Schedule):
             self.max_segment_rows,
             not self.level_order,
         )
-
-    def cost_conflict(self, recorded: CostModel, cost: CostModel) -> str:
-        if self.step_tokens == "auto":
-            return auto_conflict(self.name)
-        return "" if self.expansion_depth else forwards_conflict(self.name, recorded, cost)

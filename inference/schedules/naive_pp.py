@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import VirtualClock
-from pipedraft.inference.schedules.base import Round, SegmentSchedule, travel_whole
+from pipedraft.inference.schedules.base import SegmentSchedule
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
@@ -29,7 +28,3 @@ class NaivePP(SegmentSchedule):
             session.draft_alone()
             session.inject(num_segments, self.max_segment_rows)
             session.resolve(session.collect())
-
-    def replay(self, clock: VirtualClock, found: Round) -> None:
-        num_segments = self.num_segments(clock.num_stages)
-        travel_whole(clock, found, num_segments, self.max_segment_rows)

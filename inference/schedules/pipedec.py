@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import VirtualClock
-from pipedraft.inference.schedules.base import LayerSchedule, Round
-from pipedraft.inference.schedules.spd import draft_beside_step, replay_beside_step
+from pipedraft.inference.schedules.base import LayerSchedule
+from pipedraft.inference.schedules.spd import draft_beside_step
 from pipedraft.inference.shapes import Budget
 
 if TYPE_CHECKING:
@@ -24,6 +23,3 @@ class PipeDec(LayerSchedule):
 
     def run(self, session: Session) -> None:
         draft_beside_step(session, lambda: session.grow_layer(self.tree_width))
-
-    def replay(self, clock: VirtualClock, found: Round) -> None:
-        replay_beside_step(clock, found)

@@ -9,16 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.schedules.base import (
     Growth,
-    Refusal,
-    Round,
     Schedule,
-    auto_conflict,
     check_at_least,
     check_probability,
-    travel,
 )
 from pipedraft.inference.shapes import MOST_ROWS, Budget
 
@@ -33,9 +28,6 @@ STEP = 0.2
 """Weight of the latest verdict in the mean share of right draft tokens."""
 LONGEST_PAUSE = 64
 """Verdicts."""
-SURE_RECOVERY = 0.2
-"""The draft cannot pause within a round whose draft tokens were right up to this floor: a verdict
-of right ones alone leaves a mean share of at least ``STEP``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,32 +204,6 @@ class PipeInfer(Schedule):
                 if not leaves or len(rows) == size:
                     break
         return rows
-
-    def replay(self, clock: VirtualClock, found: Round) -> None:
-        """A chain that grows by a micro-batch a step, or a round in which the draft pauses."""
-        if not found.drafted:
-            travel(clock, [1], clock.num_stages, forwards=0, overlap=True)
-            return
-        size = self.draft_tokens
-        assert size != "auto", "refused above"
-        num_steps = clock.num_stages + math.ceil((found.length - 1) / size)
-        travel(clock, [1] + [size] * num_steps, num_steps, forwards=size, overlap=True)
-
-    def replay_basis(self, draft_type: str | None, num_stages: int, cost: CostModel) -> str:
-        basis = super().replay_basis(draft_type, num_stages, cost)
-        ends_early = self.accept + self.recovery > 0
-        if ends_early or self.max_in_flight or self.give_up > SURE_RECOVERY:
-            raise Refusal(
-                "pipeinfer's thresholds (--accept, --recovery, --max-in-flight, --give-up above "
-                f"{SURE_RECOVERY}) make micro-batches that depend on n; record a run on these "
-                "stages"
-            )
-        if self.draft_tokens == "auto":
-            raise Refusal("pipeinfer chose the size of its micro-batches by its own cost model")
-        return basis
-
-    def cost_conflict(self, recorded: CostModel, cost: CostModel) -> str:
-        return auto_conflict(self.name) if self.draft_tokens == "auto" else ""
 
 
 class DraftGate:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.schedules.base import LayerSchedule, Refusal, Round
+from pipedraft.inference.schedules.base import LayerSchedule
 from pipedraft.inference.shapes import Budget
 
 if TYPE_CHECKING:
@@ -19,17 +18,6 @@ class PPSD(LayerSchedule):
 
     def run(self, session: Session) -> None:
         draft_after_step(session, self.tree_width)
-
-    def replay(self, clock: VirtualClock, found: Round) -> None:
-        replay_after_step(clock, found)
-
-    def replay_basis(self, draft_type: str | None, num_stages: int, cost: CostModel) -> str:
-        basis = super().replay_basis(draft_type, num_stages, cost)
-        if num_stages == 1:
-            raise Refusal(
-                "on one stage ppsd tests no draft token; record a run on two stages or more"
-            )
-        return basis
 
 
 def draft_after_step(session: Session, width: Budget) -> None:
@@ -50,17 +38,3 @@ def draft_after_step(session: Session, width: Budget) -> None:
             session.draft_alone(at_least=1)
             if hit:
                 session.inject()
-
-
-def replay_after_step(clock: VirtualClock, found: Round) -> None:
-    """A chain that grows by a row a step, each of which waits for the draft.
-
-    On one stage the root is verified before its draft token is made, so every token is a round.
-    """
-    num_rounds = 1 if clock.num_stages > 1 else found.length
-    for _ in range(num_rounds):
-        num_steps = clock.num_stages + found.length // num_rounds - 1
-        for step in range(num_steps):
-            rows = [int(stage <= step) for stage in range(clock.num_stages)]
-            clock.step(rows, draft_forwards=0, overlap=False)
-            clock.serial_draft(1)

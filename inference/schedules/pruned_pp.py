@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.schedules.base import Round, Schedule, SegmentSchedule
+from pipedraft.inference.schedules.base import SegmentSchedule
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
@@ -38,10 +37,3 @@ class PrunedPP(SegmentSchedule):
         session.grow_tree(self.tree, costs, by_score=not self.level_order)
         session.draft_alone()
         session.inject(num_segments, self.max_segment_rows)
-
-    def replay(self, clock: VirtualClock, found: Round) -> None:
-        self.replay_chain(clock, found)
-
-    def replay_basis(self, draft_type: str | None, num_stages: int, cost: CostModel) -> str:
-        Schedule.replay_basis(self, draft_type, num_stages, cost)
-        return super().replay_basis(draft_type, num_stages, cost)

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pipedraft.inference.clock import VirtualClock
-from pipedraft.inference.schedules.base import LayerSchedule, Round, check_at_least, travel
-from pipedraft.inference.schedules.ppsd import draft_after_step, replay_after_step
+from pipedraft.inference.schedules.base import LayerSchedule, check_at_least
+from pipedraft.inference.schedules.ppsd import draft_after_step
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
@@ -50,12 +49,6 @@ class SPD(LayerSchedule):
         else:
             draft_beside_step(session, grow)
 
-    def replay(self, clock: VirtualClock, found: Round) -> None:
-        if self.timing == "output_states":
-            replay_after_step(clock, found)
-        else:
-            replay_beside_step(clock, found, self.tokens_per_step)
-
 
 def draft_beside_step(session: Session, grow: Callable[[], None]) -> None:
     """The draft reads the hidden states BEFORE the step and runs beside it.
@@ -73,9 +66,3 @@ def draft_beside_step(session: Session, grow: Callable[[], None]) -> None:
             hit = returned is None or session.resolve(returned)
             if hit:
                 session.inject()
-
-
-def replay_beside_step(clock: VirtualClock, found: Round, rows: int = 1) -> None:
-    """A chain that grows by some rows a step: n steps to the first token, one to as many more."""
-    num_steps = clock.num_stages + (found.length - 2 + rows) // rows
-    travel(clock, [1] + [rows] * (num_steps - 1), num_steps, forwards=rows, overlap=True)

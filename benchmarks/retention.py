@@ -1,0 +1,376 @@
+"""What drafts are still worth when their target has been fine-tuned: acceptance against drift.
+
+    python benchmarks/retention.py configs/retention/embedded.yaml --out out/retention
+
+Drafts of one base target decode with the base and with what came of it, without being trained
+again (FlexSpec, arXiv 2601.00644, table II). The check that a draft belongs to its target is made
+for the base, and left out for the others, since a mismatch is what is measured. Writes report.md,
+results.json and a plot into --out. What was decoded is kept in OUT/traces. The last line of the
+output is one JSON object: the acceptance rates.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pipedraft.benchmarks.measurement import make_parser
+from pipedraft.errors import UsageError, make_folder, run_command
+from pipedraft.eval.charts import Estimate, LineChart
+from pipedraft.eval.intervals import paired_interval
+from pipedraft.eval.lossless import output_logits
+from pipedraft.eval.metrics import pooled_ratio, ratio
+from pipedraft.eval.run import draft_hash
+from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
+from pipedraft.eval.tasks import Prompt, load_tasks
+from pipedraft.eval.traces import traces_of
+from pipedraft.eval.turns import DecodedTurn, evaluate
+from pipedraft.files import read_yaml, to_json, write_atomically
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.edge.channel import PRESETS
+from pipedraft.inference.engine import DraftNetwork, Engine
+from pipedraft.inference.result import DecodeResult
+from pipedraft.models import load_draft
+from pipedraft.models.draft import Draft
+from pipedraft.models.fingerprint import fingerprint_mismatch
+from pipedraft.models.language_model import LanguageModelDraft, load_draft_model
+from pipedraft.models.target import load_target, load_tokenizer
+from pipedraft.models.target_part import out_of_scope, weights_identity
+
+# P prompts, X values of each, R decoded turns, S the two targets that are compared (0 the base)
+# A tokens of an answer, V vocabulary
+# counts_4P: accepted, tested, emitted, rounds of each prompt
+
+BASE = "base"
+PLOT = "retention.png"
+MEASURES = {
+    "alpha": "Acceptance rate alpha",
+    "tau": "Tokens per round tau",
+    "retained": "Share of the base's alpha",
+}
+LEGEND = """\
+- **KL** mean KL(base || target) per token of the base's answers to the prompts, in nats; **scope**
+  in: embedding, last block, final norm and LM head are the base's, out: how many of their modules
+  are not.
+- **alpha** accepted over tested draft tokens; **tau** tokens per round, the target's own one
+  included; **share** alpha over the same draft's alpha on the base, prompts resampled together.
+- **s** seconds to send a draft's weights, as after training it for another target: bytes over the
+  bandwidths of FlexSpec's table I.
+- In brackets 95 % bootstrap intervals over prompts. * the draft is refused on that target unless
+  the check of its fingerprint is left out, as here.
+"""
+
+
+class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Targets that were fine-tuned for one purpose, and prompts of it."""
+
+    benchmarks: list[str]
+    targets: dict[str, str]
+    """Name of a fine-tuned target -> its folder."""
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The YAML file: every draft runs on the base and on every target of every domain."""
+
+    title: str
+    target: str
+    drafts: dict[str, str]
+    """Name -> folder of a checkpoint or language model."""
+    domains: dict[str, Domain]
+    tree: str
+    temperature: float = 0.0
+    limit: int | None = None
+    max_new_tokens: int = 128
+    seed: int = 0
+
+
+def add_up(
+    records: Sequence[DecodedTurn],
+    num_prompts: int,
+    measure: Callable[[DecodeResult], Sequence[float]],
+) -> np.ndarray:
+    """Sum X values over each prompt's turns, [X, P]; 0 where none was decoded."""
+    values_RX = np.array([measure(record.result) for record in records], dtype=np.float64)
+    sums_XP = np.zeros((values_RX.shape[1], num_prompts))
+    np.add.at(sums_XP.T, [record.conversation[1] for record in records], values_RX)
+    return sums_XP
+
+
+def count(result: DecodeResult) -> tuple[int, int, int, int]:
+    """Draft tokens accepted and tested, tokens emitted, rounds."""
+    rounds = result.round_lengths
+    return result.num_accepted, result.num_tested, sum(rounds), len(rounds)
+
+
+def describe(counts_4P: np.ndarray, base_4P: np.ndarray, *, seed: int = 0) -> dict[str, Any]:
+    """Compute alpha, tau and the share of the base's alpha, with intervals over prompts.
+
+    The share is of the same prompts, resampled together, though each target writes its own output.
+    """
+    accepted_P, tested_P, emitted_P, rounds_P = counts_4P
+    numerator_SP, denominator_SP = np.stack([base_4P, counts_4P], 1)[:2]
+    alpha, alpha_ci95 = pooled_ratio(accepted_P, tested_P, seed=seed)
+    tau, tau_ci95 = pooled_ratio(emitted_P, rounds_P, seed=seed)
+    low, high = paired_interval(numerator_SP, denominator_SP, seed=seed).tolist()
+    return {
+        "alpha": alpha,
+        "alpha_ci95": alpha_ci95,
+        "tau": tau,
+        "tau_ci95": tau_ci95,
+        "retained": ratio(alpha, ratio(*base_4P[:2].sum(1).tolist())),
+        "retained_ci95": (low, high),
+        "accepted": accepted_P.tolist(),
+        "tested": tested_P.tolist(),
+    }
+
+
+@torch.inference_mode()
+def divergence(
+    base: PreTrainedModel, evolved: PreTrainedModel, result: DecodeResult
+) -> tuple[float, int]:
+    """Sum KL(base || evolved) over the rows that predict an answer; also return their number.
+
+    Args:
+        result: what the base answered to a prompt.
+    """
+    log_p_AV, log_q_AV = (
+        output_logits(model, result.prompt_ids, result.token_ids).float().log_softmax(-1)
+        for model in (base, evolved)
+    )
+    total = F.kl_div(log_q_AV, log_p_AV, log_target=True, reduction="sum")
+    return float(total), len(result.token_ids)
+
+
+@dataclass(frozen=True)
+class DraftRun:
+    """All prompts of a domain, decoded by one draft on one target."""
+
+    records: list[DecodedTurn]
+    loads: bool
+    """The draft would load on this target without the exception for evolved ones."""
+    draft_bytes: int
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Base, drafts and settings of a report."""
+
+    spec: Spec
+    base: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    out: Path
+
+    def measure(self, name: str, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """Decode a domain by every draft on every target.
+
+        Returns:
+            One entry for each target, the drafts' own entries in it.
+        """
+        spec, entries = self.spec, []
+        on_base = self.decode(f"{name}, {BASE}", self.base, spec.target, prompts)
+        answers = next(iter(on_base.values())).records
+        for target, folder in {BASE: spec.target, **spec.domains[name].targets}.items():
+            model, found = self.base, on_base
+            if target != BASE:
+                model = load_target(folder, dtype=self.base.dtype, device=self.base.device)
+                found = self.decode(f"{name}, {target}", model, folder, prompts)
+            sums_2P = add_up(answers, len(prompts), partial(divergence, self.base, model))
+            kl, kl_ci95 = pooled_ratio(*sums_2P, seed=spec.seed)
+            turns, same = agreement(found.values())
+            entries.append(
+                {
+                    "domain": name,
+                    "target": target,
+                    "kl": kl,
+                    "kl_ci95": kl_ci95,
+                    "out_of_scope": [] if target == BASE else out_of_scope(spec.target, folder),
+                    "turns": turns,
+                    "same_text": same,
+                    "drafts": {
+                        draft: describe(
+                            add_up(run.records, len(prompts), count),
+                            add_up(on_base[draft].records, len(prompts), count),
+                            seed=spec.seed,
+                        )
+                        | {"loads": run.loads, "draft_bytes": run.draft_bytes}
+                        for draft, run in found.items()
+                    },
+                }
+            )
+        return entries
+
+    def decode(
+        self, where: str, model: PreTrainedModel, folder: str, prompts: Sequence[Prompt]
+    ) -> dict[str, DraftRun]:
+        """Decode the prompts by every draft; on the base, one of another target is refused."""
+        spec, tokens = self.spec, self.spec.max_new_tokens
+        room = model.config.get_text_config().max_position_embeddings - tokens
+        traces, found = traces_of(self.out, model, weights=weights_identity(folder)), {}
+        for name, place in spec.drafts.items():
+            draft = load(place, model, self.tokenizer, allow_evolved=model is not self.base)
+            config = DecodeConfig.of(
+                schedule="eagle",
+                num_stages=draft.num_stages or 1,
+                tree=spec.tree,
+                temperature=spec.temperature,
+                max_new_tokens=tokens,
+                seed=spec.seed,
+            )
+            records = evaluate(
+                Engine(model, self.tokenizer, config, draft),
+                prompts,
+                self.tokenizer,
+                max_prompt_tokens=room,
+                description=f"{where}, {name}",
+                traces=traces.open(config=config.to_dict(), draft=draft_hash(draft)),
+            )
+            if not records:
+                raise UsageError(
+                    f"max_new_tokens: {tokens} leaves no room for any prompt of {where}; lower it"
+                )
+            found[name] = DraftRun(records, would_load(draft, model), num_bytes(draft))
+        return found
+
+
+def load(
+    place: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, allow_evolved: bool
+) -> DraftNetwork:
+    """Load a language model, or a head from a folder or its best/."""
+    for folder in (Path(place), Path(place) / "best"):
+        if (folder / "config.json").is_file():
+            if b'"draft_type"' in (folder / "config.json").read_bytes():
+                draft = load_draft(str(folder), target, allow_evolved=allow_evolved)
+                return draft.to(target.device, target.dtype)
+            return load_draft_model(str(folder), target, tokenizer)
+    raise UsageError(f"drafts: no config.json in {place}; train it, or take it out of the file")
+
+
+def would_load(draft: DraftNetwork, model: PreTrainedModel) -> bool:
+    """Whether the draft loads here without the exception; a language model always does."""
+    if not isinstance(draft, Draft):
+        return True
+    return fingerprint_mismatch(draft.reference.fingerprint, draft.fingerprint(model)) is None
+
+
+def num_bytes(draft: DraftNetwork) -> int:
+    network = draft.model if isinstance(draft, LanguageModelDraft) else draft
+    return sum(weight.numel() * weight.element_size() for weight in network.parameters())
+
+
+def sync_seconds(draft_bytes: int) -> dict[str, float]:
+    """Time to send a draft again, by the link: its weights over the link's bandwidth down."""
+    return {name: draft_bytes / link.state(0.0).down_bytes_per_s for name, link in PRESETS.items()}
+
+
+def agreement(runs: Iterable[DraftRun]) -> tuple[int, int]:
+    """Turns, and those that every draft gave the same output, as greedy decoding does to all."""
+    outputs = zip(*([r.result.token_ids for r in found.records] for found in runs), strict=True)
+    same = [all(output == turn[0] for output in turn) for turn in outputs]
+    return len(same), sum(same)
+
+
+# -- report.md and the plot ------------------------------------------------------------------------
+
+
+def retention_table(targets: Sequence[dict[str, Any]], measure: str) -> Table:
+    """One line for each target, one column for each draft."""
+    names = list(targets[0]["drafts"])
+    rows = []
+    for target in targets:
+        cells = [
+            f"{number(draft[measure])} {bounds(draft[f'{measure}_ci95'], 2)}"
+            + " *" * (not draft["loads"])
+            for draft in target["drafts"].values()
+        ]
+        drift = f"{number(target['kl'])} {bounds(target['kl_ci95'], 2)}"
+        changed = len(target["out_of_scope"])
+        scope = f"out: {changed}" if changed else "in"
+        rows.append([target["domain"], target["target"], drift, scope, *cells])
+    return Table(["domain", "target", "KL", "scope", *names], rows)
+
+
+def sync_table(drafts: dict[str, dict[str, Any]]) -> Table:
+    """FlexSpec, table I: what a draft costs that has to be trained again for every target."""
+    rows = [
+        [name, number(entry["draft_bytes"] / 1e6, 1)]
+        + [number(s, 2) for s in sync_seconds(entry["draft_bytes"]).values()]
+        for name, entry in drafts.items()
+    ]
+    return Table(["draft", "MB", *(f"{name}, s" for name in PRESETS)], rows)
+
+
+def plot(targets: Sequence[dict[str, Any]]) -> bytes:
+    """Acceptance of every draft on every target with its interval, by the target's drift."""
+    panels: dict[str, dict[str, dict[float, Estimate]]] = {}
+    for target in targets:
+        for name, draft in target["drafts"].items():
+            series = panels.setdefault(target["domain"], {}).setdefault(name, {})
+            series[target["kl"]] = Estimate(draft["alpha"], *draft["alpha_ci95"])
+    return LineChart(
+        title="Retention",
+        caption="",
+        panels=panels,
+        axis="acceptance rate",
+        place_axis="drift: KL(base || target) per token, nats",
+        limits=(0, 1.02),
+        whole_places=False,
+    ).png()
+
+
+def report(spec: Spec, targets: Sequence[dict[str, Any]]) -> str:
+    """Text of report.md."""
+    turns, same = (sum(target[key] for target in targets) for key in ("turns", "same_text"))
+    parts = [
+        f"# {spec.title}",
+        f"Base target `{spec.target}`, seed {spec.seed}.",
+        f"    {shlex.join(sys.argv)}",
+        f"All drafts gave a target the same output in {same} of {turns} turns.",
+    ]
+    for measure, title in MEASURES.items():
+        parts += [f"## {title}", markdown(retention_table(targets, measure))]
+    parts += ["## Sending a draft again", markdown(sync_table(targets[0]["drafts"]))]
+    return "\n\n".join([*parts, LEGEND, f"![acceptance against drift]({PLOT})"]) + "\n"
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("spec", type=Path, help="YAML file, as in configs/retention")
+    parser.add_argument("--data-dir", help="folder of the benchmarks' files; see eval --help")
+    parser.add_argument("--limit", type=int, help="first prompts of each benchmark")
+    parser.add_argument("--max-new-tokens", type=int)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    args = parser.parse_args()
+    spec = msgspec.convert(read_yaml(args.spec, str(args.spec)), Spec)
+    given = {"limit": args.limit, "max_new_tokens": args.max_new_tokens}
+    spec = msgspec.structs.replace(spec, **{k: v for k, v in given.items() if v is not None})
+    make_folder("--out", args.out)
+    runs = Retention(spec, load_target(spec.target), load_tokenizer(spec.target), args.out)
+    targets = []
+    for name, domain in spec.domains.items():
+        tasks = load_tasks(domain.benchmarks, args.data_dir, spec.limit)
+        targets += runs.measure(name, [prompt for found in tasks.values() for prompt in found])
+    write_atomically(args.out / PLOT, plot(targets))
+    write_atomically(args.out / "report.md", report(spec, targets).encode())
+    write_atomically(args.out / "results.json", to_json({"targets": targets}))
+    print(align_columns(retention_table(targets, "alpha")))
+    alphas = {
+        f"{entry['domain']}, {entry['target']}": {
+            name: draft["alpha"] for name, draft in entry["drafts"].items()
+        }
+        for entry in targets
+    }
+    print(json.dumps(alphas))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,109 @@
+"""The command `eval edge`: methods on virtual links at temperatures, with one draft."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipedraft.errors import UsageError, make_folder
+from pipedraft.eval.arguments import EdgeOptions
+from pipedraft.eval.checkpoints import load_head, read_drafts
+from pipedraft.eval.edge_methods import METHODS, Simulation, read_times
+from pipedraft.eval.edge_report import LinkRun, measure, write_edge_report
+from pipedraft.eval.manifest import build_manifest
+from pipedraft.eval.tasks import load_tasks
+from pipedraft.inference.edge.linked import check_draft
+from pipedraft.inference.edge.target_session import SharedTarget
+from pipedraft.inference.engine import DraftNetwork
+from pipedraft.inference.sources import make_source
+from pipedraft.inference.sources.lookup import make_lookup
+from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.target import load_target, load_tokenizer
+from pipedraft.pretrained import quieten, resolve_device, resolve_dtype
+
+SETTINGS = ("rule", "policy", "token_bytes", "payload_tokens", "tail_samples")
+"""Options with the name of a simulation's setting."""
+
+
+def make_runs(options: EdgeOptions) -> list[LinkRun]:
+    """Every method on every link at every temperature; target and draft are not loaded yet."""
+    times = read_times(options.times)
+    return [
+        LinkRun(
+            method,
+            link,
+            Simulation.on(
+                link,
+                times,
+                target=None,  # type: ignore[arg-type]
+                draft=None,
+                tokenizer=None,  # type: ignore[arg-type]
+                temperature=temperature,
+                fixed_length=options.draft_length,
+                max_new_tokens=options.max_new_tokens,
+                seed=options.seed,
+                **{name: getattr(options, name) for name in SETTINGS},
+                **options.filters,
+            ),
+        )
+        for temperature in options.temperature
+        for link in options.links
+        for method in options.methods or METHODS
+    ]
+
+
+def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
+    """Decode by every method, and write the report.
+
+    Args:
+        argv: the words after ``edge``.
+
+    Returns:
+        What the terminal shows.
+    """
+    quieten()
+    for method in options.methods:
+        if method not in METHODS:
+            raise UsageError(f"--methods: {method!r} is unknown; give one of {', '.join(METHODS)}")
+    name, revision, drafts = read_drafts(
+        [options.checkpoint] if options.checkpoint else [],
+        options.target,
+        options.draft_model,
+        options.draft,
+    )
+    runs = make_runs(options)
+    benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
+    make_folder("--out", options.out)
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device, name, revision)
+    target = load_target(name, revision=revision, dtype=dtype, device=device)
+    tokenizer = load_tokenizer(name, revision=revision)
+    place = str(options.checkpoint or options.draft_model or options.draft)
+    draft: DraftNetwork
+    if drafts:
+        draft = load_head(next(iter(drafts)), target)
+    elif options.draft is not None:
+        draft = make_lookup(options.draft, target)
+    else:
+        draft = load_draft_model(place, target, tokenizer)
+    check_draft(make_source(draft))
+    shared = SharedTarget(target)
+    for run in runs:
+        drafts_with = None if METHODS[run.method].drafts_in is None else draft
+        run.simulation = replace(
+            run.simulation, target=shared, draft=drafts_with, tokenizer=tokenizer
+        )
+        run.run(benchmarks)
+    latency = measure(runs, None if options.no_lossless else target, seed=options.seed)
+    manifest = build_manifest(
+        target=target,
+        tokenizer=tokenizer,
+        benchmarks=benchmarks,
+        checkpoints=list(drafts),
+        draft=draft,
+        config=options.to_dict() | {"draft": f"{draft.draft_type} `{place}`"},
+        argv=["python", "-m", "pipedraft.eval", "edge", *argv],
+        seed=options.seed,
+    )
+    shown = write_edge_report(options.out, latency, manifest, runs[0].simulation.times)
+    written = f"{shlex.quote(str(options.out))}/results.json, report.md and manifest.json"
+    return f"{shown}\nwritten: {written}"
