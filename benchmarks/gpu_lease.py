@@ -196,15 +196,14 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def generate_part(options: argparse.Namespace) -> None:
-    from transformers import AutoModelForCausalLM
-
     from pipedraft.data_recipes.bulk import Decoder, Opening, repeats_itself, sample_rows
+    from pipedraft.data_recipes.local import load_on
     from pipedraft.data_recipes.token_rows import read_token_rows, write_token_rows
 
     begin = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).to(device).eval()
+    model = load_on(options.target, str(device), str(dtype).removeprefix("torch."))
     turns = json.loads((options.prompts.parent / "turns.json").read_text())
     prompts, _ = read_token_rows(options.prompts)
     mine = prompts[options.worker :: options.of]

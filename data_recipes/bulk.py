@@ -37,11 +37,7 @@ class Decoder:
     def begin(self, max_length: int) -> None:
         """Make empty caches for that many positions."""
         self.cache = DynamicCache(config=self.model.config)
-        layers = self.cache.layers
-        self.cache.layers = [
-            PreallocatedLayer(max_length) if type(layer) is DynamicLayer else layer
-            for layer in layers
-        ]
+        self.cache.layers = preallocated(self.cache.layers, max_length)
 
     def step(self, ids_B: Tensor) -> Tensor:
         """Return logits [B, V] of the next token."""
@@ -88,6 +84,11 @@ class PreallocatedLayer(DynamicLayer):
             self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
 
 
+def preallocated(layers: Iterable[Any], max_length: int) -> list[Any]:
+    """Replace growing cache layers by preallocated ones; windows and recurrent states stay."""
+    return [PreallocatedLayer(max_length) if type(x) is DynamicLayer else x for x in layers]
+
+
 @dataclass(frozen=True)
 class Opening:
     """A row to sample: its first tokens, and who goes on.
@@ -111,6 +112,8 @@ class SampledRow:
     has_ended: bool
     """False: the answer was cut at the longest length."""
     opening: Opening
+    place: int
+    """Of its opening among the openings."""
 
 
 @dataclass
@@ -235,7 +238,7 @@ def _collect(
         for ids_T, place, start, end in zip(ids_BT, places, starts, ends, strict=True):
             if 0 <= start < max_length:
                 kept_T = ids_T[: end or max_length].copy()
-                by_place[place] = SampledRow(kept_T, start, end > 0, openings[place])
+                by_place[place] = SampledRow(kept_T, start, end > 0, openings[place], place)
     return [by_place[place] for place in sorted(by_place)]
 
 

@@ -5,6 +5,11 @@
     python -m pipedraft.data_recipes.regenerate --data chats.jsonl --server http://localhost:8000 \\
         --model Qwen/Qwen3-8B --concurrency 128 --out own.jsonl
 
+    python -m pipedraft.data_recipes.regenerate --self-prompt 4000 --target assets/target \\
+        --batch 512 --max-tokens 448 --out own.jsonl
+
+With --self-prompt the target writes users' turns, too (Magpie); rows that loop, end early, repeat a
+question or contain a prompt of --decontaminate are left out.
 Turn by turn: an answer is given in view of the target's own earlier answers. A conversation that
 ends with the user's turn is answered there too, so {"prompt": text} rows are conversations as well.
 Rows are written in the order of the input. The same command goes on where a stopped or killed one
@@ -63,10 +68,14 @@ class LocalOptions(Options):
 class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
     PROG: ClassVar[str] = "python -m pipedraft.data_recipes.regenerate"
     DESCRIPTION: ClassVar[str] = __doc__ or ""
-    ONE_OF = (("target", "server"),)
+    ONE_OF = (("target", "server"), ("data", "self_prompt"))
 
-    data: str = option(metavar="FILE")
+    data: str | None = option(None, metavar="FILE")
     """JSONL (.gz) or parquet of conversations"""
+    self_prompt: int | None = option(None, least=1)
+    """conversations that the --target makes up by itself, instead of --data"""
+    decontaminate: tuple[str, ...] = option((), metavar="FILES")
+    """with --self-prompt: files of benchmarks whose prompts no row may contain"""
     out: Path
     """JSONL file to write or go on with"""
     target: str | None = option(None, metavar="FOLDER")
@@ -96,10 +105,26 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
             raise UsageError(f"--top-p: {self.top_p:g}; give a number above 0, at most 1")
         if not 0 <= self.greedy_share <= 1:
             raise UsageError(f"--greedy-share: {self.greedy_share:g}; give a number from 0 to 1")
+        if self.self_prompt is not None:
+            self._check_self_prompt()
+        elif self.decontaminate:
+            raise UsageError("--decontaminate: is for --self-prompt; leave it out")
         if self.server is not None:
             self._check_server()
         elif not Path(str(self.target)).exists() and str(self.target).count("/") != 1:
             raise UsageError(f"--target: no folder {self.target!r}; give a chat model")
+
+    def _check_self_prompt(self) -> None:
+        if self.server is not None:
+            raise UsageError("--self-prompt: is for --target; a server writes no users' turns")
+        for name, usual in (("temperature", 1.0), ("top_p", 1.0), ("thinking", "keep")):
+            if getattr(self, name) != usual:
+                raise UsageError(
+                    f"{flag_name(name)}: {getattr(self, name)} with --self-prompt, which samples "
+                    "from the target's own distribution; leave it out"
+                )
+        if self.retry_errors:
+            raise UsageError("--retry-errors: a row left out would be sampled the same again")
 
     def _check_server(self) -> None:
         if not is_address(str(self.server)):
@@ -194,8 +219,22 @@ async def ask_server(run: Run, options: RegenerateOptions) -> str:
     return f"{server.num_requests} requests, {server.num_repeats} of them repeats; "
 
 
+def ask_itself(answers: AnswerFile, options: RegenerateOptions, bar: tqdm) -> tuple[int, str]:
+    """Sample self-made conversations; returns the cut answers and what the summary says."""
+    from pipedraft.data_recipes.local import load_on
+    from pipedraft.data_recipes.self_prompt import SelfPrompting
+    from pipedraft.pretrained import load_tokenizer
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    tokenizer = load_tokenizer(str(options.target), field="--target")
+    model = load_on(str(options.target), options.device, options.dtype)
+    prompting = SelfPrompting(model, tokenizer, options, options.decontaminate)
+    prompting.fill(answers, options.self_prompt or 0, options.batch, bar)
+    return prompting.num_cut, f"{prompting.num_tokens} tokens sampled; "
+
+
 def ask_local(run: Run, options: RegenerateOptions) -> str:
-    from pipedraft.data_recipes.sample import LocalTarget, answer_dialogues
+    from pipedraft.data_recipes.local import LocalTarget, answer_dialogues
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     target = LocalTarget(str(options.target), options.device, options.dtype, run.sampling)
@@ -209,6 +248,8 @@ def settings_of(options: RegenerateOptions, digest: str) -> Values:
     is_folder = options.target is not None and folder.exists()
     return {
         "--data (digest)": digest,
+        "--self-prompt": options.self_prompt,
+        "--decontaminate": list(options.decontaminate),
         "--target": str(folder.resolve()) if is_folder else options.target,
         "--model": options.model,
         "--dtype": None if options.target is None else options.dtype,
@@ -218,19 +259,23 @@ def settings_of(options: RegenerateOptions, digest: str) -> Values:
 
 def main() -> None:
     options = RegenerateOptions.read(sys.argv[1:])
-    source = Source(path=options.data)
-    num_rows, digest = scan(source)
+    source = None if options.data is None else Source(path=options.data)
+    num_rows, digest = (options.self_prompt or 0, "") if source is None else scan(source)
     settings, retry = settings_of(options, digest), options.retry_errors
     answers = AnswerFile(options.out, settings, num_rows=num_rows, retry_errors=retry)
     num_before = answers.num_answered + answers.num_failed
     begin = time.monotonic()
     try:
         with tqdm(total=num_rows, initial=num_before, unit="row", delay=1) as bar:
-            run = Run(source, answers, options, bar)
-            if options.server is not None:
-                said = asyncio.run(ask_server(run, options))
+            if source is None:
+                num_cut, said = ask_itself(answers, options, bar)
             else:
-                said = ask_local(run, options)
+                run = Run(source, answers, options, bar)
+                is_local = options.server is None
+                said = (
+                    ask_local(run, options) if is_local else asyncio.run(ask_server(run, options))
+                )
+                num_cut = run.num_cut
         answers.finish()
     except (KeyboardInterrupt, asyncio.CancelledError, TargetLost) as error:
         left = num_rows - answers.num_answered - answers.num_failed
@@ -246,7 +291,7 @@ def main() -> None:
     rate = (num_rows - num_before) / seconds
     failed = f"{num_failed} failed ({answers.errors_path})" if num_failed else "0 failed"
     print(
-        f"{answers.num_answered} rows answered, {failed}; {run.num_cut} answers cut at "
+        f"{answers.num_answered} rows answered, {failed}; {num_cut} answers cut at "
         f"--max-tokens; {said}{num_rows - num_before} rows in {seconds:.0f} s ({rate:.1f}/s)"
     )
     if not answers.num_answered:

@@ -152,8 +152,8 @@ run_ranks(2, [sys.executable, "-c", program])
 
 @pytest.mark.parametrize(
     "program",
-    [RANKS, *map(LOADING.format, ("pipedraft.train", "pipedraft.data_recipes.sample"))],
-    ids=["ranks", "train", "sample"],
+    [RANKS, LOADING.format("pipedraft.train")],
+    ids=["ranks", "train"],
 )
 def test_ctrl_c_ends_a_command_at_once_and_in_one_line(program):
     process = subprocess.Popen(

@@ -88,7 +88,7 @@ class SPDObjective(StagedObjective):
         norm; the head's own norm then gives the LM head rows of the scale that it knows. Without
         this the stream begins as the embedding, from which a tied LM head reads the token itself.
         """
-        weight_HH = self.draft.projections[self.draft.block_of_depth[0]].weight
+        weight_HH: Tensor = self.draft.projections[self.draft.block_of_depth[0]].weight  # type: ignore[assignment]
         if self.config.start != "ridge" or self.config.init_from is not None or weight_HH.is_meta:
             return
         hidden, last = weight_HH.shape[0], self.num_target_layers

@@ -1,0 +1,226 @@
+"""Answers of a chat model in this process to given users."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TopPLogitsWarper,
+)
+
+from pipedraft.data_recipes.answers import (
+    AnswerSampling,
+    Dialogue,
+    Messages,
+    RowFailed,
+    TargetAnswer,
+    kept_text,
+)
+from pipedraft.data_recipes.bulk import preallocated
+from pipedraft.pretrained import (
+    ChatRefused,
+    load_model,
+    load_tokenizer,
+    render_chat,
+    resolve_device,
+)
+
+# B rows, T positions, V vocabulary
+
+BATCHES_SORTED_TOGETHER = 16
+
+
+def load_on(name: str, device: str, dtype: str) -> PreTrainedModel:
+    """The chat model of ``--target``, ``--device`` and ``--dtype``."""
+    place, weights = resolve_device(device), getattr(torch, dtype)
+    return load_model(name, field="--target", dtype=weights, device=place).eval()
+
+
+class LocalTarget:
+    """A chat model and its tokenizer."""
+
+    def __init__(self, name: str, device: str, dtype: str, sampling: AnswerSampling) -> None:
+        self.model: Any = load_on(name, device, dtype)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(name, field="--target")
+        self.sampling = sampling
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"--target: {name!r} has no chat template; name a chat model")
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        ends = self.model.generation_config.eos_token_id
+        listed = ends if isinstance(ends, list) else [ends]
+        self.ends = sorted({*listed, self.tokenizer.eos_token_id} - {None})
+        self.max_positions = self.model.config.get_text_config().max_position_embeddings
+
+    def render(self, question: Messages) -> str:
+        """The prompt as the target reads it, which must leave room for an answer."""
+        try:
+            text = render_chat(self.tokenizer, question)
+        except ChatRefused as error:
+            raise RowFailed(str(error)) from error
+        num_tokens = len(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        if num_tokens + self.sampling.max_tokens > self.max_positions:
+            raise RowFailed(
+                f"{num_tokens} tokens and --max-tokens {self.sampling.max_tokens} exceed the "
+                f"target's {self.max_positions} positions"
+            )
+        return text
+
+    @torch.inference_mode()
+    def answer_batch(self, prompts: list[str], *, is_greedy: bool) -> list[tuple[str, bool]]:
+        """Answer rendered prompts, padded on the left: (text, was cut at --max-tokens) for each.
+
+        Sampling is from the target's own distribution: what its generation_config.json adds
+        (top-k, a repetition penalty) is switched off.
+        """
+        batch = self.tokenizer(
+            prompts,
+            add_special_tokens=False,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        ).to(self.model.device)
+        answers = decode_batch(
+            self.model,
+            batch.input_ids,
+            batch.attention_mask,
+            ends=self.ends,
+            sampling=None if is_greedy else self.sampling,
+            max_tokens=self.sampling.max_tokens,
+        )
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return [(text, ids[-1] not in self.ends) for text, ids in zip(texts, answers, strict=True)]
+
+
+DROPPED_SHARE = 1 / 8
+"""Rows that have ended are taken out of the batch when they are this share of it."""
+
+
+@torch.inference_mode()
+def decode_batch(
+    model: PreTrainedModel,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    ends: Sequence[int],
+    sampling: AnswerSampling | None,
+    max_tokens: int,
+) -> list[list[int]]:
+    """Token ids of the answers to B prompts padded on the left, each with its end token.
+
+    Args:
+        mask_BT: 0 where a prompt is padded.
+        sampling: None: greedy.
+    """
+    answers: list[list[int]] = [[] for _ in ids_BT]
+    cache = DynamicCache(config=model.config)
+    longest = ids_BT.shape[1] + max_tokens
+    cache.layers = preallocated(cache.layers, longest)
+    warp = TopPLogitsWarper(sampling.top_p) if sampling and sampling.top_p < 1 else None
+    ends_E = torch.tensor(ends, device=ids_BT.device)
+    rows_B = torch.arange(len(ids_BT))
+    has_ended_B = torch.zeros(len(ids_BT), dtype=torch.bool, device=ids_BT.device)
+    position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+    step_BT = ids_BT
+    for _ in range(max_tokens):
+        logits_BV = model(
+            input_ids=step_BT,
+            attention_mask=mask_BT,
+            position_ids=position_BT,
+            past_key_values=cache,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        if sampling is None:
+            token_B = logits_BV.argmax(-1)
+        else:
+            logits_BV = logits_BV.float() / sampling.temperature
+            if warp is not None:
+                logits_BV = warp(None, logits_BV)  # type: ignore[arg-type]  # reads scores only
+            token_B = torch.multinomial(logits_BV.softmax(-1), 1)[:, 0]
+        told = zip(rows_B.tolist(), token_B.tolist(), has_ended_B.tolist(), strict=True)
+        for row, token, has_ended in told:
+            if not has_ended:
+                answers[row].append(token)
+        has_ended_B = has_ended_B | torch.isin(token_B, ends_E)
+        if has_ended_B.all():
+            break
+        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], 1)
+        step_BT, position_BT = token_B[:, None], position_BT[:, -1:] + 1
+        # A row that has ended costs as much as one that goes on; taking it out copies the cache.
+        if has_ended_B.float().mean() >= DROPPED_SHARE:
+            index = (~has_ended_B).nonzero()[:, 0]
+            cache.batch_select_indices(index)
+            mask_BT, step_BT, position_BT = mask_BT[index], step_BT[index], position_BT[index]
+            rows_B, has_ended_B = rows_B[index.cpu()], has_ended_B[index]
+    return answers
+
+
+def num_characters(dialogue: Dialogue) -> int:
+    return sum(len(message["content"]) for prompt in dialogue.prompts for message in prompt)
+
+
+def answer_dialogues(
+    target: LocalTarget,
+    dialogues: Iterator[Dialogue],
+    settle: Callable[[Dialogue, str], None],
+    *,
+    batch_size: int,
+) -> None:
+    """Answer every dialogue; greedy and sampled ones, short and long ones in batches of their own.
+
+    Args:
+        settle: gets each dialogue when it is complete, with "", or cannot be, with the reason.
+    """
+    sampling = target.sampling
+    while window := list(itertools.islice(dialogues, batch_size * BATCHES_SORTED_TOGETHER)):
+        window.sort(key=num_characters)
+        for is_greedy in (True, False):
+            chosen = [d for d in window if sampling.is_greedy(d.row) == is_greedy]
+            for first in range(0, len(chosen), batch_size):
+                answer_together(
+                    target, chosen[first : first + batch_size], settle, is_greedy=is_greedy
+                )
+
+
+def answer_together(
+    target: LocalTarget,
+    dialogues: list[Dialogue],
+    settle: Callable[[Dialogue, str], None],
+    *,
+    is_greedy: bool,
+) -> None:
+    """All turns of one batch; it shrinks as its shorter dialogues are complete."""
+    while dialogues:
+        prompts: dict[int, str] = {}
+        for index, dialogue in enumerate(dialogues):
+            try:
+                prompts[index] = target.render(dialogue.question())
+            except RowFailed as error:
+                settle(dialogue, str(error))
+        if not prompts:
+            return
+        asked = [dialogues[index] for index in prompts]
+        torch.manual_seed(target.sampling.seed_of(asked[0].row, asked[0].num_answers))
+        try:
+            answers = target.answer_batch(list(prompts.values()), is_greedy=is_greedy)
+        except torch.OutOfMemoryError as error:
+            raise ValueError("--batch: it does not fit into the GPU's memory; give less") from error
+        dialogues = []
+        for dialogue, prompt, (text, is_cut) in zip(asked, prompts.values(), answers, strict=True):
+            if prompt.rstrip().endswith("<think>"):
+                text = "<think>\n" + text
+            try:
+                kept = kept_text(text, "", thinking=target.sampling.thinking)
+            except RowFailed as error:
+                settle(dialogue, str(error))
+                continue
+            dialogue.add(TargetAnswer(kept, is_cut))
+            if dialogue.is_complete:
+                settle(dialogue, "")
+            else:
+                dialogues.append(dialogue)

@@ -1,0 +1,145 @@
+"""Self-made conversations: a chat model writes the user's turn and the answer.
+
+Magpie (arXiv:2406.08464): the prompt is the chat template's opening of a user turn, nothing else.
+``regenerate --self-prompt N`` samples N rows; a head trained on them drafts what its target says.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pipedraft.data_recipes.answers import AnswerFile, AnswerSampling, Messages
+from pipedraft.data_recipes.bulk import Decoder, Opening, SampledRow, repeats_itself, sample_rows
+from pipedraft.data_recipes.overlap import Benchmarks, read_benchmarks
+from pipedraft.pretrained import render_chat
+
+CONTENT = "CONTENT"
+MIN_ANSWER = 8
+"""Answer tokens that a row has at least."""
+
+
+@dataclass(frozen=True)
+class TurnMarkers:
+    """Token ids of a chat template between the contents of one exchange."""
+
+    user: tuple[int, ...]
+    """Before the user's first turn: a default system prompt is in it."""
+    assistant: tuple[int, ...]
+    """From the end token of the user's turn, which is not in it, to the answer."""
+    end: int
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "TurnMarkers":
+        """Read the markers off a template.
+
+        Raises:
+            ValueError: no template, or one that does not close a user's turn with the EOS token.
+        """
+        messages = [{"role": "user", "content": CONTENT}]
+        rendered = render_chat(tokenizer, messages) if tokenizer.chat_template else ""
+        before, _, after = rendered.partition(CONTENT)
+        end = tokenizer.eos_token or CONTENT
+        closes, _, opening = after.partition(end)
+        if not before or closes.strip() or not opening.strip():
+            raise ValueError(
+                "--target: its chat template does not close a user's turn with the EOS token, so "
+                "that a self-made turn has no end; give --data with questions"
+            )
+        user, assistant = (
+            tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in (before, opening)
+        )
+        return cls(user, assistant, int(tokenizer.eos_token_id))
+
+
+class SelfPrompting:
+    """Samples rows in batches, and settles each as a conversation or with the reason against it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: AnswerSampling,
+        benchmarks: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            benchmarks: files whose prompts no row may contain.
+        """
+        self.tokenizer: Any = tokenizer
+        self.markers, self.sampling = TurnMarkers.of(tokenizer), sampling
+        self.decoder = Decoder(model)
+        ends = model.generation_config.eos_token_id if model.generation_config else None
+        self.ends = {self.markers.end, *(ends if isinstance(ends, list) else [ends])} - {None}
+        self.benchmarks: Benchmarks | None = read_benchmarks(benchmarks) if benchmarks else None
+        self.seen: set[str] = set()
+        """User turns so far."""
+        self.num_tokens, self.num_cut = 0, 0
+
+    def fill(self, answers: AnswerFile, num_rows: int, batch_size: int, bar: tqdm) -> None:
+        """Sample every row that is not settled, ``batch_size`` together."""
+        pending = [row for row in range(num_rows) if answers.is_pending(row)]
+        for first in range(0, len(pending), batch_size):
+            rows = pending[first : first + batch_size]
+            started = time.monotonic()
+            sampled = self._sample(rows)
+            seconds = time.monotonic() - started
+            tokens = sum(len(row.ids) for row in sampled.values())
+            self.num_tokens += tokens
+            for row in rows:
+                messages, reason = self._read(sampled.get(row))
+                if reason:
+                    answers.fail(row, reason, "{}")
+                else:
+                    is_greedy = self.sampling.is_greedy(row)
+                    answers.add(row, {"messages": messages, "greedy_answers": is_greedy})
+            rate = f"{tokens / seconds:.0f}"
+            bar.set_postfix({"left out": answers.num_failed, "tokens/s": rate}, refresh=False)
+            bar.update(len(rows))
+
+    def _sample(self, rows: Sequence[int]) -> dict[int, SampledRow]:
+        """Sample a batch; its numbers are drawn by the seed and its first row."""
+        openings = [
+            Opening(self.markers.user, self.sampling.is_greedy(row), writes_user=True)
+            for row in rows
+        ]
+        generator = torch.Generator(self.decoder.device)
+        generator.manual_seed(self.sampling.seed_of(rows[0], 0))
+        found = sample_rows(
+            self.decoder,
+            openings,
+            assistant=self.markers.assistant,
+            ends=self.ends,
+            max_length=len(self.markers.user) + self.sampling.max_tokens,
+            generator=generator,
+        )
+        return {rows[row.place]: row for row in found}
+
+    def _read(self, row: SampledRow | None) -> tuple[Messages, str]:
+        """Return a row's messages, or the reason why it is left out."""
+        if row is None:
+            return [], "the user's turn has no end"
+        answer = row.ids[row.answer_start :]
+        if len(answer) < MIN_ANSWER:
+            return [], f"the answer has fewer than {MIN_ANSWER} tokens"
+        if repeats_itself(row.ids):
+            return [], "four tokens repeat in a loop"
+        first, last = len(self.markers.user), row.answer_start - len(self.markers.assistant) - 1
+        user, said = (
+            str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+            for ids in (row.ids[first:last], answer)
+        )
+        if not user or not said:
+            return [], "a turn is empty"
+        if user in self.seen:
+            return [], "the user's turn came before"
+        if self.benchmarks is not None and self.benchmarks.find(f"{user}\n{said}")[0]:
+            return [], "contains a prompt of a benchmark"
+        self.seen.add(user)
+        self.num_cut += not row.has_ended
+        turns = (("user", user), ("assistant", said))
+        return [{"role": role, "content": content} for role, content in turns], ""
