@@ -162,7 +162,7 @@ def orthogonalize(
 def muon_in_float32(device: torch.device) -> Iterator[None]:
     """Let torch.optim.Muon iterate in float32 inside, where ``device`` is a CPU."""
     if device.type == "cpu":
-        _muon._zeropower_via_newtonschulz = orthogonalize
+        _muon._zeropower_via_newtonschulz = orthogonalize  # type: ignore[assignment]
     try:
         yield
     finally:
