@@ -132,7 +132,7 @@ RECORDING = Path(__file__).parents[1] / "assets" / "acceptance" / "tiny_draft.js
 
 
 @dataclass
-class Text:
+class DraftedText:
     """What a draft would get right."""
 
     num_tokens: int
@@ -142,17 +142,17 @@ class Text:
     place: int = field(default=0, init=False)
 
 
-def simulated_text(process: str, num_tokens: int, seed: int) -> Text:
+def simulated_text(process: str, num_tokens: int, seed: int) -> DraftedText:
     """Acceptance by place and position, drawn once."""
     random = np.random.default_rng([seed, 1, list(PROCESSES).index(process)])
     length = num_tokens + MAX_LENGTH + 1
     acceptance_TK = PROCESSES[process](random, length)
     uniform_T = np.random.default_rng([seed, 2]).random(length + MAX_LENGTH)
     is_right_TK = sliding_windows(uniform_T)[:length] < acceptance_TK
-    return Text(num_tokens, np.cumprod(acceptance_TK, axis=1), count_right(is_right_TK))
+    return DraftedText(num_tokens, np.cumprod(acceptance_TK, axis=1), count_right(is_right_TK))
 
 
-def recorded_text(name: str, num_tokens: int, seed: int) -> Text:
+def recorded_text(name: str, num_tokens: int, seed: int) -> DraftedText:
     """Recorded answers one after the other, in an order drawn per seed.
 
     The oracle knows the survival of the whole text, not where in it the draft does well: whoever
@@ -166,7 +166,7 @@ def recorded_text(name: str, num_tokens: int, seed: int) -> Text:
         order += [answers[index] for index in random.permutation(len(answers))]
     num_right = count_right(sliding_windows(np.concatenate(order))[:length])
     survival_K = (np.array(num_right)[:, None] > np.arange(MAX_LENGTH)).mean(0)
-    return Text(num_tokens, np.tile(survival_K, (length, 1)), num_right)
+    return DraftedText(num_tokens, np.tile(survival_K, (length, 1)), num_right)
 
 
 @cache
@@ -183,7 +183,7 @@ def count_right(is_right_TK: np.ndarray) -> list[int]:
     return np.cumprod(is_right_TK, axis=1).sum(1).tolist()
 
 
-def make_text(process: str, num_tokens: int, seed: int) -> Text:
+def make_text(process: str, num_tokens: int, seed: int) -> DraftedText:
     make = recorded_text if process in RECORDED else simulated_text
     return make(process, num_tokens, seed)
 
@@ -195,7 +195,7 @@ def energy_model(shape: RoundShape, radio: str) -> EnergyModel:
 class World:
     """What only the simulation knows at the beginning of a round."""
 
-    def __init__(self, text: Text, link: Link, protocol: Protocol, start_s: float) -> None:
+    def __init__(self, text: DraftedText, link: Link, protocol: Protocol, start_s: float) -> None:
         self.text, self.link, self.protocol, self.now_s = text, link, protocol, start_s
         self.shape = protocol.shape
         self.state = LinkState(  # bandwidths: of the first moment that has any
@@ -247,7 +247,7 @@ CONTESTANTS = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PolicyOutcome:
     tokens_per_s: float
     joules_per_token: float
 
@@ -263,7 +263,7 @@ class Verdict:
     sizes: dict[str, int]
 
 
-class Run:
+class PolicyRun:
     """One policy over one text."""
 
     def __init__(self, world: World, contestant: Contestant, seed: int) -> None:
@@ -363,15 +363,15 @@ class Run:
         text.place += 1
 
 
-def decode(world: World, contestant: Contestant, seed: int, energy: EnergyModel) -> Outcome:
+def decode(world: World, contestant: Contestant, seed: int, energy: EnergyModel) -> PolicyOutcome:
     """One policy over one text."""
-    text, start_s, run = world.text, world.now_s, Run(world, contestant, seed)
+    text, start_s, run = world.text, world.now_s, PolicyRun(world, contestant, seed)
     waits = world.protocol.cost == RoundCost.stop_and_wait
     while text.place < text.num_tokens:
         run.round() if waits else run.epoch()
     elapsed_s = world.now_s - start_s
     joules = energy.joules(run.channel, num_drafted=run.num_drafted, elapsed_s=elapsed_s)
-    return Outcome(text.place / elapsed_s, sum(joules.values()) / text.place)
+    return PolicyOutcome(text.place / elapsed_s, sum(joules.values()) / text.place)
 
 
 def find_links(folders: list[Path]) -> Iterator[tuple[str, str, Link]]:
@@ -393,7 +393,7 @@ def measure_cell(
     """Throughputs of all contestants over the oracle's, and joules per token, over seeds."""
     energy = energy_model(protocol.shape, radio_of(name))
     period_s = link.delay_s.period_s
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in CONTESTANTS}
+    outcomes: dict[str, list[PolicyOutcome]] = {name: [] for name in CONTESTANTS}
     for seed in range(sizes.seeds):
         start = np.random.default_rng([seed, 3]).random()
         start_s = 0.0 if math.isinf(period_s) else start * period_s

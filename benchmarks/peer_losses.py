@@ -39,7 +39,7 @@ from pipedraft.models.target import capture_hidden
 from pipedraft.train import dflash
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
-from pipedraft.train.losses import Measure, chunked_distillation
+from pipedraft.train.losses import LossKind, chunked_distillation
 
 # M rows, H hidden, V target vocabulary, U draft vocabulary, A anchors, S draft tokens of a block
 
@@ -86,7 +86,7 @@ def compare_rows(kind: str, M: int, U: int, theirs: Callable[[Tensor, Tensor, Te
     torch.manual_seed(0)
     hidden, head, teacher, teacher_head, ids = rows(M, U)
     is_part = U < VOCABULARY
-    measure = Measure(kind=kind)  # type: ignore[arg-type]
+    measure = LossKind(kind=kind)  # type: ignore[arg-type]
     own = chunked_distillation(
         hidden,
         head,

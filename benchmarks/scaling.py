@@ -40,7 +40,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Link:
+class StageLink:
     name: str
     latency_s: float
     bytes_per_s: float
@@ -53,11 +53,11 @@ TARGETS = (
     Target("405B", 405.9e9, 126, 16_384, 128_256),
 )
 LINKS = (
-    Link("NVLink", 3e-6, 400e9),
-    Link("InfiniBand", 6e-6, 40e9),
-    Link("10 GbE", 40e-6, 1.1e9),
-    Link("LAN, 1 Gbit/s", 200e-6, 0.11e9),
-    Link("WAN, 20 ms", 20e-3, 0.1e9),
+    StageLink("NVLink", 3e-6, 400e9),
+    StageLink("InfiniBand", 6e-6, 40e9),
+    StageLink("10 GbE", 40e-6, 1.1e9),
+    StageLink("LAN, 1 Gbit/s", 200e-6, 0.11e9),
+    StageLink("WAN, 20 ms", 20e-3, 0.1e9),
 )
 STAGES = (2, 4, 8, 16, 32, 64)
 MEMORY_BYTES_PER_S = 3.35e12
@@ -84,7 +84,7 @@ class Durations:
     layer: float
 
     @classmethod
-    def of(cls, target: Target, link: Link, num_stages: int) -> "Durations":
+    def of(cls, target: Target, link: StageLink, num_stages: int) -> "Durations":
         head_bytes = target.vocab * target.hidden * BYTES
         layers = (target.parameters * BYTES - head_bytes) / MEMORY_BYTES_PER_S
         layers += target.num_layers * SMALL_KERNELS * KERNEL_S
@@ -95,11 +95,11 @@ class Durations:
             layer=layers / target.num_layers,
         )
 
-    def draft(self, target: Target, method: "Method") -> float:
+    def draft(self, target: Target, method: "PlannedMethod") -> float:
         head = self.head * (method.draft_vocab or target.vocab) / target.vocab
         return method.draft_layers * self.layer + head + DRAFT_LAUNCHES * LAUNCH_S + WAIT_S
 
-    def clock(self, target: Target, num_stages: int, method: "Method") -> VirtualClock:
+    def clock(self, target: Target, num_stages: int, method: "PlannedMethod") -> VirtualClock:
         draft = self.draft(target, method) / self.target_pass
         cost = CostModel(
             link=self.hop / self.target_pass,
@@ -146,18 +146,18 @@ def chain_tokens(right: Random, acceptance: float, length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Method:
+class PlannedMethod:
     simulate: Callable[[VirtualClock, Random, float, int], float]
     draft_layers: int
     draft_vocab: int | None
     """None: the target's."""
 
 
-EAGLE = Method(eagle_chain, 1, 32_000)
+EAGLE = PlannedMethod(eagle_chain, 1, 32_000)
 METHODS = {
-    "SPD, Ls = 4": Method(layered, 4, None),
-    "SPD, Ls = 1, 32 k": Method(layered, 1, 32_000),
-    "PPSD, 32 k": Method(partial(layered, overlap=False), 1, 32_000),
+    "SPD, Ls = 4": PlannedMethod(layered, 4, None),
+    "SPD, Ls = 1, 32 k": PlannedMethod(layered, 1, 32_000),
+    "PPSD, 32 k": PlannedMethod(partial(layered, overlap=False), 1, 32_000),
     "EAGLE chain:7, 32 k": EAGLE,
 }
 
@@ -167,7 +167,7 @@ PARALLEL = {"tensor parallel": 0, "tensor parallel, EAGLE chain:7": 7}
 
 
 def speedup(
-    target: Target, link: Link, num_stages: int, method: str, *, acceptance: float, tokens: int
+    target: Target, link: StageLink, num_stages: int, method: str, *, acceptance: float, tokens: int
 ) -> tuple[float, float] | None:
     """S over the same pipeline, and over one device."""
     durations, one = (Durations.of(target, link, n) for n in (num_stages, 1))

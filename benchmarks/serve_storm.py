@@ -83,7 +83,7 @@ def make_requests(num_stages: int, count: int) -> list[Asked]:
     return found
 
 
-class Server:
+class ServerUnderLoad:
     """The command, and the ranks that it starts."""
 
     def __init__(self, port: int, num_ranks: int) -> None:
@@ -246,7 +246,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     requests = make_requests(options.processes, options.requests)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = Server(port, options.processes)
+    server = ServerUnderLoad(port, options.processes)
     storm = Storm(requests, port, options.seed)
     clients = [asyncio.create_task(storm.client(i)) for i in range(options.clients)]
     memory: list[list[tuple[float, float]]] = [[]]
@@ -255,7 +255,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     storm.phase = "killed"
     os.kill(server.ranks()[-1], signal.SIGKILL)
     killed = await asyncio.to_thread(server.end)
-    server = await asyncio.to_thread(Server, port, options.processes)
+    server = await asyncio.to_thread(ServerUnderLoad, port, options.processes)
     await asyncio.sleep(1)  # who was cut off has noticed
     storm.phase = "up"
     memory.append([])
@@ -278,7 +278,9 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def watch(server: Server, seconds: float, samples: list[tuple[float, float]]) -> None:
+async def watch(
+    server: ServerUnderLoad, seconds: float, samples: list[tuple[float, float]]
+) -> None:
     started_s = time.monotonic()
     while (passed_s := time.monotonic() - started_s) < seconds:
         samples.append((passed_s, server.memory_mb()))

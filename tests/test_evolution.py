@@ -238,7 +238,9 @@ def test_a_draft_loads_within_the_scope_and_elsewhere_by_exception_alone(world, 
         load_draft(str(tmp_path), tiny_llama(), allow_evolved=True)
 
 
-@pytest.mark.parametrize("name", ["tiny_draft", "evolve_lora_strong"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("tiny_draft", marks=pytest.mark.all), "evolve_lora_strong"]
+)
 def test_a_run_that_was_stopped_ends_as_an_unbroken_one(script, world, tmp_path, name):
     """Muon's and AdamW's states, and those of adapters, come back from the checkpoint."""
     config = REPOSITORY / "configs" / "target" / f"{name}.yaml"

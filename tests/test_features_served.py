@@ -271,7 +271,7 @@ def test_a_server_refuses_what_its_target_cannot_answer_and_goes_on(world, tmp_p
 
 def test_what_is_no_frame_ends_the_link_and_not_the_server(world, tmp_path):
     ids_M, lengths_R = torch.arange(3, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
-    question = feature_link.Question(ids_M, lengths_R, [4])
+    question = feature_link.StatesQuestion(ids_M, lengths_R, [4])
     with served(world) as (address, _):
         host, port = address.split(":")
         for junk in (
@@ -282,7 +282,7 @@ def test_what_is_no_frame_ends_the_link_and_not_the_server(world, tmp_path):
         ):
             with socket.create_connection((host, int(port)), timeout=100) as link:
                 hello = feature_link.ANSWERS.read(feature_link.filling(link, 100))
-                assert isinstance(hello, feature_link.Hello) and hello.dtype == "bf16"
+                assert isinstance(hello, feature_link.ServedTarget) and hello.dtype == "bf16"
                 link.settimeout(100)
                 with suppress(ConnectionError, OSError):  # reset: it did not read all of it
                     link.sendall(junk)
@@ -336,7 +336,7 @@ def test_a_port_that_cannot_be_is_refused_at_once(world, tmp_path):
             world.trainer("eagle", tmp_path, **METHODS["eagle"], features=f"127.0.0.1:{port}")
 
 
-GREETING = feature_link.Hello({"hidden_size": HIDDEN}, "fp32")
+GREETING = feature_link.ServedTarget({"hidden_size": HIDDEN}, "fp32")
 LIES = {  # what a server sends, how often, and what is said of it
     "nothing": (b"", 0, "nobody serves hidden states at .*nothing came for 0.3 s"),
     "half a frame": (PREFIX.pack(MAGIC, 8, 0), 1, "nobody serves .*it came too slowly"),

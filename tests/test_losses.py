@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 from pipedraft.train import losses
 from pipedraft.train.log import flop_counter
-from pipedraft.train.losses import Measure, chunked_distillation
+from pipedraft.train.losses import LossKind, chunked_distillation
 
 torch.set_num_threads(1)
 KINDS = ("kl", "tv", "lk", "lk_hybrid", "ce", "ce_l1", "rkl", "jsd", "topk_kl")
 ETA, TOP_K, SHARE = 2.0, 3, 0.3
-MEASURES = {kind: Measure(kind=kind, eta=ETA, top_k=TOP_K, ce_share=SHARE) for kind in KINDS}
+MEASURES = {kind: LossKind(kind=kind, eta=ETA, top_k=TOP_K, ce_share=SHARE) for kind in KINDS}
 
 
 def make_inputs(M=11, H=5, teacher_H=7, V=13, U=None, dtype=torch.float64, seed=0):
@@ -254,7 +254,7 @@ def test_renormalizing_matters_with_a_draft_vocabulary():
 @pytest.mark.parametrize(
     "change, field",
     [
-        (dict(measure=Measure(kind="js")), "kind"),
+        (dict(measure=LossKind(kind="js")), "kind"),
         (dict(teacher_rows_U=torch.arange(6)), "head_weight"),
     ],
 )

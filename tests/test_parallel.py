@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,14 +46,16 @@ def runs(tmp_path_factory) -> Iterator[Runs]:
 
 
 @pytest.fixture(scope="module")
-def alone(runs, tmp_path_factory) -> dict[str, Path]:
-    """A run of each method on one process."""
-    folders = {}
-    for method in CHANGES:
-        folders[method] = tmp_path_factory.mktemp("alone") / method
-        status = runs.run(method, folders[method], changes={"accumulation": 2})
-        assert status == 0, said(folders[method])
-    return folders
+def alone(runs, tmp_path_factory) -> Callable[[str], Path]:
+    """A run of a method on one process, made when it is first asked for."""
+
+    @cache
+    def run(method: str) -> Path:
+        folder = tmp_path_factory.mktemp("alone") / method
+        assert runs.run(method, folder, changes={"accumulation": 2}) == 0, said(folder)
+        return folder
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -93,36 +96,38 @@ def assert_same_run(folder: Path, alone: Path) -> None:
             assert torch.allclose(found[key].double(), value.double(), atol=ABSOLUTE), (name, key)
 
 
-# Runs of spd are those that are stopped and go on, below. Of zero2 one is enough: it has the engine
-# of zero3, and whole weights as ddp.
-METHODS = [method for method in CHANGES if method != "spd"]
-PAIRS = [(name, method) for name in ("ddp", "fsdp2", "zero3") for method in METHODS]
+# Every method and every strategy in one pair or another; runs of spd are those that are stopped and
+# go on, below.
+PAIRS = [
+    *(("ddp", "ppsd"), ("fsdp2", "eagle"), ("fsdp2", "dspark"), ("fsdp2", "flexspec")),
+    *(("zero2", "eagle"), ("zero3", "eagle3"), ("zero3", "mtp")),
+]
 
 
-OTHERS = [(name, "spd") for name in ("ddp", "fsdp2", "zero3")]
-OTHERS += [("zero2", method) for method in CHANGES if method != "eagle"]
-ALL = [pytest.param(*pair, marks=pytest.mark.all) for pair in OTHERS]
+OTHERS = {(name, method) for name in ("ddp", "fsdp2", "zero2", "zero3") for method in CHANGES}
+ALL = [pytest.param(*pair, marks=pytest.mark.all) for pair in sorted(OTHERS - {*PAIRS})]
 
 
-@pytest.mark.parametrize(("name", "method"), [*PAIRS, ("zero2", "eagle"), *ALL])
+@pytest.mark.parametrize(("name", "method"), [*PAIRS, *ALL])
 def test_two_processes_train_the_run_of_one(runs, alone, tmp_path, name, method):
     folder = tmp_path / method
     statuses = runs.together(method, folder, launcher_environment(name))
     assert statuses == [0, 0], said(folder)
-    assert_same_run(folder, alone[method])
+    assert_same_run(folder, alone(method))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.all), "fsdp2", "zero3"])
 def test_a_target_in_parts_is_the_same_target(runs, alone, tmp_path, name):
     folder = tmp_path / "spd"
     environment, changes = launcher_environment(name), {"shard_target": True}
     statuses = runs.together("spd", folder, environment, changes=changes)
     assert statuses == [0, 0], said(folder)
-    assert_same_run(folder, alone["spd"])
+    assert_same_run(folder, alone("spd"))
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.all), "zero3"]
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.all) for name in ("ddp", "zero2")), "fsdp2", "zero3"],
 )
 def test_two_processes_in_bfloat16_train_the_run_of_one(runs, alone_bf16, tmp_path, name):
     """DDP and FSDP compute in bfloat16 from float32 weights, as one process does; DeepSpeed's
@@ -174,7 +179,9 @@ def make_hostile(paths: list[Path], mark: Path) -> None:
     mark.unlink()
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.all), "zero3"]
+)
 def test_sharded_runs_resume_where_they_were_stopped(runs, alone, tmp_path, name):
     """One process gets the signal. No pickle that a launcher might look for in the checkpoint is
     opened, and its own ones, which DeepSpeed's are, run no code."""
@@ -199,7 +206,7 @@ def test_sharded_runs_resume_where_they_were_stopped(runs, alone, tmp_path, name
     assert runs.together("spd", folder, environment) == [0, 0], said(folder)
     assert not mark.exists()
     assert "resumed at step 3 of 4" in said(folder)
-    assert_same_run(folder, alone["spd"])
+    assert_same_run(folder, alone("spd"))
 
 
 def test_a_run_goes_on_with_another_number_of_processes(runs, alone, tmp_path):
@@ -216,7 +223,7 @@ def test_a_run_goes_on_with_another_number_of_processes(runs, alone, tmp_path):
         assert logged(folder)[-1]["step"] == step + 1
     assert runs.run("spd", folder, changes={"accumulation": 2, "batch_group": None}) == 0
     assert "another order" not in said(folder)
-    assert_same_run(folder, alone["spd"])
+    assert_same_run(folder, alone("spd"))
 
 
 def test_a_group_that_the_processes_cannot_share_goes_on_and_says_so(runs, tmp_path):
@@ -263,7 +270,7 @@ def test_a_real_launch_trains_the_same_run(runs, alone, tmp_path):
     environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=environment, capture_output=True, timeout=500)
     assert done.returncode == 0, done.stderr.decode()
-    assert_same_run(folder, alone["spd"])
+    assert_same_run(folder, alone("spd"))
 
 
 def test_batch_groups_and_optimizers_that_do_not_fit_are_refused(runs, tmp_path):
@@ -298,7 +305,7 @@ SLOW = [("ddp", "load_data"), ("fsdp2", "load_frozen_target"), ("zero3", "load_t
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [*SLOW[:2], pytest.param(*SLOW[2], marks=pytest.mark.all)]
+    ("name", "part"), [SLOW[1], *(pytest.param(*x, marks=pytest.mark.all) for x in SLOW[::2])]
 )
 def test_processes_wait_for_one_that_is_longer_than_the_usual_timeout(runs, tmp_path, name, part):
     """The first process downloads, loads and tokenizes for hours while the others wait."""

@@ -7,13 +7,13 @@ import pytest
 from train_runs import train
 
 from pipedraft.train import launch, loop
-from pipedraft.train.log import Pace, flop_counter
+from pipedraft.train.log import StepPace, flop_counter
 
 # -- throughput -----------------------------------------------------------------------------
 
 
 def test_pace_is_flops_over_time_and_the_peak_of_all_processes():
-    pace = Pace()
+    pace = StepPace()
     pace.waited_s, pace.total_s, pace.flops = 1.0, 4.0, 6e12
     report = pace.report(peak_tflops=3.0, num_processes=2)
     assert report == {"data_share": 0.25, "mfu": 0.25}

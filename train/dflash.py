@@ -15,7 +15,7 @@ from pipedraft.models.dflash import DFlash, DFlashConfig
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.layers import LayerConfig, document_slices
 from pipedraft.train.eagle3 import chain_lengths
-from pipedraft.train.losses import Measure
+from pipedraft.train.losses import LossKind
 from pipedraft.train.objective import ChainObjective, DivergenceConfig, LossOutput
 
 
@@ -137,7 +137,7 @@ class DFlashObjective(ChainObjective):
         if self.config.position_weights == "dpace":
             # The draft's probability of the label, known only after a pass of the LM head.
             with torch.no_grad():
-                hard = self.distil_labels(states_MH, label_M, taps, measure=Measure(kind="ce"))
+                hard = self.distil_labels(states_MH, label_M, taps, measure=LossKind(kind="ce"))
             correct_AS = hard.divergence_M.new_zeros(counted_AS.numel())
             correct_AS = correct_AS.index_copy(0, place_M, (-hard.divergence_M).exp())
             weights_AS = dpace_weights(

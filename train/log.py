@@ -154,7 +154,7 @@ def flop_counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
-class Pace:
+class StepPace:
     """Sums over the steps since the last report: seconds until their batches were there, seconds in
     all, FLOPs of all processes."""
 

@@ -33,7 +33,7 @@ from pipedraft.train.launch import (
 )
 from pipedraft.train.log import (
     MetricsLog,
-    Pace,
+    StepPace,
     flop_counter,
     save_bad_batches,
     truncate_log,
@@ -91,7 +91,7 @@ class Trainer:
         self.num_steps = self._count_steps()
         self.stopping = Stopping(max_minutes=config.max_minutes, started=started)
         self.stop: Stop | None = None
-        self.pace = Pace()
+        self.pace = StepPace()
 
     @property
     def rank(self) -> int:

@@ -31,7 +31,7 @@ MAX_ROWS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measure:
+class LossKind:
     """How a row's loss is computed from the target's and the draft's distribution."""
 
     kind: Divergence = "kl"
@@ -76,7 +76,7 @@ def chunked_distillation(
     teacher_head_VH: Tensor,
     *,
     pair_weight_UR: Tensor | None = None,
-    measure: Measure = Measure(),
+    measure: LossKind = LossKind(),
     teacher_index_M: Tensor | None = None,
     teacher_rows_U: Tensor | None = None,
     weights_M: Tensor | None = None,
@@ -295,7 +295,7 @@ def _compare(
     p_CU: Tensor,
     target_3C: Tensor,
     rows_U: Tensor | None,
-    measure: Measure,
+    measure: LossKind,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the loss with respect to the draft's logits, whose memory this consumes.

@@ -29,7 +29,7 @@ from pipedraft.models.draft import (
 )
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import StagedTarget, capture_hidden
-from pipedraft.train.losses import DistillationLoss, Divergence, Measure, chunked_distillation
+from pipedraft.train.losses import DistillationLoss, Divergence, LossKind, chunked_distillation
 
 if TYPE_CHECKING:
     from pipedraft.train.features.reader import Features
@@ -133,7 +133,7 @@ class DivergenceConfig(StartConfig):
     their metrics leave out what it lacks; validation computes all of them."""
 
     @property
-    def measure(self) -> Measure:
+    def measure(self) -> LossKind:
         """The distance between target and draft that these settings name.
 
         Raises:
@@ -145,7 +145,7 @@ class DivergenceConfig(StartConfig):
             raise ValueError(f"model.loss_top_k: {self.loss_top_k} is below 1; give at least 1")
         if not 0 <= self.loss_ce <= 1:
             raise ValueError(f"model.loss_ce: {self.loss_ce} is not in [0, 1]; 0.1 is usual")
-        return Measure(
+        return LossKind(
             kind=self.loss,
             eta=self.loss_eta,
             top_k=self.loss_top_k,
@@ -203,7 +203,7 @@ class DraftObjective(Objective):
         """
         super().__init__()
         self.config, self._target, self._data = config, [target], data
-        self.measure = config.measure if isinstance(config, DivergenceConfig) else Measure()
+        self.measure = config.measure if isinstance(config, DivergenceConfig) else LossKind()
         self.layer_config = LayerConfig.from_target(target.get_decoder().config)
         self.reference = TargetReference(
             name=target_name,

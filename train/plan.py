@@ -117,7 +117,7 @@ BITS = {None: 0, "8bit": 8, "4bit": 4}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RunSizes:
     """Parameters; bytes beside weights and optimizer that a pass needs at most; FLOPs per token."""
 
     target_layers: int
@@ -151,7 +151,7 @@ class Plan:
 
     # -- counting ---------------------------------------------------------------------------
 
-    def measure(self) -> Sizes:
+    def measure(self) -> RunSizes:
         config, layer = self.config, self.layer
         with torch.device("meta"):
             target = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
@@ -164,7 +164,7 @@ class Plan:
             step_bytes = self._peak(objective, memory, rows)
         flops = counter.get_total_flops() / (rows * self.tokens)
         beside = self.objective_class.num_auxiliary(self.model, layer)
-        return Sizes(
+        return RunSizes(
             target_layers=layers,
             target_ends=sum(p.numel() for p in target.parameters()) - layers,
             trained=beside + sum(p.numel() for p in self.draft.parameters() if p.requires_grad),
@@ -254,7 +254,7 @@ class Plan:
 
     # -- the report -------------------------------------------------------------------------
 
-    def memory_bytes(self, sizes: Sizes, *, processes: int, strategy: str) -> dict[str, float]:
+    def memory_bytes(self, sizes: RunSizes, *, processes: int, strategy: str) -> dict[str, float]:
         """Bytes on one process by part; AdamW keeps two float32 numbers for each trained one.
 
         However gradients are shared in the end, each process computes them whole at first.
@@ -301,7 +301,7 @@ class Plan:
                 lines.append(f"{processes:>13}{strategy:>13}{shown}")
         return "\n".join([*lines, "", *self._speed(sizes)])
 
-    def _speed(self, sizes: Sizes) -> list[str]:
+    def _speed(self, sizes: RunSizes) -> list[str]:
         run = self.run
         lines = [f"{sizes.flops / 1e9:.3f} GFLOP a token, in sequences of {self.tokens:,} tokens"]
         if run.peak_tflops is None:

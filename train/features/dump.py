@@ -29,7 +29,7 @@ from pipedraft.files import publish, write_atomically
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.__main__ import load_tokenizer_of, registry
 from pipedraft.train.config import RunConfig
-from pipedraft.train.features.link import FeatureServer, Hello
+from pipedraft.train.features.link import FeatureServer, ServedTarget
 from pipedraft.train.features.reader import decoder_config, needed_layers, weightless_draft
 from pipedraft.train.features.shards import (
     INDEX,
@@ -318,7 +318,7 @@ def serve_states(own: "FeatureOptions", port: int, run: RunConfig) -> None:
     accelerator, config = make_accelerator(run), decoder_config(run)
     pad_id = load_tokenizer_of(run).pad_token_id or 0
     states = States(load_frozen_target(run, accelerator), pad_id, accelerator)
-    hello = Hello(target_identity(run, config), own.dtype)
+    hello = ServedTarget(target_identity(run, config), own.dtype)
     server = FeatureServer(states, hello, 2 * max(run.batch_tokens, 8 * run.data.max_length))
     said = f"serving states of {run.target} in {own.dtype} at"
     server.listen(own.host, port, lambda host, port: print(f"{said} {host}:{port}", flush=True))

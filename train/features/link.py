@@ -43,14 +43,14 @@ Address: TypeAlias = tuple[str, int]
 Layer: TypeAlias = Annotated[int, Meta(ge=0, le=10_000)]
 
 
-class Hello(Message, tag="hello"):
+class ServedTarget(Message, tag="hello"):
     """The server's first message: the identity of its target, and how hidden states are stored."""
 
     identity: Annotated[dict[Name, Value], Meta(max_length=16)]
     dtype: Literal["fp32", "bf16", "fp16", "int8"]
 
 
-class Question(Message, tag="question"):
+class StatesQuestion(Message, tag="question"):
     ids: Tensor
     """int32 [M]: tokens, row after row."""
     lengths: Tensor
@@ -62,20 +62,22 @@ class Question(Message, tag="question"):
         check_tensor("lengths", self.lengths, (torch.int32,), None)
 
 
-class Answer(Message, tag="answer"):
+class StatesAnswer(Message, tag="answer"):
     tensors: Annotated[dict[Name, Tensor], Meta(max_length=2000)]
     """Named and stored as in a shard: see ``shards``."""
 
 
-class Refusal(Message, tag="refusal"):
+class QuestionRefused(Message, tag="refusal"):
     reason: Annotated[str, Meta(max_length=1000)]
 
 
-QUESTIONS: Codec[Question] = Codec(
-    Question, max_header_bytes=MAX_HEADER_BYTES, max_tensor_bytes=MAX_QUESTION_BYTES
+QUESTIONS: Codec[StatesQuestion] = Codec(
+    StatesQuestion, max_header_bytes=MAX_HEADER_BYTES, max_tensor_bytes=MAX_QUESTION_BYTES
 )
-ANSWERS: Codec[Hello | Answer | Refusal] = Codec(
-    Hello | Answer | Refusal, max_header_bytes=MAX_HEADER_BYTES, max_tensor_bytes=MAX_ANSWER_BYTES
+ANSWERS: Codec[ServedTarget | StatesAnswer | QuestionRefused] = Codec(
+    ServedTarget | StatesAnswer | QuestionRefused,
+    max_header_bytes=MAX_HEADER_BYTES,
+    max_tensor_bytes=MAX_ANSWER_BYTES,
 )
 
 
@@ -186,7 +188,7 @@ class RemoteStates:
                 link.close()
                 raise FeaturesLost(f"features: no server at {self.address} ({error})") from error
         other: str | None = "no target"
-        if isinstance(hello, Hello):
+        if isinstance(hello, ServedTarget):
             other = difference(hello.identity, self.identity)
             self._dtype = hello.dtype
         if other is not None:
@@ -205,7 +207,7 @@ class RemoteStates:
         Raises:
             FeaturesLost: the server refuses the question, or is gone.
         """
-        question = Question(
+        question = StatesQuestion(
             ids=torch.tensor([token for row in ids for token in row], dtype=torch.int32),
             lengths=torch.tensor([len(row) for row in ids], dtype=torch.int32),
             layers=self.layers,
@@ -225,7 +227,7 @@ class RemoteStates:
                     self.places.rotate(-1)
         raise AssertionError("one of the tries returns or raises")
 
-    def _ask(self, question: Question) -> dict[str, Tensor]:
+    def _ask(self, question: StatesQuestion) -> dict[str, Tensor]:
         link = self._link or self._connect(CONNECT_S)
         num_tokens, hidden_size = len(question.ids), int(self.identity["hidden_size"])
         per_token = bytes_per_token(len(self.layers), hidden_size, self._dtype)
@@ -236,7 +238,7 @@ class RemoteStates:
         try:
             limit = num_tokens * per_token + padding
             answer = ANSWERS.read(filling(link, ANSWER_S), max_tensor_bytes=limit)
-            if isinstance(answer, Answer):
+            if isinstance(answer, StatesAnswer):
                 self._check(answer.tensors, num_tokens, hidden_size)
                 return answer.tensors
         except ValueError as error:
@@ -244,7 +246,7 @@ class RemoteStates:
             raise FeaturesLost(
                 f"features: {self.address} sends no hidden states ({error})"
             ) from error
-        reason = answer.reason if isinstance(answer, Refusal) else "it only greets"
+        reason = answer.reason if isinstance(answer, QuestionRefused) else "it only greets"
         raise FeaturesLost(f"features: {self.address} refuses: {reason}")
 
     def _check(self, tensors: Mapping[str, Tensor], num_tokens: int, hidden_size: int) -> None:
@@ -269,7 +271,7 @@ class RemoteStates:
 class FeatureServer:
     """Answers one question after another, whichever trainer asks."""
 
-    def __init__(self, states: "States", hello: Hello, max_tokens: int) -> None:
+    def __init__(self, states: "States", hello: ServedTarget, max_tokens: int) -> None:
         """
         Args:
             max_tokens: padded tokens of one question.
@@ -306,19 +308,21 @@ class FeatureServer:
                 while True:
                     question = QUESTIONS.read(filling(link, None))
                     try:
-                        answer: Answer | Refusal = Answer(self.answer(question))
+                        answer: StatesAnswer | QuestionRefused = StatesAnswer(self.answer(question))
                     except ValueError as error:
-                        answer = Refusal(str(error)[:1000])
+                        answer = QuestionRefused(str(error)[:1000])
                     self._send(link, answer)
             except (OSError, ValueError) as error:  # this trainer is gone; others may come
                 print(f"link ended: {error}", file=sys.stderr)
 
-    def _send(self, link: socket.socket, message: Hello | Answer | Refusal) -> None:
+    def _send(
+        self, link: socket.socket, message: ServedTarget | StatesAnswer | QuestionRefused
+    ) -> None:
         link.settimeout(FRAME_S)
         for buffer in ANSWERS.encode(message).buffers:
             link.sendall(buffer)
 
-    def answer(self, question: Question) -> dict[str, Tensor]:
+    def answer(self, question: StatesQuestion) -> dict[str, Tensor]:
         """Compute the hidden states that a trainer has asked for.
 
         Raises:
