@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from pipedraft.models.cuda_graphs import Packing, Recordings, hidden_columns, lend, padded_rows
 from pipedraft.models.layers import grouped_attention
-from pipedraft.models.recorded import Packing, Recordings, hidden_columns, lend, padded_rows
 from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
 
 if TYPE_CHECKING:

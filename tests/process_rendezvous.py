@@ -28,7 +28,7 @@ from pipedraft.inference.transport import cluster as cluster_module
 from pipedraft.inference.transport.cluster import Cluster
 from pipedraft.inference.transport.ranks import DeviceLink, Sender
 from pipedraft.inference.transport.watch import Limits
-from pipedraft.models.recorded import UNDER_WAY, Recordings
+from pipedraft.models.cuda_graphs import UNDER_WAY, Recordings
 from pipedraft.pretrained import place_draft
 
 NEW_TOKENS, PROMPT = 8, PROMPTS[2]

@@ -31,7 +31,7 @@ from pipedraft.inference.sources import default_schedule, make_source
 from pipedraft.inference.transport.target_session import SharedTarget
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models import stage_cache
-from pipedraft.models.recorded import UNDER_WAY, Recordings
+from pipedraft.models.cuda_graphs import UNDER_WAY, Recordings
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Keep, Segment, StagedTarget
 from pipedraft.pretrained import place_draft

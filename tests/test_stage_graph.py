@@ -5,7 +5,7 @@ import torch
 from staged_targets import Controller, assert_close, tiny
 
 from pipedraft.models import stage_cache, stage_calls
-from pipedraft.models.recorded import padded_rows
+from pipedraft.models.cuda_graphs import padded_rows
 from pipedraft.models.stage_calls import StageGraphs
 from pipedraft.models.target import StagedTarget
 

@@ -14,9 +14,9 @@ from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS
 from pipedraft.inference.sources.row_cache import NewText, RecordedText
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.cuda_graphs import Packing, lend, padded_rows
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.layers import KeyValues
-from pipedraft.models.recorded import Packing, lend, padded_rows
 from pipedraft.models.target import Keep
 
 

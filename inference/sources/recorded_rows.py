@@ -23,8 +23,8 @@ from torch import Tensor
 from pipedraft.inference.sources.base import Sampling
 from pipedraft.inference.sources.row_cache import MIN_PLACES, NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.cuda_graphs import Packing, Recordings, hidden_columns, lend, padded_rows
 from pipedraft.models.layers import FixedKeyValues, KeyValues
-from pipedraft.models.recorded import Packing, Recordings, hidden_columns, lend, padded_rows
 
 MAX_ROWS = 64
 """More rows are forwarded without a graph."""

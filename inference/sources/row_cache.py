@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.cuda_graphs import Recordings, padded_rows
 from pipedraft.models.layers import FixedKeyValues, KeyValues
-from pipedraft.models.recorded import Recordings, padded_rows
 
 TEXT = sys.maxsize
 """Name of every row of the committed text; no tree has as many rows."""

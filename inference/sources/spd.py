@@ -21,7 +21,7 @@ from pipedraft.inference.sources.base import (
 from pipedraft.inference.sources.recorded_rows import CHUNK_ROWS, MAX_ROWS, Ask
 from pipedraft.inference.sources.row_cache import NewText, RecordedText
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.recorded import Packing, lend, padded_rows
+from pipedraft.models.cuda_graphs import Packing, lend, padded_rows
 from pipedraft.models.spd import SPD
 from pipedraft.models.target import Keep
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipedraft.inference.timeline import Timeline
 from pipedraft.inference.transport.codec import CODEC, AnyMessage, Close, Part, Together
-from pipedraft.models.recorded import UNDER_WAY
+from pipedraft.models.cuda_graphs import UNDER_WAY
 
 BUFFER_BYTES = 1 << 18
 NUM_BUFFERS = 2
