@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pipedraft.errors import Failure, UsageError, leave_at_interrupts, run_command
+from pipedraft.cli import (
+    Failure,
+    Options,
+    UsageError,
+    leave_at_interrupts,
+    option,
+    run_command,
+)
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -40,7 +47,6 @@ from pipedraft.data_recipes.answers import (
     kept_text,
 )
 from pipedraft.files import make_place, publish
-from pipedraft.options import Options, option
 from pipedraft.pretrained import (
     ChatRefused,
     load_model,

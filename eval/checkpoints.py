@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.errors import UsageError
+from pipedraft.cli import UsageError
 from pipedraft.eval.spec import Role
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import Values, read_yaml

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.errors import make_folder
+from pipedraft.cli import make_folder
 from pipedraft.eval.arguments import EvaluationOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.manifest import build_manifest

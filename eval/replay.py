@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from tqdm import tqdm
 
-from pipedraft.errors import UsageError, make_folder
+from pipedraft.cli import Options, UsageError, make_folder, option
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, acceptance_length, pooled_ratio
 from pipedraft.eval.record import (
     ReplayedPrompt,
@@ -26,7 +26,6 @@ from pipedraft.inference.filters import sampling_label
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.base import Refusal, Round, Schedule
 from pipedraft.models import stage_boundaries
-from pipedraft.options import Options, option
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pipedraft.errors import UsageError, make_folder
+from pipedraft.cli import UsageError, make_folder
 from pipedraft.eval.arguments import EdgeOptions
 from pipedraft.eval.checkpoints import (
     CheckpointSearch,

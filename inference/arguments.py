@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_t
 
 from jsonargparse import ArgumentParser
 
-from pipedraft.errors import UsageError
-from pipedraft.files import read_text
+from pipedraft.cli import Group, Options, UsageError, checked, flag_name, help_of, listed, option
+from pipedraft.files import Values, read_text
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
 from pipedraft.inference.filters import Filters
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Budget, TreeShape
 from pipedraft.inference.transport import is_launched
 from pipedraft.inference.transport.launch import run_ranks
-from pipedraft.options import Group, Options, Values, checked, flag_name, help_of, listed, option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

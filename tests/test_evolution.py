@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny_drafts import evolved, make_draft
 from train_runs import World, assert_equal_weights, logged, run_until, train, weights
 
-from pipedraft.errors import UsageError
+from pipedraft.cli import UsageError
 from pipedraft.models import __main__ as command
 from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec

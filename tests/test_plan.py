@@ -8,7 +8,7 @@ import torch
 from train_runs import World
 from transformers import LlamaConfig, Qwen3_5MoeTextConfig
 
-from pipedraft.errors import run_command
+from pipedraft.cli import run_command
 from pipedraft.train.__main__ import main, methods, registry, take_plan
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import flop_counter

@@ -25,8 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from pipedraft.cli import check_ranges
 from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.errors import check_ranges
 from pipedraft.files import read_optional
 from pipedraft.models.layers import positions_of
 from pipedraft.pretrained import load_model

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from pipedraft.errors import Failure
+from pipedraft.cli import Failure
 from pipedraft.inference.channel import LinkEstimate, LinkState
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines import Ahead

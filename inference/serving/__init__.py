@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pipedraft.options import Options, option
+from pipedraft.cli import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)

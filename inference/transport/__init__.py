@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from pipedraft.options import Options, option
+from pipedraft.cli import Options, option
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """That end a rank, and a command that has ranks."""

@@ -15,7 +15,7 @@ from pipedraft.inference.transport import ServerLimits, address_of
 
 if TYPE_CHECKING:
     from pipedraft.inference.transport.server import Server
-from pipedraft.options import Options, option
+from pipedraft.cli import Options, option
 
 EXAMPLE = """example:
   python -m pipedraft.inference serve --target assets/target --port 50051

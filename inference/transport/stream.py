@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from pipedraft.errors import Failure
+from pipedraft.cli import Failure
 from pipedraft.inference.transport import wire
 from pipedraft.inference.transport.session_messages import (
     HELLO,
