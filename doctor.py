@@ -14,7 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.errors import leave_at_interrupts, run_command
+from pipedraft.cli import (
+    Options,
+    leave_at_interrupts,
+    option,
+    run_command,
+)
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -25,7 +30,6 @@ from huggingface_hub.errors import HfHubHTTPError
 from packaging.requirements import Requirement
 
 from pipedraft.files import file_sha256
-from pipedraft.options import Options, option
 
 EXAMPLE = """example:
   pipedraft doctor

@@ -17,7 +17,7 @@ import msgspec
 import yaml
 from safetensors import SafetensorError
 
-from pipedraft.errors import Failure, UsageError, make_folder
+from pipedraft.cli import MAX_YAML_BYTES, Failure, UsageError, check_yaml, make_folder
 
 T = TypeVar("T")
 Values: TypeAlias = dict[str, Any]
@@ -26,7 +26,6 @@ Values: TypeAlias = dict[str, Any]
 # -- reading: what a file may decide is bounded -------------------------------------------------
 
 MAX_BYTES = 2**26
-MAX_YAML_BYTES = 2**20
 
 
 def read_bounded(path: Path, field: str, most: int = MAX_BYTES) -> bytes:
@@ -73,25 +72,6 @@ def read_json(path: Path, field: str, kind: type[T], most: int = MAX_BYTES) -> T
             f"{field}: {str(path)!r} does not hold what it should ({error}); fix it, or give "
             "another file"
         ) from error
-
-
-def check_yaml(text: str) -> None:
-    """Raise yaml.YAMLError for text that is no YAML, too long, or says a thing twice."""
-    if len(text) > MAX_YAML_BYTES:
-        raise yaml.YAMLError(f"more than {MAX_YAML_BYTES} characters")
-    waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:  # ten lines of aliases of aliases are gigabytes
-            raise yaml.YAMLError("an alias: write out what it stands for")
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        elif isinstance(node, yaml.MappingNode):
-            keys = [str(key.value) for key, _ in node.value]
-            if twice := sorted({key for key in keys if keys.count(key) > 1}):
-                raise yaml.YAMLError(f"the key {twice[0]!r} twice")
-            waiting += [value for _, value in node.value]
 
 
 def read_yaml(path: Path, field: str) -> Any:

@@ -33,7 +33,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file, logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from pipedraft.errors import Failure, causes
+from pipedraft.cli import Failure, causes
 from pipedraft.files import Values, file_sha256, write_folder
 
 WEIGHTS = "model.safetensors"

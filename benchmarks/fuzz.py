@@ -33,10 +33,10 @@ from transformers.utils import logging
 
 import pipedraft
 from pipedraft.benchmarks.measurement import make_parser
+from pipedraft.cli import Failure, make_folder
 from pipedraft.data_recipes.config import Source
 from pipedraft.data_recipes.conversations import normalize_conversation
 from pipedraft.data_recipes.sources import parse_json, read_source
-from pipedraft.errors import Failure, make_folder
 from pipedraft.eval.record import Results, parse
 from pipedraft.files import write_atomically
 from pipedraft.inference.config import read_cost

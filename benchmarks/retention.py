@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.benchmarks.measurement import make_parser
-from pipedraft.errors import UsageError, make_folder, run_command
+from pipedraft.cli import UsageError, make_folder, run_command
 from pipedraft.eval.charts import Estimate, LineChart
 from pipedraft.eval.intervals import paired_interval
 from pipedraft.eval.lossless import output_logits

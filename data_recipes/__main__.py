@@ -7,7 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.errors import leave_at_interrupts, make_folder, run_command
+from pipedraft.cli import (
+    Options,
+    leave_at_interrupts,
+    make_folder,
+    parse,
+    run_command,
+)
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -15,7 +21,6 @@ if __name__ == "__main__":
 from jsonargparse import ArgumentParser
 
 from pipedraft.files import locked, write_atomically
-from pipedraft.options import Options, parse
 
 if TYPE_CHECKING:
     from pipedraft.data_recipes.config import DataConfig

@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pipedraft.cli import Failure, Options, option
 from pipedraft.data_recipes.conversations import Message, read_turns
-from pipedraft.errors import Failure
 from pipedraft.files import publish
-from pipedraft.options import Options, option
 
 WRITTEN = "written"
 """Among the settings: the latest outputs. Options begin with dashes."""

@@ -7,6 +7,7 @@ import numpy as np
 import yaml
 from datasets import Dataset
 
+from pipedraft.cli import one_line
 from pipedraft.data_recipes.config import DataConfig
 from pipedraft.data_recipes.overlap import (
     CONTAMINATED,
@@ -14,7 +15,6 @@ from pipedraft.data_recipes.overlap import (
     Benchmarks,
 )
 from pipedraft.data_recipes.rows import FILTERED, TOO_LONG
-from pipedraft.errors import one_line
 from pipedraft.files import Values
 
 EMPTY_MASK = "empty mask"

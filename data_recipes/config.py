@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from pipedraft.errors import check_ranges
+from pipedraft.cli import check_ranges
 
 Duplicates = Literal["keep", "exact"]
 # Hiragana and katakana, CJK extension A, CJK unified ideographs.

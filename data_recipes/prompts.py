@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pipedraft.errors import UsageError, leave_at_interrupts, run_command
+from pipedraft.cli import (
+    Options,
+    UsageError,
+    leave_at_interrupts,
+    option,
+    run_command,
+)
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -26,7 +32,6 @@ if __name__ == "__main__":
 from pipedraft.data_recipes.overlap import user_turns
 from pipedraft.data_recipes.sources import Source, parse_json, read_source
 from pipedraft.files import Values, make_place, write_atomically
-from pipedraft.options import Options, option
 
 COMPLETE = "Complete this Python function. Answer with the whole function.\n```python\n{}\n```"
 MIN_DOCSTRING, MAX_DOCSTRING = 30, 500

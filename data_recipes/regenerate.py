@@ -32,7 +32,15 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pipedraft.errors import UsageError, leave_at_interrupts, one_line, run_command
+from pipedraft.cli import (
+    Options,
+    UsageError,
+    flag_name,
+    leave_at_interrupts,
+    one_line,
+    option,
+    run_command,
+)
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -49,7 +57,6 @@ from pipedraft.data_recipes.answers import (
 from pipedraft.data_recipes.server import ChatServer, ChatServerOptions
 from pipedraft.data_recipes.sources import Source, read_source
 from pipedraft.files import Values
-from pipedraft.options import Options, flag_name, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import httpx2
 
+from pipedraft.cli import Options, option
 from pipedraft.data_recipes.answers import (
     AnswerSampling,
     Dialogue,
@@ -22,7 +23,6 @@ from pipedraft.data_recipes.answers import (
     kept_text,
 )
 from pipedraft.files import Values
-from pipedraft.options import Options, option
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 LONGEST_RETRY_AFTER_S = 600.0  # a wrong clock or header must not stop a run for a day

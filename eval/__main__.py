@@ -5,14 +5,18 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from pipedraft.errors import leave_at_interrupts, run_command
+from pipedraft.cli import (
+    Options,
+    leave_at_interrupts,
+    run_command,
+    subcommand,
+)
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
 from pipedraft.eval.arguments import EdgeOptions, EvalOptions, ParityOptions, TableOptions
 from pipedraft.inference.arguments import backend_of
-from pipedraft.options import Options, subcommand
 
 SUBCOMMANDS: dict[str, str | type[Options]] = {
     "compare": "pipedraft.eval.compare",

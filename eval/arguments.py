@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pipedraft.cli import option
 from pipedraft.inference.arguments import (
     BackendOptions,
     Dtype,
@@ -14,7 +15,6 @@ from pipedraft.inference.arguments import (
     read_temperature,
 )
 from pipedraft.inference.config import RuleName
-from pipedraft.options import option
 
 EXAMPLE = """\
 example:

@@ -9,7 +9,7 @@ from typing import Self
 import msgspec
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.errors import UsageError
+from pipedraft.cli import UsageError
 from pipedraft.eval.spec import read_roles
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import Values, read_yaml

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.errors import UsageError, make_folder
+from pipedraft.cli import UsageError, flag_name, make_folder
 from pipedraft.eval.arguments import EvalOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.manifest import build_manifest
@@ -37,7 +37,6 @@ from pipedraft.models.target import (
     load_tokenizer,
 )
 from pipedraft.models.target_part import weights_identity
-from pipedraft.options import flag_name
 from pipedraft.pretrained import quieten, resolve_dtype
 
 

@@ -11,13 +11,12 @@ from typing import ClassVar
 import numpy as np
 from msgspec import UNSET
 
-from pipedraft.errors import UsageError
+from pipedraft.cli import Options, UsageError, option
 from pipedraft.eval.intervals import PairedComparison, compare_paired
 from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, OVERALL
 from pipedraft.eval.record import Manifest, PromptRecord, RunRecord, parse, read_bytes, read_results
 from pipedraft.eval.tables import Table, align_columns, bounds, fact
 from pipedraft.files import make_place, to_json, write_atomically
-from pipedraft.options import Options, option
 
 EXAMPLE = """\
 example:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipedraft.errors import UsageError, make_folder
+from pipedraft.cli import UsageError, make_folder
 from pipedraft.eval.arguments import EdgeOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.edge_methods import METHODS, Simulation, read_times

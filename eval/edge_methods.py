@@ -11,7 +11,7 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.errors import UsageError
+from pipedraft.cli import UsageError
 from pipedraft.files import Values, read_json
 from pipedraft.inference.config import DecodeConfig, RuleName
 from pipedraft.inference.edge.channel import Channel, EnergyModel, Link, load_link

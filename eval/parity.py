@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipedraft.cli import UsageError
 from pipedraft.data_recipes.chat import ChatRenderer
-from pipedraft.errors import UsageError
 from pipedraft.eval.arguments import ParityOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.parity_rows import (

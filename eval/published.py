@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipedraft.errors import UsageError
+from pipedraft.cli import UsageError
 from pipedraft.eval.arguments import TableOptions
 from pipedraft.eval.checkpoints import TableContext
 from pipedraft.eval.manifest import build_manifest

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeGuard, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from pipedraft.errors import UsageError
+from pipedraft.cli import UsageError
 from pipedraft.files import Values, read_bounded
 from pipedraft.inference.rules.filters import sampling_label
 

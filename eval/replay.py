@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from tqdm import tqdm
 
-from pipedraft.errors import UsageError, make_folder
+from pipedraft.cli import Options, UsageError, make_folder, option
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, acceptance_length, pooled_ratio
 from pipedraft.eval.record import (
     ReplayedPrompt,
@@ -25,7 +25,6 @@ from pipedraft.inference.config import ROW_COSTS, read_cost
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.rules.filters import sampling_label
 from pipedraft.inference.schedules.base import Schedule
-from pipedraft.options import Options, option
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine

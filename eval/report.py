@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from pipedraft.errors import UsageError
+from pipedraft.cli import Options, UsageError, option
 from pipedraft.eval import compare, plots, tables
 from pipedraft.eval.charts import THEMES, Chart, Span
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
@@ -31,7 +31,6 @@ from pipedraft.eval.record import (
 )
 from pipedraft.eval.tables import Table, align_columns, describe, fact, given_options, markdown
 from pipedraft.files import Values, make_place, to_json, write_atomically
-from pipedraft.options import Options, option
 
 EXAMPLE = """\
 example:

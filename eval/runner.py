@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipedraft.errors import make_folder
+from pipedraft.cli import make_folder
 from pipedraft.eval.arguments import TableOptions
 from pipedraft.eval.checkpoints import CheckpointSearch, Drafts, TableContext
 from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation

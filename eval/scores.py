@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
 
-from pipedraft.errors import UsageError, make_folder
+from pipedraft.cli import UsageError, make_folder
 from pipedraft.eval.intervals import wilson_interval
 from pipedraft.eval.record import ScoreRecord
 from pipedraft.files import write_atomically

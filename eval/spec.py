@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 import pipedraft
-from pipedraft.errors import UsageError
+from pipedraft.cli import UsageError
 from pipedraft.eval.tasks import task_name
 from pipedraft.files import Values, read_yaml
 from pipedraft.inference.arguments import Dtype

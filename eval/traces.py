@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import pipedraft
-from pipedraft.errors import UsageError
+from pipedraft.cli import UsageError
 from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import Values

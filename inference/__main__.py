@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.errors import UsageError, leave_at_interrupts, run_command
+from pipedraft.cli import (
+    UsageError,
+    leave_at_interrupts,
+    option,
+    run_command,
+    subcommand,
+)
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.files import make_place, write_atomically
+from pipedraft.files import Values, make_place, write_atomically
 from pipedraft.inference.arguments import (
     EngineOptions,
     FilterOptions,
@@ -22,7 +28,6 @@ from pipedraft.inference.arguments import (
     read_temperature,
 )
 from pipedraft.inference.result import DecodeResult, shown
-from pipedraft.options import Values, option, subcommand
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig

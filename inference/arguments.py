@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_t
 
 from jsonargparse import ArgumentParser
 
-from pipedraft.errors import UsageError
+from pipedraft.cli import (
+    Group,
+    Options,
+    UsageError,
+    Values,
+    checked,
+    flag_name,
+    help_of,
+    listed,
+    option,
+)
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
 from pipedraft.inference.ranks import is_launched
 from pipedraft.inference.ranks.launch import run_ranks
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Budget, TreeShape
-from pipedraft.options import Group, Options, Values, checked, flag_name, help_of, listed, option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.errors import one_line
+from pipedraft.cli import one_line
 from pipedraft.files import Values, read_optional
 from pipedraft.inference.arguments import (
     EngineOptions,

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from pipedraft.errors import UsageError, check_ranges
+from pipedraft.cli import UsageError, check_ranges
 from pipedraft.files import Values, read_text
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.rules.filters import TokenFilters, sampling_label

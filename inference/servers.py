@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from pipedraft.cli import Options, flag_name, option
 from pipedraft.files import read_text
-from pipedraft.options import Options, flag_name, option
 
 TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
 TOKEN = re.compile(r"[!-~]{1,4096}")

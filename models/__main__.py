@@ -9,13 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.errors import UsageError, leave_at_interrupts, run_command
+from pipedraft.cli import (
+    Options,
+    UsageError,
+    leave_at_interrupts,
+    option,
+    run_command,
+    subcommand,
+)
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
 from pipedraft.files import write_folder
-from pipedraft.options import Options, option, subcommand
 
 EXAMPLE = """example:
   python -m pipedraft.models import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B \\

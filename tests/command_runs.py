@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from pipedraft.cli import run_command
 from pipedraft.data_recipes.__main__ import main as data_main
-from pipedraft.errors import run_command
 from pipedraft.eval.__main__ import main as eval_main
 from pipedraft.inference.__main__ import main as inference_main
 from pipedraft.inference.serving.__main__ import main as serve_main

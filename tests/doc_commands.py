@@ -18,7 +18,7 @@ import pytest
 from conftest import REPOSITORY
 
 from pipedraft.__main__ import COMMANDS
-from pipedraft.options import Options
+from pipedraft.cli import Options
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 STARTS = ("python", "pipedraft", "accelerate", "torchrun", "make", "pip", "vllm")

@@ -18,7 +18,7 @@ from command_runs import assert_one_line, call
 from conftest import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
 
-from pipedraft.errors import run_command
+from pipedraft.cli import run_command
 from pipedraft.inference.__main__ import Stream
 
 NUM_STAGES = 2

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from pretended_device import pretended_cuda
 
 from pipedraft import doctor
-from pipedraft.errors import run_command
+from pipedraft.cli import run_command
 
 ASSETS = REPOSITORY / "assets"
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from eval_runs import make_runs, read_back
 
-from pipedraft.errors import UsageError
+from pipedraft.cli import UsageError
 from pipedraft.eval import record
 from pipedraft.eval.record import Results, RunRecord, parse, read_results
 from pipedraft.files import to_json

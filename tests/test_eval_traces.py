@@ -11,7 +11,7 @@ import pytest
 from fork_server import forked, status_of
 
 import pipedraft
-from pipedraft.errors import run_command
+from pipedraft.cli import run_command
 from pipedraft.eval import traces
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.traces import TraceFile

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from tiny_drafts import add_noise, make_head, seeded, step_logits
 from transformers import AutoConfig
 
-from pipedraft.errors import Failure
+from pipedraft.cli import Failure
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config

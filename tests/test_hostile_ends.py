@@ -14,7 +14,7 @@ from conftest import REPOSITORY
 from safetensors import SafetensorError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from pipedraft.errors import LINE_CHARACTERS, Failure, UsageError, one_line, run_command
+from pipedraft.cli import LINE_CHARACTERS, Failure, UsageError, one_line, run_command
 from pipedraft.models.exchange.card import CardSource, render_card
 
 
@@ -109,7 +109,7 @@ def test_a_cause_that_is_raised_again_is_its_own_and_ends(capsys):
     assert capsys.readouterr().err == "error: a.b: 1; give 2\n"
 
 
-START = "import sys; from pipedraft.errors import run_command; run_command(lambda: {})"
+START = "import sys; from pipedraft.cli import run_command; run_command(lambda: {})"
 
 
 def shell(line: str, body: str) -> tuple[int, str]:
@@ -193,14 +193,14 @@ def test_every_command_can_be_interrupted_while_it_loads():
     """What takes time to import comes after ``leave_at_interrupts``."""
     commands = set()
     for path in REPOSITORY.rglob("*.py"):
-        if {".venv", "tests", "errors.py"} & set(path.parts):
+        if {".venv", "tests", "cli.py"} & set(path.parts):
             continue
         text = path.read_text()
         if re.search(r"^ +run_command\(", text, re.M):
             before = text.partition("    leave_at_interrupts()\n")[0]
             imported = re.findall(r"^(?:from|import) ([\w.]+)", before, re.M)
             slow = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
-            assert slow == {"pipedraft.errors"}, path
+            assert slow == {"pipedraft.cli"}, path
             commands.add(path.parent.name)
     assert {"train", "eval", "inference", "models", "data_recipes"} <= commands
 

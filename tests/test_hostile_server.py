@@ -25,7 +25,7 @@ from serve_runs import (
     serving,
 )
 
-from pipedraft.errors import Failure
+from pipedraft.cli import Failure
 from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.command import read_access
 from pipedraft.inference.edge import stream, wire

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3_5MoeTextConfig,
 )
 
-from pipedraft.errors import run_command
+from pipedraft.cli import run_command
 from pipedraft.train.__main__ import main, methods, registry, take_plan
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import flop_counter

@@ -12,7 +12,7 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pipedraft.errors import leave_at_interrupts, make_folder, run_command
+from pipedraft.cli import leave_at_interrupts, make_folder, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()

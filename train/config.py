@@ -10,10 +10,9 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
+from pipedraft.cli import UsageError, check_ranges, explain, parse
 from pipedraft.data_recipes.recipe import DataConfig
-from pipedraft.errors import UsageError, check_ranges
 from pipedraft.files import read_yaml
-from pipedraft.options import explain, parse
 
 COUNT = "[1, 1e12]"
 OPTIM_RANGES = {

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from pipedraft.errors import Failure
+from pipedraft.cli import Failure
 from pipedraft.models.target import load_target
 from pipedraft.models.target_part import load_more_layers
 from pipedraft.pretrained import has_native_bf16, resolve_device, stored_dtype

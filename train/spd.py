@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from pipedraft.cli import check_ranges
 from pipedraft.data_recipes.batch import document_lengths, reorder
-from pipedraft.errors import check_ranges
 from pipedraft.files import Values
 from pipedraft.models.draft import Draft
 from pipedraft.models.spd import SPD, SPDConfig

@@ -21,7 +21,7 @@ from pipedraft.inference.servers import (
 
 if TYPE_CHECKING:
     from pipedraft.inference.edge.server import Server
-from pipedraft.options import option
+from pipedraft.cli import option
 
 EXAMPLE = """example:
   python -m pipedraft.inference serve --target assets/target --port 50051

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from pipedraft.errors import Failure
+from pipedraft.cli import Failure
 from pipedraft.inference.edge import wire
 from pipedraft.inference.edge.session_messages import (
     MAX_BYTES,

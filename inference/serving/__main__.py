@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from pipedraft.errors import leave_at_interrupts, run_command
+from pipedraft.cli import (
+    leave_at_interrupts,
+    option,
+    run_command,
+)
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -14,7 +18,6 @@ if __name__ == "__main__":
 from pipedraft.inference.arguments import EngineOptions, backend_of
 from pipedraft.inference.servers import ListenOptions, is_loopback, read_tokens
 from pipedraft.inference.serving import HttpLimits
-from pipedraft.options import option
 
 KEY_VARIABLE = "PIPEDRAFT_API_KEY"
 EXAMPLE = """example:

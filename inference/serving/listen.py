@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from pipedraft.errors import Failure
+from pipedraft.cli import Failure
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.ranks.links import LostLink
 from pipedraft.inference.servers import address_of

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pipedraft.errors import one_line
+from pipedraft.cli import one_line
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.rules.filters import TokenFilters
 

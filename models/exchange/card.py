@@ -23,7 +23,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jinja2 import Environment, StrictUndefined, Template
 
-from pipedraft.errors import one_line
+from pipedraft.cli import one_line
 from pipedraft.files import Values
 from pipedraft.models.draft import Description
 from pipedraft.pretrained import hub_link

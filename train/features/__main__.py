@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pipedraft.errors import leave_at_interrupts, run_command
+from pipedraft.cli import leave_at_interrupts, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.options import Options, option
+from pipedraft.cli import Options, option
 
 if TYPE_CHECKING:
     from pipedraft.train.features.dump import Head

@@ -22,9 +22,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pipedraft.cli import make_folder
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.recipe import TokenizedData, load_data
-from pipedraft.errors import make_folder
 from pipedraft.files import publish, write_atomically
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.__main__ import load_tokenizer_of, registry
