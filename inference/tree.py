@@ -125,7 +125,7 @@ class TokenTree:
         return KeepRows(rows=(*path, *retained), num_committed=len(path))
 
     def reroot(self, keep: KeepRows) -> TokenTree:
-        """The tree that is left after a KeepRows with retained rows; the first of them is the root."""
+        """The tree that is left after a KeepRows; the first retained row is the root."""
         rows = list(keep.rows[keep.num_committed :])
         root = rows[0]
         place = {row: index for index, row in enumerate(rows)}

@@ -58,8 +58,8 @@ class KeepRows:
         """
         committed = self.rows[: self.num_committed]
         assert not committed or committed[-1] < num_cached, (
-            f"KeepRows commits row {committed[-1]}, but this stage holds only {num_cached} speculative "
-            f"rows; commit a row after it has left the last stage"
+            f"KeepRows commits row {committed[-1]}, but this stage holds only {num_cached} "
+            f"speculative rows; commit a row after it has left the last stage"
         )
 
 
@@ -108,8 +108,8 @@ def prune_segment(segment: Segment, keep: KeepRows, num_cached: int) -> Segment 
     """Apply a KeepRows to a segment that waits at the input of a stage.
 
     Args:
-        num_cached: speculative rows ahead of the segment before the KeepRows: the stage's cached ones
-            plus those of segments that wait in front of this one.
+        num_cached: speculative rows ahead of the segment before the KeepRows: the stage's cached
+            ones plus those of segments that wait in front of this one.
 
     Returns:
         The surviving rows, or None when none survive.

@@ -27,7 +27,7 @@ from pipedraft.inference.config import ROW_COSTS, DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.schedules.base import Refusal
 from pipedraft.inference.schedules.pipeinfer import PipeInfer
-from pipedraft.inference.schedules.spd import SPD
+from pipedraft.inference.schedules.spd import SPDSchedule
 
 STAGES = (2, 3, 8)
 NEW_TOKENS = 10
@@ -221,13 +221,13 @@ def test_a_schedule_that_drafts_by_its_cost_model_is_not_replayed_under_another(
 def test_a_run_that_does_not_follow_its_distribution_is_refused(monkeypatch) -> None:
     """Known-bad formula: a step more for every round."""
     recording = record("language_model", 4, schedule="spd")
-    replay_round = SPD.replay
+    replay_round = SPDSchedule.replay
 
     def slower(schedule, clock, found):
         replay_round(schedule, clock, found)
         clock.step([0] * clock.num_stages, draft_forwards=0, overlap=True)
 
-    monkeypatch.setattr(SPD, "replay", slower)
+    monkeypatch.setattr(SPDSchedule, "replay", slower)
     with pytest.raises(Refusal, match="the recorded steps of b/0/0 are not those of spd's rounds"):
         replay(recording, 8, RECORDED)
 
