@@ -54,8 +54,9 @@ def option(default: Any = MISSING, **how: Any) -> Any:
 
     Args:
         how: metavar; parse: text -> value (of each entry); least: smallest value; repeated: one
-            entry each time the flag is given; many: all words after it; positional: no flag; flag:
-            another one than the name; hidden: no argument.
+            entry each time the flag is given; keeps_repeats: values of a comma list may be equal;
+            many: all words after it; positional: no flag; flag: another one than the name; hidden:
+            no argument.
     """
     if default is MISSING:
         return field(metadata=how)
@@ -222,7 +223,8 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
         one = how.get("parse", get_args(kind)[0])
         is_comma_list = not {"repeated", "positional", "many"} & how.keys()
         if one is not str or is_comma_list:  # shells complete files where no type is given
-            settings["type"] = checked(listed(one) if is_comma_list else each(one))
+            entries = listed(one, keeps_repeats=how.get("keeps_repeats", False))
+            settings["type"] = checked(entries if is_comma_list else each(one))
         default = list(default) if isinstance(default, tuple) else default
     else:
         settings["type"] = checked(how["parse"]) if "parse" in how else kind
@@ -239,14 +241,15 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
     group.add_argument(flag_of(part), dest=part.name, **settings)
 
 
-def listed(parse: Reader) -> Reader:
-    """Reads a comma list; a repeated value counts once."""
+def listed(parse: Reader, *, keeps_repeats: bool = False) -> Reader:
+    """Read a comma list; a repeated value counts once, unless repeats are kept."""
 
     def parse_list(value: str | list[object]) -> list[object]:
         parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
         if not all(part != "" for part in parts):
             raise ValueError(f"{value!r} has an empty entry; write a,b,c")
-        return list(dict.fromkeys(parse(part) for part in parts))
+        values = [parse(part) for part in parts]
+        return values if keeps_repeats else list(dict.fromkeys(values))
 
     return parse_list
 

@@ -195,7 +195,7 @@ class BackendOptions(PlaceOptions):
     beside the first stage, or alone if there is one rank more"""
     processes: int | None = option(None, metavar="N", least=1)
     """ranks to start on this machine; without it torchrun starts them, on one or several"""
-    boundaries: tuple[int, ...] = option((), metavar="0,B,..,L")
+    boundaries: tuple[int, ...] = option((), metavar="0,B,..,L", keeps_repeats=True)
     """first layer of each stage, then the number of layers; default: near-even"""
     links: Literal["auto", "device", "host"] = "auto"
     """way of hidden states between ranks; device: NCCL between GPUs, host: through host memory;
