@@ -19,7 +19,7 @@ from pipedraft.inference.shapes import LONGEST, SHARPNESS, RowCosts
 
 if TYPE_CHECKING:
     from pipedraft.inference.pipelines.shared import SharedPipeline
-    from pipedraft.inference.rules.sampled import Walk
+    from pipedraft.inference.rules.sampled import Verdict
     from pipedraft.inference.tree import TokenTree
 
 
@@ -243,7 +243,7 @@ class SequenceClock(VirtualClock):
     def drafts_pay(self) -> bool:
         return self.batch.drafts_pay(self.pipeline)
 
-    def verified(self, tree: TokenTree, walk: Walk) -> None:
+    def verified(self, tree: TokenTree, walk: Verdict) -> None:
         if not self._weighs:
             return
         for row, right in zip(walk.path, walk.tests, strict=False):

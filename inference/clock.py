@@ -11,7 +11,7 @@ import numpy as np
 from pipedraft.inference.shapes import LONGEST, RowCosts
 
 if TYPE_CHECKING:
-    from pipedraft.inference.rules.sampled import Walk
+    from pipedraft.inference.rules.sampled import Verdict
     from pipedraft.inference.tree import TokenTree
 
 MAX_COST = 1e6
@@ -166,7 +166,7 @@ class VirtualClock:
         """Drafting is worth its time, where the budget is automatic."""
         return True
 
-    def verified(self, tree: TokenTree, walk: Walk) -> None:
+    def verified(self, tree: TokenTree, walk: Verdict) -> None:
         """Take note of which draft tokens of a tree were right."""
 
     def hidden_forwards(self) -> int:

@@ -21,7 +21,7 @@ from pipedraft.inference.clock import CostModel
 from pipedraft.inference.rules.filters import TokenFilters, sampling_label
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule, check_at_least
-from pipedraft.inference.schedules.spd import SPD
+from pipedraft.inference.schedules.spd import SPDSchedule
 from pipedraft.inference.shapes import Budget, TreeShape
 
 MIN_TEMPERATURE = 1e-4
@@ -55,7 +55,7 @@ Value = TypeVar("Value")
 class DecodeConfig(TokenFilters):
     """A schedule with its settings, and what every schedule has."""
 
-    schedule: Schedule = field(default_factory=SPD)
+    schedule: Schedule = field(default_factory=SPDSchedule)
     num_stages: int = 4
     boundaries: tuple[int, ...] = ()
     """Where the target is cut, (0, b1, .., L); empty: near-even, or as the draft was trained."""
@@ -130,7 +130,7 @@ class DecodeConfig(TokenFilters):
         return self.schedule.auto_rule if self.verifier == "auto" else self.verifier
 
     @classmethod
-    def of(cls, schedule: str | Schedule = SPD.name, **settings: Any) -> DecodeConfig:
+    def of(cls, schedule: str | Schedule = SPDSchedule.name, **settings: Any) -> DecodeConfig:
         """Configuration of flat settings: the schedule's, and those that every schedule has.
 
         Raises:
@@ -160,7 +160,7 @@ class DecodeConfig(TokenFilters):
         """
         check_names(values, [f.name for f in fields(cls)], "decode")
         rest = dict(values)
-        settings = rest.pop("schedule", {"name": SPD.name})
+        settings = rest.pop("schedule", {"name": SPDSchedule.name})
         if isinstance(settings, str):
             settings = {"name": settings}
         if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):

@@ -17,10 +17,10 @@ from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget, check_
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult, Observer
-from pipedraft.inference.rules.sampled import DraftToken, KeyedRandom, Walk, make_verifier
+from pipedraft.inference.rules.sampled import DraftToken, KeyedRandom, Verdict, make_verifier
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule
-from pipedraft.inference.schedules.spd import SPD
+from pipedraft.inference.schedules.spd import SPDSchedule
 from pipedraft.inference.shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
 from pipedraft.inference.sources import make_source
 from pipedraft.inference.sources.base import DraftSampling, DraftSource, Expansion
@@ -126,7 +126,7 @@ class Engine:
         if self.draft is None:
             return None
         schedule = self.config.schedule
-        own = ("timing", "tokens_per_step") if isinstance(schedule, SPD) else ()
+        own = ("timing", "tokens_per_step") if isinstance(schedule, SPDSchedule) else ()
         return make_source(self.draft, **{name: getattr(schedule, name) for name in own})
 
     @property
@@ -367,7 +367,7 @@ class Session:
             return None
         return Ahead(self.tree.segment(first, count), lambda returned: self._verify(returned)[1])
 
-    def _verify(self, returned: Returned) -> tuple[Walk, KeepRows]:
+    def _verify(self, returned: Returned) -> tuple[Verdict, KeepRows]:
         walk = self.pipeline.walk(self.verifier, self.tree, returned)
         if walk.restarts:
             return walk, KeepRows(tuple(walk.path), len(walk.path))

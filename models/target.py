@@ -307,7 +307,7 @@ class Stage:
 class StagedTarget:
     """A decoder-only model as n contiguous stages in one process.
 
-    Chained, the stages compute what the model's own forward computes, also after any Keep.
+    Chained, the stages compute what the model's own forward computes, also after any KeepRows.
     """
 
     def __init__(self, model: PreTrainedModel, num_stages: int | Sequence[int]):

@@ -18,7 +18,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.random import KeyedRandom, probabilities
-from pipedraft.inference.rules.sampled import MatchVerifier, Walk
+from pipedraft.inference.rules.sampled import MatchVerifier, Verdict
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import DraftSampling, DraftSource, add_best
 from pipedraft.inference.sources.eagle import EagleSource
@@ -386,7 +386,7 @@ class AcceptMostLikelyMutant(MatchVerifier):
             token = tree.tokens[children[0]]
             q = np.exp(tree.scores[children[0]])
             if self.random.uniform(position, "accept") * q < p[token]:
-                return Walk([0], token, [True])
+                return Verdict([0], token, [True])
         positions = tree.positions(0, len(logits_RV))
         return super().walk(tree, self.target_tokens(logits_RV, positions))
 

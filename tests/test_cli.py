@@ -19,7 +19,7 @@ from conftest import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
 
 from pipedraft.cli import run_command
-from pipedraft.inference.__main__ import Stream
+from pipedraft.inference.__main__ import DecodeOptions, PrintedText
 
 NUM_STAGES = 2
 
@@ -460,7 +460,7 @@ class ByteTokenizer:
 
 @pytest.mark.parametrize("text", ["plain", "naïve € 😀 end", "ends with 😀", "a\n\nb"])
 def test_the_stream_prints_whole_characters_only_and_all_of_them(text, capsys):
-    stream, ids = Stream(ByteTokenizer()), list(text.encode())
+    stream, ids = PrintedText(ByteTokenizer()), list(text.encode())
     printed = ""
     for token in ids:
         stream(token)
@@ -478,7 +478,7 @@ def test_a_character_that_the_terminal_lacks_does_not_end_the_text(monkeypatch):
 
 def test_the_stream_prints_a_text_that_ends_inside_a_character(capsys):
     ids = list("ok 😀".encode())[:-1]
-    stream = Stream(ByteTokenizer())
+    stream = PrintedText(ByteTokenizer())
     for token in ids:
         stream(token)
     text = ByteTokenizer().decode(ids, True)
@@ -490,9 +490,15 @@ def test_random_tokens_stream_to_their_decoded_text(capsys):
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         ids = torch.randint(0, 256, (40,), generator=generator).tolist()
-        stream = Stream(ByteTokenizer())
+        stream = PrintedText(ByteTokenizer())
         for token in ids:
             stream(token)
         text = ByteTokenizer().decode(ids, True)
         stream.finish_line(text)
         assert capsys.readouterr().out == text + "\n"
+
+
+def test_boundaries_keep_a_layer_that_is_given_twice():
+    """An empty stage is for the target to refuse, not for the parser to remove."""
+    words = ["--prompt", "x", "--target", "t", "--boundaries", "0,4,8,12,16,16"]
+    assert DecodeOptions.read(words).boundaries == (0, 4, 8, 12, 16, 16)

@@ -12,7 +12,7 @@ from conftest import REPOSITORY
 
 from pipedraft.inference.edge.channel import PRESETS, Link, load_link
 from pipedraft.inference.edge.draft_length import Geometric
-from pipedraft.inference.schedules.stop_and_wait import FlexSpec, StopAndWait
+from pipedraft.inference.schedules.stop_and_wait import FlexSpecSchedule, StopAndWait
 
 TOKENS = 1000
 
@@ -106,7 +106,7 @@ def test_the_default_keeps_95_percent_of_the_oracle_where_batches_are_away(
     texts = ("t0_match", "t1_rejection")
     found = [ratio(benchmark, "geometric", text, "5g", way=name) for text in texts]
     assert min(found) > 0.95, found
-    assert StopAndWait.policy == "fixed:4" and FlexSpec.policy == "geometric"
+    assert StopAndWait.policy == "fixed:4" and FlexSpecSchedule.policy == "geometric"
     assert ratio(benchmark, "eq11", "t1_rejection", "5g", way=name) < 0.95
 
 

@@ -34,7 +34,7 @@ from pipedraft.inference.edge.linked import Estimates, RemoteTarget
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.schedules.eagle import Eagle
+from pipedraft.inference.schedules.eagle import EagleSchedule
 from pipedraft.inference.schedules.picospec import PicoSpec
 from pipedraft.inference.schedules.stop_and_wait import StopAndWait
 from pipedraft.models.language_model import LanguageModelDraft
@@ -392,7 +392,7 @@ def test_a_draft_with_tokens_that_the_target_does_not_know_is_refused():
 def test_schedules_and_pipelines_that_do_not_fit_are_refused():
     source = TableSource(torch.zeros(4, 4))
     with pytest.raises(ValueError, match="'eagle' does not decode across a link; choose one of"):
-        link_engine(DecodeConfig(schedule=Eagle(), num_stages=1), source)
+        link_engine(DecodeConfig(schedule=EagleSchedule(), num_stages=1), source)
     config = DecodeConfig(schedule=PicoSpec(), num_stages=1)
     with pytest.raises(ValueError, match="'picospec' decodes across a link; give --server"):
         Engine(tiny_llama(layers=2), None, config, source=source)

@@ -19,7 +19,7 @@ from decode_runs import (
 )
 
 from pipedraft.inference.clock import continuous_acceptance_length
-from pipedraft.inference.rules.sampled import RULES, Walk
+from pipedraft.inference.rules.sampled import RULES, Verdict
 
 WAYS = [
     {"schedule": "autoregressive"},
@@ -160,7 +160,7 @@ def test_the_comparison_notices_a_draw_that_depends_on_the_draft(monkeypatch):
         def walk(self, tree, verdicts_R):
             children = tree.children(0)
             if children and self.random.uniform(tree.position(0), "accept") < 0.2:
-                return Walk([0], tree.tokens[children[0]], [True])
+                return Verdict([0], tree.tokens[children[0]], [True])
             return super().walk(tree, verdicts_R)
 
     monkeypatch.setitem(RULES, "gumbel", TakesTheFirstChild)

@@ -411,7 +411,7 @@ def test_a_tree_that_is_looked_at_gives_another_text(monkeypatch):
     def walk(self, tree, verdicts_R):
         children = tree.children(0)
         if children and self.random.uniform(tree.position(0), "accept") < 0.1:
-            return rules.Walk([0], tree.tokens[children[0]], [True])
+            return rules.Verdict([0], tree.tokens[children[0]], [True])
         return plain(self, tree, verdicts_R)
 
     expected = plain_texts(4, 40, "gumbel", TokenFilters())

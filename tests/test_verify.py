@@ -16,8 +16,8 @@ from pipedraft.inference.rules.sampled import (
     KeyedRandom,
     MatchVerifier,
     RejectionVerifier,
+    Verdict,
     Verifier,
-    Walk,
     draw,
 )
 from pipedraft.inference.tree import TokenTree
@@ -140,7 +140,7 @@ def test_temperatures_in_range_are_taken(value):
 # -- rules ----------------------------------------------------------------------------------
 
 
-def walk_on(rule: Verifier, tree: TokenTree, logits_RV: torch.Tensor) -> Walk:
+def walk_on(rule: Verifier, tree: TokenTree, logits_RV: torch.Tensor) -> Verdict:
     return rule.walk(tree, rule.judge(logits_RV, tree.positions(0, len(logits_RV))))
 
 

@@ -41,7 +41,13 @@ from pipedraft.inference.edge.session_messages import (
 )
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.rules.random import Logits, Token, Top
-from pipedraft.inference.rules.sampled import DraftToken, Payload, RejectionVerifier, Verifier, Walk
+from pipedraft.inference.rules.sampled import (
+    DraftToken,
+    Payload,
+    RejectionVerifier,
+    Verdict,
+    Verifier,
+)
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 from pipedraft.inference.timeline import Timeline
 from pipedraft.models.target import KeepRows, Segment
@@ -451,16 +457,16 @@ class LinkedPipeline(Pipeline):
         if token is not None:
             self._tokens.append(token)
 
-    def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Walk:
+    def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Verdict:
         assert isinstance(returned, LinkVerdict)
         last = returned.num_accepted
         path, tests = list(range(last + 1)), [True] * last
         if returned.payload is not None:
             token = self._corrected(verifier, tree, last + 1, returned.payload)
-            return Walk(path, token, [*tests, False], restarts=True)
+            return Verdict(path, token, [*tests, False], restarts=True)
         if returned.token is not None:
-            return Walk(path, returned.token, tests, restarts=True)
-        return Walk(path[:-1], tree.tokens[last], tests)
+            return Verdict(path, returned.token, tests, restarts=True)
+        return Verdict(path[:-1], tree.tokens[last], tests)
 
     def _corrected(self, verifier: Verifier, tree: TokenTree, row: int, payload: Payload) -> int:
         """The token in place of a rejected one; payloads may have to be asked for."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipedraft.files import Values
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.rules.sampled import Verifier, Walk
+from pipedraft.inference.rules.sampled import Verdict, Verifier
 from pipedraft.models.target import KeepRows, Segment
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Pipeline(ABC):
         """Rows are back before they are due: drafting on would delay them."""
         return False
 
-    def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Walk:
+    def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Verdict:
         """Walk the tree by the verdicts of the rows that returned."""
         return verifier.walk(tree, returned.verdicts)
 

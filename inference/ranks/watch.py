@@ -84,7 +84,7 @@ class Watch:
         self._late: dict[Receiver, tuple[int, float]] = {}
         self._failure = ""
         """What the other ranks are to be told."""
-        self._wake, self._told = threading.Event(), threading.Event()
+        self._wake, self._notified = threading.Event(), threading.Event()
         self._stopping = threading.Event()
         self._failing = threading.Lock()
         self._inward, self._outward = (
@@ -149,7 +149,7 @@ class Watch:
                 self._exchange_causes()
         else:
             self._wake.set()
-            self._told.wait(TELL_S)
+            self._notified.wait(TELL_S)
 
     def _leave(self, line: str) -> NoReturn:
         try:
@@ -165,7 +165,7 @@ class Watch:
                 self.fail_with(error)
 
     def _look_here(self) -> None:
-        told = -REPEAT_S
+        notified_s = -REPEAT_S
         while not self._stopping.is_set():
             # Not with a time to wait: after a stop (Ctrl-Z, a debugger) beyond it Python makes up a
             # signal, from whatever its memory holds.
@@ -174,9 +174,9 @@ class Watch:
                 self._stopping.wait(BEAT_S)
             is_end = received is not None and received.si_signo != signal.SIGHUP
             if is_end and self.on_signal is not None:
-                if time.monotonic() - told > REPEAT_S:
+                if time.monotonic() - notified_s > REPEAT_S:
                     self.on_signal()
-                told = time.monotonic()
+                notified_s = time.monotonic()
             elif received is not None:
                 # A launcher ends all ranks when one is gone; what this rank sees of that says more.
                 time.sleep(BEAT_S)
@@ -215,7 +215,7 @@ class Watch:
                 os._exit(2)  # whoever found it says it
             self._leave(f"{self.name}: stopped, because {cause}")
         if cause:
-            self._told.set()
+            self._notified.set()
 
     def _check_others(self) -> None:
         self._beats += 1

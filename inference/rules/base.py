@@ -41,7 +41,7 @@ PENALTY = 8.0
 
 
 @dataclass(frozen=True)
-class Walk:
+class Verdict:
     """Outcome of one verification."""
 
     path: list[int]
@@ -130,7 +130,7 @@ class Verifier(ABC):
         """
         return torch.log_softmax(self.rank(logits_QU, noise_QU).float(), -1)
 
-    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
         """Walk through the first R rows of the tree."""
         raise NotImplementedError
 
@@ -244,7 +244,7 @@ class MatchVerifier(Verifier):
     def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
         return self.target_tokens(logits_RV, positions_R)
 
-    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
         tokens = verdicts_R.tolist()
         path: list[int] = [0]
         tests: list[bool] = []
@@ -254,7 +254,7 @@ class MatchVerifier(Verifier):
             if tree.children(row):
                 tests.append(child is not None)
             if child is None or child >= len(tokens):
-                return Walk(path, tokens[row], tests)
+                return Verdict(path, tokens[row], tests)
             path.append(child)
 
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:
@@ -314,7 +314,7 @@ class ArgmaxVerifier(Verifier):
         best_R = self.probabilities(logits_RV).argmax(-1).cpu()
         return torch.stack([best_R, self.target_tokens(logits_RV, positions_R)], dim=-1)
 
-    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
         path: list[int] = [0]
         tests: list[bool] = []
         while True:
@@ -326,9 +326,9 @@ class ArgmaxVerifier(Verifier):
                 drawn = tree.child(path[-1], own)
                 # A child that failed the test and is drawn all the same: its verdict is spent.
                 spent = drawn is not None and drawn < len(verdicts_R)
-                return Walk(path, own, tests, restarts=spent)
+                return Verdict(path, own, tests, restarts=spent)
             if child >= len(verdicts_R):
-                return Walk(path, best, tests)
+                return Verdict(path, best, tests)
             path.append(child)
 
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:

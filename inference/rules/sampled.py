@@ -21,8 +21,8 @@ from pipedraft.inference.rules.base import (
     GumbelVerifier,
     MatchVerifier,
     SampledVerifier,
+    Verdict,
     Verifier,
-    Walk,
 )
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import (
@@ -69,7 +69,7 @@ class BlockVerifier(SampledVerifier):
 
     name: ClassVar[RuleName] = "block"
 
-    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
         """Walk from the leaves of a tree that is back as a whole (``TraversalVerifier``)."""
         path = [self._open(tree, 0, 1.0, verdicts_R)]
         while True:
@@ -88,7 +88,7 @@ class BlockVerifier(SampledVerifier):
         uniform = self.random.uniform(tree.position(node.row) + 1, "residual")
         tests = [True] * (len(path) - 1) + [False] * bool(tree.children(node.row))
         # The token may be a child that was not drawn; that row is back already.
-        return Walk([each.row for each in path], draw(node.p_V, uniform), tests, restarts=True)
+        return Verdict([each.row for each in path], draw(node.p_V, uniform), tests, restarts=True)
 
     def _open(self, tree: TokenTree, row: int, weight: float, verdicts_R: Tensor) -> _Node:
         p_V, children = self.probabilities(verdicts_R[row]), tree.children(row)
@@ -150,7 +150,7 @@ class RecursiveVerifier(SampledVerifier):
         first, other = self.accepts
         return math.log(first if rank == 0 else (1 - first) * other * (1 - other) ** (rank - 1))
 
-    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
         """Walk through a tree that is back as a whole."""
         path: list[int] = [0]
         tests: list[bool] = []
@@ -174,7 +174,7 @@ class RecursiveVerifier(SampledVerifier):
             if accepted is None:
                 token = draw(p_V, self.random.uniform(position, "residual"))
                 # It may be a child that was not drawn; that row is back already.
-                return Walk(path, token, tests, restarts=True)
+                return Verdict(path, token, tests, restarts=True)
             path.append(accepted)
 
     def residual(self, p_V: Tensor, q_V: Tensor) -> Tensor:
@@ -216,14 +216,14 @@ class RejectionVerifier(SampledVerifier):
 
     name: ClassVar[RuleName] = "rejection"
 
-    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Walk:
+    def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
         path: list[int] = [0]
         tests: list[bool] = []
         while True:
             row = path[-1]
             position, children = tree.position(row) + 1, tree.children(row)
             if not children:
-                return Walk(path, self.draw(verdicts_R[row], position), tests)
+                return Verdict(path, self.draw(verdicts_R[row], position), tests)
             (child,) = children
             draft_token = DraftToken(tree.tokens[child], self.q_of(tree, child))
             payload = self.test(verdicts_R[row], position, draft_token.token, draft_token.q)
@@ -231,9 +231,9 @@ class RejectionVerifier(SampledVerifier):
             if payload is not None:
                 token = self._corrected(draft_token, verdicts_R[row], position, payload)
                 # An approximate rule may draw the rejected token again: its verdict is spent.
-                return Walk(path, token, tests, restarts=True)
+                return Verdict(path, token, tests, restarts=True)
             if child >= len(verdicts_R):
-                return Walk(path, draft_token.token, tests)
+                return Verdict(path, draft_token.token, tests)
             path.append(child)
 
     def _corrected(

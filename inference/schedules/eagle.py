@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle(TreeSchedule):
+class EagleSchedule(TreeSchedule):
     """One segment per round: n steps, and the draft works while the stages wait."""
 
     name: ClassVar[str] = "eagle"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPSD(LayerSchedule):
+class PPSDSchedule(LayerSchedule):
     name: ClassVar[str] = "ppsd"
 
     def run(self, session: Session) -> None:

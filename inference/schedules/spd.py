@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SPD(LayerSchedule):
+class SPDSchedule(LayerSchedule):
     name: ClassVar[str] = "spd"
 
     timing: Literal["input_states", "output_states"] = "input_states"

@@ -176,7 +176,7 @@ class StopAndWait(LinkSchedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlexSpec(LinkSchedule):
+class FlexSpecSchedule(LinkSchedule):
     """A draft length by measured acceptance and link."""
 
     name: ClassVar[str] = "flexspec"

@@ -109,7 +109,14 @@ class GraphRows(RowCache):
         can_capture = query.key is not None and 0 < max(sizes) <= MAX_ROWS
         at = self._place(text, rows, query, name)
         shape, packing, packed, sources = self._pack(
-            tree, text, rows, leaves, query, at, given, padded_rows if can_capture else int
+            tree,
+            text,
+            rows,
+            leaves,
+            query,
+            at=at,
+            given=given,
+            pad=padded_rows if can_capture else int,
         )
         compute = partial(self._compute, shape, packing, query)
         key = (shape, query.key)
@@ -149,6 +156,7 @@ class GraphRows(RowCache):
         rows: list[int],
         leaves: list[int],
         query: ChildQuery,
+        *,
         at: Places,
         given: Mapping[int, Tensor] | None,
         pad: Callable[[int], int],

@@ -174,12 +174,19 @@ class GraphModule(GraphText):
                 positions_R[:0],
                 visible_RR[:0, :0],
                 ChildQuery(),
-                None,
+                noise_1U=None,
                 captures=False,
             )
         captures = query.key is not None
         out = self._run(
-            text, features, depths, positions_R, visible_RR, query, noise_1U, captures=captures
+            text,
+            features,
+            depths,
+            positions_R,
+            visible_RR,
+            query,
+            noise_1U=noise_1U,
+            captures=captures,
         )
         return out if query.width else out[: depths.count(0)].clone()
 
@@ -191,8 +198,8 @@ class GraphModule(GraphText):
         positions_R: Tensor,
         visible_RR: Tensor,
         query: ChildQuery,
-        noise_1U: Tensor | None,
         *,
+        noise_1U: Tensor | None,
         captures: bool,
     ) -> Tensor:
         # Rounded up, so that few graphs serve all calls; every depth has the rows of the widest.
@@ -203,7 +210,13 @@ class GraphModule(GraphText):
         place = self._place(depths, W)
         text_places, places, sources = self._gather(text, features, depths, place, W)
         packing, packed = self._pack(
-            (first, count, A), text_places, places, place, positions_R, visible_RR, noise_1U
+            (first, count, A),
+            text_places,
+            places,
+            place,
+            positions_R,
+            visible_RR,
+            noise_1U=noise_1U,
         )
         compute = partial(self._compute, packing, query, (A, W))
         key = ((A, W), query.key)
@@ -254,6 +267,7 @@ class GraphModule(GraphText):
         place: list[int],
         positions_R: Tensor,
         visible_RR: Tensor,
+        *,
         noise_1U: Tensor | None,
     ) -> tuple[Packing, Tensor]:
         """Put all that the host knows of a call into one tensor.
