@@ -19,7 +19,7 @@ from conftest import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
 
 from pipedraft.cli import run_command
-from pipedraft.inference.__main__ import DecodeOptions, PrintedText
+from pipedraft.inference.__main__ import PrintedText
 
 NUM_STAGES = 2
 
@@ -496,9 +496,3 @@ def test_random_tokens_stream_to_their_decoded_text(capsys):
         text = ByteTokenizer().decode(ids, True)
         stream.finish_line(text)
         assert capsys.readouterr().out == text + "\n"
-
-
-def test_boundaries_keep_a_layer_that_is_given_twice():
-    """An empty stage is for the target to refuse, not for the parser to remove."""
-    words = ["--prompt", "x", "--target", "t", "--boundaries", "0,4,8,12,16,16"]
-    assert DecodeOptions.read(words).boundaries == (0, 4, 8, 12, 16, 16)
